@@ -1,0 +1,35 @@
+# make setup | make demo | make test
+# PYTHON=...           the Python (3.11 to 3.13) that the virtual environment is made from
+# TORCH_INDEX_URL=...  a package index that holds PyTorch's smaller CPU wheels
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: setup demo test check
+
+setup: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Manta needs Python 3.11, 3.12 or 3.13; none was found. Set PYTHON=/path/to/python3." >&2; exit 1; }
+	@echo "Setting up $(VENV) (once; a minute or two) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -z "$(TORCH_INDEX_URL)" || $(BIN)/python -m pip install -q --disable-pip-version-check \
+		--index-url "$(TORCH_INDEX_URL)" $$(grep '^torch==' requirements.lock)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+demo: setup
+	@$(BIN)/python -m api.demo
+
+# Lint, format, types and the layer rule.
+check: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+test: check
+	@$(BIN)/python -m pytest

@@ -1,0 +1,23 @@
+"""Errors of the engine that say what to do next. Pure Python."""
+
+from __future__ import annotations
+
+
+class MantaError(Exception):
+    """Base of all errors whose message is one clear sentence for the user."""
+
+
+class DataError(MantaError):
+    """The corpus is missing, unreadable, empty or too short; the message names the path."""
+
+
+class SharedMemoryError(MantaError):
+    """The node's shared memory has no room for the snapshots; the message says how much is missing."""
+
+
+class CheckpointError(MantaError):
+    """A checkpoint or snapshot cannot be used; the message names the file."""
+
+
+class PeerLost(MantaError):
+    """A collective failed because another rank is gone. This rank is not the culprit."""

@@ -1,0 +1,100 @@
+"""What crosses process borders between control plane, agent, zygote and trainer. Pure Python.
+
+A `LaunchOrder` goes down (control plane -> agent -> trainer), `Report`s come up. Both travel as JSON, one object
+a line, and both carry the generation: a report of an older generation than the receiver's is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+RESUME_START, RESUME_SNAPSHOT, RESUME_CHECKPOINT = "start", "snapshot", "checkpoint"
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a gang's state comes from when its trainers start."""
+
+    source: Literal["start", "snapshot", "checkpoint"] = "start"
+    """start: fresh initialisation; snapshot: this rank's file in shared memory; checkpoint: a durable one."""
+    step: int = 0
+    """Committed step that the state belongs to; training goes on with step + 1."""
+    path: str | None = None
+    """Folder of the durable checkpoint."""
+
+
+@dataclass(frozen=True)
+class LaunchOrder:
+    """Everything that one trainer process needs to know to be rank `rank` of generation `generation`."""
+
+    job: str
+    """Job id; names files and shared memory."""
+    generation: int
+    """Number of this start of the gang, from 1; higher ones fence lower ones."""
+    rank: int
+    """Global rank, 0 to world size - 1."""
+    spec: dict[str, Any]
+    """The checked JobSpec as JSON."""
+    store_host: str | None = None
+    """Host of the rendezvous store; None for a single process."""
+    store_port: int | None = None
+    """Port of the rendezvous store."""
+    snapshot_folder: str | None = None
+    """Folder in the node's shared memory for this job's snapshots; None turns snapshots off."""
+    checkpoint_folder: str | None = None
+    """Folder for the job's durable checkpoints; None turns them off."""
+    resume: Resume = Resume()
+    """Where state comes from."""
+    device: str = "cpu"
+    """Torch device of the rank: cpu, or cuda:0 (its one visible GPU)."""
+    peak_flops: float | None = None
+    """Peak FLOP/s of one rank's device, for MFU; None: measured at start."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> LaunchOrder:
+        """From a JSON object as `to_json` makes it. Raises TypeError on unknown or missing fields."""
+        return cls(**{**document, "resume": Resume(**document["resume"])})
+
+
+@dataclass(frozen=True)
+class Report:
+    """One message of a trainer, or of its agent about it, to the control plane."""
+
+    kind: Literal["started", "metrics", "event", "failure", "finished", "exit"]
+    """started: trainer is up; metrics: `data.rows`, one per committed step; event: something to tell (`data.type`,
+    `data.message`, more); failure: the trainer is about to exit (`data` as `Failure`); finished: last step committed;
+    exit: the process is gone (`data.code` or `data.signal`), added by the agent, always the last of its generation."""
+    generation: int
+    rank: int
+    time: float
+    """Unix time at which it was made, in seconds."""
+    sequence: int = 0
+    """Number given by the agent, from 1 upwards over all generations of this agent."""
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a trainer ends before its last step; the `data` of a `failure` report."""
+
+    kind: Literal["exception", "peer_lost", "no_shared_memory", "bad_data", "bad_checkpoint"]
+    """exception: user or program error; peer_lost: a collective failed because another rank died, so this rank is
+    not the culprit; the others are typed errors whose message is one clear sentence."""
+    step: int
+    """Step that was being computed (last committed + 1)."""
+    exception: str
+    """Class name."""
+    message: str
+    """One line."""
+    traceback: str
+    """Python traceback."""
