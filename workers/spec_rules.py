@@ -168,7 +168,8 @@ def _learning_rates_ordered(spec: JobSpec) -> Iterator[Problem]:
     if optimizer.min_learning_rate > optimizer.learning_rate:
         yield Problem(
             "train.optimizer.min_learning_rate",
-            f"min_learning_rate ({optimizer.min_learning_rate}) must be at most learning_rate ({optimizer.learning_rate})",
+            f"min_learning_rate ({optimizer.min_learning_rate}) must be at most learning_rate "
+            f"({optimizer.learning_rate})",
             str(optimizer.learning_rate),
         )
     if optimizer.warmup_steps > spec.train.steps:

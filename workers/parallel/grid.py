@@ -1,0 +1,64 @@
+"""The rank grid: which coordinates a rank has, and which ranks share an axis. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from workers.config import ParallelConfig
+
+Axis = Literal["tensor", "pipeline", "data", "context", "embedding", "world"]
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Position of a rank along each axis, from 0."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    context: int
+
+
+class RankGrid:
+    """All ranks of a layout: rank = ((data * p + pipeline) * c + context) * t + tensor."""
+
+    def __init__(self, layout: ParallelConfig):
+        self.tensor, self.pipeline = layout.tensor, layout.pipeline
+        self.data, self.context = layout.data, layout.context
+        self.world_size = layout.world_size
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Coordinates of `rank`. Raises IndexError for a rank outside the grid."""
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is outside a grid of {self.world_size} ranks")
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        data, pipeline = divmod(rest, self.pipeline)
+        return Coordinates(tensor, pipeline, data, context)
+
+    def rank(self, at: Coordinates) -> int:
+        """Rank at coordinates `at`; the inverse of `coordinates`."""
+        return ((at.data * self.pipeline + at.pipeline) * self.context + at.context) * self.tensor + at.tensor
+
+    def group(self, axis: Axis, rank: int) -> list[int]:
+        """Ranks that share every coordinate with `rank` but the one along `axis`, in order along it.
+
+        `embedding` holds the first and the last stage of the rank's pipeline, which both need the token
+        embedding when it is tied; for ranks of stages between it is the rank alone. `world` is everybody.
+        """
+        if axis == "world":
+            return list(range(self.world_size))
+        at = self.coordinates(rank)
+        if axis == "embedding":
+            ends = sorted({0, self.pipeline - 1})
+            if at.pipeline not in ends:
+                return [rank]
+            return [self.rank(Coordinates(at.tensor, stage, at.data, at.context)) for stage in ends]
+        size = {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data, "context": self.context}[axis]
+        base = {"tensor": at.tensor, "pipeline": at.pipeline, "data": at.data, "context": at.context}
+        return [self.rank(Coordinates(**{**base, axis: position})) for position in range(size)]
+
+    def groups(self, axis: Axis) -> list[list[int]]:
+        """All distinct groups along `axis`, ordered by their first rank."""
+        return [list(group) for group in sorted({tuple(self.group(axis, rank)) for rank in range(self.world_size)})]
