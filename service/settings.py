@@ -1,0 +1,33 @@
+"""The only place of Manta that reads the process environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8400
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says about where Manta keeps its state and where its service answers."""
+
+    home: Path
+    """Folder of the embedded state: database, checkpoints, logs, address of the running service (MANTA_HOME)."""
+    url: str | None = None
+    """Base address of the service that the client talks to (MANTA_URL); None: the one running in `home`."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
+        """Read MANTA_HOME (default ~/.manta) and MANTA_URL from `environment`, by default the process's own."""
+        source = os.environ if environment is None else environment
+        home = Path(source.get("MANTA_HOME") or "~/.manta").expanduser().absolute()
+        return cls(home=home, url=source.get("MANTA_URL") or None)
+
+    @property
+    def service_file(self) -> Path:
+        """JSON file `{"url", "pid"}` in which a running embedded service says where it answers."""
+        return self.home / "service.json"

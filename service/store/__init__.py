@@ -1,0 +1,21 @@
+"""The job database: `Store` for connections, one module of queries a table."""
+
+from service.store.database import Store
+from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
+from service.store.paging import Page
+from service.store.tables import Checkpoint, Event, Generation, Job, Metric, Rank
+
+__all__ = [
+    "Checkpoint",
+    "Event",
+    "Generation",
+    "IdempotencyConflict",
+    "IllegalTransition",
+    "InvalidCursor",
+    "Job",
+    "JobNotFound",
+    "Metric",
+    "Page",
+    "Rank",
+    "Store",
+]

@@ -1,0 +1,100 @@
+"""All queries about durable checkpoints."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import select, tuple_
+from sqlalchemy.orm import Session
+
+from service.store import jobs
+from service.store.errors import InvalidCursor
+from service.store.paging import Page, decode_cursor
+from service.store.tables import Checkpoint
+
+SAVING, COMPLETE, FAILED, DELETED = "saving", "complete", "failed", "deleted"
+
+
+def begin(session: Session, job_id: str, generation: int, step: int, path: str) -> Checkpoint | None:
+    """Note that `generation` saves the state of committed step `step` in folder `path`.
+
+    Saving the same step again in the same generation begins it anew. Returns None when the job is in a higher
+    generation. Raises JobNotFound.
+    """
+    if generation < jobs.get(session, job_id, lock=True).generation:
+        return None
+    checkpoint_id = f"ckpt_{job_id.removeprefix('job_')}_{step}_{generation}"
+    row = session.get(Checkpoint, checkpoint_id) or Checkpoint(id=checkpoint_id, job_id=job_id)
+    row.generation, row.step, row.state, row.path = generation, step, SAVING, path
+    row.created_at, row.completed_at, row.bytes = time.time(), None, None
+    session.add(row)
+    session.flush()
+    return row
+
+
+def complete(session: Session, checkpoint_id: str, size_bytes: int) -> bool:
+    """Note that a checkpoint's manifest is written; `size_bytes` is its size on disk.
+
+    Returns False, and changes nothing, when it is not being saved: unknown, failed, deleted or complete already.
+    What a lower generation has completed on disk is complete, so this is not fenced.
+    """
+    row = session.get(Checkpoint, checkpoint_id)
+    if row is None or row.state != SAVING:
+        return False
+    row.state, row.bytes, row.completed_at = COMPLETE, size_bytes, time.time()
+    return True
+
+
+def fail(session: Session, checkpoint_id: str) -> bool:
+    """Note that saving a checkpoint failed. Returns False when it was not being saved."""
+    row = session.get(Checkpoint, checkpoint_id)
+    if row is None or row.state != SAVING:
+        return False
+    row.state = FAILED
+    return True
+
+
+def mark_deleted(session: Session, checkpoint_id: str) -> bool:
+    """Note that a checkpoint's files are gone. Returns False when it is unknown."""
+    row = session.get(Checkpoint, checkpoint_id)
+    if row is None:
+        return False
+    row.state = DELETED
+    return True
+
+
+def find(session: Session, job_id: str, generation: int, step: int) -> Checkpoint | None:
+    """The checkpoint of `step` that `generation` saves or has saved."""
+    query = select(Checkpoint).where(
+        Checkpoint.job_id == job_id, Checkpoint.generation == generation, Checkpoint.step == step
+    )
+    return session.scalars(query).one_or_none()
+
+
+def page(session: Session, job_id: str, limit: int = 100, cursor: str | None = None) -> Page[Checkpoint]:
+    """A job's checkpoints, those of the highest step first. Raises InvalidCursor."""
+    order = tuple_(Checkpoint.step, Checkpoint.generation)
+    query = select(Checkpoint).where(Checkpoint.job_id == job_id)
+    if cursor is not None:
+        query = query.where(order < tuple_(*_position(cursor)))
+    query = query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc()).limit(limit + 1)
+    return Page.of(list(session.scalars(query)), limit, lambda row: f"{row.step} {row.generation}")
+
+
+def newest_complete(session: Session, job_id: str) -> Checkpoint | None:
+    """The complete checkpoint of the highest step."""
+    query = select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state == COMPLETE)
+    return session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc()).limit(1)).first()
+
+
+def complete_ones(session: Session, job_id: str) -> list[Checkpoint]:
+    """All complete checkpoints of a job, those of the highest step first: what keep-N counts."""
+    query = select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state == COMPLETE)
+    return list(session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc())))
+
+
+def _position(cursor: str) -> tuple[int, int]:
+    parts = decode_cursor(cursor).split(" ")
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
+        raise InvalidCursor
+    return int(parts[0]), int(parts[1])

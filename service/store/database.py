@@ -1,0 +1,113 @@
+"""The job database: connections, migrations, and the one thread that writes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.orm import Session, sessionmaker
+
+T = TypeVar("T")
+_BUSY_MILLISECONDS = 10_000
+
+
+class Store:
+    """The job database. Any thread may read; one thread of its own does all writing, one transaction at a time.
+
+    Rows that come out of it stay usable after their session is closed.
+    """
+
+    def __init__(self, url: str):
+        """Open the database at the SQLAlchemy `url`, such as `sqlite:////home/me/.manta/manta.db`.
+
+        The folder of an SQLite file is made. Call `migrate` before anything else.
+        """
+        location = make_url(url)
+        self._is_sqlite = location.get_backend_name() == "sqlite"
+        if self._is_sqlite and location.database:
+            Path(location.database).parent.mkdir(parents=True, exist_ok=True)
+        self._engine = create_engine(location)
+        if self._is_sqlite:
+            event.listen(self._engine, "connect", _configure_sqlite)
+            event.listen(self._engine, "begin", _begin_sqlite)
+        self._writing_engine = self._engine.execution_options(manta_writes=True)
+        self._read_session = sessionmaker(self._engine, expire_on_commit=False)
+        self._write_session = sessionmaker(self._writing_engine, expire_on_commit=False)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-writer")
+        self._writer_thread: int = self._writer.submit(threading.get_ident).result()
+
+    @property
+    def engine(self) -> Engine:
+        """The SQLAlchemy engine."""
+        return self._engine
+
+    def migrate(self, revision: str = "head") -> None:
+        """Bring the schema to `revision`: the newest by default, `base` for an empty database."""
+        from alembic import command
+        from alembic.config import Config
+
+        config = Config()
+        config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+
+        def run() -> None:
+            with self._writing_engine.begin() as connection:
+                config.attributes["connection"] = connection
+                (command.downgrade if revision == "base" else command.upgrade)(config, revision)
+
+        self._writer.submit(run).result()
+
+    @contextmanager
+    def read(self) -> Iterator[Session]:
+        """A session that sees one consistent state of the database. Nothing done in it is kept."""
+        with self._read_session() as session:
+            yield session
+
+    def write(self, operation: Callable[[Session], T]) -> T:
+        """Run `operation` in the writer thread, in one transaction, and return its result.
+
+        Commits when it returns and rolls back when it raises; the exception comes out here. Raises RuntimeError
+        when called from inside an operation, which would wait for itself.
+        """
+        return self._submit(operation).result()
+
+    async def write_async(self, operation: Callable[[Session], T]) -> T:
+        """As `write`, without blocking the event loop."""
+        return await asyncio.wrap_future(self._submit(operation))
+
+    def ping(self) -> None:
+        """Ask the database for nothing. Raises sqlalchemy.exc.SQLAlchemyError when it cannot answer."""
+        with self.read() as session:
+            session.execute(text("SELECT 1"))
+
+    def close(self) -> None:
+        """Finish the writes that wait, then close all connections."""
+        self._writer.shutdown(wait=True)
+        self._engine.dispose()
+
+    def _submit(self, operation: Callable[[Session], T]) -> Future[T]:
+        if threading.get_ident() == self._writer_thread:
+            raise RuntimeError("write() inside a write operation would wait for itself; use the operation's session")
+        return self._writer.submit(self._run, operation)
+
+    def _run(self, operation: Callable[[Session], T]) -> T:
+        with self._write_session.begin() as session:
+            return operation(session)
+
+
+def _configure_sqlite(connection: Any, _record: Any) -> None:
+    """Readers beside the writer (WAL), waiting instead of failing, foreign keys, and transactions by our own BEGIN."""
+    connection.isolation_level = None
+    for pragma in ("journal_mode=WAL", f"busy_timeout={_BUSY_MILLISECONDS}", "foreign_keys=ON", "synchronous=NORMAL"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    """Writers take the lock at once: a read that turns into a write may not wait, SQLite would refuse it."""
+    writes = connection.get_execution_options().get("manta_writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")

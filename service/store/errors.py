@@ -1,0 +1,44 @@
+"""What the job database refuses, in sentences that say what to do next."""
+
+from __future__ import annotations
+
+from service.states import ACTIONS, TRANSITIONS, JobState
+from workers.errors import MantaError
+
+
+class JobNotFound(MantaError):
+    """No job has this id."""
+
+    def __init__(self, job_id: str):
+        self.job_id = job_id
+        super().__init__(f"there is no job {job_id[:100]!r}; `manta ps` lists the jobs")
+
+
+class IllegalTransition(MantaError):
+    """A job's state does not allow what was asked for; the message names the state and what is allowed."""
+
+    def __init__(self, job_id: str, state: JobState, *, target: JobState | None = None, action: str | None = None):
+        self.job_id, self.state, self.target, self.action = job_id, state, target, action
+        if action is not None:
+            legal = ", ".join(ACTIONS[action])
+            super().__init__(f"job {job_id} is {state}; {action} works only while it is one of {legal}")
+        else:
+            exits = ", ".join(sorted(TRANSITIONS[state])) or "nothing, it is final"
+            super().__init__(f"job {job_id} is {state} and cannot become {target}; what may follow: {exits}")
+
+
+class IdempotencyConflict(MantaError):
+    """An idempotency key was used before with another body."""
+
+    def __init__(self, key: str, job_id: str):
+        self.key, self.job_id = key, job_id
+        super().__init__(
+            f"Idempotency-Key {key!r} was used before for job {job_id} with another body; use a new key for a new job"
+        )
+
+
+class InvalidCursor(MantaError):
+    """A page cursor that was not made by this service."""
+
+    def __init__(self) -> None:
+        super().__init__("the cursor is not one that this service gave out; start again without one")

@@ -1,0 +1,46 @@
+"""All queries about events."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from service.store.paging import Page
+from service.store.tables import Event
+
+
+def append(
+    session: Session,
+    job_id: str,
+    type: str,
+    message: str,
+    *,
+    generation: int | None = None,
+    rank: int | None = None,
+    step: int | None = None,
+    data: dict[str, Any] | None = None,
+    at: float | None = None,
+) -> Event:
+    """Add an event of `type`, with one sentence for people. `at` is when it happened, in Unix seconds; default: now."""
+    event = Event(
+        job_id=job_id,
+        time=time.time() if at is None else at,
+        type=type,
+        generation=generation,
+        rank=rank,
+        step=step,
+        message=message,
+        data=data or {},
+    )
+    session.add(event)
+    session.flush()  # gives it its id
+    return event
+
+
+def page(session: Session, job_id: str, after_id: int = 0, limit: int = 100) -> Page[Event]:
+    """A job's events with an id above `after_id`, oldest first."""
+    query = select(Event).where(Event.job_id == job_id, Event.id > after_id).order_by(Event.id).limit(limit + 1)
+    return Page.of(list(session.scalars(query)), limit, lambda event: str(event.id))

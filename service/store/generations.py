@@ -1,0 +1,66 @@
+"""All queries about generations: the starts of a job's gang."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from service.store import jobs
+from service.store.tables import Generation
+
+
+def begin(
+    session: Session,
+    job_id: str,
+    cause: str,
+    counts_as_restart: bool,
+    resume_source: str = "start",
+    resume_step: int = 0,
+    data: dict[str, Any] | None = None,
+) -> int:
+    """Open the job's next generation and return its number; from here on, reports of lower ones are refused.
+
+    Ends the generation before it, if that is still open. The report cursor starts anew, since the reports that it
+    counted are fenced now and new agents number theirs from 1. Raises JobNotFound.
+    """
+    job = jobs.get(session, job_id, lock=True)
+    now = time.time()
+    end(session, job_id, job.generation)
+    job.generation += 1
+    job.restarts += int(counts_as_restart)
+    job.report_cursor = {}
+    job.updated_at = now
+    row = Generation(
+        job_id=job_id,
+        generation=job.generation,
+        cause=cause,
+        resume_source=resume_source,
+        resume_step=resume_step,
+        started_at=now,
+        data=data or {},
+    )
+    session.add(row)
+    session.flush()
+    return job.generation
+
+
+def mark_first_step(session: Session, job_id: str, generation: int, at: float | None = None) -> None:
+    """Note when a generation committed its first step (Unix seconds, default: now); only the first call counts."""
+    row = session.get(Generation, (job_id, generation))
+    if row is not None and row.first_step_at is None:
+        row.first_step_at = time.time() if at is None else at
+
+
+def end(session: Session, job_id: str, generation: int, at: float | None = None) -> None:
+    """Note when a generation ended (Unix seconds, default: now); only the first call counts."""
+    row = session.get(Generation, (job_id, generation))
+    if row is not None and row.ended_at is None:
+        row.ended_at = time.time() if at is None else at
+
+
+def of_job(session: Session, job_id: str) -> list[Generation]:
+    """All generations of a job, oldest first."""
+    return list(session.scalars(select(Generation).where(Generation.job_id == job_id).order_by(Generation.generation)))

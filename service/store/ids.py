@@ -1,0 +1,46 @@
+"""Job ids: `job_` and 12 characters that sort by time of submission."""
+
+from __future__ import annotations
+
+import re
+
+ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+"""Crockford's base 32 in lower case: its order as text is its order as numbers, and no letters are mixed up."""
+
+_DIGITS = 12
+_EPOCH_SECONDS = 1_735_689_600  # 2025-01-01: 41 bits of milliseconds from here last until 2094
+_RANDOM_BITS = 19
+_PATTERN = re.compile(rf"job_[{ALPHABET}]{{{_DIGITS}}}")
+
+
+def is_job_id(text: str) -> bool:
+    """Whether `text` has the form of a job id; only such text ever becomes part of a path."""
+    return _PATTERN.fullmatch(text) is not None
+
+
+def next_job_id(now: float, entropy: int, newest: str | None) -> str:
+    """An id for a job submitted at `now` (Unix seconds), greater than `newest`, the greatest id there is.
+
+    `entropy` fills the low bits, so that two control planes seldom choose the same id. Ids grow even within
+    one millisecond and when the clock steps back.
+    """
+    milliseconds = max(0, int((now - _EPOCH_SECONDS) * 1000))
+    number = (milliseconds << _RANDOM_BITS) | (entropy & ((1 << _RANDOM_BITS) - 1))
+    if newest is not None:
+        number = max(number, _number_of(newest) + 1)
+    return f"job_{_text_of(number)}"
+
+
+def _number_of(job_id: str) -> int:
+    number = 0
+    for character in job_id.removeprefix("job_"):
+        number = number * len(ALPHABET) + ALPHABET.index(character)
+    return number
+
+
+def _text_of(number: int) -> str:
+    characters = []
+    for _ in range(_DIGITS):
+        number, digit = divmod(number, len(ALPHABET))
+        characters.append(ALPHABET[digit])
+    return "".join(reversed(characters))

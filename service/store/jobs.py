@@ -1,0 +1,209 @@
+"""All queries about jobs as a whole. Every function takes a Session first; those that write run in `Store.write`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from service.states import FINAL, JobState, after_action, can, is_final
+from service.store import events
+from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
+from service.store.ids import is_job_id, next_job_id
+from service.store.paging import Page, decode_cursor
+from service.store.tables import Job
+from workers.config import JobSpec
+
+_CREATE_ATTEMPTS = 5
+
+
+def create(
+    session: Session, spec: JobSpec, idempotency_key: str | None = None, digest: str | None = None
+) -> tuple[Job, bool]:
+    """Store a new QUEUED job, or find the one that the same request made before.
+
+    Returns the job and whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal.
+    Raises IdempotencyConflict when `idempotency_key` was used with another digest.
+    """
+    for _ in range(_CREATE_ATTEMPTS):
+        earlier = _by_key(session, idempotency_key)
+        if earlier is not None:
+            if earlier.body_digest != digest:
+                raise IdempotencyConflict(idempotency_key or "", earlier.id)
+            return earlier, False
+        job = _new_job(session, spec, idempotency_key, digest)
+        try:
+            with session.begin_nested():
+                session.add(job)
+        except IntegrityError:
+            continue  # another control plane took the key or the id between the look and the insert: look again
+        events.append(session, job.id, "submitted", f"job {job.name!r} was submitted")
+        return job, True
+    raise RuntimeError(f"no free job id after {_CREATE_ATTEMPTS} attempts")
+
+
+def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
+    """The job. Raises JobNotFound. With `lock`, nobody else changes it until this transaction ends."""
+    job = session.get(Job, job_id, with_for_update=lock or None) if is_job_id(job_id) else None
+    if job is None:
+        raise JobNotFound(job_id)
+    return job
+
+
+def page(
+    session: Session,
+    state: str | None = None,
+    name: str | None = None,
+    limit: int = 50,
+    cursor: str | None = None,
+) -> Page[Job]:
+    """Jobs, newest first, optionally only those in `state` or called `name`. Raises InvalidCursor."""
+    query = select(Job).order_by(Job.id.desc()).limit(limit + 1)
+    if state is not None:
+        query = query.where(Job.state == state)
+    if name is not None:
+        query = query.where(Job.name == name)
+    if cursor is not None:
+        last = decode_cursor(cursor)
+        if not is_job_id(last):
+            raise InvalidCursor
+        query = query.where(Job.id < last)
+    return Page.of(list(session.scalars(query)), limit, lambda job: job.id)
+
+
+def unfinished(session: Session) -> list[Job]:
+    """All jobs that are not final, in the order in which they get their turn: by priority, then by age."""
+    query = select(Job).where(Job.state.not_in(FINAL)).order_by(Job.priority.desc(), Job.id)
+    return list(session.scalars(query))
+
+
+def count_by_state(session: Session) -> dict[JobState, int]:
+    """Number of jobs in each state, zeros included."""
+    rows = session.execute(select(Job.state, func.count()).group_by(Job.state))
+    counted: dict[str, int] = {row[0]: row[1] for row in rows}
+    return {state: counted.get(state.value, 0) for state in JobState}
+
+
+def transition(
+    session: Session, job_id: str, to: JobState, reason: str | None = None, message: str | None = None
+) -> Job:
+    """Move a job to state `to`, with the reason code and message that go with it, and append a `state_changed` event.
+
+    Raises JobNotFound, and IllegalTransition when the state machine has no such edge.
+    """
+    job = get(session, job_id, lock=True)
+    state = JobState(job.state)
+    if not can(state, to):
+        raise IllegalTransition(job_id, state, target=to)
+    now = time.time()
+    job.state, job.reason, job.message, job.updated_at = to.value, reason, message, now
+    job.waiting_for = None
+    if to is JobState.STARTING and job.started_at is None:
+        job.started_at = now
+    if is_final(to):
+        job.finished_at = now
+    told = f"{state} -> {to}" + (f": {message}" if message else "")
+    data = {"from": state.value, "to": to.value, "reason": reason}
+    events.append(session, job_id, "state_changed", told, generation=job.generation, step=job.step, data=data)
+    return job
+
+
+def request_cancel(session: Session, job_id: str) -> Job:
+    """What a user's cancel does at once: a QUEUED job is CANCELLED, one with processes becomes CANCELLING.
+
+    Raises JobNotFound, and IllegalTransition when the job's state does not allow it.
+    """
+    state = JobState(get(session, job_id, lock=True).state)
+    target = after_action("cancel", state)
+    if target is None:
+        raise IllegalTransition(job_id, state, action="cancel")
+    return transition(session, job_id, target, "cancelled_by_user", "cancelled by the user")
+
+
+def set_waiting(
+    session: Session,
+    job_id: str,
+    waiting_for: dict[str, Any] | None,
+    reason: str | None = None,
+    message: str | None = None,
+) -> Job:
+    """Say what a QUEUED job lacks, such as `{"needed": 8, "available": 4}` with reason `insufficient_slots`.
+
+    A job that is no longer QUEUED stays as it is. Raises JobNotFound.
+    """
+    job = get(session, job_id, lock=True)
+    told = (job.waiting_for, job.reason, job.message)
+    if job.state == JobState.QUEUED and told != (waiting_for, reason, message):
+        job.waiting_for, job.reason, job.message, job.updated_at = waiting_for, reason, message, time.time()
+    return job
+
+
+def queue_position(session: Session, job: Job) -> int | None:
+    """Place of a QUEUED job in the queue, from 1; None for any other job."""
+    if job.state != JobState.QUEUED:
+        return None
+    ahead = (Job.priority > job.priority) | ((Job.priority == job.priority) & (Job.id < job.id))
+    count = session.scalar(select(func.count()).select_from(Job).where(Job.state == JobState.QUEUED.value, ahead))
+    return (count or 0) + 1
+
+
+def goodput(session: Session, job_id: str) -> float | None:
+    """Seconds of committed steps / seconds since the job first left the queue, 0 to 1; None before the first step.
+
+    Raises JobNotFound.
+    """
+    return goodput_of(get(session, job_id), time.time())
+
+
+def goodput_of(job: Job, now: float) -> float | None:
+    """As `goodput`, at Unix time `now`, for a job that was read already."""
+    if job.step == 0 or job.started_at is None:
+        return None
+    wall = (now if job.finished_at is None else job.finished_at) - job.started_at
+    return min(1.0, job.compute_seconds / wall) if wall > 0 else None
+
+
+def accept_report(session: Session, job_id: str, generation: int, rank: int, sequence: int) -> bool:
+    """Whether a report is new: of the job's generation (fencing), and with a sequence number not stored before.
+
+    Marks it as stored; whatever is done with the report belongs into the same transaction, so that it is done
+    exactly once. Raises JobNotFound.
+    """
+    job = get(session, job_id, lock=True)
+    if generation < job.generation or sequence <= job.report_cursor.get(str(rank), 0):
+        return False
+    job.report_cursor = {**job.report_cursor, str(rank): sequence}
+    return True
+
+
+def _by_key(session: Session, idempotency_key: str | None) -> Job | None:
+    if idempotency_key is None:
+        return None
+    return session.scalars(select(Job).where(Job.idempotency_key == idempotency_key)).one_or_none()
+
+
+def _new_job(session: Session, spec: JobSpec, idempotency_key: str | None, digest: str | None) -> Job:
+    now = time.time()
+    newest = session.scalar(select(func.max(Job.id)))
+    return Job(
+        id=next_job_id(now, secrets.randbits(32), newest),
+        name=spec.name,
+        state=JobState.QUEUED.value,
+        spec=spec.model_dump(mode="json"),
+        step=0,
+        steps=spec.train.steps,
+        generation=0,
+        restarts=0,
+        priority=spec.priority,
+        idempotency_key=idempotency_key,
+        body_digest=digest,
+        metrics={},
+        compute_seconds=0.0,
+        report_cursor={},
+        created_at=now,
+        updated_at=now,
+    )

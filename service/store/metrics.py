@@ -1,0 +1,153 @@
+"""All queries about metrics: rows in, series out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, func, select
+from sqlalchemy.orm import Session
+
+from service.store import jobs
+from service.store.tables import METRIC_NAMES, Job, Metric
+from service.store.types import number
+
+_NOT_METRICS = frozenset({"step", "time", "generation", "rank", "job"})
+_RECENT_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Series:
+    """Metrics over steps, ready to be drawn."""
+
+    steps: list[int]
+    """The committed steps, ascending."""
+    series: dict[str, list[float | None]]
+    """For each name one value a step; None where it is not known."""
+
+
+def record(
+    session: Session, job_id: str, generation: int, rank: int, sequence: int, rows: Sequence[dict[str, Any]]
+) -> int:
+    """Store the metrics of committed steps from one report, exactly once; returns how many rows were stored.
+
+    Each row holds `step`, optionally `time` (Unix seconds), and numbers by metric name; names without a column are
+    kept as extra ones. A row for a step that is there already adds to it, or replaces it where the row comes from a
+    higher generation, which has redone the step. Returns 0, and changes nothing, when the report is of a lower
+    generation than the job's or was stored before. Raises JobNotFound.
+    """
+    if not jobs.accept_report(session, job_id, generation, rank, sequence):
+        return 0
+    job = jobs.get(session, job_id)
+    for row in rows:
+        _store(session, job, generation, row)
+    job.updated_at = time.time()
+    session.flush()
+    return len(rows)
+
+
+def series(
+    session: Session,
+    job_id: str,
+    names: Sequence[str] = METRIC_NAMES,
+    after_step: int = 0,
+    max_points: int = 1000,
+) -> Series:
+    """The metrics called `names` at steps above `after_step`, at most `max_points` of them.
+
+    Where there are more steps, these are kept: the first, the last, and of each of `max_points - 2` equal ranges of
+    steps in between the one with the highest loss, so that a spike is never smoothed away. A NaN counts as highest.
+    """
+    columns = [getattr(Metric, name) for name in names if name in METRIC_NAMES]
+    more = any(name not in METRIC_NAMES for name in names)
+    query = select(Metric.step, *columns, *([Metric.extra] if more else [])).where(
+        Metric.job_id == job_id, Metric.step > after_step
+    )
+    kept = _downsampled(session, query, job_id, after_step, max_points).order_by(Metric.step)
+    steps: list[int] = []
+    values: dict[str, list[float | None]] = {name: [] for name in names}
+    for row in session.execute(kept).mappings():
+        steps.append(row["step"])
+        for name, column in values.items():
+            column.append(row[name] if name in METRIC_NAMES else row["extra"].get(name))
+    return Series(steps, values)
+
+
+def first_and_last(session: Session, job_id: str) -> tuple[Metric, Metric] | None:
+    """The rows of a job's first and last step; None before the first."""
+    own = select(Metric).where(Metric.job_id == job_id)
+    first = session.scalars(own.order_by(Metric.step).limit(1)).first()
+    last = session.scalars(own.order_by(Metric.step.desc()).limit(1)).first()
+    return (first, last) if first is not None and last is not None else None
+
+
+def recent_step_seconds(session: Session, job_id: str) -> float | None:
+    """Mean duration of the newest 20 steps, in seconds; None where no step has one."""
+    newest = (
+        select(Metric.step_seconds).where(Metric.job_id == job_id).order_by(Metric.step.desc()).limit(_RECENT_STEPS)
+    )
+    known = [seconds for seconds in session.scalars(newest) if seconds is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _store(session: Session, job: Job, generation: int, row: dict[str, Any]) -> None:
+    """Insert or update one step's row, and bring the job's step, latest metrics and compute time up to date."""
+    step = int(row["step"])
+    values = _numbers_of(row)
+    stored = session.get(Metric, (job.id, step))
+    counted = 0.0 if stored is None else stored.step_seconds or 0.0
+    if stored is None or stored.generation < generation:
+        stored = _emptied(stored or Metric(job_id=job.id, step=step))
+        session.add(stored)
+    stored.generation = generation
+    stored.time = float(row.get("time") or time.time())
+    for name in METRIC_NAMES:
+        if name in values:
+            setattr(stored, name, float(values[name]))
+    stored.extra = {**stored.extra, **{name: value for name, value in values.items() if name not in METRIC_NAMES}}
+    job.compute_seconds += (stored.step_seconds or 0.0) - counted
+    job.step = max(job.step, step)
+    job.metrics = {**job.metrics, **values, "step": step}
+
+
+def _numbers_of(row: dict[str, Any]) -> dict[str, float | int]:
+    """The metrics in a report's row: its numbers, non-finite ones spelled out or not."""
+    values = {name: number(value) for name, value in row.items() if name not in _NOT_METRICS}
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _emptied(row: Metric) -> Metric:
+    """`row` without any metric, so that nothing of a lower generation's values stays behind."""
+    for name in METRIC_NAMES:
+        setattr(row, name, None)
+    row.extra = {}
+    return row
+
+
+def _downsampled(session: Session, query: Select[Any], job_id: str, after_step: int, max_points: int) -> Select[Any]:
+    """`query` narrowed to at most `max_points` rows, as `series` describes."""
+    count, first, last = session.execute(
+        select(func.count(), func.min(Metric.step), func.max(Metric.step)).where(
+            Metric.job_id == job_id, Metric.step > after_step
+        )
+    ).one()
+    if count <= max_points:
+        return query
+    if max_points == 1:
+        return query.where(Metric.step == last)
+    if max_points == 2:
+        return query.where(Metric.step.in_((first, last)))
+    width = -(-(last - first - 1) // (max_points - 2))
+    bucket: ColumnElement[int] = (Metric.step - (first + 1)) // width
+    place = func.row_number().over(
+        partition_by=bucket, order_by=(Metric.loss.is_(None), Metric.loss.desc(), Metric.step)
+    )
+    inner = (
+        select(Metric.step, place.label("place"))
+        .where(Metric.job_id == job_id, Metric.step > first, Metric.step < last)
+        .subquery()
+    )
+    highest = select(inner.c.step).where(inner.c.place == 1)
+    return query.where(Metric.step.in_((first, last)) | Metric.step.in_(highest))

@@ -1,0 +1,47 @@
+"""All queries about ranks: where each part of a job's current gang runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from service.store import jobs
+from service.store.tables import Rank
+
+
+def replace(session: Session, job_id: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Put `rows` in the place of all of the job's ranks.
+
+    Each row holds `rank, tensor, pipeline, data, generation, state` and optionally `context, node, device, pid,
+    actor`. Raises TypeError for an unknown column.
+    """
+    session.execute(delete(Rank).where(Rank.job_id == job_id))
+    session.add_all(Rank(job_id=job_id, **row) for row in rows)
+    session.flush()
+
+
+def set_state(session: Session, job_id: str, generation: int, rank: int, state: str, *, pid: int | None = None) -> bool:
+    """Note what a rank is doing, and its trainer's process id where `pid` is given.
+
+    Returns False, and changes nothing, when the job is in a higher generation or has no such rank. Raises JobNotFound.
+    """
+    row = session.get(Rank, (job_id, rank))
+    if row is None or generation < max(row.generation, jobs.get(session, job_id).generation):
+        return False
+    row.state, row.generation = state, generation
+    if pid is not None:
+        row.pid = pid
+    return True
+
+
+def set_all(session: Session, job_id: str, state: str) -> None:
+    """Put all ranks of a job into `state`, such as `exited` after its end; their processes are gone."""
+    session.execute(update(Rank).where(Rank.job_id == job_id).values(state=state, pid=None))
+
+
+def of_job(session: Session, job_id: str) -> list[Rank]:
+    """All ranks of a job, by number."""
+    return list(session.scalars(select(Rank).where(Rank.job_id == job_id).order_by(Rank.rank)))

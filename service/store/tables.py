@@ -1,0 +1,239 @@
+"""The tables of the job database. Times are Unix seconds; rows carry no relationships, so nothing loads by surprise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import BigInteger, ForeignKey, Index, MetaData, String, Text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from service.store.types import BigKey, Document, Numbers, Real
+
+METRIC_NAMES = (
+    "loss",
+    "validation_loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "tokens_per_second",
+    "step_seconds",
+    "mfu_full",
+    "mfu_causal",
+    "hfu_full",
+    "memory_bytes",
+)
+"""The contract's metric names besides `step`; each has a column of its own."""
+
+
+class Base(DeclarativeBase):
+    """Base of all tables. Constraints get predictable names, so that migrations can name them on any database."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+
+
+def _job_key(primary: bool = True) -> Mapped[str]:
+    return mapped_column(String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=primary)
+
+
+class Job(Base):
+    """One submitted training job."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (Index(None, "state", "id"), Index(None, "name", "id"))
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    """`job_` and 12 characters that sort by time of submission."""
+    name: Mapped[str] = mapped_column(String(100))
+    """The spec's name; need not be unique."""
+    state: Mapped[str] = mapped_column(String(16))
+    """A `JobState`."""
+    reason: Mapped[str | None] = mapped_column(String(64))
+    """Stable code that says why the job is in this state."""
+    message: Mapped[str | None] = mapped_column(Text)
+    """The same for people."""
+    spec: Mapped[dict[str, Any]] = mapped_column(Document)
+    """The checked JobSpec with all defaults filled in."""
+    step: Mapped[int] = mapped_column(BigInteger, default=0)
+    """Last committed step; the first is 1."""
+    steps: Mapped[int] = mapped_column(BigInteger)
+    """Steps of the whole job."""
+    generation: Mapped[int] = mapped_column(default=0)
+    """Number of the newest start of the gang; 0 before the first. Messages of lower ones are refused."""
+    restarts: Mapped[int] = mapped_column(default=0)
+    """Automatic restarts so far."""
+    priority: Mapped[int] = mapped_column(default=0)
+    """Higher starts first among queued jobs."""
+    idempotency_key: Mapped[str | None] = mapped_column(String(200), unique=True)
+    """The submitter's key for this request."""
+    body_digest: Mapped[str | None] = mapped_column(String(64))
+    """SHA-256 of the submitted body, to tell a repeated request from another one with the same key."""
+    waiting_for: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """What a queued job lacks, such as `{"needed": 8, "available": 4, "resource": "manta_slot"}`."""
+    metrics: Mapped[dict[str, Any]] = mapped_column(Numbers, default=dict)
+    """Latest known value of every metric, with the `step` of the newest row."""
+    compute_seconds: Mapped[float] = mapped_column(Real, default=0.0)
+    """Sum of `step_seconds` over committed steps; a step that was redone counts once."""
+    report_cursor: Mapped[dict[str, int]] = mapped_column(Document, default=dict)
+    """Rank (as text) -> sequence number of the last report of this generation that was stored."""
+    created_at: Mapped[float] = mapped_column(Real)
+    """When it was submitted."""
+    started_at: Mapped[float | None] = mapped_column(Real)
+    """When it first left the queue to start."""
+    finished_at: Mapped[float | None] = mapped_column(Real)
+    """When it reached a final state."""
+    updated_at: Mapped[float] = mapped_column(Real)
+    """When this row last changed."""
+
+
+class Generation(Base):
+    """One start of a job's gang."""
+
+    __tablename__ = "generations"
+
+    job_id: Mapped[str] = _job_key()
+    """The job."""
+    generation: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """Its number, from 1."""
+    cause: Mapped[str] = mapped_column(Text)
+    """Why the gang was started, such as `submitted` or `rank_died`."""
+    resume_source: Mapped[str] = mapped_column(String(16))
+    """Where the state came from: start, snapshot or checkpoint."""
+    resume_step: Mapped[int] = mapped_column(BigInteger)
+    """Committed step that the state belongs to."""
+    started_at: Mapped[float] = mapped_column(Real)
+    """When it began."""
+    first_step_at: Mapped[float | None] = mapped_column(Real)
+    """When its first step was committed."""
+    ended_at: Mapped[float | None] = mapped_column(Real)
+    """When it ended."""
+    data: Mapped[dict[str, Any]] = mapped_column(Document, default=dict)
+    """More about it."""
+
+
+class Rank(Base):
+    """One rank of a job's current gang: its place in the grid and on the cluster."""
+
+    __tablename__ = "ranks"
+
+    job_id: Mapped[str] = _job_key()
+    """The job."""
+    rank: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """Global rank: ((data * pipeline_size + pipeline) * context_size + context) * tensor_size + tensor."""
+    tensor: Mapped[int]
+    """Place in its tensor group."""
+    pipeline: Mapped[int]
+    """Pipeline stage."""
+    data: Mapped[int]
+    """Replica."""
+    context: Mapped[int] = mapped_column(default=0)
+    """Place in its context group."""
+    node: Mapped[str | None] = mapped_column(String(200))
+    """Id of the node it runs on."""
+    device: Mapped[str | None] = mapped_column(String(100))
+    """Its device, such as `cpu` or `cuda:0`."""
+    pid: Mapped[int | None]
+    """Process id of the trainer on its node."""
+    generation: Mapped[int]
+    """Generation that this row belongs to."""
+    state: Mapped[str] = mapped_column(String(32))
+    """What it is doing, such as starting, running, exited."""
+    actor: Mapped[str | None] = mapped_column(String(200))
+    """Name of its Ray actor."""
+
+
+class Event(Base):
+    """Something that happened to a job and that a person would want to be told."""
+
+    __tablename__ = "events"
+    __table_args__ = (Index(None, "job_id", "id"),)
+
+    id: Mapped[int] = mapped_column(BigKey, primary_key=True, autoincrement=True)
+    """Grows with time over all jobs."""
+    job_id: Mapped[str] = _job_key(primary=False)
+    """The job."""
+    time: Mapped[float] = mapped_column(Real)
+    """When it happened."""
+    type: Mapped[str] = mapped_column(String(64))
+    """Stable code, such as `state_changed`."""
+    generation: Mapped[int | None]
+    """Generation it belongs to."""
+    rank: Mapped[int | None]
+    """Rank it is about."""
+    step: Mapped[int | None] = mapped_column(BigInteger)
+    """Step it is about."""
+    message: Mapped[str] = mapped_column(Text)
+    """One sentence."""
+    data: Mapped[dict[str, Any]] = mapped_column(Document, default=dict)
+    """More about it."""
+
+
+class Metric(Base):
+    """The numbers of one committed step. A step that is redone replaces its row."""
+
+    __tablename__ = "metrics"
+
+    job_id: Mapped[str] = _job_key()
+    """The job."""
+    step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    """The committed step, from 1."""
+    generation: Mapped[int]
+    """Generation that committed it."""
+    time: Mapped[float] = mapped_column(Real)
+    """When it was committed."""
+    loss: Mapped[float | None] = mapped_column(Real)
+    """Training loss, nats per token."""
+    validation_loss: Mapped[float | None] = mapped_column(Real)
+    """Loss on held-out text, nats per token."""
+    grad_norm: Mapped[float | None] = mapped_column(Real)
+    """Global L2 norm of the gradient before clipping."""
+    learning_rate: Mapped[float | None] = mapped_column(Real)
+    """Learning rate of the step."""
+    tokens: Mapped[float | None] = mapped_column(Real)
+    """Tokens seen since the job's first step."""
+    tokens_per_second: Mapped[float | None] = mapped_column(Real)
+    """Throughput of the whole job."""
+    step_seconds: Mapped[float | None] = mapped_column(Real)
+    """Duration of the step, seconds."""
+    mfu_full: Mapped[float | None] = mapped_column(Real)
+    """Model FLOP utilisation, attention counted in full, 0 to 1."""
+    mfu_causal: Mapped[float | None] = mapped_column(Real)
+    """Model FLOP utilisation, attention counted half, 0 to 1."""
+    hfu_full: Mapped[float | None] = mapped_column(Real)
+    """Hardware FLOP utilisation: with recomputation, attention in full, 0 to 1."""
+    memory_bytes: Mapped[float | None] = mapped_column(Real)
+    """Highest memory use of a rank, bytes."""
+    extra: Mapped[dict[str, Any]] = mapped_column(Numbers, default=dict)
+    """Metrics by names that have no column."""
+
+
+class Checkpoint(Base):
+    """One durable checkpoint, from the moment its saving begins."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (Index(None, "job_id", "step"),)
+
+    id: Mapped[str] = mapped_column(String(80), primary_key=True)
+    """Made of job, step and generation."""
+    job_id: Mapped[str] = _job_key(primary=False)
+    """The job."""
+    generation: Mapped[int]
+    """Generation that saves it."""
+    step: Mapped[int] = mapped_column(BigInteger)
+    """Committed step whose state it holds."""
+    state: Mapped[str] = mapped_column(String(16))
+    """saving, complete, failed or deleted."""
+    path: Mapped[str] = mapped_column(Text)
+    """Folder of the checkpoint."""
+    bytes: Mapped[int | None] = mapped_column(BigInteger)
+    """Size on disk, once complete."""
+    created_at: Mapped[float] = mapped_column(Real)
+    """When saving began."""
+    completed_at: Mapped[float | None] = mapped_column(Real)
+    """When its manifest was written."""

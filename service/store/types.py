@@ -1,0 +1,87 @@
+"""Column types that keep what databases lose: NaN in real columns, non-finite numbers in JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Double, Integer
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeDecorator
+
+NON_FINITE = ("nan", "inf", "-inf")
+"""How numbers that JSON does not know are spelled, everywhere in Manta."""
+
+BigKey = BigInteger().with_variant(Integer(), "sqlite")
+"""A 64-bit autoincrement key; SQLite counts up only in a column that is called INTEGER."""
+
+
+def spell(value: Any) -> Any:
+    """`value` with every non-finite number in it, at any depth, as one of "nan", "inf", "-inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, dict):
+        return {str(key): spell(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [spell(entry) for entry in value]
+    return value
+
+
+def number(value: Any) -> Any:
+    """The float that `spell` has spelled; anything else as it is."""
+    return float(value) if isinstance(value, str) and value in NON_FINITE else value
+
+
+class _PlainDouble(Double[float]):
+    """A double whose values go to the driver as they are; SQLAlchemy's own would make a NaN of 'nan' again."""
+
+    def bind_processor(self, dialect: Dialect) -> None:
+        """No conversion."""
+        return
+
+
+class Real(TypeDecorator[float]):
+    """A double that keeps NaN. SQLite turns a NaN into NULL, so there it is kept as the text 'nan'.
+
+    Infinities are kept by all databases. NaN sorts above all numbers, on SQLite (text comes after numbers) as
+    on PostgreSQL (by definition).
+    """
+
+    impl = _PlainDouble
+    cache_ok = True
+
+    def process_bind_param(self, value: float | None, dialect: Dialect) -> Any:
+        """To the database."""
+        if value is not None and dialect.name == "sqlite" and math.isnan(value):
+            return "nan"
+        return value
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> float | None:
+        """From the database."""
+        return None if value is None else float(value)
+
+
+class Document(TypeDecorator[Any]):
+    """A JSON value in which non-finite numbers are spelled out, since JSON has none."""
+
+    impl = JSON(none_as_null=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
+        """To the database."""
+        return spell(value)
+
+
+class Numbers(TypeDecorator[dict[str, float | int | None]]):
+    """A flat JSON object of numbers; non-finite ones come back as numbers."""
+
+    impl = JSON(none_as_null=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
+        """To the database."""
+        return spell(value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        """From the database."""
+        return None if value is None else {name: number(entry) for name, entry in value.items()}

@@ -1,0 +1,127 @@
+"""The database has one writer, consistent readers, and migrations that go both ways."""
+
+import asyncio
+import sqlite3
+import threading
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import inspect
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.schema import CreateTable
+
+from service.states import JobState
+from service.store import JobNotFound, Store, events, jobs
+from service.store.tables import Base
+
+TABLES = {"jobs", "generations", "ranks", "events", "metrics", "checkpoints"}
+
+
+def tables_of(store):
+    return set(inspect(store.engine).get_table_names()) - {"alembic_version"}
+
+
+def test_migrations_make_exactly_the_tables_that_the_code_declares(store):
+    with store.engine.connect() as connection:
+        differences = compare_metadata(MigrationContext.configure(connection), Base.metadata)
+    assert differences == []
+    assert tables_of(store) == TABLES
+
+
+def test_migrations_go_down_and_up_again(store):
+    store.migrate("base")
+    assert tables_of(store) == set()
+    store.migrate()
+    assert tables_of(store) == TABLES
+
+
+def test_migrating_twice_keeps_what_is_there(store, submit):
+    job = submit()
+    store.migrate()
+    with store.read() as session:
+        assert jobs.get(session, job.id).name == "small"
+
+
+def test_every_table_is_valid_for_postgresql():
+    for table in Base.metadata.sorted_tables:
+        assert "CREATE TABLE" in str(CreateTable(table).compile(dialect=postgresql.dialect()))
+
+
+def test_sqlite_runs_in_wal_mode_with_foreign_keys(store, tmp_path):
+    assert sqlite3.connect(tmp_path / "manta.db").execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    with pytest.raises(IntegrityError, match="FOREIGN KEY"):
+        store.write(lambda session: events.append(session, "job_000000000000", "x", "about no job"))
+
+
+def test_a_failed_operation_leaves_nothing_behind(store, submit):
+    job = submit()
+
+    def half(session):
+        jobs.transition(session, job.id, JobState.STARTING)
+        raise KeyError("halfway")
+
+    with pytest.raises(KeyError, match="halfway"):
+        store.write(half)
+    with store.read() as session:
+        assert jobs.get(session, job.id).state == "QUEUED"
+
+
+def test_all_writing_happens_in_one_thread(store):
+    names = {store.write(lambda session: threading.current_thread().name) for _ in range(3)}
+
+    async def ask():
+        return await store.write_async(lambda session: threading.current_thread().name)
+
+    names.add(asyncio.run(ask()))
+    assert len(names) == 1
+    assert threading.current_thread().name not in names
+
+
+def test_a_write_inside_a_write_is_an_error_instead_of_a_deadlock(store):
+    with pytest.raises(RuntimeError, match="wait for itself"):
+        store.write(lambda session: store.write(lambda inner: None))
+
+
+def test_write_async_leaves_the_event_loop_free(store):
+    release = threading.Event()
+
+    async def main():
+        writing = asyncio.create_task(store.write_async(lambda session: release.wait(10)))
+        await asyncio.sleep(0)
+        assert not writing.done()
+        release.set()  # reached only if the loop was not blocked by the write
+        return await writing
+
+    assert asyncio.run(main()) is True
+
+
+def test_a_reader_sees_one_state_while_others_write(store, submit):
+    submit()
+    with store.read() as session:
+        before = len(jobs.page(session).items)
+        submit()
+        assert len(jobs.page(session).items) == before == 1
+
+
+def test_rows_stay_usable_after_their_session(store, submit):
+    job = submit()
+    assert job.spec["train"]["steps"] == job.steps == 10
+    with store.read() as session:
+        read = jobs.get(session, job.id)
+    assert (read.id, read.metrics, read.report_cursor) == (job.id, {}, {})
+
+
+def test_what_was_written_is_there_after_reopening(tmp_path, make_spec):
+    url = f"sqlite:///{tmp_path}/deeper/manta.db"
+    first = Store(url)
+    first.migrate()
+    job, _ = first.write(lambda session: jobs.create(session, make_spec()))
+    first.close()
+    second = Store(url)
+    with second.read() as session:
+        assert jobs.get(session, job.id).state == "QUEUED"
+        with pytest.raises(JobNotFound):
+            jobs.get(session, "job_000000000000")
+    second.close()

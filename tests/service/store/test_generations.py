@@ -1,0 +1,94 @@
+"""Generations fence: what an older start of the gang says is refused, whatever it says."""
+
+import pytest
+
+from service.states import JobState
+from service.store import JobNotFound, checkpoints, generations, jobs, metrics, ranks
+
+
+def begin(store, job, restart=False):
+    return store.write(lambda session: generations.begin(session, job.id, "test", restart, "start", 0))
+
+
+def test_generations_count_up_and_only_recoveries_count_as_restarts(store, started):
+    assert [begin(store, started), begin(store, started, restart=True)] == [1, 2]
+    with store.read() as session:
+        job = jobs.get(session, started.id)
+        first, second = generations.of_job(session, started.id)
+    assert (job.generation, job.restarts) == (2, 1)
+    assert first.ended_at is not None and second.ended_at is None
+
+
+def test_a_generation_begins_in_the_same_transaction_as_a_transition(store, started):
+    def recover(session):
+        jobs.transition(session, started.id, JobState.RUNNING)
+        jobs.transition(session, started.id, JobState.RECOVERING, "rank_died")
+        return generations.begin(session, started.id, "rank_died", True, "snapshot", 7)
+
+    assert store.write(recover) == 1
+    with store.read() as session:
+        job = jobs.get(session, started.id)
+        assert (job.state, job.reason, job.generation) == ("RECOVERING", "rank_died", 1)
+        assert generations.of_job(session, started.id)[0].resume_step == 7
+
+
+def test_the_first_step_and_the_end_are_noted_once(store, started):
+    number = begin(store, started)
+    for at in (5.0, 6.0):
+        store.write(lambda session, at=at: generations.mark_first_step(session, started.id, number, at))
+        store.write(lambda session, at=at: generations.end(session, started.id, number, at))
+    with store.read() as session:
+        row = generations.of_job(session, started.id)[0]
+    assert (row.first_step_at, row.ended_at) == (5.0, 5.0)
+
+
+def test_everything_of_an_older_generation_is_refused(store, started):
+    old = begin(store, started)
+    row = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": old + 1, "state": "starting"}
+    new = begin(store, started, restart=True)
+    store.write(lambda session: ranks.replace(session, started.id, [row]))
+
+    def late(session):
+        return (
+            metrics.record(session, started.id, old, 0, 99, [{"step": 5, "loss": 1.0}]),
+            jobs.accept_report(session, started.id, old, 0, 100),
+            checkpoints.begin(session, started.id, old, 5, "/x"),
+            ranks.set_state(session, started.id, old, 0, "running", pid=1),
+        )
+
+    assert store.write(late) == (0, False, None, False)
+    with store.read() as session:
+        job = jobs.get(session, started.id)
+        assert (job.generation, job.step, job.metrics, job.report_cursor) == (new, 0, {}, {})
+        assert ranks.of_job(session, started.id)[0].state == "starting"
+
+
+def test_a_new_generation_takes_reports_numbered_from_one_again(store, started):
+    first = begin(store, started)
+    assert store.write(lambda session: jobs.accept_report(session, started.id, first, 0, 57))
+    second = begin(store, started, restart=True)
+    assert store.write(lambda session: jobs.accept_report(session, started.id, second, 0, 1))
+
+
+def test_ranks_are_replaced_as_a_whole(store, started):
+    def rows(count, generation):
+        return [
+            {"rank": n, "tensor": 0, "pipeline": 0, "data": n, "generation": generation, "state": "starting", "pid": n}
+            for n in range(count)
+        ]
+
+    store.write(lambda session: ranks.replace(session, started.id, rows(4, 1)))
+    store.write(lambda session: ranks.replace(session, started.id, rows(2, 2)))
+    assert store.write(lambda session: ranks.set_state(session, started.id, 2, 1, "running", pid=41))
+    assert not store.write(lambda session: ranks.set_state(session, started.id, 2, 3, "running"))
+    with store.read() as session:
+        found = ranks.of_job(session, started.id)
+    assert [(row.rank, row.state, row.pid) for row in found] == [(0, "starting", 0), (1, "running", 41)]
+    store.write(lambda session: ranks.set_all(session, started.id, "exited"))
+    with store.read() as session:
+        assert {(row.state, row.pid) for row in ranks.of_job(session, started.id)} == {("exited", None)}
+
+
+def test_a_generation_of_no_job_is_refused(store):
+    with pytest.raises(JobNotFound):
+        store.write(lambda session: generations.begin(session, "job_000000000000", "test", False))

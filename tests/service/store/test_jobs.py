@@ -1,0 +1,161 @@
+"""Jobs: submitted once, listed newest first, moved along the edges of the state machine only."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.states import JobState
+from service.store import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound, events, jobs
+from service.store.ids import is_job_id, next_job_id
+
+times = st.floats(min_value=1_800_000_000, max_value=3_000_000_000)
+entropy = st.integers(min_value=0, max_value=2**32)
+
+
+@given(times, times, entropy, entropy)
+def test_ids_sort_by_time_and_grow_even_when_the_clock_steps_back(first_time, second_time, low, high):
+    first = next_job_id(first_time, low, None)
+    second = next_job_id(second_time, high, first)
+    assert is_job_id(first) and is_job_id(second)
+    assert first < second
+
+
+@pytest.mark.parametrize(
+    "text", ["", "job_", "job_../../../etc", "job_00000000000\n", "job_0000000000000", "JOB_000000000000"]
+)
+def test_only_well_formed_ids_are_ids(text):
+    assert not is_job_id(text)
+
+
+def test_a_job_unknown_by_form_or_by_fact_is_not_found(store):
+    with store.read() as session:
+        for job_id in ("job_000000000000", "../../etc/passwd", ""):
+            with pytest.raises(JobNotFound):
+                jobs.get(session, job_id)
+
+
+def test_the_same_request_twice_is_one_job(store, make_spec):
+    def request(session):
+        return jobs.create(session, make_spec(), "key-1", "digest-a")
+
+    first, created = store.write(request)
+    again, created_again = store.write(request)
+    assert (created, created_again) == (True, False)
+    assert first.id == again.id
+
+
+def test_the_same_key_with_another_body_is_refused(store, make_spec):
+    job, _ = store.write(lambda session: jobs.create(session, make_spec(), "key-1", "digest-a"))
+    with pytest.raises(IdempotencyConflict, match=job.id):
+        store.write(lambda session: jobs.create(session, make_spec(), "key-1", "digest-b"))
+
+
+def test_concurrent_requests_with_one_key_make_one_job(store, make_spec):
+    spec = make_spec()
+    with ThreadPoolExecutor(8) as pool:
+        results = list(
+            pool.map(lambda _: store.write(lambda session: jobs.create(session, spec, "key", "digest")), range(16))
+        )
+    assert len({job.id for job, _ in results}) == 1
+    assert sum(created for _, created in results) == 1
+
+
+def test_pages_are_newest_first_and_complete_while_jobs_arrive(store, submit):
+    ids = [submit().id for _ in range(5)]
+    seen, cursor = [], None
+    while True:
+        with store.read() as session:
+            page = jobs.page(session, limit=2, cursor=cursor)
+        seen += [job.id for job in page.items]
+        submit()  # must neither shift nor repeat anything
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    assert seen == ids[::-1]
+
+
+def test_a_page_that_holds_the_rest_has_no_successor(store, submit):
+    submit(), submit()
+    with store.read() as session:
+        assert jobs.page(session, limit=2).next_cursor is None
+        assert jobs.page(session, limit=1).next_cursor is not None
+
+
+def test_pages_filter_by_state_and_name(store, submit):
+    first, second = submit(name="a"), submit(name="b")
+    store.write(lambda session: jobs.transition(session, first.id, JobState.STARTING))
+    with store.read() as session:
+        assert [job.id for job in jobs.page(session, state="STARTING").items] == [first.id]
+        assert [job.id for job in jobs.page(session, name="b").items] == [second.id]
+        assert jobs.page(session, state="PAUSED").items == []
+
+
+@pytest.mark.parametrize("cursor", ["?", "AAAA", "é", "am9iXw", "a"])
+def test_a_foreign_cursor_is_refused(store, cursor):
+    with store.read() as session, pytest.raises(InvalidCursor):
+        jobs.page(session, cursor=cursor)
+
+
+def test_transitions_follow_the_edges_and_leave_times_and_events(store, submit):
+    job = submit()
+    store.write(lambda session: jobs.transition(session, job.id, JobState.STARTING))
+    store.write(lambda session: jobs.transition(session, job.id, JobState.RUNNING))
+    ended = store.write(lambda session: jobs.transition(session, job.id, JobState.FAILED, "user_error", "boom"))
+    assert (ended.state, ended.reason, ended.message) == ("FAILED", "user_error", "boom")
+    assert job.created_at <= ended.started_at <= ended.finished_at
+    with store.read() as session:
+        told = [(event.type, event.data.get("to")) for event in events.page(session, job.id).items]
+    changes = [("state_changed", state) for state in ("STARTING", "RUNNING", "FAILED")]
+    assert told == [("submitted", None), *changes]
+
+
+def test_an_illegal_transition_names_the_state_and_changes_nothing(store, submit):
+    job = submit()
+    with pytest.raises(IllegalTransition, match="QUEUED"):
+        store.write(lambda session: jobs.transition(session, job.id, JobState.RUNNING))
+    with store.read() as session:
+        assert jobs.get(session, job.id).state == "QUEUED"
+
+
+def test_going_back_to_the_queue_keeps_the_first_start(store, started):
+    store.write(lambda session: jobs.transition(session, started.id, JobState.QUEUED))
+    again = store.write(lambda session: jobs.transition(session, started.id, JobState.STARTING))
+    assert again.started_at == started.started_at
+
+
+def test_cancel_ends_a_queued_job_at_once_and_asks_a_started_one(store, submit, started):
+    queued = submit()
+    assert store.write(lambda session: jobs.request_cancel(session, queued.id)).state == "CANCELLED"
+    assert store.write(lambda session: jobs.request_cancel(session, started.id)).state == "CANCELLING"
+    with pytest.raises(IllegalTransition, match="is CANCELLED; cancel works only"):
+        store.write(lambda session: jobs.request_cancel(session, queued.id))
+
+
+def test_the_queue_goes_by_priority_then_by_age(store, submit, started):
+    low, first, second = submit(priority=-1), submit(), submit()
+    with store.read() as session:
+        assert [jobs.queue_position(session, job) for job in (low, first, second)] == [3, 1, 2]
+        assert jobs.queue_position(session, jobs.get(session, started.id)) is None
+        order = [job.id for job in jobs.unfinished(session)]
+    assert order == [started.id, first.id, second.id, low.id]
+
+
+def test_a_waiting_job_says_what_it_lacks_until_it_starts(store, submit):
+    job = submit()
+    lacks = {"needed": 8, "available": 4}
+    waiting = store.write(lambda session: jobs.set_waiting(session, job.id, lacks, "insufficient_slots", "wait"))
+    assert (waiting.waiting_for, waiting.reason) == (lacks, "insufficient_slots")
+    begun = store.write(lambda session: jobs.transition(session, job.id, JobState.STARTING))
+    assert (begun.waiting_for, begun.reason) == (None, None)
+    late = store.write(lambda session: jobs.set_waiting(session, job.id, lacks, "insufficient_slots"))
+    assert late.waiting_for is None
+
+
+def test_jobs_are_counted_by_state(store, submit, started):
+    submit()
+    with store.read() as session:
+        counts = jobs.count_by_state(session)
+    assert {state: count for state, count in counts.items() if count} == {JobState.QUEUED: 1, JobState.STARTING: 1}
+    assert set(counts) == set(JobState)

@@ -1,0 +1,64 @@
+"""The job state machine has no dead ends, no way back from the end, and knows the contract's names."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.states import ACTIONS, FINAL, STATE_NAMES, TRANSITIONS, JobState, after_action, can, is_final
+
+states = st.sampled_from(JobState)
+
+
+def reachable(state: JobState) -> set[JobState]:
+    seen, frontier = {state}, [state]
+    while frontier:
+        for following in TRANSITIONS[frontier.pop()] - seen:
+            seen.add(following)
+            frontier.append(following)
+    return seen
+
+
+def test_every_state_has_a_row_in_the_table():
+    assert set(TRANSITIONS) == set(JobState)
+
+
+@given(states)
+def test_every_state_reaches_a_final_one(state):
+    assert reachable(state) & FINAL
+
+
+@given(states, states)
+def test_final_states_have_no_exits_and_no_state_leads_to_itself(source, target):
+    if is_final(source) or source is target:
+        assert not can(source, target)
+
+
+@given(states)
+def test_every_state_but_the_first_can_be_reached_from_it(state):
+    assert state in reachable(JobState.QUEUED)
+
+
+def test_the_final_states_are_these_three():
+    assert {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED} == FINAL
+
+
+@given(st.sampled_from(sorted(ACTIONS)), states)
+def test_what_a_user_may_ask_for_follows_the_edges(action, state):
+    target = after_action(action, state)
+    assert target is None or can(state, target)
+
+
+def test_a_user_may_cancel_until_the_job_is_ending():
+    legal = {state for state in JobState if after_action("cancel", state)}
+    assert legal == {JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.RECOVERING}
+    assert after_action("cancel", JobState.QUEUED) is JobState.CANCELLED
+
+
+def test_the_contract_names_eleven_states_and_all_of_ours_are_among_them():
+    assert len(STATE_NAMES) == len(set(STATE_NAMES)) == 11
+    assert set(JobState) <= set(STATE_NAMES)
+
+
+def test_a_name_that_is_no_state_is_refused():
+    with pytest.raises(ValueError, match="ASLEEP"):
+        is_final("ASLEEP")
