@@ -1,0 +1,103 @@
+"""Fixtures of the process layer: a real zygote with test entries in place of the trainer."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENTRIES = ("echo", "fail", "leave", "wait", "trainer")
+
+
+@dataclass
+class RunningZygote:
+    """A zygote of a test."""
+
+    process: subprocess.Popen
+    socket: Path
+    owner: int
+
+    def disown(self) -> None:
+        """Close the owner's end of the pipe, as its death would."""
+        if self.owner >= 0:
+            os.close(self.owner)
+            self.owner = -1
+
+
+def _start(folder: Path, *options: str) -> RunningZygote:
+    """A zygote with the test entries, listening in `folder`."""
+    read, write = os.pipe()
+    entries = [f"--entry={name}=zygote_entries:{name}" for name in ENTRIES]
+    path = folder / "zygote.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workers.zygote", "--socket", str(path), "--owner-pipe", str(read), *entries, *options],
+        pass_fds=[read],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
+    )
+    os.close(read)
+    return RunningZygote(process, path, write)
+
+
+@pytest.fixture
+def start_zygote() -> Iterator[Callable[..., RunningZygote]]:
+    """Starts zygotes with the test entries, and ends them with the test."""
+    started: list[RunningZygote] = []
+
+    def start(folder: Path, *options: str) -> RunningZygote:
+        started.append(_start(folder, *options))
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.disown()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running.process.wait(10)
+        running.process.kill()
+        running.process.wait()
+
+
+@pytest.fixture
+def zygote(tmp_path: Path, start_zygote: Callable[..., RunningZygote]) -> RunningZygote:
+    """A zygote without torch: what is tested is how it forks, and that starts in a moment."""
+    return start_zygote(tmp_path, "--warm=json")
+
+
+def run_async(body: Callable[[], Coroutine[Any, Any, Any]], seconds: float = 60.0) -> Any:
+    """Run a test's coroutine to its end, or fail after `seconds`."""
+
+    async def bounded() -> Any:
+        async with asyncio.timeout(seconds):
+            return await body()
+
+    return asyncio.run(bounded())
+
+
+@pytest.fixture
+def go() -> Callable[..., Any]:
+    """`run_async`, for tests whose body is a coroutine function."""
+    return run_async
+
+
+@pytest.fixture
+def gone() -> Callable[[int], bool]:
+    """Whether a process ends within ten seconds."""
+
+    def check(pid: int) -> bool:
+        try:
+            psutil.Process(pid).wait(10)
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.TimeoutExpired:
+            return False
+        return True
+
+    return check

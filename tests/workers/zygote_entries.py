@@ -1,0 +1,68 @@
+"""Entry functions that the tests let the zygote run; imported by the zygote, not by pytest."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+def _say(control: socket.socket, **document: object) -> None:
+    control.sendall(json.dumps(document).encode() + b"\n")
+
+
+def echo(argument: dict, control: socket.socket) -> int:
+    """Tells what the child sees, then exits with the wanted code."""
+    print("hello from stdout")
+    print("hello from stderr", file=sys.stderr)
+    _say(
+        control,
+        argument=argument,
+        pid=os.getpid(),
+        group=os.getpgid(0),
+        variable=os.environ.get("MANTA_TEST"),
+        descriptors=len(list(Path("/proc/self/fd").iterdir())),
+        time=time.time(),
+    )
+    return int(argument.get("code", 0))
+
+
+def fail(argument: dict, control: socket.socket) -> int:
+    raise RuntimeError("it went wrong")
+
+
+def leave(argument: dict, control: socket.socket) -> int:
+    raise SystemExit("no more")
+
+
+def wait(argument: dict, control: socket.socket) -> int:
+    """Says that it is up, then runs until it is killed: it does not look at its control socket."""
+    _say(control, pid=os.getpid())
+    if argument.get("grandchild"):
+        _say(control, grandchild=subprocess.Popen(["sleep", "1000"]).pid)
+    if argument.get("stop"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    threading.Event().wait()
+    return 0
+
+
+def trainer(order: dict, control: socket.socket) -> int:
+    """A stand-in for the trainer: does what the job's spec tells it to, as reports on the control socket."""
+    for text in order["spec"].get("print", []):
+        print(text, file=sys.stderr)
+    if "bytes" in order["spec"]:
+        os.write(1, bytes(order["spec"]["bytes"]))
+    for index in range(order["spec"].get("reports", 0)):
+        _say(control, kind="event", generation=order["generation"], rank=order["rank"], time=time.time(),
+             data={"type": "count", "index": index})  # fmt: skip
+    for document in order["spec"].get("raw", []):
+        control.sendall(document.encode() + b"\n")
+    if order["spec"].get("wait"):
+        return wait({"stop": order["spec"].get("stop")}, control)
+    if "signal" in order["spec"]:
+        os.kill(os.getpid(), order["spec"]["signal"])
+    return int(order["spec"].get("code", 0))

@@ -1,0 +1,55 @@
+"""Dense peak rates of known GPUs, from their makers' data sheets. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DevicePeak:
+    """Peak rates of one device in FLOP/s, without sparsity."""
+
+    name: str
+    """Part of the name that the driver reports, in lower case."""
+    bf16: float
+    """Tensor cores, bfloat16 (float16 where the device has no bfloat16) with fp32 accumulation."""
+    fp32: float
+    """Plain fp32 units (no TF32)."""
+
+
+# The first match counts, so longer names stand before the shorter ones that they contain.
+DEVICE_PEAKS = (
+    DevicePeak("b200", bf16=2250e12, fp32=75e12),
+    DevicePeak("b100", bf16=1750e12, fp32=60e12),
+    DevicePeak("h200 nvl", bf16=835.5e12, fp32=60e12),
+    DevicePeak("h200", bf16=989.4e12, fp32=66.9e12),
+    DevicePeak("h100 nvl", bf16=835.5e12, fp32=60e12),
+    DevicePeak("h100 pcie", bf16=756e12, fp32=51.2e12),
+    DevicePeak("h100", bf16=989.4e12, fp32=66.9e12),
+    DevicePeak("h800", bf16=989.4e12, fp32=66.9e12),
+    DevicePeak("h20", bf16=148e12, fp32=44e12),
+    DevicePeak("a100", bf16=312e12, fp32=19.5e12),
+    DevicePeak("a800", bf16=312e12, fp32=19.5e12),
+    DevicePeak("a40", bf16=149.7e12, fp32=37.4e12),
+    DevicePeak("a30", bf16=165e12, fp32=10.3e12),
+    DevicePeak("a10g", bf16=70e12, fp32=31.5e12),
+    DevicePeak("a10", bf16=125e12, fp32=31.2e12),
+    DevicePeak("l40s", bf16=362e12, fp32=91.6e12),
+    DevicePeak("l40", bf16=181e12, fp32=90.5e12),
+    DevicePeak("l4", bf16=121e12, fp32=30.3e12),
+    DevicePeak("v100-sxm", bf16=125e12, fp32=15.7e12),
+    DevicePeak("v100", bf16=112e12, fp32=14e12),
+    DevicePeak("t4", bf16=65e12, fp32=8.1e12),
+)
+
+
+def known_peak(device_name: str, precision: str = "bf16") -> float | None:
+    """Dense peak in FLOP/s of the device that reports `device_name`, or None for an unknown one.
+
+    `precision`: "bf16" or "fp32".
+    """
+    lowered = device_name.lower()
+    found = next((peak for peak in DEVICE_PEAKS if peak.name in lowered), None)
+    if found is None:
+        return None
+    return found.fp32 if precision == "fp32" else found.bf16

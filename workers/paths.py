@@ -1,0 +1,125 @@
+"""Where everything of one Manta service lies on a machine. Pure Python.
+
+Two services with different homes share nothing: the home's hash (`tag`) names the runtime folder in /tmp and the
+folder in shared memory. Paths in the runtime folder are short, because a Unix socket's path ends at 107 bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.errors import MantaError
+
+SHARED_MEMORY = Path("/dev/shm")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class UnsafePath(MantaError):
+    """A folder that must be ours belongs to somebody else, or a name would leave its folder."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Path arithmetic of the service whose state lies in `home`. Creates nothing unless a method says so."""
+
+    home: Path
+
+    @classmethod
+    def of(cls, home: str | Path) -> Paths:
+        """Paths of a home folder, made absolute so that its tag is the same from everywhere."""
+        return cls(Path(home).expanduser().resolve())
+
+    @property
+    def tag(self) -> str:
+        """Eight hexadecimal digits that tell this service's files from another's."""
+        return hashlib.sha256(str(self.home).encode()).hexdigest()[:8]
+
+    @property
+    def runtime_folder(self) -> Path:
+        """Short folder for sockets and Ray's session; see `make_runtime_folder`."""
+        return Path(f"/tmp/manta-{os.getuid()}-{self.tag}")
+
+    @property
+    def snapshot_root(self) -> Path:
+        """Folder in shared memory that holds one folder of snapshots per job."""
+        return SHARED_MEMORY / f"manta-{self.tag}"
+
+    def snapshot_folder(self, job: str) -> Path:
+        """Folder in shared memory for the snapshots of `job`. Raises UnsafePath on a name that is none."""
+        return self.snapshot_root / safe_name(job)
+
+    def job_folder(self, job: str) -> Path:
+        """Folder of all durable files of `job`. Raises UnsafePath on a name that is none."""
+        return self.home / "jobs" / safe_name(job)
+
+    def checkpoint_folder(self, job: str) -> Path:
+        """Folder of the durable checkpoints of `job`."""
+        return self.job_folder(job) / "checkpoints"
+
+    def log_folder(self, job: str) -> Path:
+        """Folder of the log files of `job`."""
+        return self.job_folder(job) / "logs"
+
+    def rank_log(self, job: str, rank: int) -> Path:
+        """Log file of one rank over all generations, one JSON object a line."""
+        return self.log_folder(job) / f"{rank_stem(rank)}.jsonl"
+
+    @property
+    def ray_record(self) -> Path:
+        """File that says which Ray head is ours."""
+        return self.home / "ray.json"
+
+    @property
+    def ray_token(self) -> Path:
+        """File with Ray's authentication token, mode 0600."""
+        return self.home / "ray.token"
+
+    @property
+    def ray_log(self) -> Path:
+        """Output of our Ray head."""
+        return self.home / "logs" / "ray.log"
+
+    @property
+    def ray_folder(self) -> Path:
+        """Ray's temporary folder; short, because Ray puts sockets some 60 characters below it."""
+        return self.runtime_folder / "ray"
+
+    def zygote_log(self, node: str) -> Path:
+        """Log file of the zygote of one node."""
+        return self.home / "logs" / f"zygote-{safe_name(node)[:12]}.log"
+
+    def make_runtime_folder(self) -> Path:
+        """Create the runtime folder with mode 0700. Raises UnsafePath when somebody else was there first."""
+        folder = self.runtime_folder
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise UnsafePath(f"{folder} must be a folder of mode 0700 that is yours; remove it and try again.")
+        return folder
+
+    def remove_runtime_folder(self) -> None:
+        """Remove the runtime folder and all in it, if it is there."""
+        shutil.rmtree(self.runtime_folder, ignore_errors=True)
+
+
+def zygote_socket(runtime_folder: str | Path, node: str | None = None) -> Path:
+    """Socket of the zygote. With a Ray node id its own per node, for nodes that share one machine."""
+    return Path(runtime_folder) / (f"zygote-{node[:12]}.sock" if node else "zygote.sock")
+
+
+def rank_stem(rank: int) -> str:
+    """Start of the name of each file that belongs to one rank."""
+    return f"rank-{rank:05d}"
+
+
+def safe_name(name: str) -> str:
+    """`name`, if it can name a file inside a folder. Raises UnsafePath if it could lead elsewhere."""
+    if not _SAFE_NAME.fullmatch(name):
+        raise UnsafePath(f"{name!r} cannot name a folder: use letters, digits, '.', '_' and '-'.")
+    return name

@@ -1,0 +1,99 @@
+"""The first moments of a forked process: from the zygote's copy to the entry function."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+Entry = Callable[[dict[str, Any], socket.socket], int]
+"""What a child runs: argument and control socket in, exit code out."""
+
+PR_SET_PDEATHSIG = 1
+
+
+class ParentDeathSignal:
+    """Asks the kernel to kill the calling process when its parent dies, even by SIGKILL.
+
+    Made before the fork, since loading the C library's handle afterwards would cost time in each child.
+    """
+
+    def __init__(self) -> None:
+        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def arm(self, parent: int) -> None:
+        """Arm in the child of process id `parent`; exits at once if that parent is gone already."""
+        self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def run_child(
+    entry: Entry,
+    argument: dict[str, Any],
+    environment: Mapping[str, str],
+    descriptors: Sequence[int],
+    leave_zygote: Callable[[], None],
+) -> NoReturn:
+    """Turn this freshly forked process into one that runs `entry`, and exit with its code.
+
+    `descriptors`: control socket, stdout, stderr; `leave_zygote` closes what is the zygote's own. An uncaught
+    exception prints its traceback and exits with 1.
+    """
+    exit_code = 1
+    try:
+        os.setsid()
+        leave_zygote()
+        control_descriptor, stdout, stderr = descriptors
+        _redirect(stdout, stderr)
+        os.environ.update(environment)
+        exit_code = entry(argument, socket.socket(fileno=control_descriptor))
+    except SystemExit as request:
+        exit_code = _code_of(request)
+    finally:
+        # The zygote's stack lies below this frame: nothing may ever unwind into it.
+        _leave(exit_code)
+
+
+def reset_signals() -> None:
+    """Give the signals that the zygote handles back their default meaning."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in any Python process: writes raise BrokenPipeError
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _redirect(stdout: int, stderr: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    for descriptor in {null, stdout, stderr} - {0, 1, 2}:
+        os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _code_of(request: SystemExit) -> int:
+    if request.code is None or isinstance(request.code, int):
+        return request.code or 0
+    print(request.code, file=sys.stderr)
+    return 1
+
+
+def _leave(exit_code: int) -> NoReturn:
+    try:
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        exit_code = exit_code or 1  # nobody reads our output any more; there is no one left to tell
+    finally:
+        os._exit(exit_code & 0xFF)
