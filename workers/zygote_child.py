@@ -9,7 +9,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 Entry = Callable[[dict[str, Any], socket.socket], int]
 """What a child runs: argument and control socket in, exit code out."""
@@ -76,8 +76,12 @@ def _redirect(stdout: int, stderr: int) -> None:
     os.dup2(stderr, 2)
     for descriptor in {null, stdout, stderr} - {0, 1, 2}:
         os.close(descriptor)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = _text_stream(1), _text_stream(2)
+
+
+def _text_stream(descriptor: int) -> TextIO:
+    """A fresh stream: the zygote's own remember what kind of file they were opened on."""
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _code_of(request: SystemExit) -> int:

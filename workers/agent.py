@@ -1,0 +1,119 @@
+"""The agent of one rank: the long-lived process that owns a rank's device and the trainer that runs on it.
+
+Plain Python, so that it starts fast and can be tested without Ray; the service makes a Ray actor of it. It imports
+neither ray nor torch. The trainer dies with it; what the trainer reported stays here until the control plane has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from workers.errors import MantaError
+from workers.host import this_host
+from workers.messages import LaunchOrder
+from workers.paths import Paths, rank_stem, zygote_socket
+from workers.rank_log import RankLog
+from workers.report_buffer import ReportBuffer
+from workers.trainer_run import TrainerRun
+from workers.zygote_client import fork
+
+ZYGOTE_WAIT_SECONDS = 60.0
+"""How long a launch waits for a zygote that still imports torch."""
+
+
+class StaleGeneration(MantaError):
+    """An order of a generation that a newer one has replaced; drop it and read the job's current generation."""
+
+
+class Agent:
+    """Owns rank `rank` of `job`: launches its trainer, buffers its reports, writes its log."""
+
+    def __init__(self, job: str, rank: int, home: str, runtime_folder: str, snapshot_folder: str | None):
+        """`home`, `runtime_folder`: see `workers/paths.py`; `snapshot_folder`: the job's, in shared memory."""
+        self._job, self._rank = job, rank
+        self._runtime_folder, self._snapshot_folder = runtime_folder, snapshot_folder
+        self._log = RankLog(Paths.of(home).rank_log(job, rank), rank)
+        self._reports = ReportBuffer()
+        self._generation = 0
+        self._run: TrainerRun | None = None
+        self._lock = asyncio.Lock()
+
+    async def describe(self) -> dict[str, Any]:
+        """Where this rank is: `host`, `ip`, `node`, `pid` (the agent's), `trainer_pid`, `generation`, `devices`."""
+        host = this_host()
+        running = self._run is not None and not self._run.ended
+        return {
+            "host": host.name,
+            "ip": host.address,
+            "node": host.node,
+            "pid": os.getpid(),
+            "trainer_pid": self._run.process.pid if self._run is not None and running else None,
+            "generation": self._generation,
+            "devices": list(host.devices),
+        }
+
+    async def launch(self, order: dict[str, Any]) -> dict[str, int]:
+        """Start the trainer of a new generation from `order`, a LaunchOrder as JSON. Answers `{"pid"}`.
+
+        A trainer that still runs is killed and reaped first. Raises StaleGeneration unless the order's generation
+        is above every earlier one, ZygoteUnavailable if the node's zygote does not answer.
+        """
+        launch = LaunchOrder.from_json(order)
+        self._refuse_stale(launch)
+        self._generation = launch.generation  # from here on, older orders that wait for the lock are stale
+        async with self._lock:
+            self._refuse_replaced(launch)
+            if self._run is not None:
+                await self._run.stop()
+            host = this_host()
+            environment = {"CUDA_VISIBLE_DEVICES": ",".join(host.devices)} if host.devices else {}
+            socket_path = zygote_socket(self._runtime_folder, host.node)
+            process = await fork(socket_path, "trainer", order, environment, timeout=ZYGOTE_WAIT_SECONDS)
+            self._run = TrainerRun(launch, process, self._reports, self._log)
+            return {"pid": process.pid}
+
+    def _refuse_stale(self, order: LaunchOrder) -> None:
+        if (order.job, order.rank) != (self._job, self._rank):
+            raise StaleGeneration(f"This agent is rank {self._rank} of {self._job}, not {order.rank} of {order.job}.")
+        if order.generation <= self._generation:
+            raise StaleGeneration(
+                f"Rank {self._rank} of {self._job} is at generation {self._generation}, "
+                f"so generation {order.generation} cannot start; read the job's current generation."
+            )
+
+    def _refuse_replaced(self, order: LaunchOrder) -> None:
+        if order.generation < self._generation:
+            raise StaleGeneration(
+                f"Generation {order.generation} of rank {self._rank} was replaced by {self._generation} "
+                "before it started."
+            )
+
+    async def reports(self, after: int, timeout: float) -> list[dict[str, Any]]:
+        """Reports with a sequence above `after`, as JSON: at once if there are any, else within `timeout` seconds.
+
+        Asking is acknowledging: reports up to `after` are forgotten. At most some thousands at a time; ask again.
+        """
+        return [report.to_json() for report in await self._reports.read(after, timeout)]
+
+    async def stop(self) -> dict[str, int | None]:
+        """SIGKILL the trainer and wait until it is reaped. Answers its `code` and `signal`; both None if none ran."""
+        async with self._lock:
+            if self._run is None:
+                return {"code": None, "signal": None}
+            return (await self._run.stop()).to_json()
+
+    async def close(self) -> None:
+        """Stop for good: the trainer is gone, this rank's snapshots are removed. The agent may be killed then."""
+        await self.stop()
+        self._log.close()
+        if self._snapshot_folder is None:
+            return
+        folder = Path(self._snapshot_folder)
+        for file in folder.glob(f"{rank_stem(self._rank)}.*"):
+            file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # the last rank on this node closes the door

@@ -1,0 +1,66 @@
+"""The log file of one rank: what its trainers print, one JSON object a line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO
+
+LINE_CHARACTERS = 8192
+TAIL_LINES = 20
+
+
+class RankLog:
+    """Appends lines to a file. A full disk loses lines, never blocks or fails the trainer whose lines they are."""
+
+    def __init__(self, path: Path, rank: int):
+        self._path, self._rank = path, rank
+        self._file: IO[str] | None = None
+
+    def write(self, generation: int, stream: str, lines: list[str]) -> None:
+        """Append `lines` of `stream` (stdout or stderr), stamped with the time, in Unix seconds."""
+        now = time.time()
+        stamp = {"time": now, "rank": self._rank, "generation": generation, "stream": stream}
+        text = "".join(json.dumps({**stamp, "text": line}) + "\n" for line in lines)
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("a", encoding="utf-8")
+            self._file.write(text)
+            self._file.flush()
+        except OSError:
+            self.close()  # tried anew with the next line: the disk may have room again by then
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+class LineSplitter:
+    """Makes lines out of chunks of bytes: junk is decoded with replacement, overlong lines are cut into pieces."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        """The last lines that were made."""
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """The lines that `chunk` completes. An empty chunk is the end of the stream and completes what is left."""
+        *complete, self._rest = (self._rest + chunk).split(b"\n")
+        if self._rest and (not chunk or len(self._rest) >= LINE_CHARACTERS):
+            complete.append(self._rest)
+            self._rest = b""
+        lines = [piece for line in complete for piece in _pieces(line)]
+        self.tail.extend(lines)
+        return lines
+
+
+def _pieces(line: bytes) -> list[str]:
+    text = line.decode(errors="replace").rstrip("\r")
+    return [text[start : start + LINE_CHARACTERS] for start in range(0, len(text), LINE_CHARACTERS)] or [""]

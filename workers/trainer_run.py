@@ -1,0 +1,89 @@
+"""One trainer process under its agent: its reports, its output, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import Any
+
+from workers.messages import LaunchOrder
+from workers.rank_log import LineSplitter, RankLog
+from workers.report_buffer import ReportBuffer
+from workers.zygote_client import Exit, ForkedProcess
+
+DRAIN_SECONDS = 2.0
+"""How long to read on after a trainer's end. Its channels close with it, unless a grandchild holds on to them."""
+CHUNK_BYTES = 65536
+KINDS = frozenset({"started", "metrics", "event", "failure", "finished"})
+
+
+class TrainerRun:
+    """The trainer of one generation. Its `exit` report comes last, after everything that it wrote has been read."""
+
+    def __init__(self, order: LaunchOrder, process: ForkedProcess, reports: ReportBuffer, log: RankLog):
+        self.process, self.generation = process, order.generation
+        self._rank, self._reports, self._log = order.rank, reports, log
+        self._stderr = LineSplitter()
+        self._watching = asyncio.create_task(self._watch(), name=f"trainer {process.pid}")
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone and its exit has been reported."""
+        return self._watching.done()
+
+    async def wait(self) -> Exit:
+        """How the process ended, after its `exit` report was made."""
+        return await asyncio.shield(self._watching)
+
+    async def stop(self) -> Exit:
+        """SIGKILL the process and wait until it is reaped and reported."""
+        self.process.kill()
+        return await self.wait()
+
+    async def _watch(self) -> Exit:
+        pumps = [
+            asyncio.create_task(self._pump_reports()),
+            asyncio.create_task(self._pump_output("stdout", self.process.stdout, LineSplitter())),
+            asyncio.create_task(self._pump_output("stderr", self.process.stderr, self._stderr)),
+        ]
+        found = await self.process.wait()
+        _, late = await asyncio.wait(pumps, timeout=DRAIN_SECONDS)
+        for pump in late:
+            pump.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        data = {**found.to_json(), "last_output": list(self._stderr.tail)}
+        self._reports.add("exit", self.generation, self._rank, data)
+        self.process.close()
+        return found
+
+    async def _pump_reports(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await self._control_line():
+                self._take(line)
+
+    async def _control_line(self) -> bytes:
+        """The next line; a last one that the trainer's death cut off is none."""
+        try:
+            return await self.process.control.readuntil(b"\n")
+        except asyncio.IncompleteReadError:
+            return b""
+
+    def _take(self, line: bytes) -> None:
+        """Buffer one report, unless it makes no sense or belongs to another generation."""
+        try:
+            document: dict[str, Any] = json.loads(line)
+            if document["generation"] != self.generation or document["kind"] not in KINDS:
+                return
+            kind, when, data = document["kind"], float(document["time"]), dict(document["data"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            self._log.write(self.generation, "agent", [f"unreadable report ({error}): {line[:200]!r}"])
+            return
+        self._reports.add(kind, self.generation, self._rank, data, when)
+
+    async def _pump_output(self, stream: str, reader: asyncio.StreamReader, splitter: LineSplitter) -> None:
+        chunk = b"start"
+        while chunk:
+            chunk = await reader.read(CHUNK_BYTES)
+            if lines := splitter.feed(chunk):
+                self._log.write(self.generation, stream, lines)
