@@ -10,9 +10,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, func, select
 from sqlalchemy.orm import Session
 
+from service.numbers import number
 from service.store import jobs
 from service.store.tables import METRIC_NAMES, Job, Metric
-from service.store.types import number
 
 _NOT_METRICS = frozenset({"step", "time", "generation", "rank", "job"})
 _RECENT_STEPS = 20

@@ -9,27 +9,10 @@ from sqlalchemy import JSON, BigInteger, Double, Integer
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
-NON_FINITE = ("nan", "inf", "-inf")
-"""How numbers that JSON does not know are spelled, everywhere in Manta."""
+from service.numbers import number, spell
 
 BigKey = BigInteger().with_variant(Integer(), "sqlite")
 """A 64-bit autoincrement key; SQLite counts up only in a column that is called INTEGER."""
-
-
-def spell(value: Any) -> Any:
-    """`value` with every non-finite number in it, at any depth, as one of "nan", "inf", "-inf"."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    if isinstance(value, dict):
-        return {str(key): spell(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [spell(entry) for entry in value]
-    return value
-
-
-def number(value: Any) -> Any:
-    """The float that `spell` has spelled; anything else as it is."""
-    return float(value) if isinstance(value, str) and value in NON_FINITE else value
 
 
 class _PlainDouble(Double[float]):

@@ -1,0 +1,32 @@
+"""What the API needs of the control plane behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from service.store import Store
+
+
+class ControlPlane(Protocol):
+    """The control plane as the API sees it. Its methods are called from worker threads and must not block for long."""
+
+    @property
+    def store(self) -> Store:
+        """The job database."""
+
+    @property
+    def home(self) -> Path:
+        """Folder of the embedded state; job logs lie in `jobs/<id>/logs` below it."""
+
+    def submitted(self, job_id: str) -> None:
+        """A job was stored in state QUEUED: wake the scheduler."""
+
+    def cancel(self, job_id: str) -> None:
+        """A job was moved to CANCELLED or CANCELLING: wake whoever owns it."""
+
+    def cluster(self) -> dict[str, Any]:
+        """The cluster, in the form of `api.schemas.Cluster`."""
+
+    def ready(self) -> list[str]:
+        """Why the service cannot run jobs right now, one sentence a reason; empty when it can."""

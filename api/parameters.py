@@ -1,0 +1,70 @@
+"""What routes take from requests: the control plane, job ids, JSON bodies, page parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, NoReturn, cast
+
+from fastapi import Depends, Header, Path, Query, Request
+
+from api.control import ControlPlane
+from api.problems import BodyTooLarge, MalformedJson
+from service.store import JobNotFound
+from service.store.ids import is_job_id
+
+MAX_BODY_BYTES = 1024 * 1024
+"""Longer bodies are refused; a job spec is about a thousand times smaller."""
+_LARGEST_INTEGER = 2**63 - 1
+
+
+def control_of(request: Request) -> ControlPlane:
+    """The control plane that the app was made with."""
+    return cast(ControlPlane, request.app.state.control)
+
+
+def checked_job_id(job_id: Annotated[str, Path(description="Job id")]) -> str:
+    """The job id in the path. Raises JobNotFound for text that cannot be one, before it is used for anything."""
+    if not is_job_id(job_id):
+        raise JobNotFound(job_id)
+    return job_id
+
+
+async def json_body(request: Request) -> Any:
+    """The body as JSON. Raises BodyTooLarge, and MalformedJson where it is not strict JSON in UTF-8."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the body is longer than {MAX_BODY_BYTES} bytes, which no job spec needs")
+    try:
+        document = json.loads(bytes(body), parse_constant=_no_constant)
+        digest_of(document)  # also finds text that is no Unicode, which could be stored but never be sent back
+    except (ValueError, RecursionError) as error:
+        raise MalformedJson(f"the body is not valid JSON: {str(error) or 'nested too deeply'}") from error
+    return document
+
+
+def digest_of(document: Any) -> str:
+    """SHA-256 of a JSON value, the same for every way of writing it. Raises ValueError where it is no Unicode."""
+    canonical = json.dumps(document, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("utf-8")).hexdigest()
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+Control = Annotated[ControlPlane, Depends(control_of)]
+JobId = Annotated[str, Depends(checked_job_id)]
+Body = Annotated[Any, Depends(json_body)]
+Limit = Annotated[int, Query(ge=1, le=1000, description="Most items on a page")]
+Cursor = Annotated[str | None, Query(max_length=100_000, description="next_cursor of the page before")]
+AfterStep = Annotated[int, Query(ge=0, le=_LARGEST_INTEGER, description="Only steps above this one")]
+RankNumber = Annotated[int | None, Query(ge=0, le=10**8, description="Only this rank")]
+LastEventId = Annotated[str | None, Header(description="id of the last event that a broken stream delivered")]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(min_length=1, max_length=200, description="The same key and body again is the same job, not another one"),
+]
+Follow = Annotated[bool, Query(description="Stream as text/event-stream until the job is final")]

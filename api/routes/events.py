@@ -1,0 +1,64 @@
+"""A job's events: a page, or a stream."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from fastapi import APIRouter, Request, Response
+
+from api import schemas, views
+from api.parameters import Control, Cursor, Follow, JobId, LastEventId, Limit
+from api.streams import Batch, Entry, stream, wants_stream
+from service.states import is_final
+from service.store import InvalidCursor, Store, events, jobs
+from service.store.paging import decode_number, encode_cursor
+
+router = APIRouter(prefix="/v1/jobs/{job_id}/events", tags=["events"])
+
+_STREAM_PAGE = 200
+
+
+@router.get(
+    "",
+    response_model=schemas.Stream[schemas.Event],
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+def read_events(
+    request: Request,
+    control: Control,
+    job_id: JobId,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    follow: Follow = False,
+    last_event_id: LastEventId = None,
+) -> schemas.Stream[schemas.Event] | Response:
+    """A job's events, oldest first; as a stream when `Accept` or `follow` asks for it."""
+    after = 0 if cursor is None else decode_number(cursor)
+    with control.store.read() as session:
+        jobs.get(session, job_id)
+        if not wants_stream(request, follow):
+            page = events.page(session, job_id, after, limit)
+            last = page.items[-1].id if page.items else after
+            return schemas.Stream(
+                items=[views.event_view(event) for event in page.items],
+                next_cursor=page.next_cursor,
+                resume_cursor=encode_cursor(str(last)),
+            )
+    store = control.store
+    start = after if last_event_id is None else _number_of(last_event_id)
+    return stream(request, lambda position: _look(store, job_id, cast(int, position)), start)
+
+
+def _look(store: Store, job_id: str, after: int) -> Batch:
+    with store.read() as session:  # one state of the database: no event can hide between page and job
+        job = jobs.get(session, job_id)
+        page = events.page(session, job_id, after, _STREAM_PAGE)
+    entries = [Entry(str(event.id), views.event_view(event).model_dump_json()) for event in page.items]
+    position = page.items[-1].id if page.items else after
+    return Batch(entries, position, page.next_cursor is not None, is_final(job.state), job.state)
+
+
+def _number_of(last_event_id: str) -> int:
+    if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 19):
+        raise InvalidCursor
+    return int(last_event_id)

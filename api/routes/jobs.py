@@ -1,0 +1,101 @@
+"""Jobs: submit, list, read, cancel."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+
+from api import schemas, views
+from api.parameters import Body, Control, Cursor, IdempotencyKey, JobId, Limit, digest_of
+from service.states import STATE_NAMES
+from service.store import jobs
+from workers.config import JobSpec, Problem, SpecError, parse_job_spec
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+_MOST_STEPS = 2**53  # numbers that every JSON reader keeps exactly
+_SPEC_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobSpec"}}},
+    }
+}
+_STATE_PATTERN = f"^({'|'.join(STATE_NAMES)})$"
+
+
+@router.post(
+    "",
+    status_code=201,
+    response_model=schemas.Job | schemas.DryRun,
+    openapi_extra=_SPEC_BODY,
+    responses={200: {"model": schemas.Job | schemas.DryRun, "description": "Dry run, or the same request again"}},
+)
+def submit(
+    response: Response,
+    control: Control,
+    document: Body,
+    idempotency_key: IdempotencyKey = None,
+    dry_run: Annotated[bool, Query(description="Only check the spec")] = False,
+) -> schemas.Job | schemas.DryRun:
+    """Check a JobSpec and store it as a QUEUED job; with `dry_run` only check it and show its layout."""
+    spec = _checked(document)
+    if dry_run:
+        response.status_code = 200
+        return views.dry_run_view(spec)
+    digest = digest_of(document)
+
+    def operation(session: Any) -> tuple[schemas.Job, bool]:
+        job, created = jobs.create(session, spec, idempotency_key, digest)
+        session.flush()
+        return views.job_view(session, job), created
+
+    job, created = control.store.write(operation)
+    if created:
+        control.submitted(job.id)
+        response.headers["Location"] = f"/v1/jobs/{job.id}"
+    else:
+        response.status_code = 200
+    return job
+
+
+@router.get("")
+def list_jobs(
+    control: Control,
+    state: Annotated[str | None, Query(pattern=_STATE_PATTERN, description="Only jobs in this state")] = None,
+    name: Annotated[str | None, Query(max_length=100, description="Only jobs of this name")] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> schemas.Items[schemas.Job]:
+    """Jobs, newest first."""
+    with control.store.read() as session:
+        page = jobs.page(session, state, name, limit, cursor)
+        items = [views.job_view(session, job) for job in page.items]
+    return schemas.Items(items=items, next_cursor=page.next_cursor)
+
+
+@router.get("/{job_id}")
+def read_job(control: Control, job_id: JobId) -> schemas.Job:
+    """One job."""
+    with control.store.read() as session:
+        return views.job_view(session, jobs.get(session, job_id))
+
+
+@router.post("/{job_id}/cancel", status_code=202)
+def cancel(control: Control, job_id: JobId) -> schemas.Job:
+    """Stop a job for good. What it has saved stays."""
+
+    def operation(session: Any) -> schemas.Job:
+        return views.job_view(session, jobs.request_cancel(session, job_id))
+
+    job = control.store.write(operation)
+    control.cancel(job_id)
+    return job
+
+
+def _checked(document: Any) -> JobSpec:
+    """The JobSpec in `document`. Raises SpecError."""
+    spec = parse_job_spec(document)
+    if spec.train.steps > _MOST_STEPS:
+        raise SpecError([Problem("train.steps", f"must be at most {_MOST_STEPS}", str(_MOST_STEPS))])
+    return spec

@@ -1,0 +1,69 @@
+"""What a job's ranks printed: a page, or a stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+from fastapi import APIRouter, Request, Response
+
+from api import schemas, views
+from api.parameters import Control, Cursor, Follow, JobId, LastEventId, Limit, RankNumber
+from api.streams import Batch, Entry, stream, wants_stream
+from service.logs import LogLine, Position, decode_position, encode_position, log_folder, read_page
+from service.states import is_final
+from service.store import Store, jobs
+
+router = APIRouter(prefix="/v1/jobs/{job_id}/logs", tags=["logs"])
+
+_STREAM_PAGE = 500
+
+
+@router.get(
+    "",
+    response_model=schemas.Stream[schemas.LogLine],
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+def read_logs(
+    request: Request,
+    control: Control,
+    job_id: JobId,
+    rank: RankNumber = None,
+    limit: Limit = 500,
+    cursor: Cursor = None,
+    follow: Follow = False,
+    last_event_id: LastEventId = None,
+) -> schemas.Stream[schemas.LogLine] | Response:
+    """Lines of one rank, or of all ranks merged by time; as a stream when `Accept` or `follow` asks for it."""
+    streaming = wants_stream(request, follow)
+    start = last_event_id if streaming and last_event_id is not None else cursor
+    position = {} if start is None else decode_position(start)
+    with control.store.read() as session:
+        jobs.get(session, job_id)
+    folder = log_folder(control.home, job_id)
+    if streaming:
+        store = control.store
+        return stream(request, lambda place: _look(store, folder, job_id, cast(Position, place), rank), position)
+    page = read_page(folder, position, rank, limit)
+    after = encode_position(page.position)
+    return schemas.Stream(
+        items=[views.log_view(line) for line in page.lines],
+        next_cursor=after if page.more else None,
+        resume_cursor=after,
+    )
+
+
+def _look(store: Store, folder: Path, job_id: str, position: Position, rank: int | None) -> Batch:
+    with store.read() as session:  # before the files: what a final job printed is in them by then
+        state = jobs.get(session, job_id).state
+    page = read_page(folder, position, rank, _STREAM_PAGE)
+    return Batch(_entries(position, page.lines), page.position, page.more, is_final(state), state)
+
+
+def _entries(position: Position, lines: list[LogLine]) -> list[Entry]:
+    """The lines, each with the position after it, so that a stream can go on behind any line."""
+    place, entries = dict(position), []
+    for line in lines:
+        place[line.rank] = line.end
+        entries.append(Entry(encode_position(place), views.log_view(line).model_dump_json()))
+    return entries

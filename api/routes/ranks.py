@@ -1,0 +1,20 @@
+"""Where a job's ranks run."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from api import schemas, views
+from api.parameters import Control, JobId
+from service.store import jobs, ranks
+
+router = APIRouter(prefix="/v1/jobs/{job_id}/ranks", tags=["ranks"])
+
+
+@router.get("")
+def list_ranks(control: Control, job_id: JobId) -> schemas.Items[schemas.Rank]:
+    """All ranks of the job's current gang, by number."""
+    with control.store.read() as session:
+        jobs.get(session, job_id)
+        rows = ranks.of_job(session, job_id)
+    return schemas.Items(items=[views.rank_view(row) for row in rows])

@@ -1,0 +1,297 @@
+"""What the REST API says, as data. The client reads answers with the same models that the server writes them with."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+
+from service.numbers import number, spell
+
+T = TypeVar("T")
+
+
+def rfc3339(moment: datetime) -> str:
+    """`moment` as RFC 3339 in UTC, with microseconds and a Z."""
+    return moment.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+Time = Annotated[
+    datetime,
+    PlainSerializer(rfc3339, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "format": "date-time"}),
+]
+"""A moment; RFC 3339 in UTC on the wire."""
+
+_NUMBER_SCHEMA = {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}, {"type": "null"}]}
+Number = Annotated[
+    int | float | None,
+    BeforeValidator(number),
+    PlainSerializer(spell, when_used="json"),
+    WithJsonSchema(_NUMBER_SCHEMA),
+]
+"""A number or null; the non-finite ones are the strings "nan", "inf" and "-inf" on the wire."""
+
+
+class Answer(BaseModel):
+    """Base of all answers. A newer service may say more than this client knows."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class FieldProblem(Answer):
+    """One thing that is wrong with a request."""
+
+    path: str
+    """Dotted path of the field, or name of the parameter."""
+    rule: str
+    """The rule that is broken."""
+    suggestion: str | None = None
+    """The nearest value that works."""
+
+
+class Problem(Answer):
+    """An error (RFC 9457)."""
+
+    code: str
+    """Stable code."""
+    title: str
+    """What the status means."""
+    status: int
+    """HTTP status."""
+    detail: str
+    """One sentence that says what to do next."""
+    errors: list[FieldProblem] = []
+    """Every single thing that is wrong."""
+
+
+class Items(Answer, Generic[T]):
+    """A page of a list."""
+
+    items: list[T]
+    """The items."""
+    next_cursor: str | None = None
+    """Give this as `cursor` for the next page; null on the last one."""
+
+
+class Stream(Items[T], Generic[T]):
+    """A page of a list that still grows."""
+
+    resume_cursor: str
+    """Give this as `cursor` to read only what came after this page, also when it is the last one for now."""
+
+
+class LatestMetrics(Answer):
+    """Latest known value of each metric."""
+
+    latest: dict[str, Number]
+    """By metric name, `step` included; null where it is not known yet."""
+
+
+class Queue(Answer):
+    """A queued job's place."""
+
+    position: int | None = None
+    """From 1; null for a job that is not QUEUED."""
+    waiting_for: dict[str, Any] | None = None
+    """What is missing, such as needed and available slots."""
+
+
+class Job(Answer):
+    """One training job."""
+
+    id: str
+    """Its id."""
+    name: str
+    """Its name, not necessarily unique."""
+    state: str
+    """Where it is in its life."""
+    reason: str | None
+    """Stable code that says why it is in this state."""
+    message: str | None
+    """The same for people."""
+    spec: dict[str, Any]
+    """The checked JobSpec with all defaults."""
+    step: int
+    """Last committed step."""
+    steps: int
+    """Steps of the whole job."""
+    eta_seconds: float | None
+    """Expected time to the last step, from the newest steps' duration; null where nothing is running."""
+    parallel: dict[str, Any]
+    """The layout in use, with its world_size."""
+    generation: int
+    """Starts of the gang so far."""
+    restarts: int
+    """Automatic restarts so far."""
+    metrics: LatestMetrics
+    """Latest known numbers."""
+    goodput: float | None
+    """Share of the time since its start that went into committed steps, 0 to 1."""
+    queue: Queue
+    """Its place in the queue."""
+    created_at: Time
+    """When it was submitted."""
+    started_at: Time | None
+    """When it first left the queue."""
+    finished_at: Time | None
+    """When it reached its final state."""
+
+
+class RankPlace(Answer):
+    """A rank's place in the grid."""
+
+    rank: int
+    """Global rank."""
+    tensor: int
+    """Place in its tensor group."""
+    pipeline: int
+    """Pipeline stage."""
+    data: int
+    """Replica."""
+    context: int
+    """Place in its context group."""
+
+
+class Rank(RankPlace):
+    """A rank's place in the grid and on the cluster."""
+
+    node: str | None
+    """Node that it runs on."""
+    device: str | None
+    """Device that it runs on."""
+    pid: int | None
+    """Process id of its trainer."""
+    generation: int
+    """Generation of its trainer."""
+    state: str
+    """What it is doing."""
+
+
+class Layout(Answer):
+    """How a spec would be laid out."""
+
+    parallel: dict[str, Any]
+    """The layout, with its world_size."""
+    world_size: int
+    """Number of ranks."""
+    micro_batches: int
+    """Micro-batches that one replica runs in a step."""
+    ranks: list[RankPlace] | None
+    """Every rank's place; null for more than 4096 ranks."""
+
+
+class DryRun(Answer):
+    """What a submission would have done."""
+
+    spec: dict[str, Any]
+    """The checked JobSpec with all defaults."""
+    layout: Layout
+    """Its layout."""
+
+
+class MetricSeries(Answer):
+    """Metrics over steps."""
+
+    steps: list[int]
+    """Committed steps, ascending."""
+    series: dict[str, list[Number]]
+    """One value a step, by metric name."""
+
+
+class Event(Answer):
+    """Something that happened to a job."""
+
+    id: str
+    """Grows with time."""
+    time: Time
+    """When it happened."""
+    type: str
+    """Stable code."""
+    generation: int | None
+    """Generation that it belongs to."""
+    rank: int | None
+    """Rank that it is about."""
+    step: int | None
+    """Step that it is about."""
+    message: str
+    """One sentence."""
+    data: dict[str, Any]
+    """More about it."""
+
+
+class LogLine(Answer):
+    """One line that a rank printed."""
+
+    time: Time
+    """When it was printed."""
+    rank: int
+    """The rank that printed it."""
+    generation: int
+    """Generation of its trainer."""
+    stream: str
+    """stdout or stderr."""
+    text: str
+    """The line."""
+
+
+class Checkpoint(Answer):
+    """One durable checkpoint."""
+
+    id: str
+    """Its id."""
+    step: int
+    """Committed step whose state it holds."""
+    state: str
+    """saving, complete, failed or deleted."""
+    path: str
+    """Its folder."""
+    bytes: int | None
+    """Size on disk, once complete."""
+    created_at: Time
+    """When its saving began."""
+
+
+class RunningRank(Answer):
+    """What occupies a place on a node."""
+
+    job: str
+    """Job id."""
+    rank: int
+    """Global rank in it."""
+
+
+class Node(Answer):
+    """One machine of the cluster."""
+
+    id: str
+    """Its id."""
+    address: str
+    """Its address."""
+    alive: bool
+    """Whether it answers."""
+    accelerator: str
+    """What a rank takes there: gpu or slot, or a device's name."""
+    total: float
+    """Places for ranks."""
+    free: float
+    """Places that nobody has."""
+    ranks: list[RunningRank] = []
+    """Who has the others."""
+
+
+class Cluster(Answer):
+    """All machines."""
+
+    nodes: list[Node]
+    """One entry a machine."""
+    totals: dict[str, Any] = Field(default_factory=dict)
+    """Sums over living machines."""
+
+
+class Health(Answer):
+    """That the process is alive, or the service ready."""
+
+    status: str
+    """ok or ready."""

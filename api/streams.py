@@ -1,0 +1,82 @@
+"""Lists that grow as `text/event-stream`: read what is new, send it, look again, until the job is final."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import StreamingResponse
+from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+
+POLL_SECONDS = 0.2
+KEEPALIVE_SECONDS = 15.0
+MEDIA_TYPE = "text/event-stream"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One item of a stream."""
+
+    id: str
+    """Position after it: a client that comes back with this as `Last-Event-ID` gets what follows."""
+    data: str
+    """The item as JSON."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a look found."""
+
+    entries: list[Entry]
+    """New items, in order."""
+    position: object
+    """Where the next look begins."""
+    more: bool
+    """Whether there is more to read at once."""
+    final: bool
+    """Whether the job was final before this look, so that nothing can come after it."""
+    state: str
+    """The job's state."""
+
+
+Look = Callable[[object], Batch]
+"""Reads what is new from a position on. Runs in a worker thread, so it may block."""
+
+
+def wants_stream(request: Request, follow: bool) -> bool:
+    """Whether the client asks for a stream, by parameter or by its Accept header."""
+    return follow or MEDIA_TYPE in request.headers.get("accept", "")
+
+
+def stream(request: Request, look: Look, position: object) -> StreamingResponse:
+    """A response that sends everything from `position` on, ends with an `end` event after the job is final, and
+    stops when the client is gone."""
+    return StreamingResponse(
+        _events(request, look, position),
+        media_type=MEDIA_TYPE,
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _events(request: Request, look: Look, position: object) -> AsyncIterator[bytes]:
+    loop = asyncio.get_running_loop()
+    spoke_at = loop.time()
+    yield KEEPALIVE_COMMENT  # the client learns at once that the stream is open
+    while not await request.is_disconnected():
+        batch = await run_in_threadpool(look, position)
+        position = batch.position
+        for entry in batch.entries:
+            yield format_sse_event(data_str=entry.data, id=entry.id)
+        if batch.final and not batch.more:
+            yield format_sse_event(event="end", data_str=f'{{"state": "{batch.state}"}}')
+            return
+        if batch.entries:
+            spoke_at = loop.time()
+        elif loop.time() - spoke_at > KEEPALIVE_SECONDS:
+            yield KEEPALIVE_COMMENT
+            spoke_at = loop.time()
+        if not batch.more:
+            await asyncio.sleep(POLL_SECONDS)

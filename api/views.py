@@ -1,0 +1,129 @@
+"""Rows of the job database as answers of the API."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from api import schemas
+from service.logs import LogLine
+from service.states import JobState
+from service.store import jobs, metrics, tables
+from workers.config import JobSpec, ParallelConfig
+
+MOST_RANKS_LISTED = 4096
+_WITH_ETA = frozenset({JobState.STARTING, JobState.RUNNING, JobState.RECOVERING})
+
+
+def moment(seconds: float) -> datetime:
+    """Unix seconds as a moment in UTC."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def _moment_or_none(seconds: float | None) -> datetime | None:
+    return None if seconds is None else moment(seconds)
+
+
+def job_view(session: Session, job: tables.Job) -> schemas.Job:
+    """A job, with its place in the queue, goodput and expected end."""
+    eta = None
+    if job.state in _WITH_ETA and job.step > 0:
+        step_seconds = metrics.recent_step_seconds(session, job.id)
+        eta = None if step_seconds is None else step_seconds * (job.steps - job.step)
+    known = dict.fromkeys(("step", *tables.METRIC_NAMES))
+    return schemas.Job(
+        id=job.id,
+        name=job.name,
+        state=job.state,
+        reason=job.reason,
+        message=job.message,
+        spec=job.spec,
+        step=job.step,
+        steps=job.steps,
+        eta_seconds=eta,
+        parallel=layout_of(ParallelConfig.model_validate(job.spec["parallel"])),
+        generation=job.generation,
+        restarts=job.restarts,
+        metrics=schemas.LatestMetrics(latest={**known, **job.metrics}),
+        goodput=jobs.goodput_of(job, time.time()),
+        queue=schemas.Queue(position=jobs.queue_position(session, job), waiting_for=job.waiting_for),
+        created_at=moment(job.created_at),
+        started_at=_moment_or_none(job.started_at),
+        finished_at=_moment_or_none(job.finished_at),
+    )
+
+
+def layout_of(layout: ParallelConfig) -> dict[str, Any]:
+    """A layout with nothing left open: sequence parallelism decided, ranks counted."""
+    document = layout.model_dump(mode="json")
+    return {**document, "sequence_parallel": layout.sequence_parallel_on, "world_size": layout.world_size}
+
+
+def dry_run_view(spec: JobSpec) -> schemas.DryRun:
+    """What submitting `spec` would do."""
+    layout = spec.layout
+    listed = layout.world_size <= MOST_RANKS_LISTED
+    return schemas.DryRun(
+        spec=spec.model_dump(mode="json"),
+        layout=schemas.Layout(
+            parallel=layout_of(layout),
+            world_size=layout.world_size,
+            micro_batches=spec.micro_batches,
+            ranks=[_place(rank, layout) for rank in range(layout.world_size)] if listed else None,
+        ),
+    )
+
+
+def _place(rank: int, layout: ParallelConfig) -> schemas.RankPlace:
+    """rank = ((data * pipeline_size + pipeline) * context_size + context) * tensor_size + tensor, undone."""
+    rest, tensor = divmod(rank, layout.tensor)
+    rest, context = divmod(rest, layout.context)
+    data, pipeline = divmod(rest, layout.pipeline)
+    return schemas.RankPlace(rank=rank, tensor=tensor, pipeline=pipeline, data=data, context=context)
+
+
+def event_view(event: tables.Event) -> schemas.Event:
+    """An event."""
+    return schemas.Event(
+        id=str(event.id),
+        time=moment(event.time),
+        type=event.type,
+        generation=event.generation,
+        rank=event.rank,
+        step=event.step,
+        message=event.message,
+        data=event.data,
+    )
+
+
+def rank_view(row: tables.Rank) -> schemas.Rank:
+    """A rank."""
+    return schemas.Rank(
+        rank=row.rank,
+        tensor=row.tensor,
+        pipeline=row.pipeline,
+        data=row.data,
+        context=row.context,
+        node=row.node,
+        device=row.device,
+        pid=row.pid,
+        generation=row.generation,
+        state=row.state,
+    )
+
+
+def checkpoint_view(row: tables.Checkpoint) -> schemas.Checkpoint:
+    """A checkpoint."""
+    return schemas.Checkpoint(
+        id=row.id, step=row.step, state=row.state, path=row.path, bytes=row.bytes, created_at=moment(row.created_at)
+    )
+
+
+def log_view(line: LogLine) -> schemas.LogLine:
+    """A log line."""
+    return schemas.LogLine(
+        time=moment(line.time), rank=line.rank, generation=line.generation, stream=line.stream, text=line.text
+    )

@@ -1,0 +1,193 @@
+"""Reads what the ranks of a job printed, page by page, without ever reading a whole file.
+
+Agents append to `<home>/jobs/<job_id>/logs/rank-00000.jsonl`, one JSON object a line:
+`{"time": Unix seconds, "rank", "generation", "stream": "stdout" | "stderr", "text"}`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.store.errors import InvalidCursor
+from service.store.ids import is_job_id
+from service.store.paging import decode_cursor, encode_cursor
+
+DEFAULT_LIMIT = 1000
+MAX_BYTES = 4 * 1024 * 1024
+"""Most bytes read for one page, over all ranks; at least `MIN_CHUNK_BYTES` are read of each rank, though."""
+MIN_CHUNK_BYTES = 64 * 1024
+_FILE = re.compile(r"rank-(\d{5,})\.jsonl")
+
+Position = dict[int, int]
+"""Rank -> bytes of its file that were read already."""
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line that a rank printed."""
+
+    time: float
+    """Unix seconds."""
+    rank: int
+    """The rank that printed it."""
+    generation: int
+    """Generation of its trainer."""
+    stream: str
+    """stdout or stderr."""
+    text: str
+    """The line, without its end."""
+    end: int
+    """Byte after it in its rank's file."""
+
+
+@dataclass(frozen=True)
+class LogPage:
+    """Some lines, and where to go on."""
+
+    lines: list[LogLine]
+    """Lines by time, each rank's in the order in which it printed them."""
+    position: Position
+    """Where the next page begins."""
+    more: bool
+    """Whether there is more to read right now."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What was read of one rank's file."""
+
+    rank: int
+    lines: list[LogLine]
+    end: int
+    """Byte up to which the file was understood; whole lines only."""
+    full: bool
+    """Whether the file goes on after it."""
+
+
+def log_folder(home: Path, job_id: str) -> Path:
+    """The folder of a job's log files.
+
+    Raises ValueError for text that is no job id, so that paths stay inside `home`.
+    """
+    if not is_job_id(job_id):
+        raise ValueError(f"{job_id!r} is no job id")
+    return home / "jobs" / job_id / "logs"
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    """The log file of a rank."""
+    return folder / f"rank-{rank:05d}.jsonl"
+
+
+def read_page(
+    folder: Path,
+    position: Mapping[int, int],
+    rank: int | None = None,
+    limit: int = DEFAULT_LIMIT,
+    max_bytes: int = MAX_BYTES,
+) -> LogPage:
+    """At most `limit` lines from `position` on: of one rank, or of all of them merged by time.
+
+    A last line that is still being written is left for the next page; a line that is not as expected is skipped.
+    Where a rank has more to say than was read, lines of others that are later than what was read of it wait for the
+    next page. A job that has printed nothing yet has an empty page.
+    """
+    ranks = _ranks_in(folder) if rank is None else [rank]
+    chunk_bytes = max(MIN_CHUNK_BYTES, max_bytes // max(1, len(ranks)))
+    chunks = [_read_chunk(folder, number, position.get(number, 0), chunk_bytes) for number in ranks]
+    horizon = min((chunk.lines[-1].time for chunk in chunks if chunk.full and chunk.lines), default=None)
+    if any(chunk.full and not chunk.lines for chunk in chunks):
+        horizon = float("-inf")  # unknown what comes there: skip the unreadable part first
+    merged = _merge(chunks)
+    ready = [line for line, key in merged if horizon is None or key <= horizon]
+    page = ready[:limit]
+    after = _after(position, chunks, page)
+    return LogPage(page, after, more=len(page) < len(merged) or any(chunk.full for chunk in chunks))
+
+
+def encode_position(position: Mapping[int, int]) -> str:
+    """`position` as an opaque cursor."""
+    return encode_cursor(",".join(f"{rank}:{offset}" for rank, offset in sorted(position.items())))
+
+
+def decode_position(cursor: str) -> Position:
+    """The position in a cursor. Raises InvalidCursor."""
+    text = decode_cursor(cursor)
+    if not re.fullmatch(r"(\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*)?", text, re.ASCII):
+        raise InvalidCursor
+    pairs = (entry.split(":") for entry in text.split(",") if entry)
+    return {int(rank): int(offset) for rank, offset in pairs}
+
+
+def _ranks_in(folder: Path) -> list[int]:
+    if not folder.is_dir():
+        return []
+    found = (_FILE.fullmatch(entry.name) for entry in folder.iterdir())
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def _read_chunk(folder: Path, rank: int, start: int, size: int) -> _Chunk:
+    """The whole lines within `size` bytes of a rank's file from byte `start` on."""
+    try:
+        with log_file(folder, rank).open("rb") as file:
+            file.seek(start)
+            content = file.read(size)
+            full = bool(file.read(1))
+    except FileNotFoundError:
+        return _Chunk(rank, [], start, full=False)
+    whole = content.rfind(b"\n") + 1
+    if not whole and full:
+        return _Chunk(rank, [], start + len(content), full)  # part of a line beyond all measure: skip it
+    lines, end = [], start
+    for raw in content[:whole].splitlines(keepends=True):
+        end += len(raw)
+        line = _parse(raw, rank, end)
+        if line is not None:
+            lines.append(line)
+    return _Chunk(rank, lines, end, full)
+
+
+def _parse(raw: bytes, rank: int, end: int) -> LogLine | None:
+    try:
+        entry = json.loads(raw)
+        return LogLine(
+            time=float(entry["time"]),
+            rank=rank,
+            generation=int(entry.get("generation") or 0),
+            stream=str(entry.get("stream") or "stdout"),
+            text=str(entry["text"]),
+            end=end,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _merge(chunks: list[_Chunk]) -> list[tuple[LogLine, float]]:
+    """All lines by time, each with the time that it is sorted by.
+
+    Within a rank the order of the file holds, even where its clock stepped back, so a line's key never falls.
+    """
+    keyed: list[tuple[LogLine, float]] = []
+    for chunk in chunks:
+        key = float("-inf")
+        for line in chunk.lines:
+            key = max(key, line.time)
+            keyed.append((line, key))
+    return sorted(keyed, key=lambda pair: (pair[1], pair[0].rank, pair[0].end))
+
+
+def _after(position: Mapping[int, int], chunks: list[_Chunk], page: list[LogLine]) -> Position:
+    """Where to go on after `page`: behind each rank's last shown line, or behind its chunk when all was shown."""
+    after = dict(position)
+    shown: dict[int, LogLine] = {line.rank: line for line in page}
+    for chunk in chunks:
+        last = shown.get(chunk.rank)
+        if not chunk.lines or last is chunk.lines[-1]:
+            after[chunk.rank] = chunk.end
+        elif last is not None:
+            after[chunk.rank] = last.end
+    return after

@@ -1,0 +1,25 @@
+"""Numbers that JSON does not know, spelled as words. Pure Python."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+NON_FINITE = ("nan", "inf", "-inf")
+"""How numbers that JSON does not know are spelled, everywhere in Manta."""
+
+
+def spell(value: Any) -> Any:
+    """`value` with every non-finite number in it, at any depth, as one of "nan", "inf", "-inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, dict):
+        return {str(key): spell(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [spell(entry) for entry in value]
+    return value
+
+
+def number(value: Any) -> Any:
+    """The float that `spell` has spelled; anything else as it is."""
+    return float(value) if isinstance(value, str) and value in NON_FINITE else value

@@ -1,0 +1,107 @@
+"""A real HTTP server on a free port, in front of a control plane that only remembers what it was asked."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from api.app import create_app
+from service.states import JobState
+from service.store import Store, generations, jobs, metrics
+
+DOCUMENT: dict[str, Any] = {
+    "name": "small",
+    "model": {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 8},
+    "data": {"source": "python-stdlib"},
+    "train": {"steps": 10, "global_batch_size": 4},
+    "parallel": {"tensor": 2, "pipeline": 2, "data": 1},
+}
+
+
+@dataclass
+class FakeControl:
+    """Stands for the control plane."""
+
+    store: Store
+    home: Path
+    asked: list[tuple[str, str]] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    def submitted(self, job_id: str) -> None:
+        self.asked.append(("submitted", job_id))
+
+    def cancel(self, job_id: str) -> None:
+        self.asked.append(("cancel", job_id))
+
+    def cluster(self) -> dict[str, Any]:
+        node = {"id": "n1", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 15}
+        return {"nodes": [{**node, "ranks": [{"job": "job_000000000001", "rank": 0}]}], "totals": {"total": 16}}
+
+    def ready(self) -> list[str]:
+        return self.reasons
+
+
+@dataclass
+class Service:
+    """A running server, and what tests do behind its back."""
+
+    url: str
+    control: FakeControl
+    http: httpx.Client
+
+    @property
+    def store(self) -> Store:
+        return self.control.store
+
+    def submit(self, **changes: Any) -> dict[str, Any]:
+        response = self.http.post("/v1/jobs", json={**DOCUMENT, **changes})
+        assert response.status_code == 201, response.text
+        return response.json()
+
+    def move(self, job_id: str, *states: str) -> None:
+        for state in states:
+            self.store.write(lambda session, to=state: jobs.transition(session, job_id, JobState(to)))
+
+    def report(self, job_id: str, rows: list[dict[str, Any]]) -> None:
+        def operation(session):
+            generation = generations.begin(session, job_id, "test", False)
+            metrics.record(session, job_id, generation, 0, 1, rows)
+
+        self.store.write(operation)
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    return copy.deepcopy(DOCUMENT)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    store = Store(f"sqlite:///{tmp_path}/manta.db")
+    store.migrate()
+    control = FakeControl(store, tmp_path)
+    ready = threading.Event()
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets=None):
+            await super().startup(sockets)
+            ready.set()
+
+    config = uvicorn.Config(create_app(control), port=0, log_level="warning", timeout_graceful_shutdown=2)
+    server = Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    assert ready.wait(20)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with httpx.Client(base_url=url, timeout=20) as http:
+        yield Service(url, control, http)
+    server.should_exit = True
+    thread.join(20)
+    store.close()

@@ -1,0 +1,149 @@
+"""Submitting, listing, reading and cancelling jobs over HTTP, by the contract's status codes."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+JOB_KEYS = {
+    "id", "name", "state", "reason", "message", "spec", "step", "steps", "eta_seconds", "parallel", "generation",
+    "restarts", "metrics", "goodput", "queue", "created_at", "started_at", "finished_at",
+}  # fmt: skip
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
+
+
+def test_a_submitted_job_is_queued_stored_and_announced(service):
+    job = service.submit()
+    assert set(job) == JOB_KEYS
+    assert (job["state"], job["step"], job["steps"], job["generation"]) == ("QUEUED", 0, 10, 0)
+    assert job["queue"] == {"position": 1, "waiting_for": None}
+    assert job["metrics"]["latest"]["loss"] is None
+    assert (job["goodput"], job["eta_seconds"], job["started_at"]) == (None, None, None)
+    assert TIME.fullmatch(job["created_at"])
+    assert job["parallel"]["world_size"] == 4
+    assert job["parallel"]["sequence_parallel"] is True
+    assert service.control.asked == [("submitted", job["id"])]
+    assert service.http.get(f"/v1/jobs/{job['id']}").json()["id"] == job["id"]
+
+
+def test_a_dry_run_shows_the_layout_and_stores_nothing(service, document):
+    response = service.http.post("/v1/jobs?dry_run=true", json=document)
+    assert response.status_code == 200
+    answer = response.json()
+    assert answer["spec"]["train"]["optimizer"]["beta2"] == 0.95
+    assert (answer["layout"]["world_size"], answer["layout"]["micro_batches"]) == (4, 4)
+    places = [(rank["rank"], rank["pipeline"], rank["tensor"]) for rank in answer["layout"]["ranks"]]
+    assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    assert service.http.get("/v1/jobs").json()["items"] == []
+    assert service.control.asked == []
+
+
+def test_a_dry_run_of_a_huge_layout_does_not_list_its_ranks(service, document):
+    document["parallel"] = {"data": 10**9}
+    document["train"]["global_batch_size"] = 10**9
+    layout = service.http.post("/v1/jobs?dry_run=true", json=document).json()["layout"]
+    assert (layout["world_size"], layout["ranks"]) == (10**9, None)
+
+
+def test_the_same_key_and_body_is_the_same_job(service, document):
+    keyed = {"Idempotency-Key": "once"}
+    first = service.http.post("/v1/jobs", json=document, headers=keyed)
+    reordered = dict(reversed(document.items()))
+    again = service.http.post("/v1/jobs", json=reordered, headers=keyed)
+    assert (first.status_code, again.status_code) == (201, 200)
+    assert first.json()["id"] == again.json()["id"]
+    assert len(service.control.asked) == 1
+    conflict = service.http.post("/v1/jobs", json={**document, "name": "other"}, headers=keyed)
+    assert (conflict.status_code, conflict.json()["code"]) == (409, "idempotency_conflict")
+
+
+def test_concurrent_requests_with_one_key_make_one_job(service, document):
+    def post(_):
+        return service.http.post("/v1/jobs", json=document, headers={"Idempotency-Key": "race"})
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(post, range(8)))
+    assert sorted(answer.status_code for answer in answers) == [200] * 7 + [201]
+    assert len({answer.json()["id"] for answer in answers}) == 1
+
+
+def test_without_a_key_each_request_is_a_job(service):
+    assert service.submit()["id"] != service.submit()["id"]
+
+
+def test_pages_are_newest_first(service):
+    ids = [service.submit(name=f"job {n}")["id"] for n in range(5)]
+    seen, cursor = [], None
+    while True:
+        page = service.http.get("/v1/jobs", params={"limit": 2, **({"cursor": cursor} if cursor else {})}).json()
+        seen += [job["id"] for job in page["items"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert seen == ids[::-1]
+    named = service.http.get("/v1/jobs", params={"name": "job 3"}).json()["items"]
+    assert [job["id"] for job in named] == [ids[3]]
+
+
+@pytest.mark.parametrize("state", ["QUEUED", "RESIZING", "PAUSING", "PAUSED", "SUCCEEDED"])
+def test_every_state_of_the_contract_may_be_asked_for(service, state):
+    service.submit()
+    response = service.http.get("/v1/jobs", params={"state": state})
+    assert response.status_code == 200
+    assert len(response.json()["items"]) == (1 if state == "QUEUED" else 0)
+
+
+def test_a_queued_job_is_cancelled_at_once(service):
+    job = service.submit()
+    response = service.http.post(f"/v1/jobs/{job['id']}/cancel")
+    assert (response.status_code, response.json()["state"]) == (202, "CANCELLED")
+    assert TIME.fullmatch(response.json()["finished_at"])
+    assert service.control.asked[-1] == ("cancel", job["id"])
+
+
+def test_a_running_job_is_asked_to_stop(service):
+    job = service.submit()
+    service.move(job["id"], "STARTING", "RUNNING")
+    assert service.http.post(f"/v1/jobs/{job['id']}/cancel").json()["state"] == "CANCELLING"
+
+
+def test_cancelling_a_finished_job_is_a_conflict_that_names_the_state(service):
+    job = service.submit()
+    service.move(job["id"], "STARTING", "SUCCEEDED")
+    asked = list(service.control.asked)
+    response = service.http.post(f"/v1/jobs/{job['id']}/cancel")
+    assert (response.status_code, response.json()["code"]) == (409, "illegal_transition")
+    assert "SUCCEEDED" in response.json()["detail"]
+    assert service.control.asked == asked
+
+
+def test_a_running_job_shows_its_numbers(service):
+    job = service.submit()
+    service.move(job["id"], "STARTING", "RUNNING")
+    service.report(job["id"], [{"step": n, "loss": 3.0, "step_seconds": 0.5} for n in (1, 2, 3, 4)])
+    shown = service.http.get(f"/v1/jobs/{job['id']}").json()
+    assert (shown["step"], shown["eta_seconds"]) == (4, 3.0)
+    assert 0 < shown["goodput"] <= 1
+    assert shown["metrics"]["latest"]["loss"] == 3.0
+    assert shown["queue"] == {"position": None, "waiting_for": None}
+
+
+def test_numbers_that_json_does_not_know_are_words(service):
+    job = service.submit()
+    service.move(job["id"], "STARTING", "RUNNING")
+    rows = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": float("inf"), "grad_norm": float("-inf")}]
+    service.report(job["id"], rows)
+    latest = service.http.get(f"/v1/jobs/{job['id']}").json()["metrics"]["latest"]
+    assert (latest["loss"], latest["grad_norm"]) == ("inf", "-inf")
+    series = service.http.get(f"/v1/jobs/{job['id']}/metrics").json()["series"]
+    assert (series["loss"], series["grad_norm"]) == (["nan", "inf"], [None, "-inf"])
+
+
+def test_a_job_says_what_it_waits_for(service):
+    from service.store import jobs
+
+    job = service.submit()
+    lacks = {"needed": 4, "available": 1}
+    service.store.write(lambda session: jobs.set_waiting(session, job["id"], lacks, "insufficient_slots", "4 of 1"))
+    shown = service.http.get(f"/v1/jobs/{job['id']}").json()
+    assert (shown["reason"], shown["queue"]) == ("insufficient_slots", {"position": 1, "waiting_for": lacks})

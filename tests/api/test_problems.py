@@ -1,0 +1,141 @@
+"""Whatever is wrong with a request, the answer is a problem document that says what to do."""
+
+import logging
+
+import pytest
+
+PROBLEM_KEYS = {"code", "title", "status", "detail", "errors"}
+
+
+def check(response, status, code):
+    assert (response.status_code, response.json()["code"]) == (status, code), response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    document = response.json()
+    assert set(document) == PROBLEM_KEYS
+    assert document["status"] == status
+    assert document["title"] and document["detail"]
+    return document
+
+
+def test_an_unknown_key_is_named_with_the_closest_known_one(service, document):
+    document["train"]["step"] = document["train"].pop("steps")
+    problem = check(service.http.post("/v1/jobs", json=document), 422, "invalid_spec")
+    errors = {error["path"]: error for error in problem["errors"]}
+    assert errors["train.step"]["suggestion"] == "steps"
+    assert "train.steps" in errors
+
+
+def test_a_layout_that_does_not_fit_names_the_nearest_that_does(service, document):
+    document["parallel"] = {"tensor": 3}
+    problem = check(service.http.post("/v1/jobs", json=document), 422, "invalid_spec")
+    assert problem["errors"][0]["path"] == "parallel.tensor"
+    assert problem["errors"][0]["suggestion"] in ("1", "2")
+
+
+def test_what_is_not_built_is_unsupported_and_says_what_works(service, document):
+    document["parallel"] = {"zero": 3}
+    problem = check(service.http.post("/v1/jobs", json=document), 422, "unsupported")
+    assert problem["errors"] == [
+        {"path": "parallel.zero", "rule": "3 is not supported yet; what works: 1", "suggestion": "1"}
+    ]
+
+
+def test_an_unsupported_value_beside_a_wrong_one_is_an_invalid_spec(service, document):
+    document["parallel"] = {"zero": 3, "tensor": 3}
+    check(service.http.post("/v1/jobs", json=document), 422, "invalid_spec")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff\xfe", b'{"a": NaN}', b'{"a": Infinity}', b'"\\ud800"', b"[" * 100_000, b"1" * 5000],
+    ids=["empty", "cut", "not-utf8", "nan", "infinity", "surrogate", "deep", "long-number"],
+)
+def test_a_body_that_is_no_json_is_malformed(service, body):
+    check(service.http.post("/v1/jobs", content=body), 400, "malformed_json")
+
+
+@pytest.mark.parametrize("body", [b"null", b"[]", b"5", b'"name: x"', b"{}"])
+def test_json_that_is_no_spec_is_an_invalid_spec(service, body):
+    check(service.http.post("/v1/jobs", content=body), 422, "invalid_spec")
+
+
+def test_steps_beyond_what_can_be_counted_are_refused(service, document):
+    document["train"]["steps"] = 10**30
+    problem = check(service.http.post("/v1/jobs", json=document), 422, "invalid_spec")
+    assert problem["errors"][0]["path"] == "train.steps"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_beyond_all_measure_is_too_large(service, chunked):
+    body = b" " * (2 * 1024 * 1024)
+    content = (body[start : start + 65536] for start in range(0, len(body), 65536)) if chunked else body
+    check(service.http.post("/v1/jobs", content=content), 413, "body_too_large")
+
+
+@pytest.mark.parametrize("job_id", ["job_000000000000", "nonsense", "job_%2e%2e%2f%2e%2e", "%00", "job_00000000000%0a"])
+@pytest.mark.parametrize("resource", ["", "/metrics", "/events", "/logs", "/ranks", "/checkpoints"])
+def test_an_unknown_job_is_not_found_whatever_is_asked_of_it(service, job_id, resource):
+    response = service.http.get(f"/v1/jobs/{job_id}{resource}")
+    assert response.status_code == 404
+    assert response.json()["code"] in ("job_not_found", "not_found")
+
+
+def test_an_unknown_job_says_where_jobs_are_listed(service):
+    assert "manta ps" in check(service.http.get("/v1/jobs/job_000000000000"), 404, "job_not_found")["detail"]
+    check(service.http.post("/v1/jobs/job_000000000000/cancel"), 404, "job_not_found")
+
+
+@pytest.mark.parametrize("path", ["/", "/v2", "/v1/job", "/v1/jobs/job_000000000000/pause"])
+def test_an_unknown_route_is_not_found(service, path):
+    check(service.http.get(path), 404, "not_found")
+
+
+def test_a_wrong_method_names_what_is_allowed(service):
+    response = service.http.delete("/v1/jobs")
+    check(response, 405, "method_not_allowed")
+    assert response.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/jobs?limit=0", "limit"),
+        ("/v1/jobs?limit=many", "limit"),
+        ("/v1/jobs?limit=99999", "limit"),
+        ("/v1/jobs?state=ASLEEP", "state"),
+        ("/v1/jobs?cursor=%21", "cursor"),
+        ("/v1/jobs?cursor=AAAA", "cursor"),
+        ("/v1/jobs/{id}/metrics?max_points=0", "max_points"),
+        ("/v1/jobs/{id}/metrics?after_step=-1", "after_step"),
+        ("/v1/jobs/{id}/metrics?after_step=99999999999999999999", "after_step"),
+        ("/v1/jobs/{id}/metrics?names=loss%3B--", "names"),
+        ("/v1/jobs/{id}/metrics?names=", "names"),
+        ("/v1/jobs/{id}/logs?rank=-1", "rank"),
+        ("/v1/jobs/{id}/logs?cursor=AAAA", "cursor"),
+        ("/v1/jobs/{id}/events?cursor=AAAA", "cursor"),
+        ("/v1/jobs/{id}/checkpoints?cursor=AAAA", "cursor"),
+    ],
+)
+def test_a_bad_parameter_is_named(service, path, field):
+    job = service.submit()
+    problem = check(service.http.get(path.replace("{id}", job["id"])), 422, "invalid_parameter")
+    assert [error["path"] for error in problem["errors"]] == [field]
+
+
+def test_a_bad_last_event_id_is_refused(service):
+    job = service.submit()
+    for resource in ("events", "logs"):
+        headers = {"Last-Event-ID": "x!", "Accept": "text/event-stream"}
+        check(service.http.get(f"/v1/jobs/{job['id']}/{resource}", headers=headers), 422, "invalid_parameter")
+
+
+def test_an_internal_error_is_logged_and_kept_from_the_client(service, caplog, monkeypatch):
+    def broken():
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(service.control, "cluster", broken)
+    with caplog.at_level(logging.ERROR, logger="api.problems"):
+        response = service.http.get("/v1/cluster")
+    check(response, 500, "internal_error")
+    assert "secret" not in response.text
+    assert any(record.exc_info and "secret detail" in str(record.exc_info[1]) for record in caplog.records)

@@ -1,0 +1,127 @@
+"""Metrics, events, logs, ranks, checkpoints and the cluster, over HTTP."""
+
+import json
+
+from service.logs import log_file, log_folder
+from service.store import checkpoints, events, generations, ranks
+
+
+def write_log(service, job_id, rank, *texts):
+    folder = log_folder(service.control.home, job_id)
+    folder.mkdir(parents=True, exist_ok=True)
+    with log_file(folder, rank).open("a") as file:
+        for number, text in enumerate(texts):
+            entry = {"time": 1000.0 + number, "rank": rank, "generation": 1, "stream": "stdout", "text": text}
+            file.write(json.dumps(entry) + "\n")
+
+
+def test_metrics_are_what_was_asked_for(service):
+    job = service.submit()
+    service.report(job["id"], [{"step": n, "loss": 1.0 / n, "mine": n} for n in range(1, 101)])
+    path = f"/v1/jobs/{job['id']}/metrics"
+    everything = service.http.get(path).json()
+    assert everything["steps"] == list(range(1, 101))
+    assert "tokens_per_second" in everything["series"]
+    some = service.http.get(path, params={"names": "loss,mine,step,nobody", "after_step": 98}).json()
+    assert some["steps"] == [99, 100]
+    assert some["series"] == {"loss": [1 / 99, 1 / 100], "mine": [99, 100], "nobody": [None, None]}
+    few = service.http.get(path, params={"max_points": 10}).json()
+    assert len(few["steps"]) <= 10
+    assert (few["steps"][0], few["steps"][-1]) == (1, 100)
+
+
+def test_events_come_in_pages_that_can_be_resumed(service):
+    job = service.submit()
+    service.move(job["id"], "STARTING")
+    path = f"/v1/jobs/{job['id']}/events"
+    first = service.http.get(path, params={"limit": 1}).json()
+    assert [event["type"] for event in first["items"]] == ["submitted"]
+    second = service.http.get(path, params={"cursor": first["next_cursor"]}).json()
+    assert [event["type"] for event in second["items"]] == ["state_changed"]
+    assert set(second["items"][0]) == {"id", "time", "type", "generation", "rank", "step", "message", "data"}
+    assert isinstance(second["items"][0]["id"], str)
+    assert second["next_cursor"] is None
+    service.store.write(lambda session: events.append(session, job["id"], "later", "came later"))
+    third = service.http.get(path, params={"cursor": second["resume_cursor"]}).json()
+    assert [event["type"] for event in third["items"]] == ["later"]
+
+
+def test_logs_come_by_rank_or_merged(service):
+    job = service.submit()
+    path = f"/v1/jobs/{job['id']}/logs"
+    assert service.http.get(path).json()["items"] == []
+    write_log(service, job["id"], 0, "a0", "a1")
+    write_log(service, job["id"], 1, "b0")
+    assert [line["text"] for line in service.http.get(path).json()["items"]] == ["a0", "b0", "a1"]
+    assert [line["text"] for line in service.http.get(path, params={"rank": 1}).json()["items"]] == ["b0"]
+    page = service.http.get(path, params={"limit": 2}).json()
+    rest = service.http.get(path, params={"cursor": page["next_cursor"]}).json()
+    assert [line["text"] for line in rest["items"]] == ["a1"]
+    assert rest["next_cursor"] is None
+    write_log(service, job["id"], 1, "b1")
+    later = service.http.get(path, params={"cursor": rest["resume_cursor"]}).json()
+    assert [line["text"] for line in later["items"]] == ["b1"]
+    assert set(later["items"][0]) == {"time", "rank", "generation", "stream", "text"}
+
+
+def test_ranks_and_checkpoints_are_shown_as_stored(service):
+    job = service.submit()
+    row = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "node": "n1", "device": "cpu", "pid": 7, "generation": 1}
+
+    def prepare(session):
+        generations.begin(session, job["id"], "submitted", False)
+        ranks.replace(session, job["id"], [{**row, "state": "running", "actor": "manta-x"}])
+        saved = checkpoints.begin(session, job["id"], 1, 5, "/somewhere/5")
+        checkpoints.complete(session, saved.id, 123)
+
+    service.store.write(prepare)
+    shown = service.http.get(f"/v1/jobs/{job['id']}/ranks").json()
+    assert shown == {"items": [{**row, "context": 0, "state": "running"}], "next_cursor": None}
+    saved = service.http.get(f"/v1/jobs/{job['id']}/checkpoints").json()["items"]
+    assert [(entry["step"], entry["state"], entry["bytes"]) for entry in saved] == [(5, "complete", 123)]
+    assert set(saved[0]) == {"id", "step", "state", "path", "bytes", "created_at"}
+
+
+def test_the_cluster_is_what_the_control_plane_says(service):
+    node = service.http.get("/v1/cluster").json()["nodes"][0]
+    assert (node["total"], node["free"], node["ranks"]) == (16, 15, [{"job": "job_000000000001", "rank": 0}])
+
+
+def test_health_is_about_the_process_and_readiness_about_the_rest(service):
+    assert service.http.get("/readyz").json() == {"status": "ready"}
+    service.control.reasons = ["Ray does not answer"]
+    response = service.http.get("/readyz")
+    assert (response.status_code, response.json()["code"]) == (503, "not_ready")
+    assert response.json()["errors"][0]["rule"] == "Ray does not answer"
+    assert service.http.get("/healthz").status_code == 200
+
+
+def test_prometheus_sees_unfinished_jobs(service):
+    done, running = service.submit(), service.submit()
+    service.move(done["id"], "STARTING", "SUCCEEDED")
+    service.move(running["id"], "STARTING", "RUNNING")
+    service.report(running["id"], [{"step": 3, "loss": 2.5, "mfu_full": 0.25, "step_seconds": 0.001}])
+    service.http.get("/v1/jobs/job_000000000000")
+    service.http.get("/nothing/here")
+    text = service.http.get("/metrics").text
+    assert 'manta_jobs{state="RUNNING"} 1.0' in text
+    assert 'manta_jobs{state="FAILED"} 0.0' in text
+    assert f'manta_job_step{{job="{running["id"]}"}} 3.0' in text
+    assert f'manta_job_loss{{job="{running["id"]}"}} 2.5' in text
+    assert f'manta_job_mfu_full_ratio{{job="{running["id"]}"}} 0.25' in text
+    assert f'manta_job_goodput_ratio{{job="{running["id"]}"}}' in text
+    assert f'manta_job_restarts_total{{job="{running["id"]}"}} 0.0' in text
+    assert done["id"] not in text
+    assert 'route="/v1/jobs/{job_id}",status="404"' in text
+    assert 'route="unmatched",status="404"' in text
+    assert "nothing/here" not in text
+
+
+def test_the_api_describes_itself_with_the_job_spec(service):
+    document = service.http.get("/openapi.json").json()
+    body = document["paths"]["/v1/jobs"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/JobSpec"}
+    names = set(document["components"]["schemas"])
+    references = set(json.dumps(document).split('"#/components/schemas/')[1:])
+    assert {reference.split('"')[0] for reference in references} <= names
+    assert {"JobSpec", "ModelConfig", "Job", "Problem"} <= names

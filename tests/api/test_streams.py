@@ -1,0 +1,143 @@
+"""Live streams: everything once, in order, from where a client stopped, until the job is final."""
+
+import json
+import threading
+
+import httpx
+import pytest
+
+from api import streams
+from service.logs import log_file, log_folder
+from service.store import events
+
+
+def read_stream(service, path, *, headers=None, until=None):
+    """The entries of a stream as (id, data); ends with the stream, or after the entry that `until` accepts."""
+    entries, state, fields = [], None, {}
+    asked = {"Accept": "text/event-stream", **(headers or {})}
+    with service.http.stream("GET", path, headers=asked) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line:
+                name, _, value = line.partition(": ")
+                fields[name] = value
+                continue
+            if fields.get("event") == "end":
+                state = json.loads(fields["data"])["state"]
+            elif "data" in fields:
+                entries.append((fields["id"], json.loads(fields["data"])))
+                if until is not None and until(entries[-1][1]):
+                    break
+            fields = {}
+    return entries, state
+
+
+def tell(service, job_id, text):
+    service.store.write(lambda session: events.append(session, job_id, "told", text))
+
+
+def test_a_stream_shows_what_was_and_what_comes_and_ends_with_the_job(service):
+    job = service.submit()
+    tell(service, job["id"], "before")
+
+    def later():
+        tell(service, job["id"], "during")
+        service.move(job["id"], "STARTING", "SUCCEEDED")
+
+    def is_before(event):
+        if event["message"] == "before":
+            threading.Thread(target=later).start()
+
+    entries, state = read_stream(service, f"/v1/jobs/{job['id']}/events", until=is_before)
+    told = [event["message"] for _, event in entries if event["type"] == "told"]
+    assert told == ["before", "during"]
+    assert state == "SUCCEEDED"
+    assert [entry_id for entry_id, _ in entries] == [event["id"] for _, event in entries]
+
+
+def test_a_broken_stream_goes_on_behind_the_last_event(service):
+    job = service.submit()
+    for number in range(5):
+        tell(service, job["id"], str(number))
+    path = f"/v1/jobs/{job['id']}/events"
+    first, _ = read_stream(service, path, until=lambda event: event["message"] == "2")
+    service.move(job["id"], "STARTING", "SUCCEEDED")
+    rest, _ = read_stream(service, path, headers={"Last-Event-ID": first[-1][0]})
+    assert [event["message"] for _, event in rest][:2] == ["3", "4"]
+
+
+def test_the_stream_of_a_finished_job_ends_by_itself(service):
+    job = service.submit()
+    service.move(job["id"], "CANCELLED")
+    entries, state = read_stream(service, f"/v1/jobs/{job['id']}/events?follow=true", headers={"Accept": "*/*"})
+    assert (len(entries), state) == (2, "CANCELLED")
+    assert read_stream(service, f"/v1/jobs/{job['id']}/logs") == ([], "CANCELLED")
+
+
+@pytest.mark.parametrize("query", ["", "?rank=0"])
+def test_logs_stream_line_by_line_and_resume_behind_any_line(service, query):
+    job = service.submit()
+    folder = log_folder(service.control.home, job["id"])
+    folder.mkdir(parents=True)
+    for rank in (0, 1):
+        lines = [{"time": n * 2 + rank, "rank": rank, "generation": 1, "text": f"{rank}-{n}"} for n in range(700)]
+        log_file(folder, rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    service.move(job["id"], "CANCELLED")
+    path = f"/v1/jobs/{job['id']}/logs{query}"
+    everything, _ = read_stream(service, path)
+    assert len(everything) == (700 if query else 1400)
+    assert [line["time"] for _, line in everything] == sorted(line["time"] for _, line in everything)
+    for stop in (0, 1, 333, len(everything) - 1):
+        rest, _ = read_stream(service, path, headers={"Last-Event-ID": everything[stop][0]})
+        assert rest == everything[stop + 1 :]
+
+
+def test_what_a_job_prints_last_is_in_the_stream(service):
+    job = service.submit()
+    folder = log_folder(service.control.home, job["id"])
+    folder.mkdir(parents=True)
+
+    def end(line):
+        with log_file(folder, 0).open("a") as file:
+            file.write(json.dumps({"time": 2, "rank": 0, "generation": 1, "text": "last"}) + "\n")
+        service.move(job["id"], "CANCELLED") if line["text"] == "first" else None
+
+    log_file(folder, 0).write_text(json.dumps({"time": 1, "rank": 0, "generation": 1, "text": "first"}) + "\n")
+    seen = []
+
+    def once(line):
+        if not seen:
+            end(line)
+        seen.append(line["text"])
+
+    read_stream(service, f"/v1/jobs/{job['id']}/logs", until=once)
+    assert seen == ["first", "last"]
+
+
+def test_open_streams_do_not_block_other_requests_and_notice_that_the_client_left(service, monkeypatch):
+    looks = []
+    look_now = streams.run_in_threadpool
+
+    async def counted(function, *arguments):
+        looks.append(threading.get_ident())
+        return await look_now(function, *arguments)
+
+    monkeypatch.setattr(streams, "run_in_threadpool", counted)
+    job = service.submit()
+    clients = [httpx.Client(base_url=service.url, timeout=20) for _ in range(60)]
+    for client in clients:
+        request = client.build_request("GET", f"/v1/jobs/{job['id']}/events?follow=true")
+        assert client.send(request, stream=True).status_code == 200
+    assert service.http.get("/healthz").status_code == 200
+    assert service.http.get("/v1/jobs").elapsed.total_seconds() < 5
+    for client in clients:
+        client.close()
+    quiet = threading.Event()
+    for _ in range(50):
+        before = len(looks)
+        quiet.wait(3 * streams.POLL_SECONDS)
+        if len(looks) == before:
+            break
+    else:
+        pytest.fail("streams go on although their clients left")

@@ -1,0 +1,115 @@
+"""Log pages: every line once, merged by time, from files that are still being written."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.logs import decode_position, encode_position, log_file, log_folder, read_page
+from service.store import InvalidCursor
+
+
+def entry(time, text, rank=0, stream="stdout"):
+    return json.dumps({"time": time, "rank": rank, "generation": 1, "stream": stream, "text": text})
+
+
+def write(folder, rank, *lines, end="\n"):
+    folder.mkdir(exist_ok=True)
+    with log_file(folder, rank).open("a") as file:
+        file.write("\n".join(lines) + end)
+
+
+def read_all(folder, **options):
+    texts, position = [], {}
+    while True:
+        page = read_page(folder, decode_position(encode_position(position)), **options)
+        texts += [line.text for line in page.lines]
+        assert page.position != position or not page.more, "no progress"
+        position = page.position
+        if not page.more:
+            return texts
+
+
+def test_a_job_that_printed_nothing_has_an_empty_page(tmp_path):
+    page = read_page(tmp_path / "nowhere", {})
+    assert (page.lines, page.more) == ([], False)
+    assert read_page(tmp_path, {}, rank=3).lines == []
+
+
+def test_one_rank_alone(tmp_path):
+    write(tmp_path, 0, entry(1, "a"), entry(3, "c"))
+    write(tmp_path, 1, entry(2, "b", 1, "stderr"))
+    assert read_all(tmp_path, rank=0) == ["a", "c"]
+    line = read_page(tmp_path, {}, rank=1).lines[0]
+    assert (line.rank, line.stream, line.generation, line.time) == (1, "stderr", 1, 2.0)
+
+
+def test_ranks_are_merged_by_time(tmp_path):
+    write(tmp_path, 0, entry(1, "a"), entry(3, "c"))
+    write(tmp_path, 1, entry(2, "b"), entry(4, "d"))
+    assert read_all(tmp_path) == ["a", "b", "c", "d"]
+    assert read_all(tmp_path, limit=1) == ["a", "b", "c", "d"]
+
+
+def test_a_half_written_line_waits_for_its_end(tmp_path):
+    whole = entry(2, "second")
+    write(tmp_path, 0, entry(1, "first"))
+    write(tmp_path, 0, whole[:10], end="")
+    page = read_page(tmp_path, {})
+    assert [line.text for line in page.lines] == ["first"]
+    write(tmp_path, 0, whole[10:])
+    assert [line.text for line in read_page(tmp_path, page.position).lines] == ["second"]
+
+
+def test_lines_that_are_no_log_lines_are_skipped(tmp_path):
+    write(tmp_path, 0, "garbage", "[]", '{"text": "no time"}', '{"time": "x", "text": ""}', entry(1, "good"), "\x00")
+    assert read_all(tmp_path) == ["good"]
+
+
+def test_a_line_beyond_all_measure_is_skipped_and_holds_nobody_up(tmp_path):
+    write(tmp_path, 0, entry(1, "x" * 300_000), entry(2, "after"))
+    write(tmp_path, 1, entry(1.5, "other"))
+    assert read_all(tmp_path, max_bytes=1) == ["other", "after"]
+
+
+def test_a_page_reads_no_more_than_it_may(tmp_path):
+    write(tmp_path, 0, *(entry(n, "x" * 1000) for n in range(1000)))
+    page = read_page(tmp_path, {}, limit=10_000, max_bytes=100_000)
+    assert 50 < len(page.lines) < 100
+    assert page.more
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    times=st.lists(st.lists(st.integers(0, 50), max_size=30), min_size=1, max_size=4),
+    limit=st.integers(1, 40),
+)
+def test_every_line_comes_exactly_once_and_each_ranks_in_order(tmp_path_factory, times, limit):
+    folder = tmp_path_factory.mktemp("logs")
+    for rank, own in enumerate(times):
+        if own:
+            write(folder, rank, *(entry(time, f"{rank}:{n}") for n, time in enumerate(own)))
+    texts = read_all(folder, limit=limit)
+    for rank, own in enumerate(times):
+        assert [text for text in texts if text.startswith(f"{rank}:")] == [f"{rank}:{n}" for n in range(len(own))]
+
+
+def test_sorted_ranks_read_in_small_chunks_come_out_sorted(tmp_path):
+    for rank in range(3):
+        write(tmp_path, rank, *(entry(n * (rank + 1), f"{n * (rank + 1)} " + "x" * 500) for n in range(400)))
+    times = [int(text.split()[0]) for text in read_all(tmp_path, max_bytes=1)]
+    assert len(times) == 1200
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("cursor", ["?", "AAAA", "MDotMQ", "MA"])
+def test_a_foreign_cursor_is_refused(cursor):
+    with pytest.raises(InvalidCursor):
+        decode_position(cursor)
+
+
+@pytest.mark.parametrize("job_id", ["../..", "job_../../etc/pas", "", "/etc"])
+def test_only_job_ids_become_folders(tmp_path, job_id):
+    with pytest.raises(ValueError, match="no job id"):
+        log_folder(tmp_path, job_id)
