@@ -25,6 +25,7 @@ def create_app(control: ControlPlane) -> FastAPI:
         version="1",
         docs_url=None,  # the interactive pages would fetch their scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # one address a resource; anything else is a problem document
         responses={"default": {"model": schemas.Problem, "description": "Problem (RFC 9457)"}},
     )
     registry = CollectorRegistry()

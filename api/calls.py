@@ -1,0 +1,199 @@
+"""Every REST call as a value: what to send and how to read the answer. Both clients send these."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
+from api import schemas
+from service.numbers import spell
+from workers.config import Problem, SpecError
+from workers.errors import MantaError
+
+T = TypeVar("T")
+
+
+class ApiError(MantaError):
+    """The service refused a request; `problem` is its answer."""
+
+    def __init__(self, problem: schemas.Problem):
+        self.problem = problem
+        super().__init__(problem.detail)
+
+
+class ServiceUnreachable(MantaError):
+    """No answer from the service."""
+
+    def __init__(self, url: str, cause: Exception):
+        self.url = url
+        why = str(cause) or type(cause).__name__
+        super().__init__(
+            f"cannot reach Manta at {url} ({why}); start it with `manta up`, or point MANTA_URL to where it runs"
+        )
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """One request, and the type of its answer."""
+
+    answer: Any
+    """Type that the answer is read as."""
+    method: str
+    """HTTP method."""
+    path: str
+    """Path below the service's address."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Query parameters; None ones are left out."""
+    body: Any = None
+    """JSON body."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """More headers."""
+
+    def request(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
+        """The request, as `client` sends it."""
+        given = {name: value for name, value in self.parameters.items() if value is not None}
+        headers = {**self.headers, **({} if self.body is None else {"Content-Type": "application/json"})}
+        content = None if self.body is None else _encoded(self.body)
+        return client.build_request(self.method, self.path, params=given, headers=headers, content=content)
+
+    def read(self, response: httpx.Response) -> T:
+        """The answer in `response`, whose body was read. Raises ApiError."""
+        raise_for_problem(response)
+        adapter: TypeAdapter[T] = TypeAdapter(self.answer)
+        try:
+            return adapter.validate_json(response.content)
+        except ValidationError as error:
+            raise ApiError(_foreign(response)) from error
+
+
+def _encoded(document: Any) -> bytes:
+    """A document as JSON. What YAML knows and JSON does not becomes text, for the service to judge.
+
+    Raises SpecError for a document that contains itself.
+    """
+    try:
+        return json.dumps(spell(document), default=str).encode()
+    except RecursionError as error:
+        raise SpecError([Problem("", "the document contains itself or is nested too deeply")]) from error
+
+
+def raise_for_problem(response: httpx.Response) -> None:
+    """Raise ApiError when `response`, whose body was read, is an error."""
+    if response.is_success:
+        return
+    try:
+        problem = schemas.Problem.model_validate_json(response.content)
+    except ValidationError:
+        problem = _foreign(response)
+    raise ApiError(problem)
+
+
+def _foreign(response: httpx.Response) -> schemas.Problem:
+    """What to say about an answer that Manta did not write."""
+    url, status = response.request.url, response.status_code
+    detail = f"{url} answered {status} with something that is not Manta's; is another service running there?"
+    return schemas.Problem(code="foreign_answer", title="Foreign answer", status=status, detail=detail)
+
+
+def _job(job_id: str, resource: str = "") -> str:
+    """Path of a job's resource. Raises ApiError for text that would lead somewhere else than to a job."""
+    if not re.fullmatch(r"\w+", job_id, re.ASCII):
+        detail = f"{job_id!r} is no job id; `manta ps` lists the jobs"
+        raise ApiError(schemas.Problem(code="job_not_found", title="Not Found", status=404, detail=detail))
+    return f"/v1/jobs/{job_id}{resource}"
+
+
+def submit(document: Any, idempotency_key: str | None = None) -> Call[schemas.Job]:
+    """Submit a JobSpec."""
+    headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
+    return Call(schemas.Job, "POST", "/v1/jobs", body=document, headers=headers)
+
+
+def dry_run(document: Any) -> Call[schemas.DryRun]:
+    """Check a JobSpec and show its layout; nothing is stored."""
+    return Call(schemas.DryRun, "POST", "/v1/jobs", {"dry_run": "true"}, body=document)
+
+
+def jobs(
+    state: str | None = None, name: str | None = None, limit: int = 50, cursor: str | None = None
+) -> Call[schemas.Items[schemas.Job]]:
+    """A page of jobs, newest first."""
+    parameters = {"state": state, "name": name, "limit": limit, "cursor": cursor}
+    return Call(schemas.Items[schemas.Job], "GET", "/v1/jobs", parameters)
+
+
+def job(job_id: str) -> Call[schemas.Job]:
+    """One job."""
+    return Call(schemas.Job, "GET", _job(job_id))
+
+
+def cancel(job_id: str) -> Call[schemas.Job]:
+    """Stop a job for good."""
+    return Call(schemas.Job, "POST", _job(job_id, "/cancel"))
+
+
+def metrics(
+    job_id: str, names: Sequence[str] | None = None, after_step: int = 0, max_points: int = 1000
+) -> Call[schemas.MetricSeries]:
+    """Metrics of a job; `names` None means all."""
+    parameters = {
+        "names": None if names is None else ",".join(names),
+        "after_step": after_step,
+        "max_points": max_points,
+    }
+    return Call(schemas.MetricSeries, "GET", _job(job_id, "/metrics"), parameters)
+
+
+def events(job_id: str, cursor: str | None = None, limit: int = 100) -> Call[schemas.Stream[schemas.Event]]:
+    """A page of a job's events, oldest first."""
+    return Call(schemas.Stream[schemas.Event], "GET", _job(job_id, "/events"), {"cursor": cursor, "limit": limit})
+
+
+def logs(
+    job_id: str, rank: int | None = None, cursor: str | None = None, limit: int = 500
+) -> Call[schemas.Stream[schemas.LogLine]]:
+    """A page of what a job's ranks printed; `rank` None means all, merged by time."""
+    parameters = {"rank": rank, "cursor": cursor, "limit": limit}
+    return Call(schemas.Stream[schemas.LogLine], "GET", _job(job_id, "/logs"), parameters)
+
+
+def ranks(job_id: str) -> Call[schemas.Items[schemas.Rank]]:
+    """Where a job's ranks run."""
+    return Call(schemas.Items[schemas.Rank], "GET", _job(job_id, "/ranks"))
+
+
+def checkpoints(job_id: str, limit: int = 100, cursor: str | None = None) -> Call[schemas.Items[schemas.Checkpoint]]:
+    """A page of a job's durable checkpoints, those of the highest step first."""
+    parameters = {"limit": limit, "cursor": cursor}
+    return Call(schemas.Items[schemas.Checkpoint], "GET", _job(job_id, "/checkpoints"), parameters)
+
+
+def cluster() -> Call[schemas.Cluster]:
+    """The machines and what runs on them."""
+    return Call(schemas.Cluster, "GET", "/v1/cluster")
+
+
+def ready() -> Call[schemas.Health]:
+    """Whether the service can run jobs; an ApiError `not_ready` says why not."""
+    return Call(schemas.Health, "GET", "/readyz")
+
+
+def follow_events(job_id: str, after: str | None = None) -> Call[schemas.Event]:
+    """All events of a job as a stream, or those after the event with id `after`."""
+    return Call(schemas.Event, "GET", _job(job_id, "/events"), {"follow": "true"}, headers=_resume(after))
+
+
+def follow_logs(job_id: str, rank: int | None = None, after: str | None = None) -> Call[schemas.LogLine]:
+    """All log lines of a job as a stream, or those after stream position `after`."""
+    parameters = {"follow": "true", "rank": rank}
+    return Call(schemas.LogLine, "GET", _job(job_id, "/logs"), parameters, headers=_resume(after))
+
+
+def _resume(after: str | None) -> dict[str, str]:
+    return {"Accept": "text/event-stream", **({} if after is None else {"Last-Event-ID": after})}

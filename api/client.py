@@ -1,0 +1,221 @@
+"""The Python client: `MantaClient` for programs and the command line, `AsyncMantaClient` for event loops.
+
+Both send the calls of `api/calls.py`. They raise ApiError when the service refuses (its `problem` says why) and
+ServiceUnreachable when nobody answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from api import calls
+from api.calls import ApiError, Call, ServiceUnreachable, raise_for_problem
+from api.schemas import (
+    Checkpoint,
+    Cluster,
+    DryRun,
+    Event,
+    Health,
+    Items,
+    Job,
+    LogLine,
+    MetricSeries,
+    Problem,
+    Rank,
+    Stream,
+)
+from api.sse import EventParser
+from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+
+__all__ = ["ApiError", "AsyncMantaClient", "MantaClient", "Problem", "ServiceUnreachable", "find_url"]
+
+T = TypeVar("T")
+TIMEOUT = httpx.Timeout(30.0, connect=5.0)
+_STREAM_TIMEOUT = httpx.Timeout(60.0, connect=5.0)  # the service says something every 15 seconds
+
+
+def find_url(settings: Settings) -> str:
+    """Where the service answers: MANTA_URL, else what the service running in MANTA_HOME says, else the default."""
+    if settings.url is not None:
+        return settings.url
+    return _url_of(settings.service_file) or f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+
+
+def _url_of(service_file: Path) -> str | None:
+    try:
+        url = json.loads(service_file.read_text(encoding="utf-8"))["url"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not running here, or just being written
+    return url if isinstance(url, str) else None
+
+
+def _checked_url(url: str) -> httpx.URL:
+    """`url`, if it is one. Raises ServiceUnreachable."""
+    try:
+        return httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ServiceUnreachable(url, error) from error
+
+
+class MantaClient:
+    """Talks to a Manta service; blocks until it answers. Safe to share between threads; a context manager."""
+
+    def __init__(self, url: str, transport: httpx.BaseTransport | None = None):
+        """Talks to the service at `url`, such as `http://127.0.0.1:8400`; tests may give a `transport`."""
+        self.url = url.rstrip("/")
+        self._http = httpx.Client(base_url=_checked_url(self.url), transport=transport, timeout=TIMEOUT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def send(self, call: Call[T]) -> T:
+        """Send a call and read its answer. Raises ApiError, ServiceUnreachable."""
+        try:
+            return call.read(self._http.send(call.request(self._http)))
+        except httpx.TransportError as error:
+            raise ServiceUnreachable(self.url, error) from error
+
+    def stream(self, call: Call[T]) -> Iterator[T]:
+        """Send a call that answers with a stream, and yield its items until the job is final."""
+        request = call.request(self._http)
+        request.extensions["timeout"] = _STREAM_TIMEOUT.as_dict()
+        try:
+            response = self._http.send(request, stream=True)
+            try:
+                if response.is_error:
+                    response.read()
+                    raise_for_problem(response)
+                parser = EventParser()
+                for line in response.iter_lines():
+                    event = parser.feed(line)
+                    if event is not None and event.event == "message":
+                        yield call.answer.model_validate_json(event.data)
+            finally:
+                response.close()
+        except httpx.TransportError as error:
+            raise ServiceUnreachable(self.url, error) from error
+
+    def submit(self, document: Any, idempotency_key: str | None = None) -> Job:
+        """Submit a JobSpec document; the same key and document again give the same job."""
+        return self.send(calls.submit(document, idempotency_key))
+
+    def dry_run(self, document: Any) -> DryRun:
+        """Check a JobSpec document and show its layout."""
+        return self.send(calls.dry_run(document))
+
+    def jobs(
+        self, state: str | None = None, name: str | None = None, limit: int = 50, cursor: str | None = None
+    ) -> Items[Job]:
+        """A page of jobs, newest first."""
+        return self.send(calls.jobs(state, name, limit, cursor))
+
+    def job(self, job_id: str) -> Job:
+        """One job."""
+        return self.send(calls.job(job_id))
+
+    def cancel(self, job_id: str) -> Job:
+        """Stop a job for good."""
+        return self.send(calls.cancel(job_id))
+
+    def metrics(
+        self, job_id: str, names: Sequence[str] | None = None, after_step: int = 0, max_points: int = 1000
+    ) -> MetricSeries:
+        """Metrics over steps, at most `max_points` of them; `names` None means all."""
+        return self.send(calls.metrics(job_id, names, after_step, max_points))
+
+    def events(self, job_id: str, cursor: str | None = None, limit: int = 100) -> Stream[Event]:
+        """A page of events, oldest first."""
+        return self.send(calls.events(job_id, cursor, limit))
+
+    def logs(
+        self, job_id: str, rank: int | None = None, cursor: str | None = None, limit: int = 500
+    ) -> Stream[LogLine]:
+        """A page of log lines of one rank, or of all merged by time."""
+        return self.send(calls.logs(job_id, rank, cursor, limit))
+
+    def follow_events(self, job_id: str, after: str | None = None) -> Iterator[Event]:
+        """Events as they come, until the job is final."""
+        return self.stream(calls.follow_events(job_id, after))
+
+    def follow_logs(self, job_id: str, rank: int | None = None) -> Iterator[LogLine]:
+        """Log lines as they come, until the job is final."""
+        return self.stream(calls.follow_logs(job_id, rank))
+
+    def ranks(self, job_id: str) -> Items[Rank]:
+        """Where a job's ranks run."""
+        return self.send(calls.ranks(job_id))
+
+    def checkpoints(self, job_id: str, limit: int = 100, cursor: str | None = None) -> Items[Checkpoint]:
+        """A page of durable checkpoints, those of the highest step first."""
+        return self.send(calls.checkpoints(job_id, limit, cursor))
+
+    def cluster(self) -> Cluster:
+        """The machines and what runs on them."""
+        return self.send(calls.cluster())
+
+    def ready(self) -> Health:
+        """Returns when the service can run jobs; ApiError `not_ready` says why it cannot."""
+        return self.send(calls.ready())
+
+
+class AsyncMantaClient:
+    """Talks to a Manta service from an event loop: `await client.send(calls.job(job_id))`."""
+
+    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None):
+        """Talks to the service at `url`; an app in the same process may give an `httpx.ASGITransport`."""
+        self.url = url.rstrip("/")
+        self._http = httpx.AsyncClient(base_url=_checked_url(self.url), transport=transport, timeout=TIMEOUT)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def send(self, call: Call[T]) -> T:
+        """Send a call and read its answer. Raises ApiError, ServiceUnreachable."""
+        try:
+            return call.read(await self._http.send(call.request(self._http)))
+        except httpx.TransportError as error:
+            raise ServiceUnreachable(self.url, error) from error
+
+    async def stream(self, call: Call[T]) -> AsyncIterator[T]:
+        """Send a call that answers with a stream, and yield its items until the job is final."""
+        request = call.request(self._http)
+        request.extensions["timeout"] = _STREAM_TIMEOUT.as_dict()
+        try:
+            response = await self._http.send(request, stream=True)
+            try:
+                if response.is_error:
+                    await response.aread()
+                    raise_for_problem(response)
+                parser = EventParser()
+                async for line in response.aiter_lines():
+                    event = parser.feed(line)
+                    if event is not None and event.event == "message":
+                        yield call.answer.model_validate_json(event.data)
+            finally:
+                await response.aclose()
+        except httpx.TransportError as error:
+            raise ServiceUnreachable(self.url, error) from error

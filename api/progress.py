@@ -1,0 +1,100 @@
+"""The live progress line of a job: step, loss, tokens/s, MFU, ETA."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from api.schemas import Job
+from service.states import JobState, is_final
+
+POLL_SECONDS = 0.25
+PLAIN_SECONDS = 5.0
+"""Seconds between two lines where the output is no terminal."""
+_BAR_WIDTH = 24
+
+
+class JobReader(Protocol):
+    """What can be asked for a job, such as `api.client.MantaClient`."""
+
+    def job(self, job_id: str) -> Job:
+        """The job as it is now."""
+
+
+def duration(seconds: float | None) -> str:
+    """`seconds` for people, such as 1h02m, 3m05s, 12s; - where unknown."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def figure(value: float | None, digits: int) -> str:
+    """`value` with `digits` after the point; - where unknown."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(ratio: float | None) -> str:
+    """A ratio as a percentage; - where unknown."""
+    return "-" if ratio is None else f"{100 * ratio:.1f}%"
+
+
+def progress_line(job: Job) -> str:
+    """A job's progress in one line."""
+    filled = _BAR_WIDTH * job.step // job.steps
+    bar = "#" * filled + "." * (_BAR_WIDTH - filled)
+    latest = job.metrics.latest
+    parts = [
+        f"{job.state:<10} [{bar}] {job.step}/{job.steps}",
+        f"loss {figure(latest.get('loss'), 4)}",
+        f"{figure(latest.get('tokens_per_second'), 0)} tokens/s",
+        f"MFU {percent(latest.get('mfu_full'))}",
+        f"ETA {duration(job.eta_seconds)}",
+    ]
+    if job.restarts:
+        parts.append(f"restarts {job.restarts}")
+    if job.state == JobState.QUEUED and job.message:
+        parts.append(job.message)
+    return "  ".join(parts)
+
+
+def follow(reader: JobReader, job_id: str, console: Console, poll_seconds: float = POLL_SECONDS) -> Job:
+    """Show a job's progress on `console` until the job is final, and return it.
+
+    On a terminal one line that is rewritten; elsewhere a line now and then, and one at each change of state.
+    """
+    if not console.is_terminal:
+        return _follow_plainly(reader, job_id, console, poll_seconds)
+    with Live(console=console, refresh_per_second=8) as live:
+        for job in watch(reader, job_id, poll_seconds):
+            live.update(Text(progress_line(job), no_wrap=True, overflow="ellipsis"))
+    return job
+
+
+def watch(reader: JobReader, job_id: str, poll_seconds: float = POLL_SECONDS) -> Iterator[Job]:
+    """The job again and again, every `poll_seconds`, until it is final; that one is the last."""
+    pause = threading.Event()
+    while True:
+        job = reader.job(job_id)
+        yield job
+        if is_final(job.state):
+            return
+        pause.wait(poll_seconds)
+
+
+def _follow_plainly(reader: JobReader, job_id: str, console: Console, poll_seconds: float) -> Job:
+    told_state, told_at = "", 0.0
+    for job in watch(reader, job_id, poll_seconds):
+        now = time.monotonic()
+        if job.state != told_state or now - told_at >= PLAIN_SECONDS:
+            console.print(progress_line(job), markup=False, highlight=False, soft_wrap=True)
+            told_state, told_at = job.state, now
+    return job
