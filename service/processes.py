@@ -1,0 +1,56 @@
+"""Processes by identity, not by number: what is ours is ended, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+
+import psutil  # type: ignore[import-untyped]
+
+KILL_SECONDS = 10.0
+
+
+def same_process(pid: int, created: float) -> bool:
+    """Whether process `pid` runs and is the one created at Unix time `created` (seconds)."""
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - created) < 0.02 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end_all(mark: tuple[str, str], leader: int | None, grace: float) -> None:
+    """End process `leader`, all its descendants, and every process with `mark` (name, value) in its environment.
+
+    The leader gets SIGTERM and up to `grace` seconds; whatever is left then is killed. Returns when all are gone.
+    """
+    found = {*_family(leader), *_marked(mark)}
+    if leader is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            first = psutil.Process(leader)
+            first.terminate()
+            psutil.wait_procs([first], grace)
+    found |= set(_marked(mark))  # born meanwhile
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(list(found), KILL_SECONDS)
+
+
+def _family(leader: int | None) -> Iterable[psutil.Process]:
+    if leader is None:
+        return []
+    try:
+        process = psutil.Process(leader)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _marked(mark: tuple[str, str]) -> Iterable[psutil.Process]:
+    """Processes with `mark` in their environment: also those whose parents are gone."""
+    name, value = mark
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(name) == value:
+                yield process

@@ -1,0 +1,73 @@
+"""Layouts to bundles and ranks to bundles, and what is said about a layout that does not fit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.placement import (
+    Capacity,
+    agent_name,
+    bundle_of,
+    job_of,
+    missing,
+    placement_group_name,
+    replica_bundles,
+    unit_of,
+)
+from workers.config import ParallelConfig
+from workers.parallel.grid import RankGrid
+
+
+def capacity(*free, total=8):
+    nodes = {f"node{index}": (total, units) for index, units in enumerate(free)}
+    return Capacity("manta_slot", total * len(free), sum(free), nodes)
+
+
+def test_one_group_per_replica_one_bundle_per_tensor_group():
+    layout = ParallelConfig(tensor=2, pipeline=3, data=2)
+    assert replica_bundles(layout, "GPU") == [[{"GPU": 2.0}] * 3] * 2
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 2))
+def test_ranks_of_a_tensor_group_share_a_bundle_and_fill_it(tensor, pipeline, data, context):
+    layout = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=context)
+    bundles = replica_bundles(layout, "manta_slot")
+    held: dict[tuple[int, int], list[int]] = {}
+    for rank in range(layout.world_size):
+        held.setdefault(bundle_of(layout, rank), []).append(rank)
+    assert sorted(held) == [(replica, index) for replica, group in enumerate(bundles) for index in range(len(group))]
+    grid = RankGrid(layout)
+    for (replica, index), ranks in held.items():
+        assert len(ranks) == bundles[replica][index]["manta_slot"]
+        assert ranks == grid.group("tensor", ranks[0])
+
+
+def test_fits():
+    assert missing(ParallelConfig(tensor=2, data=4), capacity(8)) is None
+    assert missing(ParallelConfig(tensor=2, data=3), capacity(3, 5)) is None
+
+
+def test_too_few_units():
+    shortage = missing(ParallelConfig(tensor=2, pipeline=2, data=2), capacity(5))
+    assert (shortage.needed, shortage.available, shortage.possible) == (8, 4, 8)
+    assert str(shortage) == "needs 8 slots in groups of 2 on one node, 4 of 8 are free"
+
+
+def test_enough_units_but_no_node_for_a_tensor_group():
+    shortage = missing(ParallelConfig(tensor=4, data=1), capacity(3, 3, 2, total=3))
+    assert (shortage.needed, shortage.available, shortage.possible) == (4, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "gpus", "unit"),
+    [("auto", True, "GPU"), ("auto", False, "manta_slot"), ("gpu", False, "GPU"), ("cpu", True, "manta_slot")],
+)
+def test_unit(accelerator, gpus, unit):
+    assert unit_of(accelerator, gpus) == unit
+
+
+def test_names_tell_their_job_and_differ():
+    names = {placement_group_name("a", 1, 1), agent_name("a", 1, 1), agent_name("a", 11, 1), agent_name("a-1", 1, 1)}
+    assert len(names) == 4
+    assert {job_of(name) for name in names} == {"a", "a-1"}
+    assert job_of("node-abc") is None
