@@ -1,7 +1,7 @@
 """The job database: `Store` for connections, one module of queries a table."""
 
 from service.store.database import Store
-from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
+from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound, StoreUnusable
 from service.store.paging import Page
 from service.store.tables import Checkpoint, Event, Generation, Job, Metric, Rank
 
@@ -18,4 +18,5 @@ __all__ = [
     "Page",
     "Rank",
     "Store",
+    "StoreUnusable",
 ]

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
+
+from service.store.errors import StoreUnusable
 
 T = TypeVar("T")
 _BUSY_MILLISECONDS = 10_000
+_MOST_EXTRA_CONNECTIONS = 60
 
 
 class Store:
@@ -26,14 +30,17 @@ class Store:
     def __init__(self, url: str):
         """Open the database at the SQLAlchemy `url`, such as `sqlite:////home/me/.manta/manta.db`.
 
-        The folder of an SQLite file is made. Call `migrate` before anything else.
+        The folder of an SQLite file is made. Call `migrate` before anything else. Raises StoreUnusable when the
+        folder cannot be made.
         """
         location = make_url(url)
-        self._is_sqlite = location.get_backend_name() == "sqlite"
-        if self._is_sqlite and location.database:
-            Path(location.database).parent.mkdir(parents=True, exist_ok=True)
-        self._engine = create_engine(location)
-        if self._is_sqlite:
+        self._location = location.render_as_string(hide_password=True)
+        is_sqlite = location.get_backend_name() == "sqlite"
+        if is_sqlite and location.database:
+            _make_folder(Path(location.database).parent, self._location)
+        # Many readers at once never keep the writer waiting for a connection.
+        self._engine = create_engine(location, max_overflow=_MOST_EXTRA_CONNECTIONS)
+        if is_sqlite:
             event.listen(self._engine, "connect", _configure_sqlite)
             event.listen(self._engine, "begin", _begin_sqlite)
         self._writing_engine = self._engine.execution_options(manta_writes=True)
@@ -48,9 +55,13 @@ class Store:
         return self._engine
 
     def migrate(self, revision: str = "head") -> None:
-        """Bring the schema to `revision`: the newest by default, `base` for an empty database."""
+        """Bring the schema to `revision`: the newest by default, `base` for an empty database.
+
+        Raises StoreUnusable when the database cannot be opened, or was made by a newer Manta.
+        """
         from alembic import command
         from alembic.config import Config
+        from alembic.util import CommandError
 
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
@@ -60,7 +71,10 @@ class Store:
                 config.attributes["connection"] = connection
                 (command.downgrade if revision == "base" else command.upgrade)(config, revision)
 
-        self._writer.submit(run).result()
+        try:
+            self._writer.submit(run).result()
+        except (SQLAlchemyError, CommandError) as error:
+            raise StoreUnusable(self._location, error) from error
 
     @contextmanager
     def read(self) -> Iterator[Session]:
@@ -98,6 +112,13 @@ class Store:
     def _run(self, operation: Callable[[Session], T]) -> T:
         with self._write_session.begin() as session:
             return operation(session)
+
+
+def _make_folder(folder: Path, location: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreUnusable(location, error) from error
 
 
 def _configure_sqlite(connection: Any, _record: Any) -> None:

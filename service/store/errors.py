@@ -42,3 +42,12 @@ class InvalidCursor(MantaError):
 
     def __init__(self) -> None:
         super().__init__("the cursor is not one that this service gave out; start again without one")
+
+
+class StoreUnusable(MantaError):
+    """The database cannot be opened or brought up to date."""
+
+    def __init__(self, location: str, cause: Exception):
+        self.location = location
+        why = " ".join(str(getattr(cause, "orig", None) or cause).split())
+        super().__init__(f"cannot use the database {location}: {why}")

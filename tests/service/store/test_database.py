@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.schema import CreateTable
 
 from service.states import JobState
-from service.store import JobNotFound, Store, events, jobs
+from service.store import JobNotFound, Store, StoreUnusable, events, jobs
 from service.store.tables import Base
 
 TABLES = {"jobs", "generations", "ranks", "events", "metrics", "checkpoints"}
@@ -125,3 +125,35 @@ def test_what_was_written_is_there_after_reopening(tmp_path, make_spec):
         with pytest.raises(JobNotFound):
             jobs.get(session, "job_000000000000")
     second.close()
+
+
+@pytest.mark.parametrize("content", [b"this is no database, but long enough to be looked at" * 100, None])
+def test_a_file_that_is_no_database_is_one_clear_sentence(tmp_path, content):
+    path = tmp_path / "odd.db"
+    path.mkdir() if content is None else path.write_bytes(content)
+    store = Store(f"sqlite:///{path}")
+    with pytest.raises(StoreUnusable, match=r"cannot use the database sqlite:.*odd\.db: "):
+        store.migrate()
+    store.close()
+
+
+def test_a_database_of_a_newer_version_is_left_alone(store):
+    with store.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(StoreUnusable, match="9999"):
+        store.migrate()
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreUnusable, match="file"):
+        Store(f"sqlite:///{tmp_path}/file/manta.db")
+
+
+def test_many_readers_do_not_keep_the_writer_waiting(store, submit):
+    sessions = [store.read() for _ in range(40)]
+    for session in sessions:
+        session.__enter__().connection()
+    assert submit().state == "QUEUED"
+    for session in sessions:
+        session.__exit__(None, None, None)
