@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import selectors
+import time
 from collections.abc import Iterable
 
 import psutil  # type: ignore[import-untyped]
@@ -29,12 +32,34 @@ def end_all(mark: tuple[str, str], leader: int | None, grace: float) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             first = psutil.Process(leader)
             first.terminate()
-            psutil.wait_procs([first], grace)
+            wait_until_ended([first], grace)
     found |= set(_marked(mark))  # born meanwhile
     for process in found:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(list(found), KILL_SECONDS)
+    wait_until_ended(found, KILL_SECONDS)
+
+
+def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> bool:
+    """Wait until all `processes` have ended, at most `seconds`. Answers whether they have.
+
+    One that ended but whose parent does not reap it counts as ended.
+    """
+    deadline = time.monotonic() + seconds
+    with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as open_handles:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                handle = os.pidfd_open(process.pid)
+                open_handles.callback(os.close, handle)
+                if process.is_running():  # else the number belongs to somebody else by now
+                    waiting.register(handle, selectors.EVENT_READ)
+        while waiting.get_map():
+            ready = waiting.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return False
+            for key, _ in ready:
+                waiting.unregister(key.fileobj)
+    return True
 
 
 def _family(leader: int | None) -> Iterable[psutil.Process]:
