@@ -22,22 +22,19 @@ def same_process(pid: int, created: float) -> bool:
         return False
 
 
-def end_all(mark: tuple[str, str], leader: int | None, grace: float) -> None:
-    """End process `leader`, all its descendants, and every process with `mark` (name, value) in its environment.
+def end_all(mark: tuple[str, str], leader: int | None) -> None:
+    """Kill process `leader`, all its descendants, and every process with `mark` (name, value) in its environment.
 
-    The leader gets SIGTERM and up to `grace` seconds; whatever is left then is killed. Returns when all are gone.
+    Returns when all are gone.
     """
     found = {*_family(leader), *_marked(mark)}
-    if leader is not None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            first = psutil.Process(leader)
-            first.terminate()
-            wait_until_ended([first], grace)
-    found |= set(_marked(mark))  # born meanwhile
-    for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    wait_until_ended(found, KILL_SECONDS)
+    while found:
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if not wait_until_ended(found, KILL_SECONDS):
+            return  # in the hands of the kernel, which ends them when their last system call returns
+        found = set(_marked(mark))  # born meanwhile
 
 
 def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> bool:
@@ -77,5 +74,5 @@ def _marked(mark: tuple[str, str]) -> Iterable[psutil.Process]:
     name, value = mark
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(name) == value:
+            if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
                 yield process

@@ -31,7 +31,7 @@ WARM_WORKERS = 8
 """Ray workers that wait for agents: eight agents start in half a second instead of two."""
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
 """We ship no tensors through Ray, and its object store shares /dev/shm with the snapshots."""
-START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 60.0, 4.0, 2.0
+START_SECONDS, ANSWER_SECONDS = 60.0, 2.0
 POLL_SECONDS = 0.05
 MARK = "MANTA_RAY_HEAD"
 """Variable in the environment of all processes of a head; its value is the tag of the home."""
@@ -97,6 +97,7 @@ class RayHead:
     def connect(self) -> Any:
         """Connect this process to the head, which `ensure` started, and return the ray module.
 
+        Nobody may have imported ray in this process before: it would not know the token.
         Raises RayUnavailable when there is no head or it does not answer.
         """
         record = self.record()
@@ -106,9 +107,12 @@ class RayHead:
         return _connect(record.address)
 
     def stop(self) -> None:
-        """End all processes of this home's head and nobody else's, and remove Ray's temporary files."""
+        """Kill all processes of this home's head and nobody else's, and remove Ray's temporary files.
+
+        SIGKILL, since Ray keeps nothing that is worth a slow end; snapshots in shared memory stay.
+        """
         record = self.record()
-        end_all((MARK, self._paths.tag), record.pid if record is not None else None, STOP_SECONDS)
+        end_all((MARK, self._paths.tag), record.pid if record is not None else None)
         self._paths.ray_record.unlink(missing_ok=True)
         shutil.rmtree(self._paths.ray_folder, ignore_errors=True)
 

@@ -17,10 +17,10 @@ def start(**environment):
 def test_marked_processes_end_and_others_do_not():
     ours, other = start(MANTA_TEST_MARK="one"), start(MANTA_TEST_MARK="two")
     try:
-        end_all(("MANTA_TEST_MARK", "one"), None, grace=1.0)
+        end_all(("MANTA_TEST_MARK", "one"), None)
         assert ours.wait(10) < 0
         assert other.poll() is None
-        end_all(("MANTA_TEST_MARK", "none"), other.pid, grace=5.0)
+        end_all(("MANTA_TEST_MARK", "none"), other.pid)
         assert other.wait(10) < 0
     finally:
         for process in (ours, other):

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from service.processes import same_process, wait_until_ended
 from service.ray_head import ExistingRay, RayHead, RayUnavailable
 from workers.paths import Paths
 
@@ -41,8 +42,8 @@ def test_second_head_beside_the_first(ray_head, second_home):
     started = time.monotonic()
     head.stop()
     print(f"stopped after {time.monotonic() - started:.2f} s")
-    assert not any(process.is_running() for process in family)
-    assert not psutil.pid_exists(record.pid)
+    assert wait_until_ended(family, 0.0)
+    assert not same_process(record.pid, record.created)
     assert head.record() is None
     assert not Paths.of(second_home).ray_folder.exists()
     assert ray_head.head.record() == first
