@@ -1,0 +1,85 @@
+"""Saves durable checkpoints beside the training: the state is copied aside, a thread writes it.
+
+A save that fails is an event, never a dead job; the next one tries again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from workers.checkpoint import catalog, durable
+from workers.checkpoint.pieces import pieces_of
+from workers.comm import Comm
+from workers.config import JobSpec
+from workers.parallel.zero import ZeroOptimizer
+
+Event = Callable[[str, int, str, dict[str, Any]], None]
+"""Reports an event: type, step, message, data."""
+
+
+class Checkpointer:
+    """The durable checkpoints of one rank. All ranks call the same methods at the same steps."""
+
+    def __init__(self, folder: str, job: str, spec: JobSpec, optimizer: ZeroOptimizer, comm: Comm, event: Event):
+        self.folder, self.job, self.spec = folder, job, spec
+        self.optimizer, self.comm, self.event = optimizer, comm, event
+        flat, part, tensor_index = optimizer.flat, optimizer.part, comm.index("tensor")
+        self._owned = pieces_of(flat, part, owned_only=True, tensor_index=tensor_index)
+        self._needed = pieces_of(flat, part, owned_only=False, tensor_index=tensor_index)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._under_way: Future[None] | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether `step` is one that is saved: every `checkpoint.every_steps`, and the last."""
+        every = self.spec.checkpoint.every_steps
+        return every > 0 and (step % every == 0 or step == self.spec.train.steps)
+
+    def start(self, step: int) -> None:
+        """Copy the state of committed step `step` aside and begin to write it. Waits for the save before."""
+        self.finish()
+        parts = {kind: part.detach().to("cpu", copy=True) for kind, part in self._parts().items()}
+        path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
+        self._tell("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
+        self._under_way = self._writer.submit(self._write, step, path, parts)
+
+    def finish(self) -> None:
+        """Wait until the save under way is on disk or has failed."""
+        if self._under_way is not None:
+            self._under_way.result()
+            self._under_way = None
+
+    def restore(self, path: str) -> None:
+        """Load this rank's part of the state from the checkpoint at `path`. Raises CheckpointError."""
+        durable.load(path, self._needed, self._parts())
+
+    def _parts(self) -> dict[str, torch.Tensor]:
+        tensors = (self.optimizer.parameters, self.optimizer.exp_avg, self.optimizer.exp_avg_sq)
+        return dict(zip(durable.KINDS, tensors, strict=True))
+
+    def _write(self, step: int, path: str, parts: dict[str, torch.Tensor]) -> None:
+        try:
+            durable.save(path, self._owned, parts, self.comm.checkpoint_group)
+            if self.comm.rank == 0:
+                self._seal(step, path)
+        except (OSError, RuntimeError, dcp.CheckpointException) as error:
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            message = f"checkpoint of step {step} failed: {reason}; training goes on"
+            self._tell("checkpoint_failed", step, message, {"path": path})
+
+    def _seal(self, step: int, path: str) -> None:
+        folder = catalog.checkpoint_path(self.folder, step, self.comm.generation)
+        spec = self.spec.model_dump(mode="json")
+        manifest = catalog.seal(folder, self.job, self.comm.generation, step, spec)
+        data = {"path": path, "bytes": manifest.bytes}
+        self._tell("checkpoint_saved", step, f"checkpoint of step {step} is complete", data)
+        for old in catalog.prune(self.folder, self.spec.checkpoint.keep, self.comm.generation):
+            self._tell("checkpoint_deleted", step, f"deleted {old.name}", {"path": str(old)})
+
+    def _tell(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
+        if self.comm.rank == 0:
+            self.event(kind, step, message, data)

@@ -1,0 +1,173 @@
+"""Durable checkpoints by torch.distributed.checkpoint, in a format that does not know the layout.
+
+Every element of the parameters and of both moments is written once, as a rectangle of its layout-free tensor
+(`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`), so torch's own readers, and any other layout, can load it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from workers.checkpoint.pieces import Piece
+from workers.errors import CheckpointError
+
+KINDS = ("model", "exp_avg", "exp_avg_sq")
+
+Views = dict[MetadataIndex, torch.Tensor]
+
+
+def _index(kind: str, piece: Piece) -> MetadataIndex:
+    return MetadataIndex(f"{kind}.{piece.name}", torch.Size(piece.offsets))
+
+
+def save(path: str, pieces: list[Piece], parts: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Write this rank's `pieces` of each part in `parts` (by KINDS, CPU tensors) below `path`, together with all
+    ranks of `group` (None: alone). Raises what torch.distributed.checkpoint raises, on every rank."""
+    planner = _PieceSavePlanner(pieces, parts)
+    writer = dcp.FileSystemWriter(path, sync_files=True)
+    dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+
+
+def load(path: str, pieces: list[Piece], parts: dict[str, torch.Tensor]) -> None:
+    """Fill `pieces` of each part in `parts` from the checkpoint at `path`; each rank reads what it needs by itself.
+
+    Raises CheckpointError naming the path when it is damaged or holds another model.
+    """
+    try:
+        dcp.load(
+            {}, storage_reader=dcp.FileSystemReader(path), planner=_PieceLoadPlanner(path, pieces, parts), no_dist=True
+        )
+    except dcp.CheckpointException as error:
+        causes = "; ".join(f"{type(cause[0]).__name__}: {cause[0]}" for cause in error.failures.values())
+        raise CheckpointError(f"the checkpoint at {path} cannot be read: {causes}") from error
+
+
+class _PieceSavePlanner(SavePlanner):
+    """Writes rectangles; needs no state dict."""
+
+    def __init__(self, pieces: list[Piece], parts: dict[str, torch.Tensor]):
+        self._pieces, self._parts = pieces, parts
+        self._views: Views = {_index(kind, p): p.view(part) for kind, part in parts.items() for p in pieces}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Nothing to keep: the pieces were given."""
+
+    def create_local_plan(self) -> SavePlan:
+        """One write a rectangle."""
+        return SavePlan([self._item(kind, piece) for kind in self._parts for piece in self._pieces])
+
+    def _item(self, kind: str, piece: Piece) -> WriteItem:
+        chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+        properties = TensorProperties(dtype=self._parts[kind].dtype)
+        data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(piece.shape))
+        return WriteItem(index=_index(kind, piece), type=WriteItemType.SHARD, tensor_data=data)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The catalogue of all ranks' rectangles."""
+        tensors: dict[str, TensorStorageMetadata] = {}
+        for item in (item for plan in all_plans for item in plan.items):
+            data = item.tensor_data
+            assert data is not None
+            entry = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
+            entry.chunks.append(data.chunk)
+        return all_plans, Metadata(state_dict_metadata=dict(tensors))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        """The rectangle's elements."""
+        return self._views[write_item.index].contiguous()
+
+
+class _PieceLoadPlanner(LoadPlanner):
+    """Reads the parts of stored rectangles that fall into this rank's."""
+
+    def __init__(self, path: str, pieces: list[Piece], parts: dict[str, torch.Tensor]):
+        self._path, self._pieces, self._parts = path, pieces, parts
+        self._views: Views = {_index(kind, p): p.view(part) for kind, part in parts.items() for p in pieces}
+        self._metadata: Metadata | None = None
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Keep the catalogue."""
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """All overlaps of wanted and stored rectangles. Raises CheckpointError when a wanted element is not there."""
+        return LoadPlan([read for kind in self._parts for piece in self._pieces for read in self._reads(kind, piece)])
+
+    def _reads(self, kind: str, piece: Piece) -> list[ReadItem]:
+        assert self._metadata is not None
+        index = _index(kind, piece)
+        stored = self._metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != piece.shape:
+            found = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
+            raise CheckpointError(
+                f"the checkpoint at {self._path} is of another model: {index.fqn} should be {piece.shape}, "
+                f"found {found}"
+            )
+        reads = []
+        for chunk in stored.chunks:
+            low = [max(a, b) for a, b in zip(piece.offsets, chunk.offsets, strict=True)]
+            ends = zip(piece.offsets, piece.sizes, chunk.offsets, chunk.sizes, strict=True)
+            lengths = [min(a + m, b + n) - start for start, (a, m, b, n) in zip(low, ends, strict=True)]
+            if min(lengths) > 0:
+                reads.append(
+                    ReadItem(
+                        type=LoadItemType.TENSOR,
+                        dest_index=index,
+                        dest_offsets=torch.Size(a - b for a, b in zip(low, piece.offsets, strict=True)),
+                        storage_index=MetadataIndex(index.fqn, chunk.offsets),
+                        storage_offsets=torch.Size(a - b for a, b in zip(low, chunk.offsets, strict=True)),
+                        lengths=torch.Size(lengths),
+                    )
+                )
+        if sum(math.prod(read.lengths) for read in reads) != math.prod(piece.sizes):
+            raise CheckpointError(f"the checkpoint at {self._path} does not hold all of {index.fqn}")
+        return reads
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Each rank for itself."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Never asked for: nothing is stored as bytes."""
+        raise CheckpointError(f"the checkpoint at {self._path} holds an unknown entry {read_item.dest_index.fqn}")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Where the read lands."""
+        view = self._views[read_item.dest_index]
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, offset, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Read in place already."""

@@ -1,0 +1,59 @@
+"""A corpus as one long row of tokens, read where it lies: nothing is copied and opening it takes milliseconds."""
+
+from __future__ import annotations
+
+import bisect
+import os
+from itertools import accumulate
+
+import numpy as np
+
+from workers.data.sources import CorpusFile
+from workers.errors import DataError
+
+
+class ByteCorpus:
+    """The files' bytes end to end; one byte is one token (ids 0 to 255)."""
+
+    def __init__(self, files: list[CorpusFile]):
+        self._files = files
+        self._ends = list(accumulate(file.size for file in files))
+        self._descriptors: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self._ends[-1]
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Tokens [start, start + length) as int64. Raises IndexError outside the corpus, DataError when a file is
+        gone or has become shorter since the job began."""
+        if start < 0 or start + length > len(self):
+            raise IndexError(f"tokens {start} to {start + length} of a corpus of {len(self)}")
+        parts = []
+        index = bisect.bisect_right(self._ends, start)
+        while length > 0:
+            file = self._files[index]
+            offset = start - (self._ends[index] - file.size)
+            part = os.pread(self._descriptor(index), min(length, file.size - offset), offset)
+            if len(part) != min(length, file.size - offset):
+                raise DataError(
+                    f"{file.path} became shorter while the job was running ({file.size} bytes at its start)"
+                )
+            parts.append(part)
+            start, length, index = start + len(part), length - len(part), index + 1
+        return np.frombuffer(b"".join(parts), dtype=np.uint8).astype(np.int64)
+
+    def _descriptor(self, index: int) -> int:
+        if index not in self._descriptors:
+            if len(self._descriptors) >= 256:
+                os.close(self._descriptors.pop(next(iter(self._descriptors))))
+            try:
+                self._descriptors[index] = os.open(self._files[index].path, os.O_RDONLY)
+            except OSError as error:
+                raise DataError(f"cannot be read: {self._files[index].path} ({error.strerror})") from error
+        return self._descriptors[index]
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])

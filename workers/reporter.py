@@ -1,0 +1,61 @@
+"""Ships what a rank has to say in batches, on a thread of its own: the training thread only puts into a queue."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+BATCH_SECONDS = 0.1
+
+Sink = Callable[[list[dict[str, Any]]], None]
+"""Takes messages `{"kind", "time", "data"}` in order; may block, may raise OSError when the other side is gone."""
+
+
+class Reporter:
+    """Queue and shipping thread of one rank."""
+
+    def __init__(self, sink: Sink):
+        self._sink = sink
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._ship, name="reporter", daemon=True)
+        self._thread.start()
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        """One committed step's numbers, by the names of the REST contract."""
+        self._put("metrics", row)
+
+    def event(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
+        """Something worth telling the user."""
+        self._put("event", {"type": kind, "step": step, "message": message, **data})
+
+    def send(self, kind: str, data: dict[str, Any]) -> None:
+        """A message of another kind."""
+        self._put(kind, data)
+
+    def _put(self, kind: str, data: dict[str, Any]) -> None:
+        self._queue.put({"kind": kind, "time": time.time(), "data": data})
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Ship what is queued and stop. Gives up after `timeout` seconds."""
+        self._closing.set()
+        self._queue.put(None)
+        self._thread.join(timeout)
+
+    def _ship(self) -> None:
+        while True:
+            batch = [self._queue.get()]
+            while not self._queue.empty():
+                batch.append(self._queue.get())
+            messages = [message for message in batch if message is not None]
+            try:
+                if messages:
+                    self._sink(messages)
+            except OSError:
+                return  # nobody listens any more; the process is about to be told so
+            if None in batch:
+                return
+            self._closing.wait(BATCH_SECONDS)

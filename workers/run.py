@@ -1,0 +1,150 @@
+"""The engine alone: `python -m workers.run CONFIG.yaml [--metrics FILE] [--checkpoints FOLDER]`.
+
+One process for a layout of one rank; for more, `torchrun --nproc-per-node N -m workers.run CONFIG.yaml`. CONFIG is a
+JobSpec, of which the engine reads what concerns it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+
+from workers.checkpoint.catalog import whole_checkpoints
+from workers.comm import Comm
+from workers.config import JobSpec, SpecError, load_job_spec
+from workers.device_peak import measure_peak_flops
+from workers.errors import MantaError
+from workers.messages import Resume
+from workers.parallel.grid import RankGrid
+from workers.reporter import Reporter
+from workers.settings import Launcher, read_launcher
+from workers.trainer import Places, Trainer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status. Errors of the user are one sentence on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m workers.run", description="Train one job without the service.")
+    parser.add_argument("config", type=Path, help="JobSpec in YAML")
+    parser.add_argument("--metrics", type=Path, help="write one JSON object a step to this file")
+    parser.add_argument("--checkpoints", type=Path, help="save durable checkpoints in, and resume from, this folder")
+    options = parser.parse_args(arguments)
+    try:
+        spec = load_job_spec(options.config)
+        launcher = read_launcher()
+        _check_world(spec, launcher)
+        train(spec, launcher, options.metrics, options.checkpoints)
+    except SpecError as error:
+        for problem in error.problems:
+            tail = f" (try: {problem.suggestion})" if problem.suggestion else ""
+            print(f"{options.config}: {problem.path}: {problem.rule}{tail}", file=sys.stderr)
+        return 2
+    except (MantaError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _check_world(spec: JobSpec, launcher: Launcher | None) -> None:
+    world_size = launcher.world_size if launcher else 1
+    needed = spec.layout.world_size
+    if world_size != needed:
+        raise MantaError(
+            f"the layout has {needed} ranks, but {world_size} process(es) were started: use "
+            f"torchrun --nproc-per-node {needed} -m workers.run CONFIG.yaml, or change parallel"
+        )
+
+
+def train(spec: JobSpec, launcher: Launcher | None, metrics: Path | None, checkpoints: Path | None) -> Trainer:
+    """Train `spec` in this process as the rank that `launcher` names; returns the trainer after its last step."""
+    # One computation thread, so that bits do not depend on the machine's load.
+    torch.set_num_threads(1)
+    device = pick_device(spec, launcher.local_rank if launcher else 0)
+    comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device)
+    if launcher is not None and launcher.world_size > 1:
+        is_host = launcher.rank == 0 and not launcher.store_is_running
+        comm.connect(dist.TCPStore(launcher.host, launcher.port, launcher.world_size, is_host), generation=1)
+    with MetricsFile(metrics if comm.rank == 0 else None, spec.train.steps) as sink:
+        reporter = Reporter(sink.write)
+        places = Places(checkpoints=str(checkpoints) if checkpoints else None)
+        trainer = Trainer(spec, comm, reporter, measure_peak_flops(device), places)
+        trainer.restore(_resume_from(checkpoints))
+        trainer.train()
+        reporter.close()
+    comm.close()
+    return trainer
+
+
+def _resume_from(checkpoints: Path | None) -> Resume:
+    whole = whole_checkpoints(checkpoints) if checkpoints else []
+    if not whole:
+        return Resume()
+    path, manifest = whole[-1]
+    return Resume("checkpoint", manifest.step, str(path))
+
+
+def pick_device(spec: JobSpec, local_rank: int) -> torch.device:
+    """The device that `resources.accelerator` asks for. Raises MantaError for a GPU where there is none."""
+    wanted = spec.resources.accelerator
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MantaError("resources.accelerator is gpu, but this machine has none (try: auto)")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+class MetricsFile:
+    """Writes metrics as JSON lines, and a short line a step for the person who waits."""
+
+    def __init__(self, path: Path | None, steps: int):
+        self._path, self._steps = path, steps
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> MetricsFile:
+        if self._path is not None:
+            self._file = self._path.open("w", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, messages: list[dict[str, Any]]) -> None:
+        """Take a batch of the reporter's messages."""
+        for message in messages:
+            data = message["data"]
+            if message["kind"] == "metrics":
+                self._metrics(data)
+            elif message["kind"] == "event":
+                print(data["message"], flush=True)
+
+    def _metrics(self, row: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
+            self._file.flush()
+        validation = f"  validation loss {row['validation_loss']:.4f}" if "validation_loss" in row else ""
+        print(
+            f"step {row['step']}/{self._steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  "
+            f"{row['tokens_per_second']:.0f} tokens/s  mfu_causal {row['mfu_causal']:.1%}{validation}",
+            flush=True,
+        )
+
+
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """`row` with non-finite numbers as the strings nan, inf and -inf, which JSON can hold."""
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Environment variables that the engine reads; no other module does."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What torchrun tells each of its processes."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    """Host of the rendezvous store."""
+    port: int
+    """Port of the rendezvous store."""
+    store_is_running: bool
+    """Whether the launcher hosts the store, so that rank 0 must not."""
+
+
+def read_launcher() -> Launcher | None:
+    """torchrun's variables, or None when the process was not started by it."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return Launcher(
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        host=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        port=int(os.environ.get("MASTER_PORT", "29500")),
+        store_is_running=os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+    )
