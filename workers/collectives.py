@@ -1,17 +1,16 @@
-"""Collectives over point-to-point messages, for gloo.
+"""Collectives over the CPU links: every rank's part goes straight to whoever needs it, which moves the least bytes
+possible, and sums are added in the order of ranks, so that the same layout always gives the same bits.
 
-gloo's own all-reduce and reduce-scatter cost 5 to 10 times as much as the messages they are made of once ranks share
-cores (docs/decisions/0001-own-gloo-collectives.md). These send every rank's part straight to whoever needs it, which
-moves the least bytes possible, and add in the order of ranks, so that the same layout always gives the same bits.
 On GPUs NCCL's own are used instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
+
+from workers.links import Links, Operation
 
 # Up to this size latency counts, not volume: one rank adds for all.
 SMALL_BYTES = 32 * 1024
@@ -29,18 +28,22 @@ def maximum(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return torch.maximum(total, part, out=total)
 
 
-class PointToPoint:
-    """Collectives of one process group. `ranks` are global, in order along the axis; tensors are contiguous."""
+class Collectives:
+    """Collectives along one axis. `ranks` are global, in order along the axis; tensors are contiguous.
 
-    def __init__(self, group: dist.ProcessGroup, ranks: list[int], rank: int):
-        self._group, self._ranks, self._index = group, ranks, ranks.index(rank)
+    `star`: everybody is linked to the first rank only, so only `all_reduce` is there.
+    """
+
+    def __init__(self, links: Links, channel: int, ranks: list[int], star: bool = False):
+        self._links, self._channel, self._ranks, self._star = links, channel, ranks, star
+        self._index = ranks.index(links.rank)
         self._others = [i for i in range(len(ranks)) if i != self._index]
 
-    def _send(self, tensor: torch.Tensor, to: int) -> dist.Work | None:
-        return dist.isend(tensor, self._ranks[to], group=self._group)
+    def _send(self, tensor: torch.Tensor, to: int) -> Operation:
+        return self._links.send(self._ranks[to], self._channel, tensor)
 
-    def _receive(self, tensor: torch.Tensor, source: int) -> dist.Work | None:
-        return dist.irecv(tensor, self._ranks[source], group=self._group)
+    def _receive(self, tensor: torch.Tensor, source: int) -> Operation:
+        return self._links.receive(self._ranks[source], self._channel, tensor)
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Every rank's `tensor`, one after the other, into `out`."""
@@ -69,7 +72,7 @@ class PointToPoint:
         size = len(self._ranks)
         if size == 2:
             self._exchange(flat, combine)
-        elif flat.numel() * flat.element_size() <= SMALL_BYTES:
+        elif self._star or flat.numel() * flat.element_size() <= SMALL_BYTES:
             self._through_first(flat, combine)
         else:
             padded = flat.new_zeros(-(-flat.numel() // size) * size)
@@ -97,7 +100,6 @@ class PointToPoint:
         _wait([self._send(flat, i) for i in self._others])
 
 
-def _wait(works: list[dist.Work | None]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()
+def _wait(operations: Iterable[Operation]) -> None:
+    for operation in operations:
+        operation.wait()

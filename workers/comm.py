@@ -1,8 +1,9 @@
-"""The process groups of one generation, built and torn down as a unit.
+"""The communication of one generation, built and torn down as a unit.
 
-Layers and the pipeline hold one `Comm` for the life of the process and name the axis they talk along; the groups
-behind the axes belong to a generation, so a later generation can put new groups under a live model (`close`, then
-`connect`). An axis of size 1 needs no group and costs nothing, so a single process runs without torch.distributed.
+Layers and the pipeline hold one `Comm` for the life of the process and name the axis they talk along; what is behind
+the axes belongs to a generation, so a later generation can be put under a live model (`close`, then `connect`).
+On CPU that is the links of `workers.links`, on GPUs process groups of torch.distributed. An axis of size 1 costs
+nothing, so a single process needs neither.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from workers.collectives import PointToPoint, add, maximum
+from workers.collectives import Collectives, add, maximum
 from workers.compat import all_gather_single, reduce_scatter_single
 from workers.errors import PeerLost
+from workers.links import Links, address_towards
 from workers.parallel.grid import Axis, RankGrid
 
 # A dead peer is noticed through its process long before this; it only bounds a wait that nobody supervises.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-GROUP_AXES: tuple[Axis, ...] = ("tensor", "pipeline", "data", "embedding")
+AXES: tuple[Axis, ...] = ("tensor", "pipeline", "data", "embedding", "world")
 
 
 class Handle(Protocol):
@@ -31,21 +33,17 @@ class Handle(Protocol):
     def wait(self) -> None: ...
 
 
-class _Done:
-    """What a communication along an axis of size 1 returns."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
 class _Work:
-    def __init__(self, work: dist.Work, tensor: torch.Tensor):
+    """A torch.distributed operation under way."""
+
+    def __init__(self, work: dist.Work | None, tensor: torch.Tensor):
         self._work = work
-        self._tensor = tensor  # the backend reads it until the wait is over
+        self._tensor = tensor  # the backend uses it until the wait is over
 
     def wait(self) -> None:
-        with _naming_lost_peers():
-            self._work.wait()
+        if self._work is not None:
+            with _naming_lost_peers():
+                self._work.wait()
 
 
 @contextmanager
@@ -63,44 +61,58 @@ class Comm:
     def __init__(self, grid: RankGrid, rank: int, device: torch.device):
         self.grid, self.rank, self.device = grid, rank, device
         self.generation = 0
-        self._ranks: dict[str, list[int]] = {axis: grid.group(axis, rank) for axis in (*GROUP_AXES, "context", "world")}
+        self._ranks: dict[str, list[int]] = {axis: grid.group(axis, rank) for axis in (*AXES, "context")}
+        self._links: Links | None = None
+        self._collectives: dict[str, Collectives] = {}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
-        self._own: dict[str, PointToPoint] = {}
         self.checkpoint_group: dist.ProcessGroup | None = None
+        """Group of all ranks for the thread that writes checkpoints; None for a single rank."""
 
-    def connect(self, store: dist.Store, generation: int) -> None:
-        """Join the groups of `generation` through `store`; keys carry the generation. Raises PeerLost."""
+    def connect(self, store: dist.Store, generation: int, store_host: str) -> None:
+        """Meet the other ranks of `generation` through `store` on `store_host`. Raises PeerLost."""
         self.generation = generation
+        prefixed = dist.PrefixStore(f"generation-{generation}", store)
         with _naming_lost_peers():
+            if self.device.type == "cpu":
+                self._connect_links(prefixed, generation, address_towards(store_host))
             dist.init_process_group(
-                backend="nccl" if self.device.type == "cuda" else "gloo",
-                store=dist.PrefixStore(f"generation-{generation}", store),
+                backend="cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                store=prefixed,
                 rank=self.rank,
                 world_size=self.grid.world_size,
                 timeout=COLLECTIVE_TIMEOUT,
             )
-            self._groups["world"] = dist.group.WORLD
-            for axis in GROUP_AXES:
-                if self.size(axis) > 1:
-                    self._groups[axis] = self._join(axis)
-            if self.size("world") > 1:
-                # Checkpoints are written by a thread of their own, whose messages must not mix with a step's.
-                self.checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        if self.device.type == "cpu":
-            self._own = {
-                axis: PointToPoint(group, self._ranks[axis], self.rank) for axis, group in self._groups.items() if group
-            }
+            if self.device.type == "cuda":
+                self._connect_groups()
+            # Checkpoints are written by a thread of their own, whose messages must not mix with a step's.
+            self.checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
-    def _join(self, axis: Axis) -> dist.ProcessGroup:
-        # Only the members meet, and order along the axis is the order of ranks.
-        return dist.new_group(self._ranks[axis], timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True)
+    def _connect_links(self, store: dist.Store, generation: int, host: str) -> None:
+        near = {peer for axis in AXES if axis != "world" for peer in self._ranks[axis]}
+        # Sums over all ranks go through rank 0, so everybody knows it and it knows everybody.
+        peers = set(self._ranks["world"]) if self.rank == 0 else near | {0}
+        self._links = Links(self.rank, peers, store, generation, host)
+        for channel, axis in enumerate(AXES):
+            self._collectives[axis] = Collectives(self._links, channel, self._ranks[axis], star=axis == "world")
+
+    def _connect_groups(self) -> None:
+        self._groups["world"] = dist.group.WORLD
+        for axis in AXES:
+            if axis != "world" and self.size(axis) > 1:
+                # Only the members meet, and order along the axis is the order of ranks.
+                self._groups[axis] = dist.new_group(
+                    self._ranks[axis], timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
+                )
 
     def close(self) -> None:
-        """Leave all groups of this generation."""
+        """Leave this generation."""
+        if self._links is not None:
+            self._links.close()
+            self._links = None
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._collectives.clear()
         self._groups.clear()
-        self._own.clear()
         self.checkpoint_group = None
 
     def size(self, axis: Axis) -> int:
@@ -115,12 +127,12 @@ class Comm:
         """Sum of `tensor` over `axis` in place, or its element-wise maximum with `largest`."""
         if self.size(axis) == 1:
             return
+        if self._links is not None:
+            self._collectives[axis].all_reduce(tensor, maximum if largest else add)
+            return
         with _naming_lost_peers():
-            if self._own:
-                self._own[axis].all_reduce(tensor, maximum if largest else add)
-            else:
-                op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-                dist.all_reduce(tensor, op=op, group=self._groups[axis])
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            dist.all_reduce(tensor, op=op, group=self._groups[axis])
 
     def all_gather(self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Concatenation of every rank's `tensor` along dimension 0, into `out` where it is given."""
@@ -129,12 +141,12 @@ class Comm:
             return tensor
         if out is None:
             out = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
-        with _naming_lost_peers():
-            if size == 1:
-                out.copy_(tensor)
-            elif self._own:
-                self._own[axis].all_gather(out, tensor)
-            else:
+        if size == 1:
+            out.copy_(tensor)
+        elif self._links is not None:
+            self._collectives[axis].all_gather(out, tensor)
+        else:
+            with _naming_lost_peers():
                 all_gather_single(out, tensor, group=self._groups[axis])
         return out
 
@@ -144,24 +156,28 @@ class Comm:
         if size == 1:
             return tensor
         out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-        with _naming_lost_peers():
-            if self._own:
-                self._own[axis].reduce_scatter(out, tensor)
-            else:
+        if self._links is not None:
+            self._collectives[axis].reduce_scatter(out, tensor)
+        else:
+            with _naming_lost_peers():
                 reduce_scatter_single(out, tensor, group=self._groups[axis])
         return out
 
     def send(self, stage: int, tensor: torch.Tensor) -> Handle:
         """Start sending `tensor` to pipeline stage `stage` of the same replica; never blocks."""
+        peer = self._ranks["pipeline"][stage]
+        if self._links is not None:
+            return self._links.send(peer, AXES.index("pipeline"), tensor)
         with _naming_lost_peers():
-            work = dist.isend(tensor, self._ranks["pipeline"][stage], group=self._groups["pipeline"])
-        return _Work(work, tensor) if work is not None else _Done()
+            return _Work(dist.isend(tensor, peer, group=self._groups["pipeline"]), tensor)
 
     def receive(self, stage: int, tensor: torch.Tensor) -> Handle:
         """Start receiving into `tensor` from pipeline stage `stage` of the same replica."""
+        peer = self._ranks["pipeline"][stage]
+        if self._links is not None:
+            return self._links.receive(peer, AXES.index("pipeline"), tensor)
         with _naming_lost_peers():
-            work = dist.irecv(tensor, self._ranks["pipeline"][stage], group=self._groups["pipeline"])
-        return _Work(work, tensor) if work is not None else _Done()
+            return _Work(dist.irecv(tensor, peer, group=self._groups["pipeline"]), tensor)
 
     def barrier(self) -> None:
         """Wait until every rank of the generation is here."""

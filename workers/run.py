@@ -69,11 +69,12 @@ def train(spec: JobSpec, launcher: Launcher | None, metrics: Path | None, checkp
     comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device)
     if launcher is not None and launcher.world_size > 1:
         is_host = launcher.rank == 0 and not launcher.store_is_running
-        comm.connect(dist.TCPStore(launcher.host, launcher.port, launcher.world_size, is_host), generation=1)
+        store = dist.TCPStore(launcher.host, launcher.port, launcher.world_size, is_host)
+        comm.connect(store, 1, launcher.host)
     with MetricsFile(metrics if comm.rank == 0 else None, spec.train.steps) as sink:
         reporter = Reporter(sink.write)
         places = Places(checkpoints=str(checkpoints) if checkpoints else None)
-        trainer = Trainer(spec, comm, reporter, measure_peak_flops(device), places)
+        trainer = Trainer(spec, comm, reporter, measure_peak_flops(device.type).flops, places)
         trainer.restore(_resume_from(checkpoints))
         trainer.train()
         reporter.close()
