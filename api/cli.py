@@ -249,4 +249,11 @@ def _all_events(client: MantaClient, job: str) -> Iterable[BaseModel]:
 
 def main() -> None:
     """Entry of the `manta` command."""
+    from api import cli_service
+
+    cli_service.register(app)
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from workers.checkpoint.snapshot import committed_steps, snapshot_path
 from workers.errors import MantaError
 from workers.host import this_host
 from workers.messages import LaunchOrder
@@ -91,6 +92,12 @@ class Agent:
                 f"Generation {order.generation} of rank {self._rank} was replaced by {self._generation} "
                 "before it started."
             )
+
+    async def snapshot_steps(self) -> list[int]:
+        """Committed steps whose state is whole in this rank's shared memory, ascending."""
+        if self._snapshot_folder is None:
+            return []
+        return committed_steps(snapshot_path(self._snapshot_folder, self._rank))
 
     async def reports(self, after: int, timeout: float) -> list[dict[str, Any]]:
         """Reports with a sequence above `after`, as JSON: at once if there are any, else within `timeout` seconds.

@@ -103,6 +103,10 @@ class Paths:
             raise UnsafePath(f"{folder} must be a folder of mode 0700 that is yours; remove it and try again.")
         return folder
 
+    def remove_snapshots(self) -> None:
+        """Remove all snapshots of this home from this node's shared memory."""
+        shutil.rmtree(self.snapshot_root, ignore_errors=True)
+
     def remove_runtime_folder(self) -> None:
         """Remove the runtime folder and all in it, if it is there."""
         shutil.rmtree(self.runtime_folder, ignore_errors=True)

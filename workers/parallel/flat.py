@@ -43,9 +43,14 @@ class Ranges:
 
 
 class FlatParameters:
-    """Moves a stage's parameters, and their gradients, into flat fp32 buffers; the parameters become views."""
+    """Moves a stage's parameters, and their gradients, into flat buffers; the parameters become views.
 
-    def __init__(self, shards: list[NamedShard], parts: int, device: torch.device):
+    `dtype` is that of the buffers and must be the parameters' own: fp32, or fp64 to check the arithmetic.
+    """
+
+    def __init__(
+        self, shards: list[NamedShard], parts: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ):
         ordered = sorted(shards, key=_class_of)  # stable: the model's order within a class
         self.slots: list[Slot] = []
         position = 0
@@ -55,12 +60,12 @@ class FlatParameters:
             position = _aligned(position + size, ALIGNMENT)
         self.size = _aligned(max(position, ALIGNMENT), ALIGNMENT * parts)
         self.ranges = self._ranges()
-        self.parameters = torch.zeros(self.size, dtype=torch.float32, device=device)
-        self.gradients = torch.zeros(self.size, dtype=torch.float32, device=device)
+        self.parameters = torch.zeros(self.size, dtype=dtype, device=device)
+        self.gradients = torch.zeros(self.size, dtype=dtype, device=device)
         for slot in self.slots:
             parameter = slot.entry.parameter
             parameter.data = self.parameters[slot.start : slot.end].view(parameter.shape)
-            # Autograd adds into an existing .grad in place: micro-batches accumulate here in fp32.
+            # Autograd adds into an existing .grad in place: micro-batches accumulate here.
             parameter.grad = self.gradients[slot.start : slot.end].view(parameter.shape)
 
     def slot(self, name: str) -> Slot | None:

@@ -1,0 +1,99 @@
+"""The service in one process: control plane, REST, dashboard. `python -m api.server` is what `manta up` starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import uvicorn
+from fastapi import FastAPI
+
+from api.app import create_app
+from service.control_plane import ControlPlane
+from service.processes import same_process
+from service.ray_head import ExistingRay, RayHead
+from service.settings import Settings
+from workers.errors import MantaError
+
+SHUTDOWN_SECONDS = 3
+
+
+class PortTaken(MantaError):
+    """The address is in use; the message says which."""
+
+
+class AlreadyRunning(MantaError):
+    """A service of the same home runs already."""
+
+
+def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None) -> None:
+    """Run the service until SIGTERM or SIGINT. Port 0 picks a free one.
+
+    With its own Ray, ending the service ends the jobs' processes too (they go on from their durable checkpoints);
+    on somebody else's (`ray`, host:port) they run on. Raises PortTaken, AlreadyRunning, RayUnavailable.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    running = running_service(home)
+    if running is not None:
+        raise AlreadyRunning(f"a service with home {home} runs already at {running['url']}; end it with `manta down`")
+    listener = _listen(host, port)
+    url = f"http://{host}:{listener.getsockname()[1]}"
+    head = ExistingRay(ray) if ray else RayHead(home, slots)
+    control = ControlPlane(home, head)
+    control.start()
+    service_file = Settings(home).service_file
+    try:
+        app = build_app(control, url)
+        _announce(service_file, url)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
+        )
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        service_file.unlink(missing_ok=True)
+        if ray:
+            control.stop()
+        else:
+            control.end_everything()
+
+
+def build_app(control: ControlPlane, url: str) -> FastAPI:
+    """REST and dashboard on top of `control`; the dashboard calls the service at `url`."""
+    return create_app(control)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=2048)
+    except OSError as error:
+        raise PortTaken(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another one with --port, or end what uses it"
+        ) from error
+
+
+def _announce(service_file: Path, url: str) -> None:
+    """Say where the service answers, for the commands of the same home."""
+    me = psutil.Process()
+    temporary = service_file.with_suffix(".part")
+    temporary.write_text(json.dumps({"url": url, "pid": me.pid, "created": me.create_time()}), encoding="utf-8")
+    temporary.rename(service_file)
+
+
+def running_service(home: Path) -> dict[str, object] | None:
+    """What the service of `home` says about itself (`url`, `pid`, `created`), or None when none runs."""
+    try:
+        found = json.loads(Settings(home).service_file.read_text(encoding="utf-8"))
+        alive = same_process(int(found["pid"]), float(found["created"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if alive else None
+
+
+def configure_logging() -> None:
+    """One line a message on stderr."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -1,0 +1,138 @@
+"""One generation of a job's gang as the supervisor sees it: its agents, and what they report.
+
+A watcher per rank reads that rank's reports in order. A report is acknowledged by asking for the next ones, which
+happens only after it was handled, so a control plane that dies in between sees it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from service.recovery import Death, describe_exit
+
+POLL_SECONDS = 30.0
+# After the first rank that merely lost a peer, how long to wait for the death that explains it.
+CULPRIT_SECONDS = 0.3
+
+Handle = Any
+Handler = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class Gang:
+    """The agents of a job, watched during one generation."""
+
+    def __init__(self, ray: Any, agents: Sequence[Handle], generation: int, after: dict[int, int], handle: Handler):
+        """`after`: last sequence handled of each rank; `handle` gets every report of this generation."""
+        self._ray, self.agents, self.generation = ray, list(agents), generation
+        self._after, self._handle = after, handle
+        self.deaths: list[Death] = []
+        """Ends that were not successes, in order of arrival."""
+        self.finished: set[int] = set()
+        """Ranks that committed the last step and exited."""
+        self._failures: dict[int, dict[str, Any]] = {}
+        self._said_finished: set[int] = set()
+        self._stopping = False
+        self._changed = asyncio.Event()
+        self._watchers = [asyncio.create_task(self._watch(rank)) for rank in range(len(self.agents))]
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether no rank runs any more."""
+        return len(self.finished) + len(self.deaths) == len(self.agents)
+
+    async def wait(self, cancelled: asyncio.Event) -> None:
+        """Return when all ranks have finished, when one has died, or when `cancelled` is set."""
+        stop = asyncio.create_task(cancelled.wait())
+        try:
+            while not (self.all_ended or self.deaths or cancelled.is_set()):
+                self._changed.clear()
+                change = asyncio.create_task(self._changed.wait())
+                await asyncio.wait({change, stop, *self._running()}, return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+                self._raise_broken()
+        finally:
+            stop.cancel()
+
+    async def wait_for_culprit(self) -> None:
+        """After a death that is only a consequence, give the death behind it a moment to be seen."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CULPRIT_SECONDS):
+                while all(death.kind == "peer_lost" for death in self.deaths) and not self.all_ended:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    async def stop(self) -> None:
+        """Kill every trainer that still runs, and hear what each of them said before it ended."""
+        self._stopping = True
+        await asyncio.gather(*(self._stop_agent(agent) for agent in self.agents))
+        await asyncio.gather(*self._watchers)
+
+    async def close(self) -> None:
+        """Stop listening; trainers run on."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+    def _running(self) -> list[asyncio.Task[None]]:
+        return [watcher for watcher in self._watchers if not watcher.done()]
+
+    def _raise_broken(self) -> None:
+        for watcher in self._watchers:
+            if watcher.done() and watcher.exception() is not None:
+                watcher.result()
+
+    async def _stop_agent(self, agent: Handle) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            await agent.stop.remote()
+
+    async def _watch(self, rank: int) -> None:
+        while True:
+            try:
+                reports = await self.agents[rank].reports.remote(self._after.get(rank, 0), POLL_SECONDS)
+            except self._ray.exceptions.RayError as error:
+                self._bury(Death(rank, "agent_lost", message=f"lost its agent ({type(error).__name__})"))
+                return
+            for report in reports:
+                ended = report["generation"] == self.generation and await self._take(rank, report)
+                self._after[rank] = report["sequence"]
+                if ended:
+                    return
+
+    async def _take(self, rank: int, report: dict[str, Any]) -> bool:
+        """Handle one report of this generation; True when it was the rank's last."""
+        await self._handle(report)
+        kind, data = report["kind"], report["data"]
+        if kind == "failure":
+            self._failures[rank] = data
+        elif kind == "finished":
+            self._said_finished.add(rank)
+        elif kind == "exit":
+            self._end(rank, data)
+            return True
+        return False
+
+    def _end(self, rank: int, exit_data: dict[str, Any]) -> None:
+        failure = self._failures.get(rank)
+        if rank in self._said_finished and failure is None:
+            self.finished.add(rank)
+            self._changed.set()
+        elif failure is not None:
+            message = f"failed with {failure['exception']}: {failure['message']}"
+            if failure["kind"] in ("no_shared_memory", "bad_data", "bad_checkpoint"):
+                message = failure["message"]
+            self._bury(
+                Death(rank, failure["kind"], failure["step"], failure["exception"], message, failure["traceback"])
+            )
+        else:
+            kind = "stopped" if self._stopping else "killed"
+            words = describe_exit(exit_data.get("code"), exit_data.get("signal"))
+            last = exit_data.get("last_output") or []
+            text = "\n".join(last) if isinstance(last, list) else str(last)
+            self._bury(Death(rank, kind, message=words, traceback=text))
+
+    def _bury(self, death: Death) -> None:
+        self.deaths.append(death)
+        self._changed.set()

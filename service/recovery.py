@@ -1,0 +1,113 @@
+"""What to do after a failure: pure functions of what is known. The supervisor carries them out."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workers.messages import Resume
+
+# Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
+HOPELESS = {"no_shared_memory": "no_shared_memory", "bad_data": "bad_data"}
+
+
+@dataclass(frozen=True)
+class Death:
+    """How one rank's trainer ended."""
+
+    rank: int
+    kind: str
+    """exception, peer_lost, no_shared_memory, bad_data, bad_checkpoint (as the trainer said), killed (a signal or
+    an exit without a word), agent_lost (its agent or node is gone) or stopped (by us)."""
+    step: int | None = None
+    """Step that was being computed, where known."""
+    exception: str | None = None
+    """Class of the exception."""
+    message: str = ""
+    """One line."""
+    traceback: str = ""
+    """The trainer's own."""
+
+    @property
+    def sentence(self) -> str:
+        """For events and messages."""
+        where = f" at step {self.step}" if self.step is not None else ""
+        return f"rank {self.rank} {self.message or self.kind}{where}"
+
+
+def describe_exit(code: int | None, number: int | None) -> str:
+    """How a process ended, in words."""
+    if number is not None:
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = f"signal {number}"
+        hint = "; if nobody sent it, the machine ran out of memory" if number == signal.SIGKILL else ""
+        return f"was killed by {name}{hint}"
+    return f"exited with code {code}" if code is not None else "is gone"
+
+
+def culprit_of(deaths: Sequence[Death]) -> Death:
+    """The death that caused the others: the first, in order of arrival, that is neither a consequence (a lost peer)
+    nor our own doing. `deaths` is not empty."""
+    for death in deaths:
+        if death.kind not in ("peer_lost", "stopped"):
+            return death
+    return deaths[0]
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start the next generation."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The job fails."""
+
+    reason: str
+    message: str
+
+
+def decide(culprit: Death, previous: dict[str, Any] | None, restarts: int, max_restarts: int) -> Restart | GiveUp:
+    """Restart or give up after `culprit`'s death. `previous` is the culprit before it (`remember`), if any.
+
+    An exception that comes back at the same step is the user's error, not the machine's.
+    """
+    if culprit.kind in HOPELESS:
+        return GiveUp(HOPELESS[culprit.kind], culprit.message)
+    if culprit.kind == "exception" and previous is not None and previous == remember(culprit):
+        return GiveUp("user_error", f"{culprit.sentence}, twice at the same step\n{culprit.traceback}".strip())
+    if restarts >= max_restarts:
+        tail = f"\n{culprit.traceback}" if culprit.traceback else ""
+        return GiveUp("restarts_exhausted", f"restarted {restarts} times; last: {culprit.sentence}{tail}".strip())
+    return Restart(culprit.sentence)
+
+
+def remember(death: Death) -> dict[str, Any]:
+    """What identifies a failure when it comes again."""
+    return {"kind": death.kind, "step": death.step, "exception": death.exception}
+
+
+def choose_resume(
+    snapshots: Sequence[Iterable[int]], checkpoints: Sequence[tuple[int, str]], unusable: Iterable[str] = ()
+) -> Resume:
+    """The newest state that all ranks can reach.
+
+    `snapshots`: for each rank the steps whole in its shared memory; `checkpoints`: (step, path) of the durable ones,
+    oldest first; `unusable`: paths that could not be read, or "snapshot". A snapshot wins over a checkpoint of the
+    same step, since it is nearer.
+    """
+    bad = set(unusable)
+    common = set.intersection(*(set(steps) for steps in snapshots)) if snapshots and "snapshot" not in bad else set()
+    usable = [(step, path) for step, path in checkpoints if path not in bad]
+    newest = usable[-1] if usable else None
+    if common and (newest is None or max(common) >= newest[0]):
+        return Resume("snapshot", max(common))
+    if newest is not None:
+        return Resume("checkpoint", newest[0], newest[1])
+    return Resume()

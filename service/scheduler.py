@@ -1,0 +1,112 @@
+"""Admission: looks at queued jobs in order, checks their data, and places the ones that fit.
+
+Strictly first come, first served within a priority: a job that fits the cluster but not now holds back those behind
+it, so that small jobs cannot starve large ones. A job that the cluster could never hold steps aside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from service.gangs import NotPlaced
+from service.placement import missing, unit_of
+from service.states import JobState
+from service.store import IllegalTransition, jobs
+from service.store.tables import Job
+from service.supervisor import Site
+from workers.config import JobSpec
+from workers.data.sources import check_data
+from workers.errors import DataError
+
+IDLE_SECONDS = 1.0
+PLACEMENT_SECONDS = 10.0
+
+Placed = Callable[[Job, int], None]
+"""Called with a job that is STARTING and the generation number that its placement groups carry."""
+
+
+class Scheduler:
+    """The owner loop of QUEUED jobs."""
+
+    def __init__(self, site: Site, placed: Placed):
+        self.site, self._placed = site, placed
+        self._wake = asyncio.Event()
+
+    def wake(self) -> None:
+        """Something changed: a job came, or capacity went."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Look at the queue whenever woken, and now and then for capacity that others gave back."""
+        while True:
+            self._wake.clear()
+            waiting = await self._round()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_SECONDS if waiting else None):
+                    await self._wake.wait()
+
+    async def _round(self) -> bool:
+        """One pass over the queue; whether jobs still wait."""
+        waiting = False
+        for job in await asyncio.to_thread(self._queued):
+            spec = JobSpec.model_validate(job.spec)
+            if not await self._data_is_good(job, spec):
+                continue
+            if await self._try_to_place(job, spec):
+                continue
+            waiting = True
+            if not await self._never_fits(spec):
+                break
+        return waiting
+
+    def _queued(self) -> list[Job]:
+        with self.site.store.read() as session:
+            return [job for job in jobs.unfinished(session) if job.state == JobState.QUEUED]
+
+    async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:
+        try:
+            await asyncio.to_thread(check_data, spec)
+        except DataError as error:
+            await self._transition(job, JobState.FAILED, "bad_data", str(error))
+            return False
+        return True
+
+    async def _shortage(self, spec: JobSpec) -> Any:
+        unit = unit_of(spec.resources.accelerator, await self.site.gangs.has_gpus())
+        return missing(spec.layout, await self.site.gangs.capacity(unit))
+
+    async def _never_fits(self, spec: JobSpec) -> bool:
+        shortage = await self._shortage(spec)
+        return shortage is not None and shortage.possible < shortage.needed
+
+    async def _try_to_place(self, job: Job, spec: JobSpec) -> bool:
+        shortage = await self._shortage(spec)
+        if shortage is not None:
+            kind = "gpus" if shortage.unit == "GPU" else "slots"
+            waiting_for = {"unit": kind, "needed": shortage.needed, "available": shortage.available}
+            await self.site.store.write_async(
+                lambda s: jobs.set_waiting(s, job.id, waiting_for, f"insufficient_{kind}", str(shortage))
+            )
+            return False
+        if not await self._transition(job, JobState.STARTING):
+            return True
+        unit = unit_of(spec.resources.accelerator, await self.site.gangs.has_gpus())
+        generation = job.generation + 1
+        try:
+            await self.site.gangs.acquire(job.id, generation, spec.layout, unit, PLACEMENT_SECONDS)
+        except NotPlaced as error:
+            await self._transition(job, JobState.QUEUED, "insufficient_slots", str(error))
+            return False
+        self._placed(job, generation)
+        return True
+
+    async def _transition(self, job: Job, to: JobState, reason: str | None = None, message: str | None = None) -> bool:
+        """False when the user was faster."""
+        try:
+            await self.site.store.write_async(lambda s: jobs.transition(s, job.id, to, reason=reason, message=message))
+        except IllegalTransition:
+            return False
+        return True

@@ -1,0 +1,328 @@
+"""One running job: its supervisor takes it from STARTING to its end, through as many generations as it needs.
+
+The database is the truth. Whatever the supervisor does is written there first, so that another one can take over at
+any point (`adopt`); the gang itself never notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from service.gang import Gang, Handle
+from service.gangs import Gangs, NotPlaced
+from service.placement import agent_name, unit_of
+from service.recovery import Death, GiveUp, choose_resume, culprit_of, decide, remember
+from service.reports import ReportWriter
+from service.states import JobState
+from service.store import Store, checkpoints, events, generations, jobs, ranks
+from service.store.tables import Job
+from workers.checkpoint.catalog import read_manifest
+from workers.config import JobSpec
+from workers.errors import MantaError
+from workers.messages import LaunchOrder, Resume
+from workers.parallel.grid import RankGrid
+from workers.paths import Paths
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Site:
+    """What all supervisors share."""
+
+    store: Store
+    gangs: Gangs
+    ray: Any
+    home: Path
+    peaks: dict[str, float] = field(default_factory=dict)
+    """Peak FLOP/s of one rank's device by node id."""
+
+
+class LaunchFailed(MantaError):
+    """An agent or a node did not do its part of a launch; the next generation tries again."""
+
+
+class Supervisor:
+    """Owns one job. `run` returns when the job is final, or back in the queue."""
+
+    def __init__(self, site: Site, job: Job):
+        self.site, self.job_id = site, job.id
+        self.spec = JobSpec.model_validate(job.spec)
+        self.paths = Paths.of(site.home)
+        self.cancelled = asyncio.Event()
+        self._agents: list[Handle] = []
+        self._names: list[str] = []
+        self._after: dict[int, int] = {}
+        self._unusable: set[str] = set()
+        self._failed_launches = 0
+
+    def cancel(self) -> None:
+        """The job is CANCELLING: stop it."""
+        self.cancelled.set()
+
+    async def run(self, placed_generation: int | None) -> None:
+        """Take the job to its end. `placed_generation`: the number its placement groups carry when they were just
+        acquired; None: take over what another control plane left."""
+        job = await self._job()
+        gang: Gang | None = None
+        try:
+            if job.state == JobState.CANCELLING:
+                self.cancelled.set()
+            elif placed_generation is not None:
+                gang = await self._launch_placed(placed_generation)
+            elif job.state == JobState.RUNNING:
+                gang = await self._adopt(job)
+            else:
+                gang = await self._replace(job, "the control plane was restarted while the job was being started")
+            while gang is not None and not self.cancelled.is_set():
+                gang = await self._through(gang)
+            if self.cancelled.is_set():
+                await self._finish_cancel(gang)
+        except NotPlaced as error:
+            await self._back_to_queue(str(error))
+        finally:
+            if gang is not None:
+                await gang.close()
+
+    async def _through(self, gang: Gang) -> Gang | None:
+        """Live through one generation; the next gang, or None when the job is over."""
+        await gang.wait(self.cancelled)
+        if self.cancelled.is_set():
+            return gang
+        if not gang.deaths:
+            await self._succeed()
+            return None
+        await gang.wait_for_culprit()
+        await self._say_recovering()
+        await gang.stop()
+        return await self._recover(culprit_of(gang.deaths))
+
+    async def _recover(self, culprit: Death) -> Gang | None:
+        """The next generation after `culprit`'s death, or None when the job is given up."""
+        job = await self._job()
+        data = {**remember(culprit), "traceback": culprit.traceback}
+        await self._event("rank_lost", culprit.sentence, rank=culprit.rank, step=culprit.step, data=data)
+        previous = await self._previous_failure(job)
+        restarts = job.restarts + self._failed_launches
+        decision = decide(culprit, previous, restarts, self.spec.recovery.max_restarts)
+        if isinstance(decision, GiveUp):
+            await self._fail(decision)
+            return None
+        if culprit.kind == "bad_checkpoint":
+            self._unusable.add(await self._last_source(job))
+        if culprit.kind == "agent_lost":
+            return await self._replace(job, decision.cause, remember(culprit))
+        return await self._launch(decision.cause, counts=True, failure=remember(culprit))
+
+    async def _launch_placed(self, placed_generation: int) -> Gang | None:
+        unit = unit_of(self.spec.resources.accelerator, await self.site.gangs.has_gpus())
+        self._agents = await self.site.gangs.start_agents(self.job_id, placed_generation, self.spec.layout, unit)
+        world = self.spec.layout.world_size
+        self._names = [agent_name(self.job_id, placed_generation, rank) for rank in range(world)]
+        self._after = {}
+        job = await self._job()
+        return await self._launch("submitted" if job.generation == 0 else "placed again", counts=job.generation > 0)
+
+    async def _replace(self, job: Job, cause: str, failure: dict[str, Any] | None = None) -> Gang | None:
+        """Give up the placement, keep the snapshots, and place the whole gang anew."""
+        await self.site.gangs.release(self.job_id, keep_snapshots=True)
+        placed = job.generation + 1
+        unit = unit_of(self.spec.resources.accelerator, await self.site.gangs.has_gpus())
+        await self.site.gangs.acquire(self.job_id, placed, self.spec.layout, unit)
+        self._agents = await self.site.gangs.start_agents(self.job_id, placed, self.spec.layout, unit)
+        self._names = [agent_name(self.job_id, placed, rank) for rank in range(self.spec.layout.world_size)]
+        self._after = {}
+        return await self._launch(cause, counts=job.generation > 0, failure=failure)
+
+    async def _adopt(self, job: Job) -> Gang | None:
+        """Find the running gang by the names of its agents and go on watching it."""
+        rows = await self._read(lambda s: ranks.of_job(s, self.job_id))
+        self._names = [row.actor or "" for row in rows]
+        found = await self.site.gangs.find_agents(self._names)
+        if len(found) != self.spec.layout.world_size or any(agent is None for agent in found):
+            return await self._lost_while_away(job, "an agent was lost while the control plane was away")
+        self._agents = found
+        try:
+            states = await asyncio.gather(*(agent.describe.remote() for agent in self._agents))
+        except self.site.ray.exceptions.RayError:
+            return await self._lost_while_away(job, "an agent was lost while the control plane was away")
+        self._after = {rank: job.report_cursor.get(str(rank), 0) for rank in range(len(self._agents))}
+        if any(state["generation"] != job.generation for state in states):
+            return await self._launch("the control plane was restarted during a launch", counts=True)
+        await self._event("adopted", "the control plane was restarted; the job never noticed")
+        return self._watch(job.generation)
+
+    async def _lost_while_away(self, job: Job, cause: str) -> Gang | None:
+        await self._say_recovering()
+        return await self._replace(job, cause)
+
+    async def _launch(self, cause: str, counts: bool, failure: dict[str, Any] | None = None) -> Gang | None:
+        """Start the next generation on the agents at hand."""
+        try:
+            resume = await self._choose_resume()
+            generation = await self._begin(cause, counts, resume, failure)
+            where = await asyncio.gather(*(agent.describe.remote() for agent in self._agents))
+            store = await self._start_store(where[0]["node"], generation)
+            orders = [self._order(rank, generation, resume, store, where[rank]) for rank in range(len(where))]
+            gang = self._watch(generation)
+            pids = await asyncio.gather(
+                *(agent.launch.remote(order.to_json()) for agent, order in zip(self._agents, orders, strict=True))
+            )
+        except (self.site.ray.exceptions.RayError, LaunchFailed) as error:
+            log.warning("launch of %s failed: %s", self.job_id, error)
+            self._failed_launches += 1
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            return await self._recover(Death(0, "agent_lost", message=f"could not be launched ({first_line})"))
+        rows = [self._rank_row(order, where[order.rank], pids[order.rank]["pid"]) for order in orders]
+        await self._write(lambda s: ranks.replace(s, self.job_id, rows))
+        return gang
+
+    def _watch(self, generation: int) -> Gang:
+        writer = ReportWriter(self.site.store, self.job_id, generation)
+        return Gang(self.site.ray, self._agents, generation, self._after, writer.take)
+
+    async def _choose_resume(self) -> Resume:
+        snapshots = await asyncio.gather(*(agent.snapshot_steps.remote() for agent in self._agents))
+        rows = await self._read(lambda s: checkpoints.complete_ones(s, self.job_id))
+        whole = [(row.step, row.path) for row in rows if read_manifest(Path(row.path)) is not None]
+        return choose_resume(snapshots, sorted(whole), self._unusable)
+
+    async def _begin(self, cause: str, counts: bool, resume: Resume, failure: dict[str, Any] | None) -> int:
+        words = {"start": "from the start", "snapshot": "from shared memory", "checkpoint": f"from {resume.path}"}
+        data = {"failure": failure, "resume_path": resume.path}
+
+        def begin(session: Any) -> int:
+            number = generations.begin(session, self.job_id, cause, counts, resume.source, resume.step, data)
+            events.append(
+                session,
+                self.job_id,
+                "generation_started",
+                f"generation {number} resumes at step {resume.step} {words[resume.source]}: {cause}",
+                generation=number,
+                step=resume.step,
+                data={"resume_source": resume.source, "resume_step": resume.step},
+            )
+            return number
+
+        return await self.site.store.write_async(begin)
+
+    async def _start_store(self, node: str, generation: int) -> dict[str, Any] | None:
+        if self.spec.layout.world_size == 1:
+            return None
+        daemons = await self.site.gangs.ensure_node_daemons()
+        if node not in daemons:
+            raise LaunchFailed(f"the daemon of node {node} does not answer")
+        found: dict[str, Any] = await daemons[node].start_store.remote(self.job_id, generation)
+        return found
+
+    def _order(
+        self, rank: int, generation: int, resume: Resume, store: dict[str, Any] | None, where: dict[str, Any]
+    ) -> LaunchOrder:
+        return LaunchOrder(
+            job=self.job_id,
+            generation=generation,
+            rank=rank,
+            spec=self.spec.model_dump(mode="json"),
+            store_host=store["host"] if store else None,
+            store_port=store["port"] if store else None,
+            snapshot_folder=str(self.paths.snapshot_folder(self.job_id)),
+            checkpoint_folder=str(self.paths.checkpoint_folder(self.job_id)),
+            resume=resume,
+            device="cuda:0" if where["devices"] else "cpu",
+            peak_flops=self.site.peaks.get(where["node"]),
+        )
+
+    def _rank_row(self, order: LaunchOrder, where: dict[str, Any], pid: int) -> dict[str, Any]:
+        at = RankGrid(self.spec.layout).coordinates(order.rank)
+        return {
+            "rank": order.rank,
+            "tensor": at.tensor,
+            "pipeline": at.pipeline,
+            "data": at.data,
+            "context": at.context,
+            "node": where["host"],
+            "device": f"GPU {where['devices'][0]}" if where["devices"] else "cpu",
+            "pid": pid,
+            "generation": order.generation,
+            "state": "running",
+            "actor": self._names[order.rank],
+        }
+
+    async def _previous_failure(self, job: Job) -> dict[str, Any] | None:
+        rows = await self._read(lambda s: generations.of_job(s, self.job_id))
+        current = next((row for row in rows if row.generation == job.generation), None)
+        return (current.data or {}).get("failure") if current is not None else None
+
+    async def _last_source(self, job: Job) -> str:
+        """What the current generation resumed from, as `choose_resume` calls it."""
+        rows = await self._read(lambda s: generations.of_job(s, self.job_id))
+        current = next(row for row in rows if row.generation == job.generation)
+        return str((current.data or {}).get("resume_path") or "snapshot")
+
+    async def _succeed(self) -> None:
+        await self._end(JobState.SUCCEEDED, None, None)
+
+    async def _fail(self, decision: GiveUp) -> None:
+        await self._end(JobState.FAILED, decision.reason, decision.message)
+
+    async def _finish_cancel(self, gang: Gang | None) -> None:
+        if gang is not None:
+            await gang.stop()
+        await self._end(JobState.CANCELLED, None, None)
+
+    async def _end(self, state: JobState, reason: str | None, message: str | None) -> None:
+        """Release everything, then say so: a final job holds nothing."""
+        await self.site.gangs.release(self.job_id)
+        with contextlib.suppress(self.site.ray.exceptions.RayError):
+            for daemon in (await self.site.gangs.ensure_node_daemons()).values():
+                await daemon.stop_store.remote(self.job_id)
+
+        def end(session: Any) -> None:
+            job = jobs.get(session, self.job_id, lock=True)
+            generations.end(session, self.job_id, job.generation)
+            ranks.set_all(session, self.job_id, "exited")
+            if state != JobState.CANCELLED and job.state == JobState.CANCELLING:
+                jobs.transition(session, self.job_id, JobState.CANCELLED)
+                return
+            jobs.transition(session, self.job_id, state, reason=reason, message=message)
+
+        await self._write(end)
+
+    async def _back_to_queue(self, message: str) -> None:
+        def queue(session: Any) -> None:
+            job = jobs.get(session, self.job_id, lock=True)
+            ranks.set_all(session, self.job_id, "exited")
+            target = JobState.CANCELLED if job.state == JobState.CANCELLING else JobState.QUEUED
+            jobs.transition(session, self.job_id, target, reason="insufficient_slots", message=message)
+
+        await self._write(queue)
+
+    async def _say_recovering(self) -> None:
+        def recovering(session: Any) -> None:
+            if jobs.get(session, self.job_id, lock=True).state in (JobState.STARTING, JobState.RUNNING):
+                jobs.transition(session, self.job_id, JobState.RECOVERING)
+
+        await self._write(recovering)
+
+    async def _job(self) -> Job:
+        return await self._read(lambda s: jobs.get(s, self.job_id))
+
+    async def _event(
+        self, kind: str, message: str, rank: int | None = None, step: int | None = None, data: Any = None
+    ) -> None:
+        await self._write(lambda s: events.append(s, self.job_id, kind, message, rank=rank, step=step, data=data))
+
+    async def _read(self, query: Any) -> Any:
+        def read() -> Any:
+            with self.site.store.read() as session:
+                return query(session)
+
+        return await asyncio.to_thread(read)
+
+    async def _write(self, operation: Any) -> Any:
+        return await self.site.store.write_async(operation)

@@ -1,0 +1,18 @@
+"""Fixtures of more than one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Any]:
+    """Eight processes that run programs as the ranks of a layout; see tests/workers/rank_processes.py."""
+    from rank_processes import RankProcesses
+
+    processes = RankProcesses()
+    yield processes
+    processes.close()

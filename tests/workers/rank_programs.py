@@ -1,0 +1,198 @@
+"""Programs that the ranks of a layout run for the tests: each takes a connected Comm and returns what can be pickled.
+
+Shapes: B global batch, s sequence; windows are [B, s + 1] token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workers.checkpoint.pieces import pieces_of
+from workers.comm import Comm
+from workers.config import JobSpec, parse_job_spec
+from workers.data.batches import MicroBatch
+from workers.learning_rate import learning_rate
+from workers.messages import Resume
+from workers.model.gpt import GPTStage
+from workers.parallel.cross_entropy import vocabulary_parallel_cross_entropy
+from workers.parallel.flat import FlatParameters
+from workers.parallel.pipeline import Pipeline
+from workers.parallel.zero import ZeroOptimizer
+from workers.reporter import Reporter
+from workers.trainer import Places, Trainer
+
+Weights = dict[str, torch.Tensor]
+Placed = tuple[str, tuple[int, ...], torch.Tensor]
+"""A rectangle of a global tensor: name, offsets, values."""
+
+
+@dataclass
+class Steps:
+    """What one rank knows after some steps."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: list[Placed]
+    """Complete gradient of the last step, this rank's part, where the job's beta1 is 0 (else its first moment)."""
+    parameters: list[Placed]
+    """All parameters of this rank after the last step."""
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def micro_batches(spec: JobSpec, replica: int, windows: torch.Tensor) -> list[MicroBatch]:
+    """A replica's micro-batches of a global batch: equal, contiguous parts."""
+    mine = windows.chunk(spec.layout.data)[replica]
+    return [MicroBatch(part[:, :-1].t(), part[:, 1:].t()) for part in mine.split(spec.train.micro_batch_size)]
+
+
+def run_steps(comm: Comm, jobs: list[dict[str, Any]], weights: list[Weights], windows: list[Any], dtype: Any) -> list:
+    """For each job: as many steps as it has batches of windows, from the given weights. No schedule of the learning
+    rate unless the job has more than one step."""
+    results = []
+    for document, start, batches in zip(jobs, weights, windows, strict=True):
+        with _default_dtype(dtype):
+            results.append(_run_steps(comm, parse_job_spec(document), start, batches, dtype))
+    return results
+
+
+def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.Tensor], dtype: torch.dtype) -> Steps:
+    model = GPTStage(spec, comm)
+    flat = FlatParameters(model.named_shards(), comm.size("data"), comm.device, dtype)
+    everything = pieces_of(flat, (0, flat.size), owned_only=False, tensor_index=comm.index("tensor"))
+    for piece in everything:
+        where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.sizes, strict=True))
+        piece.view(flat.parameters).copy_(weights[piece.name][where])
+    optimizer = ZeroOptimizer(flat, spec.train.optimizer, comm, spec.layout.sequence_parallel_on)
+    pipeline = Pipeline(spec, model, comm)
+    losses, norms = [], []
+    for number, windows in enumerate(batches, start=1):
+        share = pipeline.train(micro_batches(spec, comm.index("data"), windows))
+        found = optimizer.step(learning_rate(spec.train.optimizer, number, spec.train.steps), share, 0)
+        losses.append(found.loss)
+        norms.append(found.grad_norm)
+    part = pieces_of(flat, optimizer.part, owned_only=False, tensor_index=comm.index("tensor"))
+    return Steps(
+        losses,
+        norms,
+        [(piece.name, piece.offsets, piece.view(optimizer.exp_avg).clone()) for piece in part],
+        [(piece.name, piece.offsets, piece.view(flat.parameters).clone()) for piece in everything],
+    )
+
+
+def assemble(shapes: dict[str, tuple[int, ...]], placed: list[Placed]) -> Weights:
+    """The layout-free tensors from all ranks' rectangles. Where ranks hold the same element they must hold the same
+    bits, and every element must be there."""
+    whole = {name: torch.full(shape, float("nan"), dtype=placed[0][2].dtype) for name, shape in shapes.items()}
+    for name, offsets, values in placed:
+        where = tuple(slice(a, a + n) for a, n in zip(offsets, values.shape, strict=True))
+        known = ~whole[name][where].isnan()
+        assert torch.equal(whole[name][where][known], values[known]), f"ranks disagree about {name}"
+        whole[name][where] = values
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), f"nobody holds all of {name}"
+    return whole
+
+
+@dataclass
+class Trained:
+    """What one rank knows after training with the real trainer."""
+
+    rows: list[dict[str, Any]]
+    """Metrics (rank 0 alone has any)."""
+    events: list[dict[str, Any]]
+    statistics: list[tuple[float, float]]
+    """(loss, gradient norm) of each step of this run."""
+    state: dict[str, torch.Tensor]
+    """This rank's part of parameters and moments."""
+    parameters: torch.Tensor
+    """All flat parameters of this rank."""
+    pieces: list[tuple[str, str, tuple[int, ...], torch.Tensor]]
+    """(kind, name, offsets, values) of this rank's part."""
+
+
+def train_job(
+    comm: Comm,
+    document: dict[str, Any],
+    checkpoints: str | None = None,
+    snapshots: str | None = None,
+    resume: Resume = Resume(),
+    until: int | None = None,
+) -> Trained:
+    """Train a job with the real trainer, from `resume` to step `until` (or its end)."""
+    spec, told = parse_job_spec(document), []
+    reporter = Reporter(told.extend)
+    trainer = Trainer(spec, comm, reporter, 1e12, Places("test", snapshots, checkpoints))
+    trainer.restore(resume)
+    statistics = []
+    while trainer.step < (spec.train.steps if until is None else until):
+        found = trainer.train_step()
+        statistics.append((found.loss, found.grad_norm))
+    if trainer.checkpoints is not None:
+        trainer.checkpoints.finish()
+    comm.barrier()
+    reporter.close()
+    optimizer = trainer.optimizer
+    state = {"model": optimizer.parameters, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+    pieces = pieces_of(trainer.flat, optimizer.part, owned_only=False, tensor_index=comm.index("tensor"))
+    return Trained(
+        [message["data"] for message in told if message["kind"] == "metrics"],
+        [message["data"] for message in told if message["kind"] == "event"],
+        statistics,
+        {kind: part.clone() for kind, part in state.items()},
+        trainer.flat.parameters.clone(),
+        [(kind, piece.name, piece.offsets, piece.view(part).clone()) for kind, part in state.items() for piece in pieces],
+    )
+
+
+def cross_entropy(comm: Comm, logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> tuple[Any, Any]:
+    """Loss of each token, and this rank's gradient of the losses weighted 1, 2, 3, ..., for logits [n, v padded]."""
+    columns = logits.shape[1] // comm.size("tensor")
+    start = comm.index("tensor") * columns
+    mine = logits[:, start : start + columns].clone().requires_grad_()
+    losses = vocabulary_parallel_cross_entropy(mine, targets, vocabulary, comm)
+    losses.backward(torch.arange(1, len(targets) + 1, dtype=logits.dtype))
+    return losses.detach(), mine.grad
+
+
+def initial_parameters(comm: Comm, document: dict[str, Any]) -> list[Placed]:
+    """Every parameter of this rank as the engine initialises it."""
+    from workers.parallel.shards import initialise
+
+    spec = parse_job_spec(document)
+    model = GPTStage(spec, comm)
+    flat = FlatParameters(model.named_shards(), comm.size("data"), comm.device)
+    initialise(flat_shards := model.named_shards(), spec.train.seed)
+    assert len(flat_shards) == len(flat.slots)
+    pieces = pieces_of(flat, (0, flat.size), owned_only=False, tensor_index=comm.index("tensor"))
+    return [(piece.name, piece.offsets, piece.view(flat.parameters).clone()) for piece in pieces]
+
+
+def hang(comm: Comm) -> None:
+    """Rank 0 waits for a message that rank 1 never sends."""
+    if comm.rank == 0:
+        comm.receive(1, torch.zeros(1)).wait()
+    else:
+        import time
+
+        time.sleep(3600)
+
+
+def fail_on_rank_one(comm: Comm) -> None:
+    """Rank 1 raises while the others wait for it."""
+    if comm.rank == 1:
+        raise RuntimeError("rank one was told to fail")
+    comm.barrier()
