@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,10 @@ from workers.parallel.pipeline import Pipeline
 from workers.parallel.shards import initialise
 from workers.parallel.zero import StepStatistics, ZeroOptimizer
 from workers.reporter import Reporter
+
+
+# Rows of metrics kept in a snapshot: more steps than are ever under way to the database.
+JOURNAL_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,9 @@ class Trainer:
         self.model = GPTStage(spec, comm).to(comm.device)
         self.shards = self.model.named_shards()
         self.flat = FlatParameters(self.shards, comm.size("data"), comm.device)
-        sequence_parallel = spec.layout.sequence_parallel_on
-        self.optimizer = ZeroOptimizer(self.flat, spec.train.optimizer, comm, sequence_parallel)
+        self.optimizer = ZeroOptimizer(
+            self.flat, spec.train.optimizer, comm, spec.layout.sequence_parallel_on, spec.model.tie_embeddings
+        )
         self.pipeline = Pipeline(spec, self.model, comm)
         self.flops = step_flops(spec)
         self.snapshots = self._open_snapshots(places)
@@ -57,6 +65,7 @@ class Trainer:
             self.checkpoints = Checkpointer(places.checkpoints, places.job, spec, self.optimizer, comm, reporter.event)
         self.step = 0
         """Last committed step."""
+        self._journal: deque[bytes] = deque(maxlen=JOURNAL_ROWS)
 
     def _open_snapshots(self, places: Places) -> Snapshots | None:
         if places.snapshots is None:
@@ -70,7 +79,7 @@ class Trainer:
         if resume.source == "start":
             initialise(self.shards, self.spec.train.seed)
         elif resume.source == "snapshot" and self.snapshots is not None:
-            self.snapshots.load(resume.step)
+            self._report_again(self.snapshots.load(resume.step))
         elif resume.source == "checkpoint" and self.checkpoints is not None and resume.path is not None:
             self.checkpoints.restore(resume.path)
         else:
@@ -100,14 +109,40 @@ class Trainer:
         loss_sum = self.pipeline.train(batch)
         statistics = self.optimizer.step(rate, loss_sum, memory_in_use(self.comm.device))
         self.step = step
-        if self.snapshots is not None and step % self.spec.checkpoint.snapshot_every_steps == 0:
-            self.snapshots.save(step)
         validation_loss = self.validate() if self._validates(step) else None
-        if self.comm.rank == 0:
-            self.reporter.metrics(self._row(step, statistics, rate, time.perf_counter() - began, validation_loss))
+
+        def row() -> dict[str, Any]:
+            return self._row(step, statistics, rate, time.perf_counter() - began, validation_loss)
+
+        self._keep_and_report(step, row)
         if self.checkpoints is not None and self.checkpoints.due(step):
             self.checkpoints.start(step)
         return statistics
+
+    def _keep_and_report(self, step: int, make_row: Callable[[], dict[str, Any]]) -> None:
+        """Snapshot the step and report its row. The snapshot holds the rows of the last steps too: a process that is
+        killed takes the rows with it that it had not shipped yet."""
+        made: list[dict[str, Any]] = []
+
+        def note() -> bytes:
+            if self.comm.rank > 0:
+                return b""
+            made.append(make_row())
+            self._journal.append(json.dumps(made[0]).encode())
+            return b"\n".join(self._journal)
+
+        if self.snapshots is not None and step % self.spec.checkpoint.snapshot_every_steps == 0:
+            self.snapshots.save(step, note)
+        else:
+            note()
+        for row in made:
+            self.reporter.metrics(row)
+
+    def _report_again(self, note: bytes) -> None:
+        """Report the rows that came with a snapshot; the receiver knows most of them already."""
+        for line in note.splitlines():
+            self._journal.append(line)
+            self.reporter.metrics(json.loads(line))
 
     def validate(self) -> float:
         """Mean loss over the validation batches, in nats a token; the same on every rank."""

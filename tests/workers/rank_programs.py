@@ -26,6 +26,7 @@ from workers.parallel.zero import ZeroOptimizer
 from workers.reporter import Reporter
 from workers.trainer import Places, Trainer
 
+START = Resume()
 Weights = dict[str, torch.Tensor]
 Placed = tuple[str, tuple[int, ...], torch.Tensor]
 """A rectangle of a global tensor: name, offsets, values."""
@@ -76,7 +77,8 @@ def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.
     for piece in everything:
         where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.sizes, strict=True))
         piece.view(flat.parameters).copy_(weights[piece.name][where])
-    optimizer = ZeroOptimizer(flat, spec.train.optimizer, comm, spec.layout.sequence_parallel_on)
+    layout = spec.layout
+    optimizer = ZeroOptimizer(flat, spec.train.optimizer, comm, layout.sequence_parallel_on, spec.model.tie_embeddings)
     pipeline = Pipeline(spec, model, comm)
     losses, norms = [], []
     for number, windows in enumerate(batches, start=1):
@@ -129,7 +131,7 @@ def train_job(
     document: dict[str, Any],
     checkpoints: str | None = None,
     snapshots: str | None = None,
-    resume: Resume = Resume(),
+    resume: Resume = START,
     until: int | None = None,
 ) -> Trained:
     """Train a job with the real trainer, from `resume` to step `until` (or its end)."""
@@ -154,7 +156,11 @@ def train_job(
         statistics,
         {kind: part.clone() for kind, part in state.items()},
         trainer.flat.parameters.clone(),
-        [(kind, piece.name, piece.offsets, piece.view(part).clone()) for kind, part in state.items() for piece in pieces],
+        [
+            (kind, piece.name, piece.offsets, piece.view(part).clone())
+            for kind, part in state.items()
+            for piece in pieces
+        ],
     )
 
 

@@ -48,9 +48,7 @@ class FlatParameters:
     `dtype` is that of the buffers and must be the parameters' own: fp32, or fp64 to check the arithmetic.
     """
 
-    def __init__(
-        self, shards: list[NamedShard], parts: int, device: torch.device, dtype: torch.dtype = torch.float32
-    ):
+    def __init__(self, shards: list[NamedShard], parts: int, device: torch.device, dtype: torch.dtype = torch.float32):
         ordered = sorted(shards, key=_class_of)  # stable: the model's order within a class
         self.slots: list[Slot] = []
         position = 0

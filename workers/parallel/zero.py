@@ -30,8 +30,10 @@ class StepStatistics:
 class ZeroOptimizer:
     """The optimizer of one rank: its part of the flat parameters with the moments of that part."""
 
-    def __init__(self, flat: FlatParameters, config: OptimizerConfig, comm: Comm, sequence_parallel: bool):
-        self.flat, self.config, self.comm, self.sequence_parallel = flat, config, comm, sequence_parallel
+    def __init__(self, flat: FlatParameters, config: OptimizerConfig, comm: Comm, sequence_parallel: bool, tied: bool):
+        """`tied`: the last stage's output layer shares the first stage's token embedding."""
+        self.flat, self.config, self.comm = flat, config, comm
+        self.sequence_parallel, self.tied = sequence_parallel, tied
         length = flat.size // comm.size("data")
         self.part = (comm.index("data") * length, (comm.index("data") + 1) * length)
         self.parameters = flat.parameters[self.part[0] : self.part[1]]
@@ -105,7 +107,7 @@ class ZeroOptimizer:
 
     def _sum_tied_gradients(self) -> None:
         """The tied embedding gets the gradients of both of its uses, on the first and on the last stage."""
-        slot = self.flat.slot("embedding.token.weight")
+        slot = self.flat.slot("embedding.token.weight") if self.tied else None
         if slot is not None and self.comm.size("embedding") > 1:
             self.comm.all_reduce("embedding", self.flat.gradients[slot.start : slot.end])
 

@@ -17,9 +17,7 @@ from workers.config import ParallelConfig, parse_job_spec
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 2, 2), (4, 1, 1), (1, 4, 1))
 
 # Every pair of choices of every two columns occurs (the orthogonal array L8).
-CHOICES = tuple(
-    (a, b, a ^ b, c, a ^ c, b ^ c, a ^ b ^ c) for a, b, c in itertools.product((0, 1), repeat=3)
-)
+CHOICES = tuple((a, b, a ^ b, c, a ^ c, b ^ c, a ^ b ^ c) for a, b, c in itertools.product((0, 1), repeat=3))
 
 
 def job(layout: tuple[int, int, int], choice: tuple[int, ...]) -> dict[str, Any]:
@@ -66,9 +64,7 @@ def reference(choice: tuple[int, ...]) -> tuple[dict[str, torch.Tensor], float, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-10)], ids=["fp32", "fp64"]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-10)], ids=["fp32", "fp64"])
 def test_gradients_equal_those_of_a_plain_model(ranks, layout, dtype, tolerance):
     references = [reference(choice) for choice in CHOICES]
     jobs = [job(layout, choice) for choice in CHOICES]
