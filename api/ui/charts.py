@@ -57,6 +57,7 @@ def throughput_options(points: Points) -> dict[str, Any]:
     """Tokens per second (left axis) and model FLOP utilisation (right axis, percent) over steps."""
     tokens = _line("tokens/s", "#0d9f8c", series(points, "tokens_per_second"))
     mfu = _line("MFU", "#9366f0", series(points, "mfu_full", 100.0)) | {"yAxisIndex": 1}
+    mfu["lineStyle"] = {"width": 1.25, "type": [4, 3]}  # the two often coincide, one being proportional to the other
     right = _value_axis("MFU, full attention (%)") | {"splitLine": {"show": False}}
     right["nameTextStyle"] = {"color": _INK, "align": "right"}
     return _frame([tokens, mfu], [_value_axis("tokens/s") | {"min": 0}, right | {"min": 0}])
@@ -82,6 +83,8 @@ def _value_axis(name: str) -> dict[str, Any]:
         "scale": True,
         "nameTextStyle": {"color": _INK, "align": "left"},
         "axisLabel": {"color": _INK},
+        "axisLine": {"show": False},
+        "axisTick": {"show": False},
         "splitLine": {"lineStyle": {"color": _LINE}},
     }
 
@@ -99,8 +102,15 @@ def _frame(lines: list[dict[str, Any]], y_axes: list[dict[str, Any]]) -> dict[st
     return {
         "animation": False,
         "textStyle": {"fontFamily": "inherit"},
-        "grid": {"left": 52, "right": 52 if len(y_axes) > 1 else 24, "top": 52, "bottom": 46},
-        "legend": {"top": 0, "left": 0, "itemWidth": 16, "itemHeight": 8, "textStyle": {"color": _INK}},
+        "grid": {"left": 52, "right": 52 if len(y_axes) > 1 else 24, "top": 52, "bottom": 40},
+        "legend": {
+            "top": 0,
+            "left": 0,
+            "icon": "roundRect",
+            "itemWidth": 14,
+            "itemHeight": 4,
+            "textStyle": {"color": _INK},
+        },
         "tooltip": {
             "trigger": "axis",
             "confine": True,

@@ -50,6 +50,8 @@ class LogTail:
         """Of `rank`; None means all, merged by time."""
         self.rank = rank
         self.lines: deque[LogLine] = deque(maxlen=LOG_LINES_SHOWN)
+        self.behind = True
+        """Whether there is more to read right now."""
         self._cursor: str | None = None
 
     async def poll(self, client: AsyncMantaClient, job_id: str) -> None:
@@ -58,7 +60,8 @@ class LogTail:
             page = await client.send(calls.logs(job_id, self.rank, self._cursor, _PAGE))
             self.lines.extend(page.items)
             self._cursor = page.resume_cursor
-            if page.next_cursor is None:
+            self.behind = page.next_cursor is not None
+            if not self.behind:
                 return
 
 
@@ -80,12 +83,14 @@ class JobFeed:
         self.log = LogTail()
         self._client = client
         self._cursor: str | None = None
+        self._events_behind = True
         self._turn = 0
+        self._complete = False
 
     @property
     def done(self) -> bool:
         """Whether the job will never change again, and everything about it was read."""
-        return self.job is not None and is_final(self.job.state) and self._up_to_date
+        return self.job is not None and is_final(self.job.state) and self._complete
 
     @property
     def latest_event_id(self) -> str | None:
@@ -96,7 +101,7 @@ class JobFeed:
         """Read what is new. Raises ApiError, ServiceUnreachable; the next poll goes on where this one stopped."""
         job = await self._client.send(calls.job(self.job_id))  # first: what is read later is at least as new
         moved = self.job is None or (job.state, job.generation) != (self.job.state, self.job.generation)
-        self._up_to_date = False
+        self._complete = False
         self.job = job
         await self._poll_curves(job)
         moved = await self._poll_events() or moved
@@ -105,9 +110,7 @@ class JobFeed:
             self.checkpoints = (await self._client.send(calls.checkpoints(self.job_id))).items
         await self.log.poll(self._client, self.job_id)
         self._turn += 1
-        self._up_to_date = True
-
-    _up_to_date = False
+        self._complete = not (self._events_behind or self.log.behind)
 
     async def _poll_curves(self, job: Job) -> None:
         first = not self.curves.points or len(self.curves.points) > 2 * MAX_POINTS
@@ -129,7 +132,8 @@ class JobFeed:
             new += page.items
             self._cursor = page.resume_cursor
             self.events.extend(page.items)
-            if page.next_cursor is None:
+            self._events_behind = page.next_cursor is not None
+            if not self._events_behind:
                 break
         self.restarts = sorted({*self.restarts, *restart_steps(new)})
         return bool(new)

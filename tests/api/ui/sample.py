@@ -1,0 +1,163 @@
+"""A service with sample jobs and the dashboard: `python tests/api/ui/sample.py HOME [PORT]` serves it.
+
+The browser test runs it as a process of its own, since NiceGUI has one app a process.
+"""
+
+import argparse
+import json
+import math
+import random
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from api.app import create_app
+from api.ui import mount
+from service.logs import log_file, log_folder
+from service.states import JobState
+from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks
+from workers.config import JobSpec
+
+STEPS, DONE, CRASHED_AT = 400, 200, 120
+SPEC: dict[str, Any] = {
+    "name": "quickstart",
+    "model": {"family": "gpt", "layers": 4, "hidden_size": 128, "heads": 4, "sequence_length": 128},
+    "data": {"source": "python-stdlib"},
+    "train": {"steps": STEPS, "global_batch_size": 16, "micro_batch_size": 2},
+    "parallel": {"tensor": 2, "pipeline": 2, "data": 2},
+}
+
+
+class SampleControl:
+    """Stands for the control plane: cancels at once, and knows one node."""
+
+    def __init__(self, store: Store, home: Path):
+        self.store = store
+        self.home = home
+
+    def submitted(self, job_id: str) -> None:
+        """Nothing to do."""
+
+    def cancel(self, job_id: str) -> None:
+        """Nothing to do."""
+
+    def cluster(self) -> dict[str, Any]:
+        """One node of 16 slots, half of them taken."""
+        node = {"id": "n1", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 8}
+        return {"nodes": [node], "totals": {}}
+
+    def ready(self) -> list[str]:
+        """Ready."""
+        return []
+
+
+def row(step: int, now: float) -> dict[str, Any]:
+    """Metrics of a step that look like those of a real job."""
+    dice = random.Random(step)
+    rate = 3900 + 250 * dice.random() - (2600 if step in (1, CRASHED_AT + 1) else 0)
+    loss = 1.9 + 3.7 * math.exp(-step / 55) + 0.05 * dice.uniform(-1, 1)
+    values = {"step": step, "time": now, "loss": loss, "tokens_per_second": rate, "step_seconds": 2048 / rate,
+              "mfu_full": rate / 26000, "tokens": step * 2048}  # fmt: skip
+    return values | ({"validation_loss": loss + 0.06} if step % 25 == 0 else {})
+
+
+def places(generation: int, state: str = "running") -> list[dict[str, Any]]:
+    """Rows of 2 x 2 x 2 ranks."""
+    return [
+        {"rank": rank, "tensor": rank % 2, "pipeline": rank // 2 % 2, "data": rank // 4, "node": "n1", "device": "cpu",
+         "pid": 4100 + 17 * rank, "generation": generation, "state": state}
+        for rank in range(8)
+    ]  # fmt: skip
+
+
+def fill(store: Store, home: Path) -> str:
+    """Store a running job that was restarted once, and a few others; returns the running one's id."""
+    for name, ends in (("tiny-llama", ["STARTING", "RUNNING", "SUCCEEDED"]), ("bad-data", ["FAILED"])):
+        other = _create(store, name)
+        for state in ends:
+            why = ("data_missing", "/data/books: no such file or directory") if state == "FAILED" else (None, None)
+            if state == "SUCCEEDED":
+                store.write(lambda s, id=other: _commit(s, id, range(1, STEPS + 1)))
+            store.write(lambda s, to=state, why=why, id=other: jobs.transition(s, id, JobState(to), *why))
+    job_id = _create(store, "quickstart")
+    store.write(lambda session: _run(session, job_id, home))
+    waiting = _create(store, "wide")
+    missing = {"needed": 64, "available": 8}
+    store.write(lambda s: jobs.set_waiting(s, waiting, missing, "insufficient_slots", "needs 64 slots, 8 are free"))
+    _print_something(log_folder(home, job_id))
+    return job_id
+
+
+def _create(store: Store, name: str) -> str:
+    spec = JobSpec.model_validate({**SPEC, "name": name})
+    created = store.write(lambda session: jobs.create(session, spec))
+    return created[0].id
+
+
+def _run(session: Any, job_id: str, home: Path) -> None:
+    now = time.time()
+    jobs.transition(session, job_id, JobState.STARTING)
+    jobs.get(session, job_id).started_at = now - 131
+    first = generations.begin(session, job_id, "submitted", False)
+    jobs.transition(session, job_id, JobState.RUNNING)
+    metrics.record(session, job_id, first, 0, 1, [row(step, now) for step in range(1, CRASHED_AT + 1)])
+    for step in (50, 100):
+        _checkpoint(session, job_id, first, step, home)
+    events.append(session, job_id, "rank_died", "rank 5 was killed by signal 9", generation=first, rank=5, step=120)
+    jobs.transition(session, job_id, JobState.RECOVERING, "rank_died", "rank 5 was killed by signal 9")
+    second = generations.begin(session, job_id, "rank_died", True, "snapshot", CRASHED_AT)
+    told = f"resumed from the snapshots of step {CRASHED_AT}"
+    events.append(session, job_id, "resumed", told, generation=second, step=CRASHED_AT)
+    jobs.transition(session, job_id, JobState.RUNNING)
+    metrics.record(session, job_id, second, 0, 1, [row(step, now) for step in range(CRASHED_AT + 1, DONE + 1)])
+    _checkpoint(session, job_id, second, 150, home)
+    ranks.replace(session, job_id, places(second))
+
+
+def _commit(session: Any, job_id: str, steps: Iterable[int]) -> None:
+    generation = generations.begin(session, job_id, "submitted", False)
+    metrics.record(session, job_id, generation, 0, 1, [row(step, time.time()) for step in steps])
+
+
+def _checkpoint(session: Any, job_id: str, generation: int, step: int, home: Path) -> None:
+    saved = checkpoints.begin(session, job_id, generation, step, f"checkpoints/step-{step:08d}")
+    assert saved is not None
+    checkpoints.complete(session, saved.id, 9_860_000)
+
+
+def _print_something(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for rank in range(8):
+        with log_file(folder, rank).open("w") as file:
+            for number in range(30):
+                text = f"step {number * 5 + 1}: micro-batches 4, loss {row(number * 5 + 1, 0)['loss']:.4f}"
+                entry = {"time": time.time() + number, "rank": rank, "generation": 1, "stream": "stdout", "text": text}
+                file.write(json.dumps(entry) + "\n")
+
+
+def serve(home: Path, port: int, empty: bool = False) -> None:
+    """Serve the sample, and print where it is; blocks."""
+    store = Store(f"sqlite:///{home}/manta.db")
+    store.migrate()
+    job_id = "" if empty else fill(store, home)
+    app = create_app(SampleControl(store, home))
+    listener = socket.create_server(("127.0.0.1", port))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    mount(app, lambda: url)
+    print(json.dumps({"url": url, "job": job_id}), flush=True)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    server.run([listener])
+    store.close()
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("home", type=Path)
+    arguments.add_argument("--port", type=int, default=0)
+    arguments.add_argument("--empty", action="store_true")
+    given = arguments.parse_args()
+    serve(given.home, given.port, given.empty)
