@@ -13,9 +13,10 @@ from service.store import Store, checkpoints, events, generations, jobs, metrics
 class ReportWriter:
     """Takes the reports of one generation of a job. Each report and what follows from it is one transaction."""
 
-    def __init__(self, store: Store, job_id: str, generation: int):
+    def __init__(self, store: Store, job_id: str, generation: int, resume_step: int):
+        """`resume_step`: the committed step that the generation began with."""
         self._store, self._job_id, self._generation = store, job_id, generation
-        self._stepped = False
+        self._resume_step, self._stepped = resume_step, False
 
     async def take(self, report: dict[str, Any]) -> None:
         """Store one report. Reports seen before, and those of replaced generations, change nothing."""
@@ -27,12 +28,14 @@ class ReportWriter:
     def _metrics(self, session: Session, report: dict[str, Any]) -> None:
         rows = report["data"]["rows"]
         stored = metrics.record(session, self._job_id, self._generation, report["rank"], report["sequence"], rows)
-        if stored and not self._stepped:
+        newest = max(row["step"] for row in rows)
+        if stored and not self._stepped and newest > self._resume_step:
             self._stepped = True
-            self._first_step(session, rows[0]["step"])
+            self._first_step(session, newest)
 
     def _first_step(self, session: Session, step: int) -> None:
-        generations.mark_first_step(session, self._job_id, self._generation)
+        if not generations.mark_first_step(session, self._job_id, self._generation):
+            return
         if jobs.get(session, self._job_id).state in (JobState.STARTING, JobState.RECOVERING):
             jobs.transition(session, self._job_id, JobState.RUNNING)
         message = f"generation {self._generation} committed its first step, {step}"

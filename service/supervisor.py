@@ -20,8 +20,8 @@ from service.recovery import Death, GiveUp, choose_resume, culprit_of, decide, r
 from service.reports import ReportWriter
 from service.states import JobState
 from service.store import Store, checkpoints, events, generations, jobs, ranks
-from service.store.tables import Job
-from workers.checkpoint.catalog import read_manifest
+from service.store.tables import Generation, Job
+from workers.checkpoint.catalog import whole_checkpoints
 from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.messages import LaunchOrder, Resume
@@ -155,7 +155,8 @@ class Supervisor:
         if any(state["generation"] != job.generation for state in states):
             return await self._launch("the control plane was restarted during a launch", counts=True)
         await self._event("adopted", "the control plane was restarted; the job never noticed")
-        return self._watch(job.generation)
+        current = await self._generation_row(job)
+        return self._watch(job.generation, current.resume_step if current is not None else 0)
 
     async def _lost_while_away(self, job: Job, cause: str) -> Gang | None:
         await self._say_recovering()
@@ -169,7 +170,7 @@ class Supervisor:
             where = await asyncio.gather(*(agent.describe.remote() for agent in self._agents))
             store = await self._start_store(where[0]["node"], generation)
             orders = [self._order(rank, generation, resume, store, where[rank]) for rank in range(len(where))]
-            gang = self._watch(generation)
+            gang = self._watch(generation, resume.step)
             pids = await asyncio.gather(
                 *(agent.launch.remote(order.to_json()) for agent, order in zip(self._agents, orders, strict=True))
             )
@@ -182,15 +183,16 @@ class Supervisor:
         await self._write(lambda s: ranks.replace(s, self.job_id, rows))
         return gang
 
-    def _watch(self, generation: int) -> Gang:
-        writer = ReportWriter(self.site.store, self.job_id, generation)
+    def _watch(self, generation: int, resume_step: int) -> Gang:
+        writer = ReportWriter(self.site.store, self.job_id, generation, resume_step)
         return Gang(self.site.ray, self._agents, generation, self._after, writer.take)
 
     async def _choose_resume(self) -> Resume:
         snapshots = await asyncio.gather(*(agent.snapshot_steps.remote() for agent in self._agents))
-        rows = await self._read(lambda s: checkpoints.complete_ones(s, self.job_id))
-        whole = [(row.step, row.path) for row in rows if read_manifest(Path(row.path)) is not None]
-        return choose_resume(snapshots, sorted(whole), self._unusable)
+        folder = self.paths.checkpoint_folder(self.job_id)
+        whole = await asyncio.to_thread(whole_checkpoints, folder)
+        await self._write(lambda s: checkpoints.reconcile(s, self.job_id, [(str(path), m.bytes) for path, m in whole]))
+        return choose_resume(snapshots, [(m.step, str(path)) for path, m in whole], self._unusable)
 
     async def _begin(self, cause: str, counts: bool, resume: Resume, failure: dict[str, Any] | None) -> int:
         words = {"start": "from the start", "snapshot": "from shared memory", "checkpoint": f"from {resume.path}"}
@@ -254,15 +256,18 @@ class Supervisor:
         }
 
     async def _previous_failure(self, job: Job) -> dict[str, Any] | None:
-        rows = await self._read(lambda s: generations.of_job(s, self.job_id))
-        current = next((row for row in rows if row.generation == job.generation), None)
+        current = await self._generation_row(job)
         return (current.data or {}).get("failure") if current is not None else None
+
+    async def _generation_row(self, job: Job) -> Generation | None:
+        """What is stored about the job's current generation."""
+        rows = await self._read(lambda s: generations.of_job(s, self.job_id))
+        return next((row for row in rows if row.generation == job.generation), None)
 
     async def _last_source(self, job: Job) -> str:
         """What the current generation resumed from, as `choose_resume` calls it."""
-        rows = await self._read(lambda s: generations.of_job(s, self.job_id))
-        current = next(row for row in rows if row.generation == job.generation)
-        return str((current.data or {}).get("resume_path") or "snapshot")
+        current = await self._generation_row(job)
+        return str((current.data if current is not None else {}).get("resume_path") or "snapshot")
 
     async def _succeed(self) -> None:
         await self._end(JobState.SUCCEEDED, None, None)

@@ -28,7 +28,6 @@ from workers.parallel.shards import initialise
 from workers.parallel.zero import StepStatistics, ZeroOptimizer
 from workers.reporter import Reporter
 
-
 # Rows of metrics kept in a snapshot: more steps than are ever under way to the database.
 JOURNAL_ROWS = 256
 

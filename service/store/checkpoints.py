@@ -93,6 +93,19 @@ def complete_ones(session: Session, job_id: str) -> list[Checkpoint]:
     return list(session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc())))
 
 
+def reconcile(session: Session, job_id: str, whole: list[tuple[str, int]]) -> None:
+    """Make the rows agree with the disk, where `whole` (path, bytes) lie complete: a save may have ended, well or
+    badly, without anybody hearing of it. Only for a job whose gang is at rest."""
+    sizes = dict(whole)
+    for row in session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id)):
+        if row.state == SAVING and row.path in sizes:
+            complete(session, row.id, sizes[row.path])
+        elif row.state == SAVING:
+            row.state = FAILED
+        elif row.state == COMPLETE and row.path not in sizes:
+            row.state = DELETED
+
+
 def _position(cursor: str) -> tuple[int, int]:
     parts = decode_cursor(cursor).split(" ")
     if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):

@@ -47,11 +47,16 @@ def begin(
     return job.generation
 
 
-def mark_first_step(session: Session, job_id: str, generation: int, at: float | None = None) -> None:
-    """Note when a generation committed its first step (Unix seconds, default: now); only the first call counts."""
+def mark_first_step(session: Session, job_id: str, generation: int, at: float | None = None) -> bool:
+    """Note when a generation committed its first step (Unix seconds, default: now); only the first call counts.
+
+    Returns whether this was the first.
+    """
     row = session.get(Generation, (job_id, generation))
-    if row is not None and row.first_step_at is None:
-        row.first_step_at = time.time() if at is None else at
+    if row is None or row.first_step_at is not None:
+        return False
+    row.first_step_at = time.time() if at is None else at
+    return True
 
 
 def end(session: Session, job_id: str, generation: int, at: float | None = None) -> None:

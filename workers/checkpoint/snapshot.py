@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 _MAGIC = b"MANTASNP"
 _HEADER = struct.Struct("<8s16sQ")  # magic, fingerprint, payload bytes
 _MARKER = struct.Struct("<Q")  # committed step + 1; 0: being written
+_NOTE_LENGTH = struct.Struct("<Q")
 _MARKERS_AT = 64
 _DATA_AT = 4096
+NOTE_BYTES = 256 * 1024
 SLOTS = 2
 
 
@@ -66,7 +69,10 @@ class Snapshots:
     """The snapshot file of one rank, mapped; copies `state` (1-D fp32 tensors) in and out."""
 
     def __init__(self, folder: str | Path, rank: int, state: list[torch.Tensor], identity: bytes):
-        """Open the rank's file, or make it. Raises SharedMemoryError when there is no room for both slots."""
+        """Open the rank's file, or make it. Raises SharedMemoryError when there is no room for both slots.
+
+        Each slot also holds a note: up to NOTE_BYTES that belong to the same step.
+        """
         self.path, self.state = snapshot_path(folder, rank), state
         self._payload = sum(tensor.numel() * tensor.element_size() for tensor in state)
         header = _HEADER.pack(_MAGIC, identity, self._payload)
@@ -83,7 +89,7 @@ class Snapshots:
 
     @property
     def _slot_size(self) -> int:
-        return -(-self._payload // mmap.PAGESIZE) * mmap.PAGESIZE
+        return -(-self._payload // mmap.PAGESIZE) * mmap.PAGESIZE + _NOTE_LENGTH.size + NOTE_BYTES
 
     @property
     def _size(self) -> int:
@@ -126,17 +132,32 @@ class Snapshots:
     def _marker(self, slot: int, value: int) -> None:
         _MARKER.pack_into(self._mapping.file, _MARKERS_AT + 8 * slot, value)
 
-    def save(self, step: int) -> None:
-        """Copy the state of committed step `step` into the older slot."""
+    def _note_at(self, slot: int) -> int:
+        return _DATA_AT + (slot + 1) * self._slot_size - _NOTE_LENGTH.size - NOTE_BYTES
+
+    def save(self, step: int, note: Callable[[], bytes] = bytes) -> None:
+        """Copy the state of committed step `step` into the older slot, with what `note` says once that is done.
+
+        Raises ValueError for a note of more than NOTE_BYTES.
+        """
         markers = [_MARKER.unpack_from(self._mapping.file, _MARKERS_AT + 8 * slot)[0] for slot in range(SLOTS)]
         slot = markers.index(min(markers))
         self._marker(slot, 0)
         for view, tensor in zip(self._mapping.slots[slot], self.state, strict=True):
             view.copy_(tensor)
+        self._write_note(slot, note())
         self._marker(slot, step + 1)
 
-    def load(self, step: int) -> None:
-        """Copy the state of `step` back, and forget a newer one, which was not committed by all ranks.
+    def _write_note(self, slot: int, note: bytes) -> None:
+        if len(note) > NOTE_BYTES:
+            raise ValueError(f"a note of {len(note)} bytes does not fit into {NOTE_BYTES}")
+        at = self._note_at(slot)
+        _NOTE_LENGTH.pack_into(self._mapping.file, at, len(note))
+        start = at + _NOTE_LENGTH.size
+        self._mapping.file[start : start + len(note)] = note
+
+    def load(self, step: int) -> bytes:
+        """Copy the state of `step` back and return its note. Forgets a newer one, which not all ranks committed.
 
         Raises CheckpointError when the file does not hold that step.
         """
@@ -149,6 +170,9 @@ class Snapshots:
         for other, marker in enumerate(markers):
             if marker > step + 1:
                 self._marker(other, 0)
+        at = self._note_at(slot)
+        start = at + _NOTE_LENGTH.size
+        return bytes(self._mapping.file[start : start + _NOTE_LENGTH.unpack_from(self._mapping.file, at)[0]])
 
     def clear(self) -> None:
         """Forget everything: the job starts from another state than these."""
