@@ -147,7 +147,7 @@ def job_figures(job: Job, now: datetime) -> dict[str, str]:
         "Train loss": number(latest.get("loss"), 4),
         "Validation loss": number(latest.get("validation_loss"), 4),
         "Tokens/s": number(latest.get("tokens_per_second")),
-        "MFU, full attention": ratio(latest.get("mfu_full")),
+        "MFU (full)": ratio(latest.get("mfu_full")),
         "Goodput": ratio(job.goodput),
         "Restarts": str(job.restarts),
         "Generation": str(job.generation),

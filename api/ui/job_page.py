@@ -17,7 +17,7 @@ from api.ui.polling import JobFeed
 from service.states import JobState, after_action
 
 _FIGURES = (
-    "Train loss", "Validation loss", "Tokens/s", "MFU, full attention", "Goodput", "Restarts", "Generation",
+    "Train loss", "Validation loss", "Tokens/s", "MFU (full)", "Goodput", "Restarts", "Generation",
     "Ranks (t × p × d)", "Running for",
 )  # fmt: skip
 

@@ -1,0 +1,132 @@
+"""A feed fetches only what is new, through the real API."""
+
+import asyncio
+import json
+
+import pytest
+
+from api.client import ApiError, AsyncMantaClient
+from api.schemas import MetricSeries
+from api.ui import polling
+from api.ui.polling import Curves, JobFeed, LogTail
+from service.logs import log_file, log_folder
+from service.store import generations, metrics, ranks
+
+
+class Watched(AsyncMantaClient):
+    """A client that remembers what it sent."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.sent = []
+
+    async def send(self, call):
+        self.sent.append(call)
+        return await super().send(call)
+
+    def last(self, ending):
+        return [dict(call.parameters) for call in self.sent if call.path.endswith(ending)][-1]
+
+
+def follow(service, job_id, *between):
+    """Polls once, and once more after each of the changes `between`; returns the feed and the client."""
+
+    async def main():
+        async with Watched(service.url) as client:
+            feed = JobFeed(client, job_id)
+            await feed.poll()
+            for change in between:
+                change()
+                await feed.poll()
+            return feed, client
+
+    return asyncio.run(main())
+
+
+def report(service, job_id, rows):
+    """Metrics of the job's one generation, as later reports of it."""
+
+    def operation(session):
+        generation = generations.of_job(session, job_id)[-1].generation if generations.of_job(session, job_id) else 0
+        generation = generation or generations.begin(session, job_id, "test", False)
+        metrics.record(session, job_id, generation, 0, max(row["step"] for row in rows) * 10, rows)
+
+    service.store.write(operation)
+
+
+def test_curves_grow_by_increments(service):
+    job_id = service.submit()["id"]
+    report(service, job_id, [{"step": n, "loss": 5.0 - n / 10} for n in range(1, 21)])
+    more = [{"step": 21, "loss": float("nan"), "mfu_full": 0.5}, {"step": 20, "validation_loss": 4.0}]
+    feed, client = follow(service, job_id, lambda: report(service, job_id, more), lambda: None)
+    assert sorted(feed.curves.points) == list(range(1, 22))
+    assert feed.curves.points[20] == {"loss": 3.0, "validation_loss": 4.0}
+    assert feed.curves_version == 2, "the last poll has found nothing new"
+    assert client.last("/metrics")["after_step"] == 13
+
+
+def test_long_curves_are_thinned_out_but_keep_validation(service, monkeypatch):
+    monkeypatch.setattr(polling, "MAX_POINTS", 10)
+    job_id = service.submit(train={"steps": 100, "global_batch_size": 4})["id"]
+    rows = [{"step": n, "loss": 5.0 - n / 100} | ({"validation_loss": 4.0} if n % 25 == 0 else {}) for n in range(1, 96)]
+    report(service, job_id, rows)
+    feed, _ = follow(service, job_id)
+    assert len(feed.curves.points) <= 10 + 3
+    assert [step for step in sorted(feed.curves.points) if "validation_loss" in feed.curves.points[step]] == [25, 50, 75]
+    assert feed.curves.last_step == 95
+
+
+def test_events_ranks_and_the_end(service):
+    job_id = service.submit()["id"]
+    place = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": 0, "state": "running"}
+
+    def crash():
+        service.store.write(lambda session: ranks.replace(session, job_id, [place]))
+        service.move(job_id, "STARTING", "RUNNING", "RECOVERING")
+
+    feed, client = follow(service, job_id, crash)
+    assert [event.data.get("to") for event in feed.events] == [None, "STARTING", "RUNNING", "RECOVERING"]
+    assert feed.restarts == [0]
+    assert [rank.state for rank in feed.ranks] == ["running"], "an event makes the feed look at the ranks"
+    assert client.last("/events")["cursor"] is not None
+    assert not feed.done
+    service.move(job_id, "FAILED")
+    assert follow(service, job_id)[0].done
+
+
+def test_the_log_keeps_its_last_lines(service):
+    job_id = service.submit()["id"]
+    folder = log_folder(service.control.home, job_id)
+    folder.mkdir(parents=True)
+
+    def print_lines(rank, numbers):
+        with log_file(folder, rank).open("a") as file:
+            for number in numbers:
+                file.write(json.dumps({"time": number, "rank": rank, "text": f"{rank}.{number}"}) + "\n")
+
+    async def main():
+        async with AsyncMantaClient(service.url) as client:
+            tail, one = LogTail(), LogTail(1)
+            print_lines(0, range(150))
+            await tail.poll(client, job_id)
+            print_lines(1, [200])
+            await tail.poll(client, job_id)
+            await one.poll(client, job_id)
+            return tail, one
+
+    tail, one = asyncio.run(main())
+    assert len(tail.lines) == polling.LOG_LINES_SHOWN
+    assert (tail.lines[-2].text, tail.lines[-1].text) == ("0.149", "1.200")
+    assert [line.text for line in one.lines] == ["1.200"]
+
+
+def test_an_unknown_job_is_told_to_the_page(service):
+    with pytest.raises(ApiError):
+        follow(service, "job_000000000000")
+
+
+def test_merging_the_same_again_is_no_change():
+    curves = Curves()
+    found = MetricSeries(steps=[1], series={"loss": [float("nan")]})
+    assert curves.merge(found)
+    assert not curves.merge(found)
