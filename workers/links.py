@@ -10,6 +10,7 @@ Every message carries a header (channel, bytes). Both ends must agree on it: a m
 from __future__ import annotations
 
 import select
+import selectors
 import socket
 import struct
 from collections import deque
@@ -42,16 +43,16 @@ class Operation:
         self._links.wait(self)
 
     def advance(self, count: int) -> None:
-        """Note that the next `count` bytes are through."""
+        """Note that the next `count` bytes are through. Raises MantaError once the header is and was not due."""
         while self.buffers and count >= len(self.buffers[0]):
             count -= len(self.buffers.pop(0))
+            if self.expected is not None and bytes(self.header) != self.expected:
+                got, wanted = _HEADER.unpack(self.header), _HEADER.unpack(self.expected)
+                raise MantaError(f"rank {self.link.peer} sent (channel, bytes) {got} where {wanted} was due: a bug")
         if self.buffers:
             self.buffers[0] = self.buffers[0][count:]
         else:
             self.done = True
-            if self.expected is not None and bytes(self.header) != self.expected:
-                got, wanted = _HEADER.unpack(self.header), _HEADER.unpack(self.expected)
-                raise MantaError(f"rank {self.link.peer} sent (channel, bytes) {got} where {wanted} was due: a bug")
 
 
 class _Link:
@@ -108,14 +109,7 @@ class Links:
             store.set(f"address/{rank}", f"{host}:{listener.getsockname()[1]}")
             for peer in (peer for peer in others if peer < rank):
                 self._links[peer] = _Link(peer, self._call(store, peer))
-            awaited = {peer for peer in others if peer > rank}
-            while awaited:
-                peer, connection = self._answer(listener)
-                if peer in awaited:
-                    awaited.remove(peer)
-                    self._links[peer] = _Link(peer, connection)
-                else:
-                    connection.close()  # a process of another generation, or nobody that was expected
+            self._answer(listener, {peer for peer in others if peer > rank})
 
     def _call(self, store: dist.Store, peer: int) -> socket.socket:
         host, port = store.get(f"address/{peer}").decode().rsplit(":", 1)
@@ -126,16 +120,41 @@ class Links:
             raise PeerLost(f"rank {peer} cannot be reached at {host}:{port}: {error.strerror or error}") from error
         return connection
 
-    def _answer(self, listener: socket.socket) -> tuple[int, socket.socket]:
-        connection, _ = listener.accept()
-        try:
-            hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-        except OSError:
-            hello = b""
+    def _answer(self, listener: socket.socket, awaited: set[int]) -> None:
+        """Take the calls of all `awaited` peers. Whoever says something else is turned away; whoever says nothing,
+        or half of it, holds nobody up."""
+        heard: dict[socket.socket, bytes] = {}
+        with selectors.DefaultSelector() as doors:
+            doors.register(listener, selectors.EVENT_READ)
+            while awaited:
+                for key, _ in doors.select():
+                    if key.fileobj is listener:
+                        connection = listener.accept()[0]
+                        heard[connection] = b""
+                        doors.register(connection, selectors.EVENT_READ)
+                        continue
+                    assert isinstance(key.fileobj, socket.socket)
+                    connection = key.fileobj
+                    more = _hear(connection, _HELLO.size - len(heard[connection]))
+                    heard[connection] += more
+                    if more and len(heard[connection]) < _HELLO.size:
+                        continue
+                    doors.unregister(connection)
+                    peer = self._peer_of(heard.pop(connection))
+                    if peer in awaited:
+                        awaited.remove(peer)
+                        self._links[peer] = _Link(peer, connection)
+                    else:
+                        connection.close()  # a process of another generation, or nobody that was expected
+        for connection in heard:
+            connection.close()
+
+    def _peer_of(self, hello: bytes) -> int:
+        """The rank that says `hello`; -1 where it is of another generation or no hello at all."""
         if len(hello) < _HELLO.size:
-            return -1, connection
+            return -1
         generation, peer = _HELLO.unpack(hello)
-        return (peer if generation == self.generation else -1), connection
+        return peer if generation == self.generation else -1
 
     def send(self, peer: int, channel: int, tensor: torch.Tensor) -> Operation:
         """Start sending the contiguous CPU `tensor`, which must not change until the operation is done."""
@@ -182,6 +201,14 @@ class Links:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _hear(connection: socket.socket, size: int) -> bytes:
+    """At most `size` bytes of what has arrived; none at the end."""
+    try:
+        return connection.recv(size)
+    except OSError:
+        return b""
 
 
 def address_towards(host: str) -> str:

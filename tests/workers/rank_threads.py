@@ -13,7 +13,7 @@ from workers.links import Links
 HOST = "127.0.0.1"
 
 
-def run_threads(count: int, body: Callable[[int], Any], seconds: float = 60.0) -> list[Any]:
+def run_threads(count: int, body: Callable[[int], Any], seconds: float = 20.0) -> list[Any]:
     """`body(rank)` in `count` threads; results by rank. A thread's exception is its result. Fails on a hang."""
     results: list[Any] = [None] * count
 
