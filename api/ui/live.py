@@ -18,7 +18,10 @@ Refresh = Callable[[], Awaitable[bool]]
 
 
 class Live:
-    """Calls a page's refresh function every second until it is done or the browser is gone."""
+    """Calls a page's refresh function every second until it is done or the browser is gone.
+
+    NiceGUI ends the timers of pages that nobody looks at.
+    """
 
     def __init__(self, refresh: Refresh):
         """Build the banner, which is there while the service does not answer, at this place of the page."""
@@ -31,8 +34,7 @@ class Live:
     async def start(self) -> None:
         """Fill the page for the first time, and then keep it fresh."""
         done = await self.update(_FIRST_PATIENCE_SECONDS)
-        if not done:
-            self._timer = ui.timer(INTERVAL_SECONDS, self.update, immediate=False)
+        self._timer = ui.timer(INTERVAL_SECONDS, self.update, active=not done, immediate=False)
 
     async def update(self, patience_seconds: float = _PATIENCE_SECONDS) -> bool:
         """Refresh now, and say so on the page where that is not possible; returns whether the page is done."""
@@ -45,8 +47,8 @@ class Live:
             except ApiError as error:
                 return self._complain(f"The service answers with an error, trying again: {error.problem.detail}")
         self._banner.set_visibility(False)
-        if done and self._timer is not None:
-            self._timer.cancel()
+        if self._timer is not None:
+            self._timer.active = not done
         return done
 
     def _complain(self, text: str) -> bool:

@@ -15,9 +15,9 @@ def make_job(**changes: Any) -> Job:
     values: dict[str, Any] = {
         "id": "job_1", "name": "small", "state": "RUNNING", "reason": None, "message": None, "spec": {}, "step": 1500,
         "steps": 6000, "eta_seconds": 65.0, "parallel": {"tensor": 2, "pipeline": 4, "data": 8}, "generation": 2,
-        "restarts": 1, "metrics": LatestMetrics(latest={"loss": 2.34567, "tokens_per_second": 12345.6, "mfu_full": 0.415}),
-        "goodput": 0.97, "queue": Queue(), "created_at": NOW - timedelta(hours=3), "started_at": NOW - timedelta(hours=2),
-        "finished_at": None,
+        "restarts": 1, "goodput": 0.97, "queue": Queue(), "finished_at": None,
+        "metrics": LatestMetrics(latest={"loss": 2.34567, "tokens_per_second": 12345.6, "mfu_full": 0.415}),
+        "created_at": NOW - timedelta(hours=3), "started_at": NOW - timedelta(hours=2),
     }  # fmt: skip
     return Job(**{**values, **changes})
 

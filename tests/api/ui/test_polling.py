@@ -1,6 +1,7 @@
 """A feed fetches only what is new, through the real API."""
 
 import asyncio
+import itertools
 import json
 
 import pytest
@@ -11,6 +12,9 @@ from api.ui import polling
 from api.ui.polling import Curves, JobFeed, LogTail
 from service.logs import log_file, log_folder
 from service.store import generations, metrics, ranks
+
+
+_SEQUENCE = itertools.count(1)
 
 
 class Watched(AsyncMantaClient):
@@ -44,12 +48,12 @@ def follow(service, job_id, *between):
 
 
 def report(service, job_id, rows):
-    """Metrics of the job's one generation, as later reports of it."""
+    """One more report of the job's one generation."""
 
     def operation(session):
-        generation = generations.of_job(session, job_id)[-1].generation if generations.of_job(session, job_id) else 0
-        generation = generation or generations.begin(session, job_id, "test", False)
-        metrics.record(session, job_id, generation, 0, max(row["step"] for row in rows) * 10, rows)
+        begun = generations.of_job(session, job_id)
+        generation = begun[0].generation if begun else generations.begin(session, job_id, "test", False)
+        metrics.record(session, job_id, generation, 0, next(_SEQUENCE), rows)
 
     service.store.write(operation)
 
@@ -68,11 +72,12 @@ def test_curves_grow_by_increments(service):
 def test_long_curves_are_thinned_out_but_keep_validation(service, monkeypatch):
     monkeypatch.setattr(polling, "MAX_POINTS", 10)
     job_id = service.submit(train={"steps": 100, "global_batch_size": 4})["id"]
-    rows = [{"step": n, "loss": 5.0 - n / 100} | ({"validation_loss": 4.0} if n % 25 == 0 else {}) for n in range(1, 96)]
-    report(service, job_id, rows)
+    report(service, job_id, [{"step": n, "loss": 5.0 - n / 100} for n in range(1, 96)])
+    report(service, job_id, [{"step": n, "validation_loss": 4.0} for n in (25, 50, 75)])
     feed, _ = follow(service, job_id)
     assert len(feed.curves.points) <= 10 + 3
-    assert [step for step in sorted(feed.curves.points) if "validation_loss" in feed.curves.points[step]] == [25, 50, 75]
+    validated = [step for step, values in feed.curves.points.items() if "validation_loss" in values]
+    assert sorted(validated) == [25, 50, 75]
     assert feed.curves.last_step == 95
 
 

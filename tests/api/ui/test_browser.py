@@ -1,0 +1,150 @@
+"""The dashboard in a real browser, against a real server with a job that was restarted once."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from service.states import JobState
+from service.store import Store, jobs, metrics, ranks
+
+CHROMIUM = shutil.which("chromium")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+             "--disable-sync", "--no-first-run", "--disable-quic"]  # fmt: skip
+SERVER = Path(__file__).with_name("sample.py")
+SECONDS = 20_000  # milliseconds; machines that run tests are slow at times
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the system's Chromium")
+
+
+@dataclass
+class Sample:
+    """The server, and the database behind it."""
+
+    url: str
+    job: str
+    store: Store
+
+
+@dataclass
+class Complaints:
+    """What a browser should not have to say."""
+
+    said: list[str] = field(default_factory=list)
+
+    def watch(self, page: Page, url: str) -> None:
+        page.on("console", lambda message: message.type in ("error", "warning") and self.said.append(message.text))
+        page.on("pageerror", lambda error: self.said.append(str(error)))
+        page.on("requestfailed", lambda request: self.said.append(f"failed: {request.url}"))
+        page.on("response", lambda answer: answer.status >= 400 and self.said.append(f"{answer.status}: {answer.url}"))
+        page.on("request", lambda request: self._check(request.url, url))
+
+    def _check(self, address: str, url: str) -> None:
+        if not address.startswith((url, url.replace("http", "ws", 1), "data:", "blob:")):
+            self.said.append(f"foreign: {address}")
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Sample]]:
+    """Starts the sample server; in a process of its own, since NiceGUI has one app a process."""
+    started: list[tuple[subprocess.Popen[str], Store]] = []
+
+    def start(*options: str) -> Sample:
+        command = [sys.executable, str(SERVER), str(tmp_path), *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"PATH": "/usr/bin:/bin"})
+        store = Store(f"sqlite:///{tmp_path}/manta.db")
+        started.append((process, store))
+        assert process.stdout is not None
+        return Sample(**json.loads(process.stdout.readline()), store=store)
+
+    yield start
+    for process, store in started:
+        process.terminate()
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+        store.close()
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield launched
+        launched.close()
+
+
+def test_a_job_is_followed_live(serve, browser):
+    sample: Sample = serve()
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(SECONDS)
+    expect.set_options(timeout=SECONDS)
+    complaints = Complaints()
+    complaints.watch(page, sample.url)
+
+    page.goto(sample.url)
+    line = page.locator("tbody tr", has_text="quickstart")
+    expect(line).to_contain_text("RUNNING")
+    expect(line).to_contain_text("200 / 400")
+    expect(page.locator("tbody tr").first).to_contain_text("wide")
+    expect(page.get_by_text("1 node, 8 of 16 slots free")).to_be_visible()
+
+    line.get_by_role("link").click()
+    expect(page).to_have_title("quickstart – Manta")
+    expect(page.get_by_role("progressbar")).to_have_attribute("aria-valuenow", "50.0")
+    for chart in (".loss-chart canvas", ".throughput-chart canvas"):
+        expect(page.locator(chart).first).to_be_visible()
+    expect(page.locator(".rank")).to_have_count(8)
+    expect(page.locator(".rank").first).to_contain_text("stage 0, tensor 0")
+    expect(page.locator(".events tbody tr").first).to_contain_text("RECOVERING -> RUNNING")
+    expect(page.locator(".checkpoints tbody tr")).to_have_count(3)
+    expect(page.locator(".log-text")).to_contain_text("[7] step 146")
+
+    page.evaluate("window.sameDocument = true")
+    _commit(sample, 201)
+    expect(page.get_by_text("step 201 of 400")).to_be_visible()
+    _commit(sample, 202, loss=float("nan"))
+    expect(page.locator(".figure", has_text="Train loss")).to_contain_text("nan")
+    sample.store.write(lambda session: ranks.set_state(session, sample.job, 2, 5, "dead"))
+    expect(page.locator(".rank.tone-bad")).to_contain_text("rank 5")
+    page.get_by_label("Rank of the log").click()
+    page.get_by_role("option", name="Rank 3").click()
+    expect(page.locator(".log-text")).not_to_contain_text("[")
+
+    page.get_by_role("button", name="Cancel job").click()
+    page.get_by_role("button", name="Cancel the job").click()
+    expect(page.locator("h1 + .badge")).to_have_text("CANCELLING")
+    sample.store.write(lambda session: jobs.transition(session, sample.job, JobState.CANCELLED))
+    expect(page.locator("h1 + .badge")).to_have_text("CANCELLED")
+    expect(page.get_by_role("button", name="Cancel job")).to_be_hidden()
+    assert page.evaluate("window.sameDocument"), "the page was never loaded again"
+
+    page.get_by_role("link", name="Jobs").click()
+    page.get_by_label("Filter by state").click()
+    page.get_by_role("option", name="FAILED").click()
+    expect(page.locator("tbody tr")).to_have_count(1)
+    expect(page.locator("tbody tr")).to_contain_text("bad-data")
+    assert complaints.said == []
+
+
+def test_a_newcomer_is_told_what_to_do(serve, browser):
+    sample: Sample = serve("--empty")
+    page = browser.new_page()
+    page.set_default_timeout(SECONDS)
+    page.goto(f"{sample.url}/ui")
+    expect(page.locator("pre")).to_contain_text(f"export MANTA_URL={sample.url}\nmanta submit examples/quickstart.yaml")
+    page.goto(f"{sample.url}/ui/jobs/job_000000000000")
+    expect(page.get_by_text("There is no such job.")).to_be_visible()
+
+
+def _commit(sample: Sample, step: int, loss: float = 1.5) -> None:
+    row = {"step": step, "loss": loss, "time": time.time(), "tokens_per_second": 4000.0, "step_seconds": 0.5}
+    sample.store.write(lambda session: metrics.record(session, sample.job, 2, 0, step, [row]))
