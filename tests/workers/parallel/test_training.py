@@ -1,0 +1,133 @@
+"""Whole training runs: every layout follows the same curve, and the optimizer is AdamW as torch has it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_specs import SEVEN_LAYOUTS, axes, document
+from plain_gpt import PlainGPT, random_weights
+from rank_programs import START, assemble, run_steps, train_job
+
+from workers.config import ParallelConfig, parse_job_spec
+
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """Text with some structure, so that the loss falls."""
+    path = tmp_path_factory.mktemp("corpus") / "numbers.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(600)))
+    return str(path)
+
+
+def training_job(corpus: str, layout: tuple[int, int, int], **train) -> dict:
+    """A job of 30 steps with validation every 10."""
+    optimizer = {"learning_rate": 3e-3, "warmup_steps": 5}
+    return document(
+        data={"paths": [corpus], "validation_fraction": 0.1},
+        train={"steps": STEPS, "validate_every": 10, "validation_batches": 3, "optimizer": optimizer, **train},
+        parallel=axes(layout),
+    )
+
+
+@pytest.fixture(scope="module")
+def curve(ranks, corpus):
+    """What one rank alone sees."""
+    return ranks.run(ParallelConfig(), train_job, training_job(corpus, (1, 1, 1)))[0]
+
+
+def test_training_learns(curve):
+    assert [row["step"] for row in curve.rows] == list(range(1, STEPS + 1))
+    assert curve.rows[0]["loss"] == pytest.approx(5.545, abs=0.1), "ln 256: nothing is known yet"
+    assert curve.rows[-1]["loss"] < 3.5
+
+
+@pytest.mark.parametrize("layout", SEVEN_LAYOUTS[1:], ids=str)
+def test_layouts_agree_at_every_step(ranks, corpus, curve, layout):
+    found = ranks.run(ParallelConfig(**axes(layout)), train_job, training_job(corpus, layout))
+    for rank in found:
+        assert rank.statistics == found[0].statistics, "all ranks say the same"
+    for step, (row, other) in enumerate(zip(curve.rows, found[0].rows, strict=True), start=1):
+        assert other["loss"] == pytest.approx(row["loss"], rel=2e-6), step
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=2e-5), step
+        assert ("validation_loss" in other) == (step % 10 == 0)
+        if step % 10 == 0:
+            assert other["validation_loss"] == pytest.approx(row["validation_loss"], rel=2e-6), step
+
+
+def test_the_same_layout_twice_gives_the_same_bits(ranks, corpus):
+    layout = ParallelConfig(tensor=2, pipeline=2, data=2)
+    job = training_job(corpus, (2, 2, 2))
+    first, second = (ranks.run(layout, train_job, job, None, None, resume, 8) for resume in (START, START))
+    for a, b in zip(first, second, strict=True):
+        assert a.statistics == b.statistics
+        assert torch.equal(a.parameters, b.parameters)
+        assert all(torch.equal(a.state[kind], b.state[kind]) for kind in a.state)
+
+
+@pytest.mark.parametrize("micro_batch_size", [2, 4])
+def test_gradient_accumulation_does_not_change_the_curve(ranks, corpus, curve, micro_batch_size):
+    job = training_job(corpus, (1, 1, 1), micro_batch_size=micro_batch_size)
+    rows = ranks.run(ParallelConfig(), train_job, job, None, None, START, 10)[0].rows
+    for row, other in zip(curve.rows[:10], rows, strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], rel=2e-6)
+        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=2e-5)
+
+
+def plain_run(job: dict, batches: list[torch.Tensor], dtype: torch.dtype) -> tuple[PlainGPT, list[float], list[float]]:
+    """The same job as a plain loop: torch's AdamW and clipping, the schedule written out."""
+    spec = parse_job_spec(job)
+    model = PlainGPT(spec).to(dtype).load(random_weights(spec))
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.9), eps=1e-6, foreach=False)
+    losses, norms = [], []
+    rates = torch.cat(
+        [torch.tensor([1e-3, 2e-3]), 1e-4 + 1.9e-3 * (1 + torch.cos(torch.arange(1, 9) * torch.pi / 8)) / 2]
+    )
+    for windows, rate in zip(batches, rates.double().tolist(), strict=True):
+        optimizer.zero_grad()
+        loss = model.loss(windows)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses, norms
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bias", "tolerance"),
+    # With biases only in fp64: the keys' bias has no gradient but rounding, which AdamW would blow up.
+    [(torch.float32, False, 1e-6), (torch.float64, True, 1e-7)],
+    ids=["fp32", "fp64 with biases"],
+)
+def test_ten_steps_equal_a_plain_loop(ranks, layout, dtype, bias, tolerance):
+    job = document(
+        model={"bias": bias},
+        train={
+            "steps": 10,
+            "optimizer": {
+                "learning_rate": 2e-3, "min_learning_rate": 1e-4, "warmup_steps": 2, "weight_decay": 0.3,
+                "beta1": 0.8, "beta2": 0.9, "epsilon": 1e-6, "clip_norm": 0.5,
+            },
+        },
+        parallel=axes(layout),
+    )  # fmt: skip
+    spec = parse_job_spec(job)
+    batches = list(torch.randint(256, (10, 8, 9), generator=torch.Generator().manual_seed(3)))
+    weights = random_weights(spec)
+    found = ranks.run(ParallelConfig(**axes(layout)), run_steps, [job], [weights], [batches], dtype)
+    model, losses, norms = plain_run(job, batches, dtype)
+    assert min(norms) > 0.5, "every step is clipped"
+    assert found[0][0].losses == pytest.approx(losses, rel=tolerance)
+    assert found[0][0].grad_norms == pytest.approx(norms, rel=10 * tolerance)
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    whole = assemble(shapes, [placed for rank in found for placed in rank[0].parameters])
+    for name, parameter in model.named_parameters():
+        error = (whole[name] - parameter.detach()).norm() / parameter.detach().norm()
+        assert error <= tolerance, name
