@@ -13,7 +13,6 @@ from api.ui.polling import Curves, JobFeed, LogTail
 from service.logs import log_file, log_folder
 from service.store import generations, metrics, ranks
 
-
 _SEQUENCE = itertools.count(1)
 
 
