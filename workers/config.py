@@ -14,14 +14,25 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-PositiveInt = Annotated[int, Field(gt=0, strict=True)]
-NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, strict=True, allow_inf_nan=False)]
 StrictBool = Annotated[bool, Field(strict=True)]
+
+# Far above anything trainable, and small enough for exact arithmetic everywhere: past them is a slip of the hand.
+Layers = Annotated[int, Field(gt=0, le=10_000, strict=True)]
+Width = Annotated[int, Field(gt=0, le=1_000_000, strict=True)]
+Heads = Annotated[int, Field(gt=0, le=100_000, strict=True)]
+Length = Annotated[int, Field(gt=0, le=10_000_000, strict=True)]
+Vocabulary = Annotated[int, Field(gt=0, le=100_000_000, strict=True)]
+AxisSize = Annotated[int, Field(gt=0, le=100_000, strict=True)]
+Batch = Annotated[int, Field(gt=0, le=100_000_000, strict=True)]
+Steps = Annotated[int, Field(gt=0, le=1_000_000_000, strict=True)]
+StepsOrNever = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
+Count = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
 
 BYTE_VOCABULARY = 256
 
@@ -37,19 +48,19 @@ class ModelConfig(Section):
 
     family: Literal["gpt", "llama", "bert"] = "gpt"
     """Model family. Built: gpt."""
-    layers: PositiveInt
+    layers: Layers
     """Number of transformer layers (L in the papers)."""
-    hidden_size: PositiveInt
+    hidden_size: Width
     """Width of the residual stream, in elements (h)."""
-    heads: PositiveInt
+    heads: Heads
     """Number of attention heads (a); divides hidden_size."""
-    kv_heads: PositiveInt | None = None
+    kv_heads: Heads | None = None
     """Number of key-value heads; default: as many as heads."""
-    ffn_hidden_size: PositiveInt | None = None
+    ffn_hidden_size: Width | None = None
     """Inner width of the MLP, in elements; default: 4 * hidden_size."""
-    sequence_length: PositiveInt
+    sequence_length: Length
     """Tokens in one training sequence (s)."""
-    vocabulary_size: PositiveInt | None = None
+    vocabulary_size: Vocabulary | None = None
     """Number of token ids (v); default: the tokenizer's. Padded inside to a multiple of parallel.tensor."""
     dropout: Fraction = 0.0
     """Probability of zeroing an activation in training."""
@@ -95,7 +106,7 @@ class OptimizerConfig(Section):
     """Learning rate of the last step."""
     schedule: Literal["cosine"] = "cosine"
     """Shape of the decay from learning_rate to min_learning_rate."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: StepsOrNever = 0
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay; norms and biases are never decayed."""
@@ -112,21 +123,21 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """How long, how much at once, how fast."""
 
-    steps: PositiveInt
+    steps: Steps
     """Optimizer steps of the whole job."""
-    global_batch_size: PositiveInt = 16
+    global_batch_size: Batch = 16
     """Sequences in one step, over all data-parallel replicas."""
-    micro_batch_size: PositiveInt = 1
+    micro_batch_size: Batch = 1
     """Sequences that one replica processes at once; a step accumulates over its micro-batches."""
-    seed: NonNegativeInt = 1234
+    seed: Seed = 1234
     """Seed of initialisation and sample order."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of compute. Built: fp32."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate."""
-    validate_every: NonNegativeInt = 0
+    validate_every: StepsOrNever = 0
     """Steps between two validations; 0: never."""
-    validation_batches: PositiveInt = 8
+    validation_batches: Steps = 8
     """Global batches of held-out text in one validation, at most the whole held-out part."""
     batch_ramp: dict[str, Any] | None = None
     """Batch-size ramp. Not built."""
@@ -135,15 +146,15 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     """The layout: tensor x pipeline x data ranks."""
 
-    tensor: PositiveInt = 1
+    tensor: AxisSize = 1
     """Tensor-parallel size (t): ranks that share each layer."""
-    pipeline: PositiveInt = 1
+    pipeline: AxisSize = 1
     """Pipeline-parallel size (p): stages."""
-    data: PositiveInt = 1
+    data: AxisSize = 1
     """Data-parallel size (d): replicas."""
-    context: PositiveInt = 1
+    context: AxisSize = 1
     """Context-parallel size. Built: 1."""
-    virtual_stages: PositiveInt = 1
+    virtual_stages: Layers = 1
     """Model chunks per stage (v). Built: 1."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
     """Order of forwards and backwards in the pipeline. Built: gpipe, 1f1b."""
@@ -171,9 +182,9 @@ class ParallelConfig(Section):
 class ElasticConfig(Section):
     """How far the number of replicas may move while the job runs."""
 
-    min_data: PositiveInt | None = None
+    min_data: AxisSize | None = None
     """Fewest replicas the job may go on with; default: parallel.data."""
-    max_data: PositiveInt | None = None
+    max_data: AxisSize | None = None
     """Most replicas the job may grow to; default: parallel.data."""
 
 
@@ -187,18 +198,18 @@ class ResourcesConfig(Section):
 class CheckpointConfig(Section):
     """When state is kept, in memory and on disk."""
 
-    every_steps: NonNegativeInt = 50
+    every_steps: StepsOrNever = 50
     """Steps between durable checkpoints; the last step is always saved. 0: no durable checkpoint at all."""
-    keep: PositiveInt = 3
+    keep: Steps = 3
     """Newest durable checkpoints kept; older ones are deleted after a newer one is complete."""
-    snapshot_every_steps: PositiveInt = 1
+    snapshot_every_steps: Steps = 1
     """Steps between snapshots in shared memory; the most that a crash makes a job redo."""
 
 
 class RecoveryConfig(Section):
     """What failures cost before the job gives up."""
 
-    max_restarts: NonNegativeInt = 20
+    max_restarts: Count = 20
     """Automatic restarts before the job fails with restarts_exhausted."""
 
 
@@ -303,7 +314,7 @@ def read_document(path: Path) -> Any:
     """
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none, not UTF-8
         raise SpecError([Problem("", f"{path} is not valid YAML: {' '.join(str(error).split())}")]) from error
     data = document.get("data") if isinstance(document, dict) else None
     if isinstance(data, dict) and isinstance(data.get("paths"), list):
@@ -356,20 +367,19 @@ def _problem_of(path: str, item: Any) -> Problem:
     if kind == "missing":
         return Problem(path, "required, but missing", _example_of(path))
     if kind in _TYPE_NAMES:
-        return Problem(path, f"must be {_TYPE_NAMES[kind]}, not {_kind(value)}", _converted(kind, value))
+        meant = _working(path, _converted(kind, value))
+        return Problem(path, f"must be {_TYPE_NAMES[kind]}, not {_kind(value)}", meant)
     if kind == "literal_error":
         known = [str(entry) for entry in _literals_at(path)]
-        closest = difflib.get_close_matches(str(value), known, n=1, cutoff=0.0)
-        return Problem(path, f"must be one of {', '.join(known)}, not {value!r}", closest[0] if closest else None)
+        closest = difflib.get_close_matches(_shown(value), known, n=1, cutoff=0.0)
+        return Problem(path, f"must be one of {', '.join(known)}, not {_shown(value)}", closest[0] if closest else None)
     for name, text in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
         if name in context:
             bound = context[name]
-            nearest = str(bound) if name in ("ge", "le") else None
-            if name == "gt":
-                nearest = "1" if isinstance(value, int) else None
-            return Problem(path, f"must be {text} {bound}, not {value!r}", nearest)
+            nearest = str(bound) if name in ("ge", "le") else "1" if name == "gt" and isinstance(value, int) else None
+            return Problem(path, f"must be {text} {bound}, not {_shown(value)}", _working(path, nearest))
     if kind == "finite_number":
-        return Problem(path, "must be a finite number")
+        return Problem(path, "must be a finite number", _working(path, None))
     if kind == "string_pattern_mismatch":
         fixed = re.sub(r"[^A-Za-z0-9._ -]", "-", str(value)).lstrip("._ -")[:100]
         return Problem(
@@ -391,8 +401,45 @@ def _kind(value: Any) -> str:
     }
     if value is None:
         return "nothing"
-    shown = f" ({value!r})" if isinstance(value, str | int | float) and len(repr(value)) < 40 else ""
+    shown = f" ({_shown(value)})" if isinstance(value, str | int | float) else ""
     return names.get(type(value), type(value).__name__) + shown
+
+
+def _shown(value: Any) -> str:
+    """`value` as a person wrote it, if that is short."""
+    if not isinstance(value, str | int | float):
+        return _kind(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a huge number"  # Python refuses to write out thousands of digits
+    return text if len(text) <= 60 else text[:56] + " ..."
+
+
+def _working(path: str, suggestion: str | None) -> str | None:
+    """`suggestion` if the field at `path` takes it, else the field's default, if it has one."""
+    parent, _, key = path.rpartition(".")
+    section = _section_at(parent)
+    field = section.model_fields.get(key) if section else None
+    if field is None:
+        return suggestion
+    if suggestion is not None:
+        try:
+            # The field's constraints lie in its metadata.
+            TypeAdapter(Annotated[field.annotation, field]).validate_python(_as_read(suggestion))
+        except ValidationError:
+            suggestion = None
+    if suggestion is None and isinstance(field.default, str | int | float):
+        return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+    return suggestion
+
+
+def _as_read(suggestion: str) -> Any:
+    """What YAML makes of a suggestion."""
+    try:
+        return yaml.load(suggestion, Loader=_Loader)
+    except (yaml.YAMLError, ValueError):
+        return suggestion
 
 
 def _converted(kind: str, value: Any) -> str | None:

@@ -5,6 +5,8 @@ Each rule is a function of the spec that yields problems; each problem names the
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator
 
 from workers.config import BYTE_VOCABULARY, JobSpec, Problem
@@ -22,12 +24,19 @@ def find_problems(spec: JobSpec) -> list[Problem]:
 
 def nearest_divisor(of: int, to: int) -> int:
     """The divisor of `of` that lies nearest to `to` (the smaller one when two are as near)."""
-    return min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - to), d))
+    return min(_divisors(of), key=lambda d: (abs(d - to), d))
+
+
+def _divisors(of: int) -> list[int]:
+    """All divisors of `of`."""
+    small = [d for d in range(1, math.isqrt(of) + 1) if of % d == 0]
+    return small + [of // d for d in small]
 
 
 def nearest_multiple(of: int, to: int) -> int:
-    """The positive multiple of `of` that lies nearest to `to`."""
-    return max(of, round(to / of) * of)
+    """The positive multiple of `of` that lies nearest to `to` (the smaller one when two are as near)."""
+    below = to // of * of
+    return max(of, below if to - below <= of // 2 else below + of)
 
 
 def _not_built(path: str, value: object, *works: str) -> Problem:
@@ -81,24 +90,29 @@ def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _heads_divide_hidden(spec: JobSpec) -> Iterator[Problem]:
-    hidden, heads = spec.model.hidden_size, spec.model.heads
+    hidden, heads, tensor = spec.model.hidden_size, spec.model.heads, spec.layout.tensor
     if hidden % heads:
-        yield Problem(
-            "model.heads",
-            f"heads ({heads}) must divide hidden_size ({hidden})",
-            str(nearest_divisor(hidden, heads)),
-        )
+        # One that fits the layout too, where there is one.
+        unit = tensor if hidden % tensor == 0 else 1
+        nearest = unit * nearest_divisor(hidden // unit, round(heads / unit))
+        yield Problem("model.heads", f"heads ({heads}) must divide hidden_size ({hidden})", str(nearest))
 
 
 def _tensor_divides(spec: JobSpec) -> Iterator[Problem]:
     tensor, model = spec.layout.tensor, spec.model
+    if model.hidden_size % model.heads:
+        return  # the heads are wrong first
     if model.heads % tensor:
+        # One that divides all that is split, so that following the advice is enough.
+        split = math.gcd(model.heads, model.ffn_size)
+        if spec.layout.sequence_parallel is not False:
+            split = math.gcd(split, model.sequence_length)
         yield Problem(
             "parallel.tensor",
             f"tensor ({tensor}) must divide model.heads ({model.heads})",
-            str(nearest_divisor(model.heads, tensor)),
+            str(nearest_divisor(split, tensor)),
         )
-    if model.ffn_size % tensor:
+    elif model.ffn_size % tensor:
         yield Problem(
             "model.ffn_hidden_size",
             f"ffn_hidden_size ({model.ffn_size}) must be a multiple of parallel.tensor ({tensor})",
@@ -114,7 +128,7 @@ def _sequence_parallel_fits(spec: JobSpec) -> Iterator[Problem]:
             "sequence parallelism splits over the tensor group, but parallel.tensor is 1",
             "false",
         )
-    if spec.layout.sequence_parallel_on and length % tensor:
+    if spec.layout.sequence_parallel_on and length % tensor and spec.model.heads % tensor == 0:
         yield Problem(
             "model.sequence_length",
             f"sequence_length ({length}) must be a multiple of parallel.tensor ({tensor}) with sequence parallelism",
@@ -156,11 +170,12 @@ def _vocabulary_holds_tokenizer(spec: JobSpec) -> Iterator[Problem]:
 def _paths_match_source(spec: JobSpec) -> Iterator[Problem]:
     data = spec.data
     if data.source == "python-stdlib" and data.paths:
-        yield Problem("data.paths", "source python-stdlib takes no paths", "source: text")
+        yield Problem("data.paths", "source python-stdlib takes no paths (source text does)", "[]")
     if data.source == "text" and not data.paths:
         yield Problem("data.paths", "source text needs at least one file or directory", "[corpus.txt]")
     if any("\0" in path for path in data.paths):
-        yield Problem("data.paths", "a path cannot contain a zero byte")
+        kept = [path.replace("\0", "") for path in data.paths]
+        yield Problem("data.paths", "a path cannot contain a zero byte", json.dumps(kept))
 
 
 def _learning_rates_ordered(spec: JobSpec) -> Iterator[Problem]:

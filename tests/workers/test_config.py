@@ -1,0 +1,277 @@
+"""Specs: what parses, and what is said about what does not."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from engine_specs import TINY, document
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.config import JobSpec, ParallelConfig, Problem, SpecError, load_job_spec, parse_job_spec, read_document
+
+
+def problems_of(spec: Any) -> list[Problem]:
+    """What is wrong with a document."""
+    with pytest.raises(SpecError) as caught:
+        parse_job_spec(spec)
+    return caught.value.problems
+
+
+def with_value(path: str, value: Any) -> dict[str, Any]:
+    """TINY with one value set, or taken out (None)."""
+    spec = copy.deepcopy(TINY)
+    *sections, key = path.split(".")
+    place = spec
+    for section in sections:
+        place = place.setdefault(section, {})
+    if value is None:
+        place.pop(key, None)
+    else:
+        place[key] = value
+    return spec
+
+
+def advised(spec: dict[str, Any], problem: Problem) -> dict[str, Any]:
+    """The document after one has followed the suggestion."""
+    assert problem.suggestion is not None
+    *sections, key = problem.path.split(".")
+    result = copy.deepcopy(spec)
+    place = result
+    for section in sections:
+        place = place.setdefault(section, {})
+    place[key] = yaml.safe_load(problem.suggestion)
+    return result
+
+
+def test_the_contracts_own_example_parses_with_its_values():
+    spec = parse_job_spec(
+        yaml.safe_load("""
+name: quickstart
+model:     {family: gpt, layers: 4, hidden_size: 128, heads: 4, sequence_length: 128}
+data:      {source: python-stdlib, tokenizer: bytes}
+train:     {steps: 200, global_batch_size: 16, micro_batch_size: 2, seed: 1234, precision: fp32,
+            optimizer: {name: adamw, learning_rate: 1.0e-3, min_learning_rate: 1.0e-4, schedule: cosine,
+                        warmup_steps: 20, weight_decay: 0.1, beta1: 0.9, beta2: 0.95, epsilon: 1.0e-8, clip_norm: 1.0}}
+parallel:  {tensor: 2, pipeline: 2, data: 2, virtual_stages: 1, schedule: 1f1b, sequence_parallel: true,
+            recompute: selective, zero: 1}
+elastic:   {min_data: 1, max_data: 2}
+resources: {accelerator: auto}
+checkpoint: {every_steps: 50, keep: 3}
+recovery:  {max_restarts: 20}
+priority:  0
+""")
+    )
+    assert (spec.layout.world_size, spec.micro_batches, spec.vocabulary_size) == (8, 4, 256)
+    assert spec.train.optimizer.epsilon == 1e-8
+
+
+def test_everything_but_model_data_and_steps_has_a_default():
+    spec = parse_job_spec({"model": TINY["model"], "data": TINY["data"], "train": {"steps": 1}})
+    assert spec.parallel == ParallelConfig(tensor=1, pipeline=1, data=1, schedule="1f1b", recompute="none", zero=1)
+
+
+@pytest.mark.parametrize(("tensor", "asked", "on"), [(1, None, False), (2, None, True), (2, False, False)])
+def test_sequence_parallelism_is_on_exactly_with_tensor_parallelism(tensor, asked, on):
+    parallel = {"tensor": tensor} | ({} if asked is None else {"sequence_parallel": asked})
+    assert parse_job_spec(document(parallel=parallel)).layout.sequence_parallel_on is on
+
+
+def test_a_parsed_spec_parses_again_to_the_same():
+    spec = parse_job_spec(document(parallel={"tensor": 2, "recompute": "selective"}))
+    assert parse_job_spec(json.loads(json.dumps(spec.model_dump(mode="json")))) == spec
+
+
+WRONG_VALUES = [
+    ("model.layers", "4", "must be an integer, not a string ('4')", "4"),
+    ("model.layers", 4.2, "must be an integer", "4"),
+    ("model.layers", True, "must be an integer, not a boolean", None),
+    ("model.layers", 0, "must be above 0, not 0", "1"),
+    ("model.layers", -3.7, "must be an integer", None),
+    ("model.layers", 10**12, "must be at most 10000", "10000"),
+    ("model.hidden_size", 10**12, "must be at most 1000000", "1000000"),
+    ("model.bias", "yes", "must be true or false", "true"),
+    ("model.dropout", 1.0, "must be below 1", "0.0"),
+    ("model.family", "gtp", "must be one of gpt, llama, bert, not 'gtp'", "gpt"),
+    ("train.optimizer.learning_rate", -1.0, "must be above 0", "0.001"),
+    ("train.optimizer.learning_rate", "0.1", "must be a number", "0.1"),
+    ("train.optimizer.learning_rate", math.nan, "must be a finite number", "0.001"),
+    ("train.optimizer.beta1", 1.5, "must be below 1", "0.9"),
+    ("train.steps", 10**400, "must be at most 1000000000", "1000000000"),
+    ("train.global_batch_size", 10**30, "must be at most 100000000", "100000000"),
+    ("parallel.tensor", 10**9, "must be at most 100000", "100000"),
+    ("parallel.zero", 2, "must be one of 0, 1, 3, not 2", None),
+    ("parallel.recompute", {"a": "b"}, "must be one of none, selective, full, not a mapping", None),
+    ("data.paths", "corpus.txt", "must be a list", "[corpus.txt]"),
+    ("name", "../up", "must be letters, digits", "-up"),
+    ("name", 7, "must be a string", "7"),
+    ("priority", 5000, "must be at most 1000", "1000"),
+    ("train", 5, "must be a mapping, not an integer (5)", None),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "rule", "suggestion"), WRONG_VALUES, ids=[str(case[:2])[:50] for case in WRONG_VALUES]
+)
+def test_wrong_values_name_the_field_the_rule_and_what_works(path, value, rule, suggestion):
+    (problem,) = problems_of(with_value(path, value))
+    assert problem.path == path
+    assert rule in problem.rule
+    if path != "name":
+        assert suggestion is None or problem.suggestion == suggestion
+    if problem.suggestion is not None and path not in ("name", "parallel.tensor"):
+        parsed = advised(with_value(path, value), problem)
+        assert not [other for other in found(parsed) if other.path == path and not other.unsupported]
+
+
+def found(spec: dict[str, Any]) -> list[Problem]:
+    """What is wrong with a document; nothing when it parses."""
+    try:
+        parse_job_spec(spec)
+    except SpecError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize("value", ["../up", "", "a\nb", "日本", " x", "n" * 101])
+def test_a_suggested_name_works(value):
+    (problem,) = problems_of(with_value("name", value))
+    if problem.suggestion is not None:
+        assert parse_job_spec(with_value("name", problem.suggestion)).name == problem.suggestion
+
+
+@pytest.mark.parametrize(
+    ("key", "closest"),
+    [
+        ("model.layer", "layers"),
+        ("model.hiden_size", "hidden_size"),
+        ("train.optimizer.lr_rate", None),
+        ("train.optimizer.learning_rte", "learning_rate"),
+        ("train.learning_rate", "train.optimizer.learning_rate"),
+        ("modell", "model"),
+        ("parallel.tensors", "tensor"),
+    ],
+)
+def test_unknown_keys_name_the_closest_known_one(key, closest):
+    (problem,) = problems_of(with_value(key, 1))
+    assert (problem.path, problem.rule) == (key, "unknown key")
+    if closest is not None:
+        assert problem.suggestion == closest
+
+
+@pytest.mark.parametrize(
+    "path", ["model", "data", "train", "model.layers", "model.heads", "data.source", "train.steps"]
+)
+def test_what_is_missing_is_named_with_an_example_that_works(path):
+    spec = with_value(path, None)
+    (problem,) = problems_of(spec)
+    assert (problem.path, problem.rule) == (path, "required, but missing")
+    parse_job_spec(
+        {**advised(spec, problem), **({"data": {"source": "python-stdlib"}} if path == "data.source" else {})}
+    )
+
+
+def test_all_problems_are_told_at_once():
+    paths = {problem.path for problem in problems_of(document(model={"layers": 0, "head": 3}, train={"steps": "x"}))}
+    assert paths == {"model.layers", "model.head", "train.steps"}
+
+
+@pytest.mark.parametrize("value", [None, [], "text", 5, 1.5, True])
+def test_a_spec_is_a_mapping(value):
+    (problem,) = problems_of(value)
+    assert "a job spec is a mapping of sections, not" in problem.rule
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3),
+    max_leaves=8,
+)
+fields = st.sampled_from(
+    ["model", "data", "train", "parallel", "elastic", "name", "priority", "model.layers", "model.kv_heads",
+     "model.vocabulary_size", "data.paths", "data.weights", "data.tokenizer", "train.batch_ramp", "train.optimizer",
+     "train.optimizer.beta2", "parallel.zero", "parallel.schedule", "parallel.sequence_parallel", "elastic.min_data",
+     "checkpoint.keep", "resources.accelerator", "nonsense", "model.nonsense"]
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(fields, json_values, max_size=4), json_values)
+def test_anything_at_all_is_a_spec_or_a_spec_error(values, whole):
+    spec = copy.deepcopy(TINY)
+    for path, value in sorted(values.items()):
+        *sections, key = path.split(".")
+        place = spec
+        for section in sections:
+            place = place.setdefault(section, {}) if isinstance(place, dict) else {}
+        if isinstance(place, dict):
+            place[key] = value
+    for candidate in (spec, whole):
+        try:
+            assert isinstance(parse_job_spec(candidate), JobSpec)
+        except SpecError as error:
+            assert error.problems
+            assert all(isinstance(problem.rule, str) and problem.rule for problem in error.problems)
+            assert all(len(problem.rule) < 300 for problem in error.problems)
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(TINY) + "\n")
+    file.write_text(
+        file.read_text().replace("steps: 30", "steps: 30\n  optimizer: {learning_rate: 1e-3, epsilon: 1E-8}")
+    )
+    optimizer = load_job_spec(file).train.optimizer
+    assert (optimizer.learning_rate, optimizer.epsilon) == (1e-3, 1e-8)
+
+
+def test_relative_paths_are_resolved_against_the_files_own_folder(tmp_path, monkeypatch):
+    (tmp_path / "jobs").mkdir()
+    file = tmp_path / "jobs" / "job.yaml"
+    file.write_text(yaml.safe_dump(document(data={"paths": ["corpus.txt", "../more", "/etc/text"]})))
+    monkeypatch.chdir(tmp_path)
+    paths = load_job_spec(Path("jobs/job.yaml")).data.paths
+    assert [Path(path).resolve() for path in paths[:2]] == [tmp_path / "jobs" / "corpus.txt", tmp_path / "more"]
+    assert all(Path(path).is_absolute() for path in paths)
+    assert paths[2] == "/etc/text"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"model: {", b"\xff\xfe\x00", b"a: *nobody", b"name: 2001-99-99", b"x: !!python/object:os.system {}", b"? {a: b}\n: c",
+     b"steps: " + b"9" * 5000, b"[" * 5000],
+    ids=["open brace", "not UTF-8", "unknown alias", "no date", "a Python object", "a mapping as key", "huge number", "deep"],
+)  # fmt: skip
+def test_a_file_that_is_no_spec_is_named_in_one_line(tmp_path, content):
+    file = tmp_path / "job.yaml"
+    file.write_bytes(content)
+    with pytest.raises(SpecError) as caught:
+        load_job_spec(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_aliases_upon_aliases_is_told_in_few_words(tmp_path):
+    file = tmp_path / "job.yaml"
+    lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
+    file.write_text("\n".join([*lines, "parallel: {recompute: *a39}"]))
+    with pytest.raises(SpecError) as caught:
+        load_job_spec(file)
+    assert len(str(caught.value)) < 10_000
+
+
+def test_a_huge_number_in_another_base_is_refused(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text("train: {steps: 0x" + "f" * 8000 + "}")
+    with pytest.raises(SpecError, match="train.steps: must be at most 1000000000, not a huge number"):
+        load_job_spec(file)
+
+
+def test_a_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_document(tmp_path / "none.yaml")

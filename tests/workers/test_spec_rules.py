@@ -1,0 +1,188 @@
+"""Rules across fields: each names the field, the rule, and a value that works when one puts it there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+from engine_specs import document
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.config import Problem, SpecError, parse_job_spec
+from workers.spec_rules import nearest_divisor, nearest_multiple
+
+RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
+    ("heads", {"model": {"heads": 5}}, "model.heads", "heads (5) must divide hidden_size (32)", "4"),
+    ("tensor", {"parallel": {"tensor": 3}}, "parallel.tensor", "tensor (3) must divide model.heads (4)", "2"),
+    (
+        "ffn",
+        {"model": {"ffn_hidden_size": 71}, "parallel": {"tensor": 2}},
+        "model.ffn_hidden_size", "ffn_hidden_size (71) must be a multiple of parallel.tensor (2)", "70",
+    ),
+    (
+        "sequence",
+        {"model": {"sequence_length": 9}, "parallel": {"tensor": 2}},
+        "model.sequence_length", "must be a multiple of parallel.tensor (2) with sequence parallelism", "8",
+    ),
+    (
+        "sequence parallel alone",
+        {"parallel": {"sequence_parallel": True}},
+        "parallel.sequence_parallel", "but parallel.tensor is 1", "false",
+    ),
+    ("pipeline", {"parallel": {"pipeline": 3}}, "parallel.pipeline", "pipeline (3) must divide model.layers (4)", "2"),
+    (
+        "batch",
+        {"train": {"micro_batch_size": 3}, "parallel": {"data": 2}},
+        "train.global_batch_size", "must be a multiple of parallel.data x micro_batch_size (2 x 3)", "6",
+    ),
+    (
+        "vocabulary",
+        {"model": {"vocabulary_size": 100}},
+        "model.vocabulary_size", "is smaller than the bytes tokenizer's (256)", "256",
+    ),
+    (
+        "paths without use",
+        {"data": {"source": "python-stdlib"}},
+        "data.paths", "source python-stdlib takes no paths", "[]",
+    ),
+    ("no paths", {"data": {"paths": []}}, "data.paths", "needs at least one file or directory", "[corpus.txt]"),
+    ("zero byte", {"data": {"paths": ["a\0b"]}}, "data.paths", "cannot contain a zero byte", '["ab"]'),
+    (
+        "learning rates",
+        {"train": {"optimizer": {"learning_rate": 1e-5}}},
+        "train.optimizer.min_learning_rate", "must be at most learning_rate (1e-05)", "1e-05",
+    ),
+    (
+        "warm-up",
+        {"train": {"optimizer": {"warmup_steps": 31}}},
+        "train.optimizer.warmup_steps", "warmup_steps (31) must be at most train.steps (30)", "30",
+    ),
+    (
+        "validation",
+        {"train": {"validate_every": 5}, "data": {"validation_fraction": 0.0}},
+        "train.validate_every", "needs data.validation_fraction above 0", "0",
+    ),
+    ("fewest", {"elastic": {"min_data": 2}}, "elastic.min_data", "must be at most parallel.data (1)", "1"),
+    (
+        "most",
+        {"elastic": {"max_data": 1}, "parallel": {"data": 2}},
+        "elastic.max_data", "must be at least parallel.data (2)", "2",
+    ),
+]  # fmt: skip
+
+NOT_BUILT: list[tuple[str, str, Any]] = [
+    ("model", "family", "llama"),
+    ("model", "kv_heads", 2),
+    ("model", "dropout", 0.1),
+    ("data", "source", "parquet"),
+    ("data", "tokenizer", "bpe"),
+    ("data", "weights", [1.0]),
+    ("train", "precision", "bf16"),
+    ("train", "batch_ramp", {"from": 1}),
+    ("parallel", "context", 2),
+    ("parallel", "virtual_stages", 2),
+    ("parallel", "schedule", "zb-h1"),
+    ("parallel", "recompute", "full"),
+    ("parallel", "zero", 3),
+]
+
+
+def found(spec: dict[str, Any]) -> list[Problem]:
+    """What is wrong with a document; nothing when it parses."""
+    try:
+        parse_job_spec(spec)
+    except SpecError as error:
+        return error.problems
+    return []
+
+
+def follow(spec: dict[str, Any], problem: Problem) -> dict[str, Any]:
+    """The document after one has put the suggestion where the path says."""
+    result = copy.deepcopy(spec)
+    *sections, key = problem.path.split(".")
+    place = result
+    for section in sections:
+        place = place.setdefault(section, {})
+    assert problem.suggestion is not None, problem
+    value = yaml.safe_load(problem.suggestion)
+    place[key] = float(value) if isinstance(value, str) and "e-" in value else value
+    return result
+
+
+@pytest.mark.parametrize(
+    ("sections", "path", "rule", "suggestion"), [case[1:] for case in RULES], ids=[case[0] for case in RULES]
+)
+def test_a_broken_rule_is_told_and_its_advice_works(sections, path, rule, suggestion):
+    spec = document(**sections)
+    (problem,) = found(spec)
+    assert problem.path == path
+    assert rule in problem.rule
+    assert problem.suggestion == suggestion
+    assert not problem.unsupported
+    assert found(follow(spec, problem)) == []
+
+
+@pytest.mark.parametrize(("section", "key", "value"), NOT_BUILT, ids=[f"{case[0]}.{case[1]}" for case in NOT_BUILT])
+def test_what_is_not_built_says_what_works(section, key, value):
+    spec = document(**{section: {key: value}})
+    (problem,) = found(spec)
+    assert problem.path == f"{section}.{key}"
+    assert problem.unsupported
+    assert "not supported yet" in problem.rule
+    if problem.suggestion is None:
+        assert "leave the key out" in problem.rule
+        del spec[section][key]
+    else:
+        spec = follow(spec, problem)
+    assert found(spec) == []
+
+
+def test_a_layout_that_is_to_be_planned_is_not_built():
+    (problem,) = found({**document(), "parallel": "auto"})
+    assert (problem.path, problem.unsupported) == ("parallel", True)
+    assert found(follow({**document(), "parallel": "auto"}, problem)) == []
+
+
+small = st.integers(1, 24)
+
+
+@settings(max_examples=200, deadline=None)
+@given(small, small, small, small, small, small, small, small, st.sampled_from([None, True, False]))
+def test_following_the_advice_always_leads_to_a_spec(
+    layers, width, heads, length, tensor, pipeline, data, micro, split
+):
+    spec = document(
+        model={"layers": layers, "hidden_size": 8 * width, "heads": heads, "sequence_length": length},
+        train={"micro_batch_size": micro},
+        parallel={"tensor": tensor, "pipeline": pipeline, "data": data},
+    )
+    if split is not None:
+        spec["parallel"]["sequence_parallel"] = split
+    for _ in range(8):
+        problems = found(spec)
+        if not problems:
+            return
+        spec = follow(spec, problems[0])
+    raise AssertionError(f"still wrong: {problems}")
+
+
+@given(st.integers(1, 400), st.integers(1, 500))
+def test_nearest_divisor(of, to):
+    expected = min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - to), d))
+    assert nearest_divisor(of, to) == expected
+
+
+def test_nearest_divisor_of_a_large_number_is_found_at_once():
+    assert nearest_divisor(10**12, 999_983) == 10**6
+    assert nearest_divisor(999_999_999_989, 1000) == 1  # a prime
+
+
+@given(st.integers(1, 50), st.integers(1, 10**30))
+def test_nearest_multiple(of, to):
+    near = nearest_multiple(of, to)
+    assert near > 0
+    assert near % of == 0
+    assert abs(near - to) * 2 <= of or near == of
