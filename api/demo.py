@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -53,32 +55,43 @@ def _demo(console: Console) -> int:
 def _summary(console: Console, client: MantaClient, job: Job) -> None:
     metrics = client.metrics(job.id)
     losses = [loss for loss in metrics.series["loss"] if isinstance(loss, float)]
-    speeds = sorted(value for value in metrics.series["tokens_per_second"] if isinstance(value, float))
     latest = job.metrics.latest
     layout = job.parallel
     saved = [entry for entry in client.checkpoints(job.id).items if entry.state == "complete"]
     table = Table(title=f"{job.name}: {job.state}", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     rows = {
         "layout": f"tensor {layout['tensor']} x pipeline {layout['pipeline']} x data {layout['data']}",
         "loss, first step": figure(losses[0], 4) if losses else "-",
         "loss, last step": figure(losses[-1], 4) if losses else "-",
         "validation loss": figure(_number(latest.get("validation_loss")), 4),
-        "tokens/s, median": figure(speeds[len(speeds) // 2], 0) if speeds else "-",
-        "MFU, attention in full": percent(_number(latest.get("mfu_full"))),
-        "MFU, causal half": percent(_number(latest.get("mfu_causal"))),
+        "tokens/s, median": figure(_median(metrics.series["tokens_per_second"]), 0),
+        "MFU, attention in full, median": percent(_median(metrics.series["mfu_full"])),
+        "MFU, causal half, median": percent(_median(metrics.series["mfu_causal"])),
         "MFU is measured against": "a matrix product on one core of this machine for each rank"
         if job_runs_on_cpu(client, job)
         else "the device's peak",
         "goodput": percent(job.goodput),
         "restarts": str(job.restarts),
-        "checkpoint": saved[0].path if saved else "none",
-        "open the dashboard": f"MANTA_HOME={HOME} {Path(sys.executable).parent}/manta up",
+        "checkpoint": _short(saved[0].path) if saved else "none",
+        "open the dashboard": f"MANTA_HOME={HOME.name} {_short(str(Path(sys.executable).parent))}/manta up",
     }
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
     if job.state != JobState.SUCCEEDED:
         console.print(job.message or job.reason or "no reason given", style="red", highlight=False)
+
+
+def _short(path: str) -> str:
+    """`path` as seen from the project's folder, where the demo is run."""
+    return str(Path(path).relative_to(ROOT)) if Path(path).is_relative_to(ROOT) else path
+
+
+def _median(values: Sequence[object]) -> float | None:
+    found = [value for value in values if isinstance(value, int | float)]
+    return statistics.median(found) if found else None
 
 
 def _number(value: object) -> float | None:

@@ -62,7 +62,11 @@ def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None) 
 
 def build_app(control: ControlPlane, url: str) -> FastAPI:
     """REST and dashboard on top of `control`; the dashboard calls the service at `url`."""
-    return create_app(control)
+    from api.ui import mount  # imports NiceGUI, which only the server needs
+
+    app = create_app(control)
+    mount(app, url)
+    return app
 
 
 def _listen(host: str, port: int) -> socket.socket:
