@@ -1,0 +1,107 @@
+"""Which files make a corpus, and one clear sentence with the path when none can."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from engine_specs import spec
+
+from workers.config import DataConfig
+from workers.data.sources import check_data, corpus_files, split_corpus
+from workers.errors import DataError
+
+
+def text(*paths: Path) -> DataConfig:
+    """A corpus of these paths."""
+    return DataConfig(source="text", paths=tuple(str(path) for path in paths))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder with text and other things."""
+    for name in ("b.txt", "a.md", "sub/c.py", "sub/UPPER.TXT"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "d.txt").write_text("hidden")
+    return tmp_path
+
+
+def test_a_directory_stands_for_its_text_files_sorted(folder):
+    names = [str(Path(file.path).relative_to(folder)) for file in corpus_files(text(folder))]
+    assert names == ["a.md", "b.txt", "sub/UPPER.TXT", "sub/c.py"]
+
+
+def test_files_keep_the_order_of_the_spec_and_any_name(folder):
+    files = corpus_files(text(folder / "picture.png", folder / "a.md"))
+    assert [(Path(file.path).name, file.size) for file in files] == [("picture.png", 4), ("a.md", 12)]
+
+
+def test_the_standard_library_is_found_without_its_tests_and_packages():
+    files = [Path(file.path) for file in corpus_files(DataConfig(source="python-stdlib"))]
+    assert {"os.py", "ast.py"} <= {path.name for path in files}
+    assert all(path.suffix == ".py" for path in files)
+    assert not any({"site-packages", "test", "__pycache__"} & set(path.parts) for path in files)
+
+
+@pytest.mark.parametrize("missing", ["gone.txt", "gone/below.txt"])
+def test_what_is_missing_is_named(tmp_path, missing):
+    with pytest.raises(DataError, match=f"no such file or directory: {tmp_path / missing}"):
+        corpus_files(text(tmp_path / missing))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_is_unreadable_is_named(folder):
+    (folder / "a.md").chmod(0)
+    for path in (folder / "a.md", folder):
+        with pytest.raises(DataError, match=f"cannot be read: {folder / 'a.md'}"):
+            corpus_files(text(path))
+    (folder / "sub").chmod(0)
+    (folder / "a.md").chmod(0o600)
+    with pytest.raises(DataError, match=f"cannot be read: {folder / 'sub'}"):
+        corpus_files(text(folder))
+    (folder / "sub").chmod(0o700)
+
+
+def test_an_empty_file_is_no_corpus(folder):
+    with pytest.raises(DataError, match=f"the corpus is empty: no text in {folder / 'empty.txt'}"):
+        corpus_files(text(folder / "empty.txt"))
+
+
+def test_a_directory_without_text_is_named(tmp_path):
+    with pytest.raises(DataError, match=f"no text file below {tmp_path}"):
+        corpus_files(text(tmp_path))
+
+
+def test_a_pipe_is_no_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=f"not a regular file: {tmp_path / 'pipe'}"):
+        corpus_files(text(tmp_path / "pipe"))
+
+
+def test_the_last_part_is_held_out():
+    job = spec(data={"validation_fraction": 0.1})
+    assert split_corpus(job, 1000) == (900, 100)
+
+
+def test_a_corpus_that_is_too_short_for_a_sequence_says_how_long_it_must_be(tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("12345678")
+    job = spec(data={"paths": [str(short)], "validation_fraction": 0.0})
+    with pytest.raises(DataError, match=f"has 8 tokens for training, .* needs 9: use more text than {short}"):
+        check_data(job)
+    short.write_text("123456789")
+    check_data(job)
+
+
+def test_a_held_out_part_that_is_too_short_matters_only_with_validation(tmp_path):
+    file = tmp_path / "some.txt"
+    file.write_text("x" * 100)
+    data = {"paths": [str(file)], "validation_fraction": 0.05}
+    check_data(spec(data=data))
+    with pytest.raises(DataError, match=r"held-out part of the corpus has 5 tokens.* needs 9: raise data.validation"):
+        check_data(spec(data=data, train={"validate_every": 1}))
