@@ -1,0 +1,37 @@
+"""The benchmarks run, at a size that says nothing about time."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from benchmarks import layouts, metrics, nanogpt
+from benchmarks.report import deliver
+
+
+def test_nanogpt_follows_the_plain_loop(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog, and then it goes back. " * 100)
+    report = nanogpt.measure(argparse.Namespace(seed=1, text=text, steps=3))
+    assert report.figures["validation_loss_difference"].value < 1e-4
+    assert report.figures["validation_loss_engine"].met is None, "the target is for a full run"
+    assert report.settings["job"]["data"]["paths"] == ["text.txt"]
+
+
+def test_nanogpt_says_which_text_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = argparse.Namespace(seed=1, text=tmp_path / "nowhere.txt", steps=3, json=True, out=None)
+    assert deliver(nanogpt.measure, options) == 1
+    assert f"no text to train on at {tmp_path / 'nowhere.txt'}" in capsys.readouterr().err
+
+
+def test_layouts_agree_for_a_step() -> None:
+    report = layouts.measure(argparse.Namespace(seed=1, steps=1), [(1, 1, 1), (1, 1, 2)])
+    assert report.figures["loss_distance_1x1x2"].met and report.figures["grad_norm_distance_1x1x2"].met
+    assert report.figures["same_bits_twice_1x1x1"].met and report.figures["same_bits_twice_1x1x2"].met
+
+
+def test_every_row_reaches_the_reader() -> None:
+    report = metrics.measure(argparse.Namespace(seed=1, warm_up=1, steps=12))
+    assert report.figures["rows_read"].value == report.figures["rows_sent"].value == 11
