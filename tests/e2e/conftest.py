@@ -1,0 +1,189 @@
+"""One real service for all end-to-end tests: its own processes, its own home, a free port, real trainers."""
+
+import copy
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from api.cli_service import start_service, stop_service
+from api.client import MantaClient
+from api.server import running_service
+from service.ray_head import MARK
+from service.states import is_final
+from workers.paths import Paths
+
+SECONDS = 60.0
+POLL_SECONDS = 0.02
+STEPS = 60
+
+
+class Manta:
+    """A running service as its users see it, and what tests do behind its back."""
+
+    def __init__(self, home: Path, corpus: Path):
+        self.home, self.paths, self._corpus = home, Paths.of(home), corpus
+        self.url = ""
+        self.start()
+
+    def start(self) -> None:
+        """`manta up`."""
+        self.url = start_service(self.home, "127.0.0.1", 0, 16, None)
+        self.client = MantaClient(self.url)
+
+    def kill_service(self) -> None:
+        """kill -9 of the service's process, and of nothing else."""
+        process = psutil.Process(int(str(running_service(self.home)["pid"])))
+        process.kill()
+        process.wait(10)
+
+    def spec(self, steps: int = STEPS, tensor: int = 2, pipeline: int = 1, data: int = 2, **sections: Any) -> dict:
+        """A tiny job whose steps take some 20 ms; `sections` are merged into the spec's."""
+        document: dict[str, Any] = {
+            "name": "tiny",
+            "model": {"layers": 2, "hidden_size": 32, "heads": 4, "sequence_length": 32},
+            "data": {"source": "text", "paths": [str(self._corpus)]},
+            "train": {"steps": steps, "global_batch_size": 8, "micro_batch_size": 2},
+            "parallel": {"tensor": tensor, "pipeline": pipeline, "data": data},
+            "checkpoint": {"every_steps": 0},
+        }
+        for name, section in sections.items():
+            document[name] = {**document.get(name, {}), **section} if isinstance(section, dict) else section
+        return document
+
+    def submit(self, document: dict) -> str:
+        """Submit over REST; the job's id."""
+        return self.client.submit(copy.deepcopy(document)).id
+
+    def until(self, what: str, condition: Callable[[], Any], seconds: float = SECONDS) -> Any:
+        """Ask `condition` until it holds, and return what it said."""
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
+            time.sleep(POLL_SECONDS)
+        return found
+
+    def until_step(self, job: str, step: int) -> None:
+        """Wait until the job has committed `step`."""
+
+        def reached() -> bool:
+            found = self.client.job(job)
+            assert found.step >= step or not is_final(found.state), self.story(job)
+            return found.step >= step
+
+        self.until(f"step {step} of {job}", reached)
+
+    def until_state(self, job: str, *states: str) -> Any:
+        """Wait until the job is in one of `states`; the job."""
+
+        def reached() -> Any:
+            found = self.client.job(job)
+            assert found.state in states or not is_final(found.state), self.story(job)
+            return found if found.state in states else None
+
+        return self.until(f"{job} being {' or '.join(states)}", reached)
+
+    def until_generation(self, job: str, generation: int) -> None:
+        """Wait until generation number `generation` has been started."""
+        self.until(f"generation {generation}", lambda: self.client.job(job).generation >= generation)
+
+    def pids(self, job: str) -> list[int]:
+        """Process ids of the trainers by rank, as `/ranks` tells them; all of them are there."""
+        return self.until("all ranks", lambda: self._all_pids(job))
+
+    def _all_pids(self, job: str) -> list[int] | None:
+        found = [rank.pid for rank in self.client.ranks(job).items]
+        return found if found and all(found) else None
+
+    def curve(self, job: str) -> list[tuple[int, float, float]]:
+        """(step, loss, gradient norm) of each step."""
+        found = self.client.metrics(job, names=["loss", "grad_norm"], max_points=10_000)
+        return list(zip(found.steps, found.series["loss"], found.series["grad_norm"], strict=True))
+
+    def events(self, job: str, kind: str | None = None) -> list[Any]:
+        """The job's events, oldest first, or those of one type."""
+        items, cursor = [], None
+        while True:
+            page = self.client.events(job, cursor)
+            items += page.items
+            if page.next_cursor is None:
+                return [event for event in items if kind in (None, event.type)]
+            cursor = page.next_cursor
+
+    def story(self, job: str) -> str:
+        """Everything that happened to the job, for messages of failed tests."""
+        found = self.client.job(job)
+        lines = [f"{event.type}: {event.message}" for event in self.events(job)]
+        return "\n".join([f"{job} is {found.state} ({found.reason}: {found.message}), step {found.step}", *lines])
+
+    def trainers(self) -> list[psutil.Process]:
+        """Processes that the zygote forked: trainers and rendezvous stores."""
+        daemons = [process for process in psutil.process_iter() if self._is_our_zygote(process)]
+        return [child for process in daemons for child in process.children(recursive=True)]
+
+    def _is_our_zygote(self, process: psutil.Process) -> bool:
+        try:
+            words = process.cmdline()
+            parent_is_zygote = "workers.zygote" in process.parent().cmdline() if process.parent() else False
+        except psutil.Error:
+            return False
+        return "workers.zygote" in words and not parent_is_zygote and any(self.paths.tag in word for word in words)
+
+    def zygote(self) -> psutil.Process:
+        """The node's zygote."""
+        return next(process for process in psutil.process_iter() if self._is_our_zygote(process))
+
+    def agents(self) -> list[psutil.Process]:
+        """The processes of all agents."""
+        return [process for process in psutil.process_iter() if self._is_our_agent(process)]
+
+    def _is_our_agent(self, process: psutil.Process) -> bool:
+        try:
+            return process.name().startswith("ray::Agent") and process.environ().get(MARK) == self.paths.tag
+        except psutil.Error:
+            return False
+
+    def leftovers(self, job: str) -> list[str]:
+        """What a job that is over still holds: files in shared memory, processes."""
+        files = [str(file) for file in self.paths.snapshot_root.glob(f"{job}/*")]
+        folder = self.paths.snapshot_folder(job)
+        return [*files, *([str(folder)] if folder.exists() else []), *(str(p) for p in self.trainers())]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some text that is the same every time."""
+    path = tmp_path_factory.mktemp("corpus") / "words.txt"
+    words = random.Random(7)
+    vocabulary = ["".join(words.choices("abcdefghijklm", k=words.randint(2, 9))) for _ in range(300)]
+    path.write_text(" ".join(words.choices(vocabulary, k=30_000)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def manta(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Manta]:
+    """The service that these tests share."""
+    home = tmp_path_factory.mktemp("manta")
+    running = Manta(home, corpus)
+    yield running
+    stop_service(home)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(manta: Manta) -> list[tuple[int, float, float]]:
+    """The curve of the usual job when nothing happens to it."""
+    job = manta.submit(manta.spec())
+    manta.until_state(job, "SUCCEEDED")
+    return manta.curve(job)
+
+
+@pytest.fixture
+def kill() -> Callable[[int], None]:
+    """kill -9."""
+    return lambda pid: os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,153 @@
+"""Whatever is killed while a job runs, the job ends with the curve that it has when nothing is killed."""
+
+import shutil
+
+from service.states import is_final
+
+MIDDLE = 20
+
+
+def test_killed_rank_costs_at_most_one_step(manta, undisturbed, kill):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, MIDDLE)
+    before = manta.pids(job)
+    kill(before[3])
+    manta.until_generation(job, 2)
+    manta.until_step(job, MIDDLE + 20)
+    after = manta.pids(job)
+    assert not set(before) & set(after)
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert (ended.restarts, ended.generation) == (1, 2)
+    (lost,) = manta.events(job, "rank_lost")
+    assert lost.rank == 3
+    assert "SIGKILL" in lost.message
+    assert at_most_one_step_redone(manta, job)
+    states = [event.data["to"] for event in manta.events(job, "state_changed")]
+    assert states == ["STARTING", "RUNNING", "RECOVERING", "RUNNING", "SUCCEEDED"]
+
+
+def at_most_one_step_redone(manta, job):
+    """The new generation resumed from a snapshot, at the last step that was committed or the one before."""
+    resumed = manta.events(job, "generation_started")[-1].data
+    first = manta.events(job, "first_step")[-1]
+    assert resumed["resume_source"] == "snapshot"
+    return resumed["resume_step"] >= MIDDLE and first.step >= resumed["resume_step"] + 1
+
+
+def test_killed_reporting_rank_loses_no_row(manta, undisturbed, kill):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, MIDDLE)
+    kill(manta.pids(job)[0])
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts == 1
+
+
+def test_several_killed_ranks_are_one_recovery(manta, undisturbed, kill):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, MIDDLE)
+    for pid in manta.pids(job)[1:]:
+        kill(pid)
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts == 1
+
+
+def test_killed_again_while_recovering(manta, undisturbed, kill):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, MIDDLE)
+    kill(manta.pids(job)[2])
+    manta.until_generation(job, 2)
+    kill(manta.until("a trainer of generation 2", lambda: trainer_of_generation(manta, job, 2)))
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts == 2
+
+
+def trainer_of_generation(manta, job, generation):
+    """Process id of any trainer of that generation, as soon as there is one."""
+    ranks = [rank for rank in manta.client.ranks(job).items if rank.generation == generation and rank.pid]
+    return ranks[0].pid if ranks else None
+
+
+def test_killed_agent_is_replaced(manta, undisturbed):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, MIDDLE)
+    manta.agents()[1].kill()
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts == 1
+    assert manta.leftovers(job) == []
+
+
+def test_killed_zygote_takes_all_trainers_along_and_is_replaced(manta, undisturbed):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, MIDDLE)
+    zygote = manta.zygote()
+    zygote.kill()
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts == 1
+    assert manta.zygote().pid != zygote.pid
+
+
+def test_killed_node_daemon_is_replaced(manta, undisturbed):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, MIDDLE)
+    manta.zygote().parent().kill()
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts == 1
+
+
+def test_rendezvous_store_is_needed_at_the_start_only(manta, undisturbed, kill):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, MIDDLE)
+    pids = set(manta.pids(job))
+    (store,) = [process for process in manta.trainers() if process.pid not in pids]
+    store.kill()
+    manta.until_step(job, MIDDLE + 10)
+    kill(manta.pids(job)[1])
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts == 1
+
+
+def test_without_snapshots_the_newest_durable_checkpoint_is_used(manta, undisturbed, kill):
+    job = manta.submit(manta.spec(checkpoint={"every_steps": 10}))
+    manta.until("a complete checkpoint", lambda: complete_checkpoints(manta, job))
+    manta.until_step(job, MIDDLE)
+    shutil.rmtree(manta.paths.snapshot_folder(job))
+    newest = max(complete_checkpoints(manta, job))
+    kill(manta.pids(job)[1])
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts == 1
+    resumed = manta.events(job, "generation_started")[-1].data
+    assert resumed["resume_source"] == "checkpoint"
+    assert resumed["resume_step"] >= newest
+
+
+def complete_checkpoints(manta, job):
+    """Steps of the complete durable checkpoints."""
+    return [row.step for row in manta.client.checkpoints(job).items if row.state == "complete"]
+
+
+def test_job_that_may_not_be_restarted_fails_and_says_why(manta, kill):
+    job = manta.submit(manta.spec(recovery={"max_restarts": 0}))
+    manta.until_step(job, 1)
+    kill(manta.pids(job)[1])
+    ended = manta.until("the end", lambda: (found := manta.client.job(job)) and is_final(found.state) and found)
+    assert (ended.state, ended.reason) == ("FAILED", "restarts_exhausted")
+    assert "rank 1 was killed by SIGKILL" in ended.message
+    assert manta.leftovers(job) == []
+
+
+def test_agent_lost_at_the_very_end_leaves_no_snapshot(manta):
+    job = manta.submit(manta.spec(recovery={"max_restarts": 0}))
+    manta.until_step(job, 1)
+    manta.agents()[0].kill()
+    ended = manta.until("the end", lambda: (found := manta.client.job(job)) and is_final(found.state) and found)
+    assert (ended.state, ended.reason) == ("FAILED", "restarts_exhausted")
+    assert manta.leftovers(job) == []
