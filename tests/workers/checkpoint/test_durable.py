@@ -1,0 +1,219 @@
+"""Durable checkpoints: written by any layout, read by every other and by torch's own reader, to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from engine_specs import axes, document
+from plain_gpt import PlainGPT
+from rank_processes import RankFailure
+from rank_programs import train_job
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from workers.checkpoint.catalog import checkpoint_path, prune, read_manifest, whole_checkpoints
+from workers.config import ParallelConfig, parse_job_spec
+from workers.messages import Resume
+
+WRITER, READERS = (2, 2, 2), ((1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 2), (2, 2, 2))
+
+
+def job(corpus: str, layout: tuple[int, int, int], **sections) -> dict:
+    """Six steps of a model whose vocabulary does not divide, saved every other step."""
+    return document(
+        model={"vocabulary_size": 257, "sequence_length": 8},
+        data={"paths": [corpus]},
+        train={"steps": 6, "optimizer": {"warmup_steps": 2}},
+        parallel=axes(layout),
+        checkpoint={"every_steps": 2, "keep": 2},
+        **sections,
+    )
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """Some text."""
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text("".join(f"{n} and {n * n}\n" for n in range(500)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def written(ranks, corpus, tmp_path_factory):
+    """(folder, what each rank of the writing layout ended with)."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return folder, ranks.run(ParallelConfig(**axes(WRITER)), train_job, job(corpus, WRITER), str(folder))
+
+
+def newest(folder: Path) -> Resume:
+    """Resume from the newest whole checkpoint."""
+    path, manifest = whole_checkpoints(folder)[-1]
+    return Resume("checkpoint", manifest.step, str(path))
+
+
+def together(found: list) -> dict[str, torch.Tensor]:
+    """Layout-free tensors by `kind.name`, from all ranks' parts; copies must be equal."""
+    shapes = {
+        name: parameter.shape for name, parameter in PlainGPT(parse_job_spec(job("x", (1, 1, 1)))).named_parameters()
+    }
+    whole = {}
+    for rank in found:
+        for kind, name, offsets, values in rank.pieces:
+            key = f"{kind}.{name}"
+            tensor = whole.setdefault(key, torch.full(shapes[name], float("nan")))
+            where = tuple(slice(a, a + n) for a, n in zip(offsets, values.shape, strict=True))
+            known = ~tensor[where].isnan()
+            assert torch.equal(tensor[where][known], values[known])
+            tensor[where] = values
+    assert len(whole) == 3 * len(shapes)
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+@pytest.mark.parametrize("layout", READERS, ids=str)
+def test_every_layout_reads_what_another_wrote_to_the_bit(ranks, corpus, written, layout):
+    folder, state = written
+    found = ranks.run(ParallelConfig(**axes(layout)), train_job, job(corpus, layout), str(folder), None, newest(folder))
+    before, after = together(state), together(found)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_torchs_own_reader_reads_the_same(written, tmp_path):
+    folder, state = written
+    path = newest(folder).path
+    expected = together(state)
+    plain = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
+    dcp.load(plain, checkpoint_id=path, no_dist=True)
+    assert all(torch.equal(plain[key], expected[key]) for key in expected)
+    dcp_to_torch_save(path, tmp_path / "model.pt")
+    saved = torch.load(tmp_path / "model.pt")
+    assert set(saved) == set(expected)
+    assert all(torch.equal(saved[key], expected[key]) for key in expected)
+
+
+def test_the_newest_are_kept_and_the_manifest_tells_all(written):
+    folder, _ = written
+    whole = whole_checkpoints(folder)
+    assert [manifest.step for _, manifest in whole] == [4, 6]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path, _ in whole)
+    path, manifest = whole[-1]
+    assert manifest.job == "test"
+    assert set(manifest.files) == {each.name for each in path.iterdir()} - {"manifest.json"}
+    assert manifest.bytes == sum((path / name).stat().st_size for name in manifest.files)
+    assert parse_job_spec(manifest.spec).train.steps == 6
+
+
+def test_events_tell_the_story_in_order(written):
+    kinds = [(event["type"], event["step"]) for event in written[1][0].events]
+    story = [("checkpoint_saving", 2), ("checkpoint_saved", 2), ("checkpoint_saving", 4), ("checkpoint_saved", 4)]
+    assert kinds == [*story, ("checkpoint_saving", 6), ("checkpoint_saved", 6), ("checkpoint_deleted", 6)]
+    assert all(not rank.events for rank in written[1][1:]), "one rank tells it"
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "snapshot"])
+def test_going_on_gives_the_bits_of_a_run_that_was_never_interrupted(ranks, corpus, tmp_path, source):
+    layout, spec = ParallelConfig(**axes(WRITER)), job(corpus, WRITER)
+    whole = ranks.run(layout, train_job, spec)
+    folders = (str(tmp_path / "checkpoints"), str(tmp_path / "snapshots"))
+    begun = ranks.run(layout, train_job, spec, *folders, Resume(), 4)
+    path = str(whole_checkpoints(folders[0])[-1][0]) if source == "checkpoint" else None
+    ended = ranks.run(layout, train_job, spec, *folders, Resume(source, 4, path))
+    for full, first, second in zip(whole, begun, ended, strict=True):
+        assert first.statistics + second.statistics == full.statistics
+        assert torch.equal(second.parameters, full.parameters)
+        assert all(torch.equal(second.state[kind], full.state[kind]) for kind in full.state)
+
+
+def test_a_snapshot_step_back_gives_the_same_bits(ranks, corpus, tmp_path):
+    """A crash in the middle of a step: half of the ranks hold one step more, which is forgotten."""
+    layout, spec = ParallelConfig(**axes(WRITER)), job(corpus, WRITER)
+    whole = ranks.run(layout, train_job, spec)
+    ranks.run(layout, train_job, spec, None, str(tmp_path), Resume(), 5)
+    ended = ranks.run(layout, train_job, spec, None, str(tmp_path), Resume("snapshot", 4))
+    for full, second in zip(whole, ended, strict=True):
+        assert second.statistics == full.statistics[4:]
+        assert torch.equal(second.parameters, full.parameters)
+
+
+def damaged(written, tmp_path: Path, change: str) -> Path:
+    """A copy of the newest checkpoint with something wrong."""
+    source = Path(newest(written[0]).path)
+    copy = tmp_path / source.name
+    copy.mkdir()
+    for file in source.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    data = max(copy.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    if change == "no manifest":
+        (copy / "manifest.json").unlink()
+    elif change == "half a manifest":
+        (copy / "manifest.json").write_text((copy / "manifest.json").read_text()[:40])
+    elif change == "truncated":
+        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    elif change == "missing":
+        data.unlink()
+    return copy
+
+
+@pytest.mark.parametrize("change", ["no manifest", "half a manifest", "truncated", "missing"])
+def test_what_is_not_whole_is_never_listed(written, tmp_path, change):
+    path = damaged(written, tmp_path, change)
+    assert read_manifest(path) is None
+    assert whole_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("change", ["truncated", "missing"])
+def test_a_damaged_checkpoint_is_named_when_it_is_read_anyway(ranks, corpus, written, tmp_path, change):
+    path = damaged(written, tmp_path, change)
+    with pytest.raises(RankFailure, match="CheckpointError: the checkpoint at ") as caught:
+        ranks.run(
+            ParallelConfig(), train_job, job(corpus, (1, 1, 1)), str(tmp_path), None, Resume("checkpoint", 6, str(path))
+        )
+    assert str(path) in str(caught.value)
+
+
+def test_a_checkpoint_of_another_model_is_named(ranks, corpus, written, tmp_path):
+    other = job(corpus, (1, 1, 1))
+    other["model"]["ffn_hidden_size"] = 64
+    with pytest.raises(
+        RankFailure, match=r"is of another model: model\.layers\.0\.mlp\.up\.weight should be \(64, 32\)"
+    ):
+        ranks.run(ParallelConfig(), train_job, other, str(tmp_path), None, newest(written[0]))
+
+
+def test_a_save_that_fails_is_an_event_and_training_goes_on(ranks, corpus, tmp_path):
+    """The folder of checkpoints is a file."""
+    (tmp_path / "file").write_text("in the way")
+    layout = (2, 1, 1)
+    found = ranks.run(ParallelConfig(**axes(layout)), train_job, job(corpus, layout), str(tmp_path / "file" / "deep"))
+    failed = [event for event in found[0].events if event["type"] == "checkpoint_failed"]
+    assert [event["step"] for event in failed] == [2, 4, 6]
+    assert "Not a directory" in failed[0]["message"]
+    assert len(found[0].statistics) == 6
+
+
+def listed(folder: Path, step: int, generation: int, whole: bool = True) -> Path:
+    """A made-up checkpoint."""
+    path = checkpoint_path(folder, step, generation)
+    path.mkdir(parents=True)
+    (path / "data").write_bytes(b"12345")
+    if whole:
+        manifest = {"job": "j", "generation": generation, "step": step, "files": {"data": 5}, "spec": {}}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+def test_pruning_keeps_the_newest_and_what_this_generation_still_writes(tmp_path):
+    oldest, interrupted = listed(tmp_path, 10, 1), listed(tmp_path, 20, 1, whole=False)
+    kept = [listed(tmp_path, 30, 2), listed(tmp_path, 30, 3)]
+    under_way = listed(tmp_path, 40, 3, whole=False)
+    (tmp_path / "notes").mkdir()
+    assert prune(tmp_path, 2, generation=3) == [oldest, interrupted]
+    assert {path.name for path in tmp_path.iterdir()} == {*(path.name for path in kept), under_way.name, "notes"}
+    assert [path for path, _ in whole_checkpoints(tmp_path)] == kept, "oldest first"
+
+
+def test_no_folder_holds_no_checkpoints(tmp_path):
+    assert whole_checkpoints(tmp_path / "none") == []
