@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -85,7 +86,14 @@ def start_service(home: Path, host: str, port: int, slots: int | None, ray: str 
             env={**os.environ, "MANTA_HOME": str(home)},
             start_new_session=True,
         )
-    return _wait_until_ready(home, process, log, began)
+    try:
+        return _wait_until_ready(home, process, log, began)
+    except BaseException:  # interrupted, or too slow: nothing that nobody waits for stays behind
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            stop_service(home)
+        raise
 
 
 def _wait_until_ready(home: Path, process: subprocess.Popen[bytes], log: Path, began: int) -> str:
@@ -117,10 +125,11 @@ def stop_service(home: Path) -> bool:
     """End the service of `home`, its Ray, and every process and shared memory of its jobs. False: none was running."""
     running = running_service(home)
     if running is not None:
-        process = psutil.Process(int(str(running["pid"])))
-        process.send_signal(signal.SIGTERM)
-        if not wait_until_ended([process], DOWN_SECONDS):
-            process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(str(running["pid"])))
+            process.send_signal(signal.SIGTERM)
+            if not wait_until_ended([process], DOWN_SECONDS):
+                process.kill()
     paths = Paths.of(home)
     head = RayHead(home)
     found = running is not None or head.record() is not None

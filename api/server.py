@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import socket
+import sys
 from pathlib import Path
+from typing import IO
 
 import psutil  # type: ignore[import-untyped]
 import uvicorn
@@ -37,12 +41,14 @@ def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None) 
     """
     home.mkdir(parents=True, exist_ok=True)
     running = running_service(home)
-    if running is not None:
+    if running is not None and running["pid"] != os.getpid():
         raise AlreadyRunning(f"a service with home {home} runs already at {running['url']}; end it with `manta down`")
+    lock = _lock(home)
     listener = _listen(host, port)
-    url = f"http://{host}:{listener.getsockname()[1]}"
+    port = listener.getsockname()[1]
+    url = f"http://{host}:{port}"
     head = ExistingRay(ray) if ray else RayHead(home, slots)
-    control = ControlPlane(home, head)
+    control = ControlPlane(home, head, start_over=lambda: _start_over(home, host, port, slots))
     control.start()
     service_file = Settings(home).service_file
     try:
@@ -58,6 +64,7 @@ def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None) 
             control.stop()
         else:
             control.end_everything()
+        lock.close()
 
 
 def build_app(control: ControlPlane, url: str) -> FastAPI:
@@ -67,6 +74,24 @@ def build_app(control: ControlPlane, url: str) -> FastAPI:
     app = create_app(control)
     mount(app, url)
     return app
+
+
+def _lock(home: Path) -> IO[str]:
+    """Hold the home until the file is closed: of two services that start at once, one gives way."""
+    file = (home / "service.lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise AlreadyRunning(f"a service with home {home} runs or starts already; end it with `manta down`") from error
+    return file
+
+
+def _start_over(home: Path, host: str, port: int, slots: int | None) -> None:
+    """Become a fresh service at the same address, which starts a new Ray and takes up the jobs from the database."""
+    options = ["--host", host, "--port", str(port), *(["--slots", str(slots)] if slots is not None else [])]
+    environment = {**os.environ, "MANTA_HOME": str(home)}
+    os.execve(sys.executable, [sys.executable, "-m", "api.cli", "serve", *options], environment)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -10,31 +10,39 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from service.gangs import Gangs
 from service.placement import unit_of
+from service.processes import ended
 from service.ray_head import ExistingRay, RayHead
 from service.scheduler import Scheduler
-from service.states import JobState
+from service.states import JobState, is_final
 from service.store import IllegalTransition, Store, jobs, ranks
 from service.store.tables import Job
 from service.supervisor import Site, Supervisor
+from workers.paths import Paths
 
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0
+END_SECONDS = 30.0
 RETRY_SECONDS = 1.0
+RAYS_MINDER = "Ray's minder"
+# How long our Ray may take to end after one of its parts was killed.
+RAY_SECONDS = 3.0
 
 
 class ControlPlane:
     """What the API talks to. `start` before anything else; `stop` leaves the jobs running."""
 
-    def __init__(self, home: Path, head: RayHead | ExistingRay):
-        """`home`: folder of the embedded state; `head`: where Ray comes from."""
-        self._home, self._head = home, head
+    def __init__(self, home: Path, head: RayHead | ExistingRay, start_over: Callable[[], None] | None = None):
+        """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
+        has died, and replaces this process: Ray cannot be left and joined anew in the one that used it."""
+        self._home, self._head, self._start_over = home, head, start_over
         self._store = Store(f"sqlite:///{home / 'manta.db'}")
         self._supervisors: dict[str, tuple[Supervisor, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
@@ -42,6 +50,7 @@ class ControlPlane:
         self._site: Site | None = None
         self._scheduler: Scheduler | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._chores: set[asyncio.Task[None]] = set()
 
     @property
     def store(self) -> Store:
@@ -80,8 +89,19 @@ class ControlPlane:
             asyncio.create_task(self._scheduler.run(), name="scheduler"),
             asyncio.create_task(self._learn_peaks(self._site), name="peaks"),
         ]
+        if isinstance(self._head, RayHead):
+            self._tasks.append(asyncio.create_task(self._mind_ray(self._head), name=RAYS_MINDER))
         for task in self._tasks:
             task.add_done_callback(_complain)
+
+    async def _mind_ray(self, head: RayHead) -> None:
+        """Notice the death of our Ray. All trainers died with it; their jobs go on from their snapshots."""
+        record = await asyncio.to_thread(head.record)
+        if record is not None:
+            await ended(record.pid)
+        log.error("Ray has died (log: %s)", Paths.of(self._home).ray_log)
+        if self._start_over is not None:
+            self._start_over()
 
     def _unfinished(self) -> list[Job]:
         with self._store.read() as session:
@@ -89,17 +109,22 @@ class ControlPlane:
 
     async def _learn_peaks(self, site: Site) -> None:
         """Ask each node for the peak rate of its devices until all have measured it."""
-        unknown = True
-        while unknown:
-            unknown = False
-            for daemon in (await site.gangs.ensure_node_daemons()).values():
+        while not await self._ask_for_peaks(site):
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _ask_for_peaks(self, site: Site) -> bool:
+        """Whether all nodes knew."""
+        known = True
+        for daemon in (await site.gangs.ensure_node_daemons()).values():
+            try:
                 about = await daemon.describe.remote()
-                if about["peak_flops"] is None:
-                    unknown = True
-                else:
-                    site.peaks[about["node"]] = about["peak_flops"]
-            if unknown:
-                await asyncio.sleep(RETRY_SECONDS)
+            except site.ray.exceptions.RayError:
+                return False
+            if about["peak_flops"] is None:
+                known = False
+            else:
+                site.peaks[about["node"]] = about["peak_flops"]
+        return known
 
     def _placed(self, job: Job, generation: int) -> None:
         self._supervise(job, generation)
@@ -116,20 +141,32 @@ class ControlPlane:
             await supervisor.run(placed_generation)
         except Exception as error:
             log.exception("supervisor of %s", supervisor.job_id)
-            await self._fail(supervisor.job_id, f"internal error: {type(error).__name__}: {error}")
+            if await self._ray_lives():  # else nothing is wrong with the job, and it is taken up again with a new Ray
+                await self._fail(supervisor.job_id, f"internal error: {type(error).__name__}: {error}")
         finally:
-            self._supervisors.pop(supervisor.job_id, None)
+            if self._supervisors.get(supervisor.job_id, (None,))[0] is supervisor:
+                del self._supervisors[supervisor.job_id]
             if self._scheduler is not None:
                 self._scheduler.wake()
 
+    async def _ray_lives(self) -> bool:
+        minders = [task for task in self._tasks if task.get_name() == RAYS_MINDER]
+        done, _ = await asyncio.wait(minders, timeout=RAY_SECONDS) if minders else (set(), None)
+        return not done
+
     async def _fail(self, job_id: str, message: str) -> None:
         assert self._site is not None
-        await self._site.gangs.release(job_id)
+        try:
+            await self._site.gangs.end_job(job_id)
+        except Exception:  # the job fails all the same; what is left of it is swept at the next start
+            log.exception("could not release %s", job_id)
 
         def fail(session: Any) -> None:
             ranks.set_all(session, job_id, "exited")
+            cancelled = jobs.get(session, job_id).state == JobState.CANCELLING
             with contextlib.suppress(IllegalTransition):
-                jobs.transition(session, job_id, JobState.FAILED, reason="internal_error", message=message)
+                target = JobState.CANCELLED if cancelled else JobState.FAILED
+                jobs.transition(session, job_id, target, reason="internal_error", message=message)
 
         await self._store.write_async(fail)
 
@@ -145,6 +182,24 @@ class ControlPlane:
     def _cancel(self, job_id: str) -> None:
         if job_id in self._supervisors:
             self._supervisors[job_id][0].cancel()
+        elif self._site is not None:
+            self._background(self._forget_if_final(job_id))
+
+    async def _forget_if_final(self, job_id: str) -> None:
+        """A job that was cancelled in the queue may have run before and have left its snapshots."""
+        assert self._site is not None
+        if is_final((await asyncio.to_thread(self._job, job_id)).state):
+            await self._site.gangs.end_job(job_id)
+
+    def _job(self, job_id: str) -> Job:
+        with self._store.read() as session:
+            return jobs.get(session, job_id)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+        task.add_done_callback(_complain)
 
     def cluster(self) -> dict[str, Any]:
         """Nodes, slots and which ranks run where, in the form of `api.schemas.Cluster`."""
@@ -201,7 +256,7 @@ class ControlPlane:
         self._store.close()
 
     async def _leave(self) -> None:
-        tasks = [*self._tasks, *(task for _, task in self._supervisors.values())]
+        tasks = [*self._tasks, *self._chores, *(task for _, task in self._supervisors.values())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -209,15 +264,22 @@ class ControlPlane:
     def end_everything(self) -> None:
         """End all trainers, daemons and, if it is ours, Ray. Unfinished jobs go on from their newest durable
         checkpoint when the service is started again."""
-        if self._site is not None:
-            site = self._site
-            self._call(self._leave())
-            self._call(site.gangs.sweep([]), 120.0)
-            self._call(site.gangs.end_node_daemons(), 120.0)
-            site.ray.shutdown()
-        self.stop()
-        if isinstance(self._head, RayHead):
-            self._head.stop()
+        try:
+            if self._site is not None:
+                self._end_gangs(self._site)
+            self.stop()
+        finally:
+            if isinstance(self._head, RayHead):
+                self._head.stop()
+
+    def _end_gangs(self, site: Site) -> None:
+        self._call(self._leave())
+        try:
+            self._call(site.gangs.sweep([]), END_SECONDS)
+            self._call(site.gangs.end_node_daemons(), END_SECONDS)
+        except (TimeoutError, ConnectionError, site.ray.exceptions.RayError) as error:
+            log.warning("Ray did not let go of everything: %s", error)
+        site.ray.shutdown()
 
     def _call(self, coroutine: Any, seconds: float = CALL_SECONDS) -> Any:
         future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

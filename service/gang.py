@@ -16,6 +16,8 @@ from service.recovery import Death, describe_exit
 POLL_SECONDS = 30.0
 # After the first rank that merely lost a peer, how long to wait for the death that explains it.
 CULPRIT_SECONDS = 0.3
+# An agent that takes longer to stop its trainer is given up.
+STOP_SECONDS = 15.0
 
 Handle = Any
 Handler = Callable[[dict[str, Any]], Awaitable[None]]
@@ -68,7 +70,12 @@ class Gang:
         """Kill every trainer that still runs, and hear what each of them said before it ended."""
         self._stopping = True
         await asyncio.gather(*(self._stop_agent(agent) for agent in self.agents))
-        await asyncio.gather(*self._watchers)
+        await asyncio.wait(self._watchers, timeout=STOP_SECONDS)
+        self._raise_broken()
+        for rank, watcher in enumerate(self._watchers):
+            if not watcher.done():
+                self._bury(Death(rank, "agent_lost", message="has an agent that does not answer"))
+        await self.close()
 
     async def close(self) -> None:
         """Stop listening; trainers run on."""
@@ -85,8 +92,9 @@ class Gang:
                 watcher.result()
 
     async def _stop_agent(self, agent: Handle) -> None:
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            await agent.stop.remote()
+        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                await agent.stop.remote()
 
     async def _watch(self, rank: int) -> None:
         while True:
@@ -116,7 +124,7 @@ class Gang:
 
     def _end(self, rank: int, exit_data: dict[str, Any]) -> None:
         failure = self._failures.get(rank)
-        if rank in self._said_finished and failure is None:
+        if failure is None and (rank in self._said_finished or exit_data.get("code") == 0):
             self.finished.add(rank)
             self._changed.set()
         elif failure is not None:

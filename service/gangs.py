@@ -143,6 +143,13 @@ class Gangs:
         await asyncio.gather(*(self._end_agent(agent, keep_snapshots) for agent in agents))
         await asyncio.to_thread(self._remove_groups, job)
 
+    async def end_job(self, job: str) -> None:
+        """Release `job` for good, and let every node remove what is left of it, such as the snapshots of an agent
+        that was killed. A node that does not answer is swept when it comes back."""
+        await self.release(job)
+        daemons = (await self.ensure_node_daemons()).values()
+        await asyncio.gather(*(_awaited(daemon.end_job.remote(job)) for daemon in daemons), return_exceptions=True)
+
     async def _agent_names(self) -> list[str]:
         return [str(name) for name in await asyncio.to_thread(self._ray.util.list_named_actors)]
 

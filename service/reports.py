@@ -20,7 +20,7 @@ class ReportWriter:
 
     async def take(self, report: dict[str, Any]) -> None:
         """Store one report. Reports seen before, and those of replaced generations, change nothing."""
-        operations = {"metrics": self._metrics, "event": self._event, "started": self._started}
+        operations = {"metrics": self._metrics, "event": self._event, "started": self._started, "exit": self._exit}
         operation = operations.get(report["kind"])
         if operation is not None:
             await self._store.write_async(lambda session: operation(session, report))
@@ -43,6 +43,9 @@ class ReportWriter:
 
     def _started(self, session: Session, report: dict[str, Any]) -> None:
         ranks.set_state(session, self._job_id, self._generation, report["rank"], "running", pid=report["data"]["pid"])
+
+    def _exit(self, session: Session, report: dict[str, Any]) -> None:
+        ranks.set_state(session, self._job_id, self._generation, report["rank"], "exited")
 
     def _event(self, session: Session, report: dict[str, Any]) -> None:
         if not jobs.accept_report(session, self._job_id, self._generation, report["rank"], report["sequence"]):

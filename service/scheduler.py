@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from service.supervisor import Site
 from workers.config import JobSpec
 from workers.data.sources import check_data
 from workers.errors import DataError
+
+log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 PLACEMENT_SECONDS = 10.0
@@ -43,7 +46,11 @@ class Scheduler:
         """Look at the queue whenever woken, and now and then for capacity that others gave back."""
         while True:
             self._wake.clear()
-            waiting = await self._round()
+            try:
+                waiting = await self._round()
+            except Exception:  # the owner of all queued jobs may not end: look again in a moment
+                log.exception("a look at the queue failed")
+                waiting = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_SECONDS if waiting else None):
                     await self._wake.wait()
@@ -97,9 +104,10 @@ class Scheduler:
         generation = job.generation + 1
         try:
             await self.site.gangs.acquire(job.id, generation, spec.layout, unit, PLACEMENT_SECONDS)
-        except NotPlaced as error:
-            await self._transition(job, JobState.QUEUED, "insufficient_slots", str(error))
-            return False
+        except (NotPlaced, self.site.ray.exceptions.RayError) as error:
+            if await self._transition(job, JobState.QUEUED, "insufficient_slots", str(error)):
+                return False
+            # It was cancelled meanwhile; its supervisor ends it.
         self._placed(job, generation)
         return True
 

@@ -7,7 +7,6 @@ any point (`adopt`); the gang itself never notices.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from service.gangs import Gangs, NotPlaced
 from service.placement import agent_name, unit_of
 from service.recovery import Death, GiveUp, choose_resume, culprit_of, decide, remember
 from service.reports import ReportWriter
-from service.states import JobState
+from service.states import JobState, is_final
 from service.store import Store, checkpoints, events, generations, jobs, ranks
 from service.store.tables import Generation, Job
 from workers.checkpoint.catalog import whole_checkpoints
@@ -71,6 +70,10 @@ class Supervisor:
         job = await self._job()
         gang: Gang | None = None
         try:
+            outcome = await self._outcome(job)
+            if outcome is not None:
+                await self._end(JobState(outcome["state"]), outcome["reason"], outcome["message"])
+                return
             if job.state == JobState.CANCELLING:
                 self.cancelled.set()
             elif placed_generation is not None:
@@ -81,7 +84,7 @@ class Supervisor:
                 gang = await self._replace(job, "the control plane was restarted while the job was being started")
             while gang is not None and not self.cancelled.is_set():
                 gang = await self._through(gang)
-            if self.cancelled.is_set():
+            if self.cancelled.is_set() and not is_final((await self._job()).state):
                 await self._finish_cancel(gang)
         except NotPlaced as error:
             await self._back_to_queue(str(error))
@@ -100,10 +103,12 @@ class Supervisor:
         await gang.wait_for_culprit()
         await self._say_recovering()
         await gang.stop()
-        return await self._recover(culprit_of(gang.deaths))
+        agents_lost = any(death.kind == "agent_lost" for death in gang.deaths)
+        return await self._recover(culprit_of(gang.deaths), agents_lost)
 
-    async def _recover(self, culprit: Death) -> Gang | None:
-        """The next generation after `culprit`'s death, or None when the job is given up."""
+    async def _recover(self, culprit: Death, agents_lost: bool) -> Gang | None:
+        """The next generation after `culprit`'s death, on new agents if any was lost; None when the job is given
+        up."""
         job = await self._job()
         data = {**remember(culprit), "traceback": culprit.traceback}
         await self._event("rank_lost", culprit.sentence, rank=culprit.rank, step=culprit.step, data=data)
@@ -113,9 +118,10 @@ class Supervisor:
         if isinstance(decision, GiveUp):
             await self._fail(decision)
             return None
+        self._unusable.discard("snapshot")  # a generation that got past its start has made new ones
         if culprit.kind == "bad_checkpoint":
             self._unusable.add(await self._last_source(job))
-        if culprit.kind == "agent_lost":
+        if agents_lost:
             return await self._replace(job, decision.cause, remember(culprit))
         return await self._launch(decision.cause, counts=True, failure=remember(culprit))
 
@@ -153,7 +159,7 @@ class Supervisor:
             return await self._lost_while_away(job, "an agent was lost while the control plane was away")
         self._after = {rank: job.report_cursor.get(str(rank), 0) for rank in range(len(self._agents))}
         if any(state["generation"] != job.generation for state in states):
-            return await self._launch("the control plane was restarted during a launch", counts=True)
+            return await self._lost_while_away(job, "the control plane was restarted during a launch")
         await self._event("adopted", "the control plane was restarted; the job never noticed")
         current = await self._generation_row(job)
         return self._watch(job.generation, current.resume_step if current is not None else 0)
@@ -164,6 +170,7 @@ class Supervisor:
 
     async def _launch(self, cause: str, counts: bool, failure: dict[str, Any] | None = None) -> Gang | None:
         """Start the next generation on the agents at hand."""
+        gang: Gang | None = None
         try:
             resume = await self._choose_resume()
             generation = await self._begin(cause, counts, resume, failure)
@@ -176,9 +183,11 @@ class Supervisor:
             )
         except (self.site.ray.exceptions.RayError, LaunchFailed) as error:
             log.warning("launch of %s failed: %s", self.job_id, error)
+            if gang is not None:
+                await gang.close()
             self._failed_launches += 1
             first_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            return await self._recover(Death(0, "agent_lost", message=f"could not be launched ({first_line})"))
+            return await self._recover(Death(0, "agent_lost", message=f"could not be launched ({first_line})"), True)
         rows = [self._rank_row(order, where[order.rank], pids[order.rank]["pid"]) for order in orders]
         await self._write(lambda s: ranks.replace(s, self.job_id, rows))
         return gang
@@ -269,6 +278,11 @@ class Supervisor:
         current = await self._generation_row(job)
         return str((current.data if current is not None else {}).get("resume_path") or "snapshot")
 
+    async def _outcome(self, job: Job) -> dict[str, Any] | None:
+        """How the current generation ended the job, when another control plane knew but could not finish."""
+        current = await self._generation_row(job)
+        return (current.data or {}).get("outcome") if current is not None else None
+
     async def _succeed(self) -> None:
         await self._end(JobState.SUCCEEDED, None, None)
 
@@ -281,15 +295,19 @@ class Supervisor:
         await self._end(JobState.CANCELLED, None, None)
 
     async def _end(self, state: JobState, reason: str | None, message: str | None) -> None:
-        """Release everything, then say so: a final job holds nothing."""
-        await self.site.gangs.release(self.job_id)
-        with contextlib.suppress(self.site.ray.exceptions.RayError):
-            for daemon in (await self.site.gangs.ensure_node_daemons()).values():
-                await daemon.stop_store.remote(self.job_id)
+        """Release everything, then say so: a final job holds nothing. What it ended with is noted before that, since
+        nobody could tell any more once the snapshots are gone."""
+        outcome = {"state": state.value, "reason": reason, "message": message}
+
+        def note(session: Any) -> None:
+            job = jobs.get(session, self.job_id, lock=True)
+            generations.end(session, self.job_id, job.generation, outcome=outcome)
+
+        await self._write(note)
+        await self.site.gangs.end_job(self.job_id)
 
         def end(session: Any) -> None:
             job = jobs.get(session, self.job_id, lock=True)
-            generations.end(session, self.job_id, job.generation)
             ranks.set_all(session, self.job_id, "exited")
             if state != JobState.CANCELLED and job.state == JobState.CANCELLING:
                 jobs.transition(session, self.job_id, JobState.CANCELLED)

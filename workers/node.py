@@ -114,6 +114,13 @@ class NodeDaemon:
             await self._end_store(job)
         self._locks.pop(job, None)
 
+    async def end_job(self, job: str) -> None:
+        """Remove whatever `job` has left here: its store, and the snapshots of ranks whose agents died too early."""
+        await self.stop_store(job)
+        shutil.rmtree(self._paths.snapshot_folder(job), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._paths.snapshot_root.rmdir()
+
     async def sweep(self, live_jobs: Sequence[str]) -> list[str]:
         """Remove stores and snapshots of all jobs but `live_jobs`. Answers the jobs whose leftovers were removed."""
         live, removed = set(live_jobs), set()

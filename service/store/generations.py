@@ -59,11 +59,16 @@ def mark_first_step(session: Session, job_id: str, generation: int, at: float | 
     return True
 
 
-def end(session: Session, job_id: str, generation: int, at: float | None = None) -> None:
-    """Note when a generation ended (Unix seconds, default: now); only the first call counts."""
+def end(
+    session: Session, job_id: str, generation: int, at: float | None = None, outcome: dict[str, Any] | None = None
+) -> None:
+    """Note when a generation ended (Unix seconds, default: now), and with which `outcome` for the job if it was the
+    last; only the first call counts."""
     row = session.get(Generation, (job_id, generation))
     if row is not None and row.ended_at is None:
         row.ended_at = time.time() if at is None else at
+        if outcome is not None:
+            row.data = {**row.data, "outcome": outcome}
 
 
 def of_job(session: Session, job_id: str) -> list[Generation]:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from api.cli_service import start_service, stop_service
-from api.client import MantaClient
+from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.server import running_service
 from service.ray_head import MARK
 from service.states import is_final
@@ -42,6 +42,13 @@ class Manta:
         process = psutil.Process(int(str(running_service(self.home)["pid"])))
         process.kill()
         process.wait(10)
+
+    def answers(self) -> bool:
+        """Whether the service answers at its address and can run jobs."""
+        try:
+            return bool(self.client.ready())
+        except (ServiceUnreachable, ApiError):
+            return False
 
     def spec(self, steps: int = STEPS, tensor: int = 2, pipeline: int = 1, data: int = 2, **sections: Any) -> dict:
         """A tiny job whose steps take some 20 ms; `sections` are merged into the spec's."""

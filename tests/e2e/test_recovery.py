@@ -2,6 +2,9 @@
 
 import shutil
 
+import psutil
+
+from service.ray_head import RayHead
 from service.states import is_final
 
 MIDDLE = 20
@@ -151,3 +154,14 @@ def test_agent_lost_at_the_very_end_leaves_no_snapshot(manta):
     ended = manta.until("the end", lambda: (found := manta.client.job(job)) and is_final(found.state) and found)
     assert (ended.state, ended.reason) == ("FAILED", "restarts_exhausted")
     assert manta.leftovers(job) == []
+
+
+def test_killed_ray_is_replaced_and_the_snapshots_survive_it(manta, undisturbed):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, MIDDLE)
+    psutil.Process(RayHead(manta.home).record().pid).kill()
+    manta.until("the service answering again", lambda: manta.answers() and manta.client.job(job).generation == 2)
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert manta.events(job, "generation_started")[-1].data["resume_source"] == "snapshot"
+    assert ended.restarts == 1
