@@ -43,7 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     except SpecError as error:
         for problem in error.problems:
             tail = f" (try: {problem.suggestion})" if problem.suggestion else ""
-            print(f"{options.config}: {problem.path}: {problem.rule}{tail}", file=sys.stderr)
+            where = f"{options.config}: {problem.path}" if problem.path else str(options.config)
+            print(f"{where}: {problem.rule}{tail}", file=sys.stderr)
         return 2
     except (MantaError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

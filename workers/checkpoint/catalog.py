@@ -63,12 +63,28 @@ def seal(path: Path, job: str, generation: int, step: int, spec: dict[str, Any])
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest of the checkpoint at `path`, or None when it is not whole: no manifest, or a file is missing or
     has another size than the manifest says."""
+    manifest = _written_manifest(path)
+    return None if manifest is None or damaged_files(path) else manifest
+
+
+def damaged_files(path: Path) -> list[str]:
+    """Files of the checkpoint at `path` that are missing or have another size than its manifest says."""
+    manifest = _written_manifest(path)
+    return [name for name, size in manifest.files.items() if _size_of(path / name) != size] if manifest else []
+
+
+def _written_manifest(path: Path) -> Manifest | None:
     try:
-        manifest = Manifest(**json.loads((path / MANIFEST).read_text(encoding="utf-8")))
-        whole = all((path / name).stat().st_size == size for name, size in manifest.files.items())
+        return Manifest(**json.loads((path / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    return manifest if whole else None
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def whole_checkpoints(folder: str | Path) -> list[tuple[Path, Manifest]]:

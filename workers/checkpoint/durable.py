@@ -7,6 +7,7 @@ Every element of the parameters and of both moments is written once, as a rectan
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from workers.checkpoint.catalog import damaged_files
 from workers.checkpoint.pieces import Piece
 from workers.errors import CheckpointError
 
@@ -62,6 +64,8 @@ def load(path: str, pieces: list[Piece], parts: dict[str, torch.Tensor]) -> None
         )
     except dcp.CheckpointException as error:
         causes = "; ".join(f"{type(cause[0]).__name__}: {cause[0]}" for cause in error.failures.values())
+        if damaged := damaged_files(Path(path)):
+            causes = f"damaged or missing: {', '.join(damaged)} ({causes})"
         raise CheckpointError(f"the checkpoint at {path} cannot be read: {causes}") from error
 
 

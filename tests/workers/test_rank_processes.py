@@ -1,0 +1,21 @@
+"""The tests' own ranks: a failure carries its traceback, a hang ends, and the next run starts afresh."""
+
+from __future__ import annotations
+
+import pytest
+from engine_specs import document, layout_of
+from rank_processes import RankFailure
+from rank_programs import fail_on_rank_one, hang, initial_parameters
+
+
+def test_the_culprits_traceback_is_told_not_that_of_those_who_lost_it(ranks):
+    with pytest.raises(RankFailure, match="RuntimeError: rank one was told to fail"):
+        ranks.run(layout_of(data=4), fail_on_rank_one)
+
+
+def test_a_hang_is_ended_and_says_where_everybody_stood(ranks):
+    with pytest.raises(RankFailure, match=r"ranks \[0, 1\] did not end") as caught:
+        ranks.run(layout_of(pipeline=2), hang, seconds=1.0)
+    assert "in hang" in str(caught.value)
+    assert "links.py" in str(caught.value)
+    assert len(ranks.run(layout_of(pipeline=2), initial_parameters, document(parallel={"pipeline": 2}))) == 2

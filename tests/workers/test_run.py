@@ -1,0 +1,139 @@
+"""The engine alone: `python -m workers.run`, in one process and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from engine_specs import document
+
+from workers import run
+from workers.checkpoint.catalog import whole_checkpoints
+
+ROOT = Path(__file__).parents[2]
+NAMES = {
+    "step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu_full",
+    "mfu_causal", "hfu_full", "memory_bytes",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch) -> None:
+    """Not started by torchrun; threads as before."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    """A job of four steps with its corpus beside it."""
+    return job_file(tmp_path)
+
+
+def job_file(folder: Path, **sections) -> Path:
+    """A spec as a file."""
+    (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    path = folder / "job.yaml"
+    train = {"steps": 4, "validate_every": 2, **sections.pop("train", {})}
+    path.write_text(yaml.safe_dump(document(train=train, **sections)))
+    return path
+
+
+def rows_of(path: Path) -> list[dict]:
+    """The metrics file, line by line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_metrics_have_the_names_of_the_contract(config, tmp_path, capsys):
+    assert run.main([str(config), "--metrics", str(tmp_path / "metrics.jsonl")]) == 0
+    rows = rows_of(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["tokens"] for row in rows] == [64, 128, 192, 256]
+    for row in rows:
+        assert set(row) == NAMES | ({"validation_loss"} if row["step"] % 2 == 0 else set())
+        assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
+        assert row["mfu_causal"] < row["mfu_full"] == row["hfu_full"]
+        assert row["memory_bytes"] > 10**7
+    assert "step 4/4  loss" in capsys.readouterr().out
+
+
+def test_a_second_run_goes_on_where_the_first_one_ended(tmp_path):
+    folder = tmp_path / "checkpoints"
+    whole, again = tmp_path / "whole.jsonl", tmp_path / "again.jsonl"
+    assert run.main([str(job_file(tmp_path)), "--metrics", str(whole), "--checkpoints", str(tmp_path / "other")]) == 0
+    for step in (2, 4):
+        (tmp_path / str(step)).mkdir()
+    first = job_file(tmp_path / "2", checkpoint={"every_steps": 2})
+    assert run.main([str(first), "--checkpoints", str(folder)]) == 0
+    newest, manifest = whole_checkpoints(folder)[-1]
+    assert manifest.step == 4
+    (newest / "manifest.json").unlink()  # as if it had been killed while it saved the last one
+    assert run.main([str(first), "--checkpoints", str(folder), "--metrics", str(again)]) == 0
+    kept = [(row["step"], row["loss"], row["grad_norm"]) for row in rows_of(whole)]
+    assert [(row["step"], row["loss"], row["grad_norm"]) for row in rows_of(again)] == kept[2:]
+
+
+def test_a_bad_spec_is_told_field_by_field(tmp_path, capsys):
+    config = job_file(tmp_path, model={"heads": 5})
+    assert run.main([str(config)]) == 2
+    expected = f"{config}: model.heads: heads (5) must divide hidden_size (32) (try: 4)\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_file_that_is_no_mapping_is_told(tmp_path, capsys):
+    (tmp_path / "job.yaml").write_text("just words")
+    assert run.main([str(tmp_path / "job.yaml")]) == 2
+    assert capsys.readouterr().err.startswith(f"{tmp_path}/job.yaml: a job spec is a mapping of sections, not a string")
+
+
+def test_the_wrong_number_of_processes_says_how_to_start_the_right_one(tmp_path, capsys):
+    assert run.main([str(job_file(tmp_path, parallel={"tensor": 2}))]) == 1
+    error = capsys.readouterr().err
+    assert "the layout has 2 ranks, but 1 process(es) were started" in error
+    assert "torchrun --nproc-per-node 2 -m workers.run" in error
+
+
+def test_missing_data_is_named(config, capsys):
+    (config.parent / "corpus.txt").unlink()
+    assert run.main([str(config)]) == 1
+    assert capsys.readouterr().err == f"DataError: no such file or directory: {config.parent}/corpus.txt\n"
+
+
+def test_a_missing_spec_is_named(tmp_path, capsys):
+    assert run.main([str(tmp_path / "none.yaml")]) == 1
+    assert f"{tmp_path}/none.yaml" in capsys.readouterr().err
+
+
+def test_numbers_that_json_lacks_are_strings():
+    assert run.finite({"a": float("nan"), "b": float("-inf"), "c": 1.5, "d": 2}) == {
+        "a": "nan",
+        "b": "-inf",
+        "c": 1.5,
+        "d": 2,
+    }
+
+
+def test_two_ranks_under_torchrun_follow_the_curve_of_one(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    assert run.main([str(job_file(tmp_path / "one")), "--metrics", str(one)]) == 0
+    config = job_file(tmp_path / "two", parallel={"pipeline": 2})
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "workers.run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command, str(config), "--metrics", str(two)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    for row, other in zip(rows_of(one), rows_of(two), strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], rel=2e-6)
