@@ -426,7 +426,8 @@ def _working(path: str, suggestion: str | None) -> str | None:
     if suggestion is not None:
         try:
             # The field's constraints lie in its metadata.
-            TypeAdapter(Annotated[field.annotation, field]).validate_python(_as_read(suggestion))
+            whole: Any = Annotated[field.annotation, field]
+            TypeAdapter(whole).validate_python(_as_read(suggestion))
         except ValidationError:
             suggestion = None
     if suggestion is None and isinstance(field.default, str | int | float):
