@@ -13,7 +13,9 @@ import hashlib
 import json
 import mmap
 import os
+import shutil
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,14 @@ def fingerprint(spec: dict[str, Any], rank: int) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
+def memory_available() -> int:
+    """Bytes of memory that can be had without swapping, by the kernel's own estimate."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return sys.maxsize
+
+
 @dataclass(frozen=True)
 class _Mapping:
     file: mmap.mmap
@@ -100,6 +110,8 @@ class Snapshots:
         self.path.unlink(missing_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
+            if self._size > memory_available():  # shared memory may be promised more than the machine has
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             # Reserved now: a write into shared memory that is full would kill the process instead of failing.
             os.posix_fallocate(descriptor, 0, self._size)
             os.pwrite(descriptor, header, 0)
@@ -107,10 +119,10 @@ class Snapshots:
             self.path.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
-            free = os.statvfs(self.path.parent)
+            free = min(shutil.disk_usage(self.path.parent).free, memory_available())
             raise SharedMemoryError(
-                f"no room in shared memory for the snapshots: {self.path.parent} has {free.f_bavail * free.f_frsize} "
-                f"bytes free, this rank needs {self._size}; enlarge it or use a layout with less state per rank"
+                f"no room in shared memory for the snapshots: {self.path.parent} has {free} bytes free, this rank "
+                f"needs {self._size}; enlarge it or use a layout with less state per rank"
             ) from error
         finally:
             os.close(descriptor)
