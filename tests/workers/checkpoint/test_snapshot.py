@@ -185,6 +185,13 @@ def test_no_room_is_one_clear_sentence_and_leaves_no_file(tmp_path, monkeypatch)
     assert list((tmp_path / "job").iterdir()) == []
 
 
+def test_room_in_shared_memory_that_the_machine_does_not_have_is_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "memory_available", lambda: 1000)
+    with pytest.raises(SharedMemoryError, match=f"{tmp_path} has 1000 bytes free, this rank needs "):
+        opened(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_snapshots_are_private(tmp_path):
     snapshots = opened(tmp_path / "job")
     assert snapshots.path.stat().st_mode & 0o777 == 0o600
