@@ -22,6 +22,7 @@ from workers.paths import Paths
 SECONDS = 60.0
 POLL_SECONDS = 0.02
 STEPS = 60
+SLOTS = 8
 
 
 class Manta:
@@ -34,7 +35,7 @@ class Manta:
 
     def start(self) -> None:
         """`manta up`."""
-        self.url = start_service(self.home, "127.0.0.1", 0, 16, None)
+        self.url = start_service(self.home, "127.0.0.1", 0, SLOTS, None)
         self.client = MantaClient(self.url)
 
     def kill_service(self) -> None:
@@ -50,8 +51,9 @@ class Manta:
         except (ServiceUnreachable, ApiError):
             return False
 
-    def spec(self, steps: int = STEPS, tensor: int = 2, pipeline: int = 1, data: int = 2, **sections: Any) -> dict:
-        """A tiny job whose steps take some 20 ms; `sections` are merged into the spec's."""
+    def spec(self, steps: int = STEPS, layout: tuple[int, int, int] = (2, 1, 2), **sections: Any) -> dict:
+        """A tiny job of tensor x pipeline x data ranks; `sections` are merged into the spec's."""
+        tensor, pipeline, data = layout
         document: dict[str, Any] = {
             "name": "tiny",
             "model": {"layers": 2, "hidden_size": 32, "heads": 4, "sequence_length": 32},

@@ -1,7 +1,7 @@
-"""One Ray for all tests that need one: started once, by the code under test, and ended with the session."""
+"""One Ray for all tests that need one, started once by the code under test; and a fresh job database for every test."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,10 @@ import pytest
 
 from service.gangs import Gangs
 from service.ray_head import RayHead
+from service.states import JobState
+from service.store import Job, Store, jobs
 from workers.paths import Paths
+from workers.spec_reading import parse_job_spec
 
 TESTS = Path(__file__).parents[1] / "workers"
 ZYGOTE_OPTIONS = (
@@ -49,3 +52,38 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     finally:
         head.stop()
         Paths.of(home).remove_runtime_folder()
+
+
+DOCUMENT = {
+    "name": "small",
+    "model": {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 8},
+    "data": {"source": "python-stdlib"},
+    "train": {"steps": 10, "global_batch_size": 4},
+}
+
+
+@pytest.fixture
+def make_spec():
+    """Makes the small spec, with some of its sections replaced."""
+    return lambda **changes: parse_job_spec({**DOCUMENT, **changes})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(f"sqlite:///{tmp_path}/manta.db")
+    store.migrate()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def submit(store: Store, make_spec) -> Callable[..., Job]:
+    """Stores a job made of the small spec, with some of its sections replaced."""
+    return lambda **changes: store.write(lambda session: jobs.create(session, make_spec(**changes)))[0]
+
+
+@pytest.fixture
+def started(store: Store, submit) -> Job:
+    """A STARTING job."""
+    job_id = submit().id
+    return store.write(lambda session: jobs.transition(session, job_id, JobState.STARTING))

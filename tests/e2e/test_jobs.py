@@ -1,0 +1,156 @@
+"""A job's way through the real service: from REST to its end, however it ends."""
+
+import os
+import shutil
+import signal
+
+import psutil
+import pytest
+
+from api.client import ApiError
+from service.states import is_final
+from workers.checkpoint.snapshot import NOTE_BYTES, SLOTS, snapshot_path
+
+MIDDLE = 10
+
+
+def until_final(manta, job):
+    """Wait until the job is final, however; the job."""
+    return manta.until("the end", lambda: (found := manta.client.job(job)) and is_final(found.state) and found)
+
+
+def test_from_submit_to_success(manta):
+    job = manta.submit(
+        manta.spec(steps=40, layout=(2, 1, 2), checkpoint={"every_steps": 20}, train={"validate_every": 20})
+    )
+    manta.until_step(job, 5)
+    ranks = manta.client.ranks(job).items
+    assert [(rank.rank, rank.tensor, rank.pipeline, rank.data) for rank in ranks] == [
+        (rank, rank % 2, 0, rank // 2) for rank in range(4)
+    ]
+    zygote = manta.zygote()
+    assert all(psutil.Process(rank.pid).parent() == zygote for rank in ranks)
+    assert {rank.state for rank in ranks} == {"running"}
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert (ended.step, ended.restarts, ended.generation) == (40, 0, 1)
+    assert [step for step, _, _ in manta.curve(job)] == list(range(1, 41))
+    validated = manta.client.metrics(job, names=["validation_loss"]).series["validation_loss"]
+    assert [index + 1 for index, value in enumerate(validated) if value is not None] == [20, 40]
+    assert checkpoints_agree_with_the_disk(manta, job) == [20, 40]
+    kinds = [event.type for event in manta.events(job)]
+    assert kinds[0] == "submitted"
+    assert kinds.count("generation_started") == kinds.count("first_step") == 1
+    assert kinds[-1] == "state_changed"
+    assert {rank.state for rank in manta.client.ranks(job).items} == {"exited"}
+    assert manta.leftovers(job) == []
+    manta.until("free slots", lambda: manta.client.cluster().totals["free"] == 8)  # Ray's own view lags a little
+
+
+def checkpoints_agree_with_the_disk(manta, job):
+    """Steps of the complete checkpoints, each of which lies where and as large as its row says."""
+    complete = [row for row in manta.client.checkpoints(job).items if row.state == "complete"]
+    folders = {str(path) for path in manta.paths.checkpoint_folder(job).iterdir()}
+    assert folders == {row.path for row in complete}
+    return sorted(row.step for row in complete)
+
+
+def test_cancelled_job_is_gone_at_once_and_for_good(manta):
+    job = manta.submit(manta.spec(steps=10_000))
+    manta.until_step(job, 1)
+    assert manta.client.cancel(job).state == "CANCELLING"
+    manta.until_state(job, "CANCELLED")
+    assert manta.leftovers(job) == []
+    with pytest.raises(ApiError) as refused:
+        manta.client.cancel(job)
+    assert refused.value.problem.status == 409
+
+
+def test_cancel_while_recovering(manta, kill):
+    job = manta.submit(manta.spec(steps=10_000))
+    manta.until_step(job, 1)
+    kill(manta.pids(job)[1])
+    manta.until_state(job, "RECOVERING")
+    manta.client.cancel(job)
+    manta.until_state(job, "CANCELLED")
+    assert manta.leftovers(job) == []
+
+
+def test_cancel_while_starting(manta):
+    job = manta.submit(manta.spec(steps=10_000))
+    manta.until_state(job, "STARTING")
+    manta.client.cancel(job)
+    manta.until_state(job, "CANCELLED")
+    assert manta.leftovers(job) == []
+
+
+def test_job_that_does_not_fit_says_what_it_waits_for_and_gets_its_turn(manta):
+    large = manta.spec(steps=10_000, layout=(1, 1, 4))
+    first = manta.submit(large)
+    manta.until_step(first, 1)
+    second = manta.submit({**large, "parallel": {"data": 6}, "train": {"steps": 2, "global_batch_size": 12}})
+    third = manta.submit(manta.spec(steps=2, layout=(1, 1, 1)))
+    waiting = manta.until(
+        "the second job waiting", lambda: (found := manta.client.job(second)).queue.waiting_for and found
+    )
+    assert (waiting.state, waiting.reason) == ("QUEUED", "insufficient_slots")
+    assert (waiting.queue.waiting_for["needed"], waiting.queue.waiting_for["available"]) == (6, 4)
+    assert manta.client.job(third).state == "QUEUED"
+    manta.client.cancel(third)
+    manta.client.cancel(first)
+    manta.until_state(second, "SUCCEEDED")
+
+
+def test_corpus_that_shrinks_while_the_job_runs_is_named(manta, corpus, tmp_path):
+    text = tmp_path / "shrinking.txt"
+    shutil.copy(corpus, text)
+    job = manta.submit(manta.spec(steps=10_000, data={"paths": [str(text)]}))
+    manta.until_step(job, 1)
+    text.write_text("gone")
+    ended = until_final(manta, job)
+    assert (ended.state, ended.reason) == ("FAILED", "bad_data")
+    assert str(text) in ended.message
+    assert manta.leftovers(job) == []
+
+
+def test_corpus_that_is_not_there_fails_the_job_before_it_is_placed(manta, tmp_path):
+    job = manta.submit(manta.spec(data={"paths": [str(tmp_path / "nowhere.txt")]}))
+    ended = until_final(manta, job)
+    assert (ended.state, ended.reason, ended.generation) == ("FAILED", "bad_data", 0)
+    assert "nowhere.txt" in ended.message
+
+
+def test_exception_that_repeats_at_the_same_step_is_the_users(manta, kill):
+    # Rank 0 reads notes of its own from its snapshot; here they are damaged, so it fails whenever it resumes.
+    job = manta.submit(manta.spec(steps=10_000))
+    manta.until_step(job, 1)
+    first = manta.pids(job)[0]
+    os.kill(first, signal.SIGSTOP)
+    damage_notes(snapshot_path(manta.paths.snapshot_folder(job), 0))
+    kill(first)
+    ended = until_final(manta, job)
+    assert (ended.state, ended.reason) == ("FAILED", "user_error")
+    assert "JSONDecodeError" in ended.message
+    assert "Traceback" in ended.message
+    assert ended.restarts == 2
+    assert any("JSONDecodeError" in line.text for line in manta.client.logs(job, rank=0).items)
+    assert manta.leftovers(job) == []
+
+
+def damage_notes(path):
+    """Overwrite the notes at the end of both slots."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        for end in (size, size - (size - 4096) // SLOTS):
+            file.seek(end - NOTE_BYTES)
+            file.write(b"this is no JSON")
+
+
+def test_checkpoint_that_cannot_be_written_is_an_event_and_no_more(manta):
+    job = manta.submit(manta.spec(steps=30, checkpoint={"every_steps": 10}))
+    folder = manta.paths.checkpoint_folder(job)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_text("a file where the folder belongs")
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert ended.restarts == 0
+    assert [event.step for event in manta.events(job, "checkpoint_failed")] == [10, 20, 30]
+    assert {row.state for row in manta.client.checkpoints(job).items} == {"failed"}

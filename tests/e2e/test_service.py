@@ -1,0 +1,133 @@
+"""The service as a process: kill -9 and back again, taken ports, second homes, and what `down` leaves behind."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from api.cli_service import start_service, stop_service
+from service.ray_head import MARK
+from workers.checkpoint.snapshot import committed_steps, snapshot_path
+from workers.paths import Paths
+
+MIDDLE = 20
+
+
+def snapshot_step(manta, job):
+    """The newest step in rank 0's shared memory."""
+    return max(committed_steps(snapshot_path(manta.paths.snapshot_folder(job), 0)))
+
+
+def test_training_never_notices_that_the_service_is_killed(manta):
+    job = manta.submit(manta.spec(steps=10_000))
+    manta.until_step(job, 5)
+    before = manta.pids(job)
+    manta.kill_service()
+    seen = snapshot_step(manta, job)
+    manta.until("five steps without a service", lambda: snapshot_step(manta, job) >= seen + 5)
+    manta.start()
+    manta.until_step(job, seen + 10)
+    found = manta.client.job(job)
+    assert (found.state, found.generation, found.restarts) == ("RUNNING", 1, 0)
+    assert manta.pids(job) == before
+    assert len(manta.events(job, "adopted")) == 1
+    steps = [step for step, _, _ in manta.curve(job)]
+    assert steps == list(range(1, len(steps) + 1))
+    manta.client.cancel(job)
+    manta.until_state(job, "CANCELLED")
+    assert manta.leftovers(job) == []
+
+
+def test_rank_that_died_while_the_service_was_away(manta, undisturbed, kill):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, MIDDLE)
+    victim = manta.pids(job)[1]
+    manta.kill_service()
+    kill(victim)
+    manta.start()
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts == 1
+
+
+@pytest.mark.parametrize("state", ["STARTING", "RECOVERING", "CANCELLING"])
+def test_job_is_taken_over_in_every_state(manta, undisturbed, kill, state):
+    job = manta.submit(manta.spec())
+    if state == "STARTING":
+        manta.until_state(job, "STARTING")
+    else:
+        manta.until_step(job, MIDDLE)
+    if state == "RECOVERING":
+        kill(manta.pids(job)[1])
+        manta.until_state(job, "RECOVERING")
+    if state == "CANCELLING":
+        manta.client.cancel(job)
+    manta.kill_service()
+    manta.start()
+    if state == "CANCELLING":
+        manta.until_state(job, "CANCELLED")
+    else:
+        manta.until_state(job, "SUCCEEDED")
+        assert manta.curve(job) == undisturbed
+    assert manta.leftovers(job) == []
+
+
+def manta_command(home, *words):
+    """Run `manta` with `home`; its exit code and what it printed."""
+    command = [sys.executable, "-m", "api.cli", *words]
+    environment = {**os.environ, "MANTA_HOME": str(home)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_second_up_says_that_it_runs_already(manta):
+    code, said = manta_command(manta.home, "up", "--port", "0")
+    assert code == 0
+    assert manta.url in said
+    code, said = manta_command(manta.home, "serve", "--port", "0")
+    assert code != 0
+    assert "runs already" in said.splitlines()[-1] or "runs already" in said
+    assert "Traceback" not in said
+
+
+def test_taken_port_is_one_clear_sentence(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = manta_command(tmp_path / "home", "up", "--port", str(port))
+    assert code != 0
+    assert f"127.0.0.1:{port}" in said.replace("\n", "")
+    assert "Traceback" not in said
+    assert no_trace_of(tmp_path / "home") == []
+
+
+def no_trace_of(home: Path) -> list[str]:
+    """What of a service is left outside of its home."""
+    paths = Paths.of(home)
+    found = [str(path) for path in (paths.snapshot_root, paths.runtime_folder) if path.exists()]
+    for process in psutil.process_iter():
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            environment = process.environ()
+            if environment.get(MARK) == paths.tag or environment.get("MANTA_HOME") == str(home):
+                found.append(str(process))
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_two_services_side_by_side_and_down_of_one_leaves_the_other_alone(manta, tmp_path):
+    other = tmp_path / "other"
+    job = manta.submit(manta.spec())
+    url = start_service(other, "127.0.0.1", 0, 4, None)
+    assert url != manta.url
+    manta.until_step(job, 1)
+    assert stop_service(other)
+    assert no_trace_of(other) == []
+    assert not stop_service(other)
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert ended.restarts == 0

@@ -1,0 +1,98 @@
+"""What is decided after a failure, for every failure: pure functions."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.recovery import Death, GiveUp, Restart, choose_resume, culprit_of, decide, describe_exit, remember
+
+KINDS = ("exception", "peer_lost", "no_shared_memory", "bad_data", "bad_checkpoint", "killed", "agent_lost", "stopped")
+steps_of_ranks = st.lists(st.sets(st.integers(0, 6), max_size=2), max_size=4)
+checkpoint_steps = st.lists(st.integers(0, 8), unique=True, max_size=4).map(sorted)
+deaths = st.lists(st.builds(Death, rank=st.integers(0, 7), kind=st.sampled_from(KINDS)), min_size=1, max_size=8)
+
+
+def paths_of(steps):
+    return [(step, f"step-{step}") for step in steps]
+
+
+@given(steps_of_ranks, checkpoint_steps, st.sets(st.sampled_from(["snapshot", *(f"step-{s}" for s in range(9))])))
+def test_resume_is_the_newest_state_that_all_ranks_can_reach(snapshots, saved, unusable):
+    common = set.intersection(*snapshots) if snapshots and "snapshot" not in unusable else set()
+    usable = {step for step, path in paths_of(saved) if path not in unusable}
+    chosen = choose_resume(snapshots, paths_of(saved), unusable)
+    assert chosen.step == max(common | usable, default=0)
+    if chosen.source == "snapshot":
+        assert chosen.path is None
+        assert all(chosen.step in steps for steps in snapshots)
+    elif chosen.source == "checkpoint":
+        assert chosen.path == f"step-{chosen.step}"
+        assert chosen.path not in unusable
+        assert chosen.step not in common, "a snapshot of the same step is nearer"
+    else:
+        assert not common | usable
+
+
+def test_one_rank_without_snapshots_is_enough_for_a_checkpoint():
+    assert choose_resume([[4, 5], []], paths_of([3])).source == "checkpoint"
+    assert choose_resume([[4, 5], []], []).source == "start"
+
+
+def test_ranks_one_commit_apart_meet_at_the_older_step():
+    assert choose_resume([[4, 5], [5, 6]], []).step == 5
+
+
+@given(deaths)
+def test_culprit_is_the_first_that_is_neither_a_consequence_nor_our_doing(found):
+    culprit = culprit_of(found)
+    guilty = [death for death in found if death.kind not in ("peer_lost", "stopped")]
+    assert culprit == (guilty[0] if guilty else found[0])
+
+
+def failure(**changes):
+    known = {
+        "rank": 2,
+        "kind": "exception",
+        "step": 7,
+        "exception": "ValueError",
+        "message": "failed",
+        "traceback": "T",
+    }
+    return Death(**{**known, **changes})
+
+
+def test_exception_that_comes_back_at_the_same_step_is_the_users():
+    decision = decide(failure(), remember(failure(rank=0)), 1, 20)
+    assert isinstance(decision, GiveUp)
+    assert decision.reason == "user_error"
+    assert decision.message.endswith("\nT")
+
+
+def test_another_step_or_another_exception_is_tried_again():
+    for before in (failure(step=6), failure(exception="KeyError"), failure(kind="killed", exception=None)):
+        assert isinstance(decide(failure(), remember(before), 1, 20), Restart)
+    assert isinstance(decide(failure(), None, 0, 20), Restart)
+
+
+@given(st.integers(0, 5), st.integers(0, 5))
+def test_kills_are_survived_as_often_as_the_job_allows(restarts, allowed):
+    killed = Death(1, "killed", message="was killed by SIGKILL")
+    decision = decide(killed, remember(killed), restarts, allowed)
+    if restarts < allowed:
+        assert decision == Restart("rank 1 was killed by SIGKILL")
+    else:
+        assert isinstance(decision, GiveUp)
+        assert decision.reason == "restarts_exhausted"
+        assert f"restarted {restarts} times" in decision.message
+
+
+def test_what_no_restart_cures_is_given_up_at_once_with_its_own_sentence():
+    for kind in ("no_shared_memory", "bad_data"):
+        assert decide(failure(kind=kind, message="why"), None, 0, 20) == GiveUp(kind, "why")
+
+
+def test_exits_in_words():
+    assert describe_exit(None, 9).startswith("was killed by SIGKILL; if nobody sent it")
+    assert describe_exit(None, 11) == "was killed by SIGSEGV"
+    assert describe_exit(None, 250) == "was killed by signal 250"
+    assert describe_exit(3, None) == "exited with code 3"
+    assert describe_exit(None, None) == "is gone"

@@ -1,0 +1,162 @@
+"""Who gets its turn: the scheduler on a real database and a cluster that exists on paper."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from service.gangs import NotPlaced
+from service.placement import Capacity
+from service.scheduler import Scheduler
+from service.states import JobState
+from service.store import jobs
+
+
+class RayFailed(Exception):
+    """What Ray raises when it is not well."""
+
+
+class PaperGangs:
+    """One node with `total` slots."""
+
+    def __init__(self, total):
+        self.total = self.free = total
+        self.acquired, self.refuse, self.broken = [], lambda: None, 0
+
+    async def has_gpus(self):
+        return False
+
+    async def capacity(self, unit):
+        if self.broken:
+            self.broken -= 1
+            raise RayFailed
+        return Capacity(unit, self.total, self.free, {"node": (self.total, self.free)})
+
+    async def acquire(self, job, generation, layout, unit, timeout):
+        self.refuse()
+        self.free -= layout.world_size
+        self.acquired.append((job, generation))
+
+
+@pytest.fixture
+def gangs():
+    return PaperGangs(8)
+
+
+@pytest.fixture
+def site(store, gangs):
+    ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=RayFailed))
+    return SimpleNamespace(store=store, gangs=gangs, ray=ray)
+
+
+@pytest.fixture
+def look(site):
+    """One pass over the queue; answers (job, generation) of the jobs that were handed to supervisors."""
+
+    def once():
+        placed = []
+        scheduler = Scheduler(site, lambda job, generation: placed.append((job.id, generation)))
+        asyncio.run(scheduler._round())
+        return placed
+
+    return once
+
+
+def job_now(store, job):
+    with store.read() as session:
+        return jobs.get(session, job.id)
+
+
+def test_job_that_fits_is_starting_and_handed_over(store, submit, look, gangs):
+    job = submit(parallel={"tensor": 2})
+    assert look() == [(job.id, 1)]
+    assert gangs.acquired == [(job.id, 1)]
+    assert job_now(store, job).state == "STARTING"
+
+
+def test_bad_data_fails_the_job_before_it_is_placed_and_names_the_path(store, submit, look, gangs):
+    job = submit(data={"source": "text", "paths": ["/nowhere/to/be/found.txt"]})
+    assert look() == []
+    found = job_now(store, job)
+    assert (found.state, found.reason) == ("FAILED", "bad_data")
+    assert "/nowhere/to/be/found.txt" in found.message
+    assert gangs.acquired == []
+
+
+def test_job_that_does_not_fit_now_says_what_is_missing(store, submit, look, gangs):
+    gangs.free = 1
+    job = submit(parallel={"tensor": 2})
+    assert look() == []
+    found = job_now(store, job)
+    assert (found.state, found.reason) == ("QUEUED", "insufficient_slots")
+    assert (found.waiting_for["needed"], found.waiting_for["available"]) == (2, 0)
+
+
+def test_small_job_does_not_overtake_a_large_one_that_will_fit(submit, look, gangs):
+    gangs.free = 1
+    large, small = submit(parallel={"tensor": 2}), submit()
+    assert look() == []
+    gangs.free = 8
+    assert [job for job, _ in look()] == [large.id, small.id]
+
+
+def test_job_that_never_fits_steps_aside(store, submit, look, gangs):
+    gangs.total = gangs.free = 1
+    never, small = submit(parallel={"tensor": 2}), submit()
+    assert look() == [(small.id, 1)]
+    assert job_now(store, never).state == "QUEUED"
+
+
+def test_priority_comes_before_age(submit, look, gangs):
+    gangs.total = gangs.free = 1
+    submit()
+    urgent = submit(priority=5)
+    assert look() == [(urgent.id, 1)]
+
+
+def cancel(store, job):
+    store.write(lambda session: jobs.request_cancel(session, job.id))
+
+
+def test_job_cancelled_in_the_queue_is_never_placed(store, submit, look, gangs):
+    job = submit()
+    cancel(store, job)
+    assert look() == []
+    assert job_now(store, job).state == "CANCELLED"
+
+
+def test_job_that_got_no_placement_goes_on_waiting(store, submit, look, gangs):
+    def refuse():
+        raise NotPlaced("not in time")
+
+    gangs.refuse = refuse
+    job = submit()
+    assert look() == []
+    assert job_now(store, job).state == "QUEUED"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_job_cancelled_while_it_is_placed_gets_an_owner_that_ends_it(store, submit, look, gangs, refused):
+    job = submit()
+
+    def cancel_meanwhile():
+        cancel(store, job)
+        if refused:
+            raise NotPlaced("not in time")
+
+    gangs.refuse = cancel_meanwhile
+    assert look() == [(job.id, 1)]
+    assert job_now(store, job).state == JobState.CANCELLING
+
+
+def test_queue_is_looked_at_again_after_ray_failed(site, gangs, submit):
+    async def body():
+        placed = asyncio.Event()
+        scheduler = Scheduler(site, lambda job, generation: placed.set())
+        running = asyncio.create_task(scheduler.run())
+        await placed.wait()
+        running.cancel()
+
+    gangs.broken = 1
+    submit()
+    asyncio.run(asyncio.wait_for(body(), 10))
