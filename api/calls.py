@@ -13,8 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from api import schemas
 from service.numbers import spell
-from workers.config import Problem, SpecError
 from workers.errors import MantaError
+from workers.spec_problems import Problem, SpecError
 
 T = TypeVar("T")
 

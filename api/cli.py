@@ -18,8 +18,9 @@ from api.progress import follow as follow_progress
 from api.schemas import FieldProblem
 from service.settings import Settings
 from service.states import STATE_NAMES, JobState
-from workers.config import SpecError, read_document
 from workers.errors import MantaError
+from workers.spec_problems import SpecError
+from workers.spec_reading import read_document
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 

@@ -16,8 +16,9 @@ from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.progress import duration, figure, follow, percent
 from api.schemas import Job
 from service.states import JobState
-from workers.config import SpecError, read_document
 from workers.errors import MantaError
+from workers.spec_problems import SpecError
+from workers.spec_reading import read_document
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / ".demo"

@@ -12,8 +12,8 @@ from starlette.exceptions import HTTPException
 
 from api.schemas import FieldProblem, Problem
 from service.store import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
-from workers.config import SpecError
 from workers.errors import MantaError
+from workers.spec_problems import SpecError
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT
-from workers.config import read_document
 from workers.errors import DataError
+from workers.spec_reading import read_document
 
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 QUICKSTART = ROOT / "examples" / "quickstart.yaml"

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from workers.comm import Comm
-from workers.config import parse_job_spec
 from workers.errors import MantaError
 from workers.messages import Resume
 from workers.parallel.grid import RankGrid
 from workers.reporter import Reporter
+from workers.spec_reading import parse_job_spec
 from workers.trainer import Trainer
 
 HOST = "127.0.0.1"

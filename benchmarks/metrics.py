@@ -26,11 +26,11 @@ import torch
 from benchmarks.jobs import quickstart
 from benchmarks.report import Report, deliver, parser, percentile
 from workers.comm import Comm
-from workers.config import parse_job_spec
 from workers.messages import LaunchOrder, Resume
 from workers.parallel.grid import RankGrid
 from workers.paths import SHARED_MEMORY
 from workers.reporter import Reporter
+from workers.spec_reading import parse_job_spec
 from workers.trainer import Places, Trainer
 from workers.trainer_process import _sink
 

@@ -21,12 +21,13 @@ from benchmarks.jobs import SHAKESPEARE, nanogpt
 from benchmarks.plain_gpt import PlainLoop
 from benchmarks.report import Report, deliver, parser
 from workers.comm import Comm
-from workers.config import JobSpec, parse_job_spec
+from workers.config import JobSpec
 from workers.data.batches import Batches
 from workers.learning_rate import learning_rate
 from workers.messages import Resume
 from workers.parallel.grid import RankGrid
 from workers.reporter import Reporter
+from workers.spec_reading import parse_job_spec
 from workers.trainer import Trainer
 
 STEPS = 2000

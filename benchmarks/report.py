@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workers.config import SpecError
 from workers.errors import MantaError
+from workers.spec_problems import SpecError
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED = 1234

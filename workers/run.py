@@ -18,13 +18,15 @@ import torch.distributed as dist
 
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm import Comm
-from workers.config import JobSpec, SpecError, load_job_spec
+from workers.config import JobSpec
 from workers.device_peak import measure_peak_flops
 from workers.errors import MantaError
 from workers.messages import Resume
 from workers.parallel.grid import RankGrid
 from workers.reporter import Reporter
 from workers.settings import Launcher, read_launcher
+from workers.spec_problems import SpecError
+from workers.spec_reading import load_job_spec
 from workers.trainer import Places, Trainer
 
 

@@ -9,7 +9,8 @@ import json
 import math
 from collections.abc import Callable, Iterator
 
-from workers.config import BYTE_VOCABULARY, JobSpec, Problem
+from workers.config import BYTE_VOCABULARY, JobSpec
+from workers.spec_problems import Problem
 
 Rule = Callable[[JobSpec], Iterator[Problem]]
 

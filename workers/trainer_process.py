@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from workers.comm import Comm
-from workers.config import parse_job_spec
 from workers.device_peak import measure_peak_flops
 from workers.errors import CheckpointError, DataError, PeerLost, SharedMemoryError
 from workers.messages import Failure, LaunchOrder
 from workers.parallel.grid import RankGrid
 from workers.reporter import Reporter
+from workers.spec_reading import parse_job_spec
 from workers.trainer import Places, Trainer
 
 EXIT_FAILED, EXIT_PEER_LOST, EXIT_ORPHANED = 1, 75, 76

@@ -10,7 +10,9 @@ from api import schemas, views
 from api.parameters import Body, Control, Cursor, IdempotencyKey, JobId, Limit, digest_of
 from service.states import STATE_NAMES
 from service.store import jobs
-from workers.config import JobSpec, Problem, SpecError, parse_job_spec
+from workers.config import JobSpec
+from workers.spec_problems import Problem, SpecError
+from workers.spec_reading import parse_job_spec
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

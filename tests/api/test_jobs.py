@@ -39,10 +39,10 @@ def test_a_dry_run_shows_the_layout_and_stores_nothing(service, document):
 
 
 def test_a_dry_run_of_a_huge_layout_does_not_list_its_ranks(service, document):
-    document["parallel"] = {"data": 10**9}
-    document["train"]["global_batch_size"] = 10**9
+    document["parallel"] = {"data": 10**5}
+    document["train"]["global_batch_size"] = 10**5
     layout = service.http.post("/v1/jobs?dry_run=true", json=document).json()["layout"]
-    assert (layout["world_size"], layout["ranks"]) == (10**9, None)
+    assert (layout["world_size"], layout["ranks"]) == (10**5, None)
 
 
 def test_the_same_key_and_body_is_the_same_job(service, document):

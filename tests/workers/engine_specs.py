@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from workers.config import JobSpec, ParallelConfig, parse_job_spec
+from workers.config import JobSpec, ParallelConfig
+from workers.spec_reading import parse_job_spec
 
 TINY: dict[str, Any] = {
     "model": {"layers": 4, "hidden_size": 32, "heads": 4, "sequence_length": 8},

@@ -14,7 +14,7 @@ import torch
 
 from workers.checkpoint.pieces import pieces_of
 from workers.comm import Comm
-from workers.config import JobSpec, parse_job_spec
+from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.learning_rate import learning_rate
 from workers.messages import Resume
@@ -24,6 +24,7 @@ from workers.parallel.flat import FlatParameters
 from workers.parallel.pipeline import Pipeline
 from workers.parallel.zero import ZeroOptimizer
 from workers.reporter import Reporter
+from workers.spec_reading import parse_job_spec
 from workers.trainer import Places, Trainer
 
 START = Resume()

@@ -11,7 +11,8 @@ from engine_specs import document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.config import Problem, SpecError, parse_job_spec
+from workers.spec_problems import Problem, SpecError
+from workers.spec_reading import parse_job_spec
 from workers.spec_rules import nearest_divisor, nearest_multiple
 
 RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [

@@ -15,8 +15,9 @@ from rank_programs import train_job
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from workers.checkpoint.catalog import checkpoint_path, prune, read_manifest, whole_checkpoints
-from workers.config import ParallelConfig, parse_job_spec
+from workers.config import ParallelConfig
 from workers.messages import Resume
+from workers.spec_reading import parse_job_spec
 
 WRITER, READERS = (2, 2, 2), ((1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 1, 2), (2, 2, 2))
 

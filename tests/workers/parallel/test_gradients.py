@@ -12,7 +12,8 @@ from engine_specs import axes, document
 from plain_gpt import PlainGPT, random_weights
 from rank_programs import Steps, assemble, run_steps
 
-from workers.config import ParallelConfig, parse_job_spec
+from workers.config import ParallelConfig
+from workers.spec_reading import parse_job_spec
 
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 2, 2), (4, 1, 1), (1, 4, 1))
 

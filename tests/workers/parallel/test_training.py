@@ -8,7 +8,8 @@ from engine_specs import SEVEN_LAYOUTS, axes, document
 from plain_gpt import PlainGPT, random_weights
 from rank_programs import START, assemble, run_steps, train_job
 
-from workers.config import ParallelConfig, parse_job_spec
+from workers.config import ParallelConfig
+from workers.spec_reading import parse_job_spec
 
 STEPS = 30
 
