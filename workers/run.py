@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from workers.checkpoint.catalog import whole_checkpoints
+from workers.checkpoint.catalog import next_generation, whole_checkpoints
 from workers.comm import Comm
 from workers.config import JobSpec
 from workers.device_peak import measure_peak_flops
@@ -69,11 +69,14 @@ def train(spec: JobSpec, launcher: Launcher | None, metrics: Path | None, checkp
     # One computation thread, so that bits do not depend on the machine's load.
     torch.set_num_threads(1)
     device = pick_device(spec, launcher.local_rank if launcher else 0)
+    # Every rank looks before the first of them can write.
+    generation = next_generation(checkpoints) if checkpoints else 1
     comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device)
+    comm.generation = generation
     if launcher is not None and launcher.world_size > 1:
         is_host = launcher.rank == 0 and not launcher.store_is_running
         store = dist.TCPStore(launcher.host, launcher.port, launcher.world_size, is_host)
-        comm.connect(store, 1, launcher.host)
+        comm.connect(store, generation, launcher.host)
     with MetricsFile(metrics if comm.rank == 0 else None, spec.train.steps) as sink:
         reporter = Reporter(sink.write)
         places = Places(checkpoints=str(checkpoints) if checkpoints else None)

@@ -38,7 +38,9 @@ DEFAULT_ENTRIES = {
     "store": "workers.rendezvous:run",
     "peak": "workers.device_peak:run",
 }
-DEFAULT_WARM = ("torch", "torch.distributed")
+# An optimizer's first step imports torch._dynamo, a checkpoint's first save the checkpoint package: once here, not in
+# each trainer.
+DEFAULT_WARM = ("torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Environment of every process that computes on a CPU: results must not depend on the number of threads."""
 

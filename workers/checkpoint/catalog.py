@@ -94,6 +94,11 @@ def whole_checkpoints(folder: str | Path) -> list[tuple[Path, Manifest]]:
     return sorted(whole, key=lambda item: (item[1].step, item[1].generation))
 
 
+def next_generation(folder: str | Path) -> int:
+    """A generation number above that of every checkpoint in `folder`, whole or not; 1 where there is none."""
+    return 1 + max((generation for _, _, generation in _folders(Path(folder))), default=0)
+
+
 def prune(folder: str | Path, keep: int, generation: int) -> list[Path]:
     """Delete all but the newest `keep` whole checkpoints, and the interrupted ones of generations before
     `generation`. Returns what was deleted."""

@@ -99,7 +99,7 @@ class Snapshots:
 
     @property
     def _slot_size(self) -> int:
-        return -(-self._payload // mmap.PAGESIZE) * mmap.PAGESIZE + _NOTE_LENGTH.size + NOTE_BYTES
+        return -(-(self._payload + _NOTE_LENGTH.size + NOTE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property
     def _size(self) -> int:
