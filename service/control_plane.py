@@ -81,7 +81,7 @@ class ControlPlane:
             log.warning("released what was left of %s", orphan)
         daemons = await gangs.ensure_node_daemons()
         for daemon in daemons.values():
-            await daemon.sweep.remote(live)
+            await daemon.sweep.remote([job.id for job in unfinished])  # one that waits again goes on from its snapshots
         for job in unfinished:
             if job.state != JobState.QUEUED:
                 self._supervise(job, None)
