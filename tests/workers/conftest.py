@@ -71,6 +71,12 @@ def zygote(tmp_path: Path, start_zygote: Callable[..., RunningZygote]) -> Runnin
     return start_zygote(tmp_path, "--warm=json")
 
 
+@pytest.fixture(autouse=True)
+def outside_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents of these tests live in this process, which a test before them may have connected to a Ray."""
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+
+
 def run_async(body: Callable[[], Coroutine[Any, Any, Any]], seconds: float = 60.0) -> Any:
     """Run a test's coroutine to its end, or fail after `seconds`."""
 
