@@ -123,6 +123,8 @@ def _is_ready(url: str) -> bool:
 
 def stop_service(home: Path) -> bool:
     """End the service of `home`, its Ray, and every process and shared memory of its jobs. False: none was running."""
+    paths, head = Paths.of(home), RayHead(home)
+    has_own_ray = paths.ray_record.exists()  # on somebody else's Ray the jobs run on, and need what they have
     running = running_service(home)
     if running is not None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -130,10 +132,8 @@ def stop_service(home: Path) -> bool:
             process.send_signal(signal.SIGTERM)
             if not wait_until_ended([process], DOWN_SECONDS):
                 process.kill()
-    paths = Paths.of(home)
-    head = RayHead(home)
-    found = running is not None or head.record() is not None
-    head.stop()
-    paths.remove_snapshots()
-    paths.remove_runtime_folder()
-    return found
+    if has_own_ray:
+        head.stop()
+        paths.remove_snapshots()
+        paths.remove_runtime_folder()
+    return running is not None or has_own_ray

@@ -15,7 +15,7 @@ from api.cli_service import start_service, stop_service
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.progress import duration, figure, follow, percent
 from api.schemas import Job
-from service.states import JobState
+from service.states import JobState, is_final
 from workers.errors import MantaError
 from workers.spec_problems import SpecError
 from workers.spec_reading import read_document
@@ -46,11 +46,19 @@ def _demo(console: Console) -> int:
     url = start_service(HOME, "127.0.0.1", 0, None, None)
     console.print(f"Manta is up after {duration(time.monotonic() - began)}: {url}/ui", highlight=False)
     with MantaClient(url) as client:
+        _cancel_leftovers(client)
         job = client.submit(read_document(SPEC))
         console.print(f"Submitted {SPEC.relative_to(ROOT)} as {job.id}", highlight=False)
         job = follow(client, job.id, console)
         _summary(console, client, job)
     return 0 if job.state == JobState.SUCCEEDED else 1
+
+
+def _cancel_leftovers(client: MantaClient) -> None:
+    """End what an interrupted demo left: the service has just taken it up again."""
+    for job in client.jobs().items:
+        if not is_final(job.state):
+            client.cancel(job.id)
 
 
 def _summary(console: Console, client: MantaClient, job: Job) -> None:

@@ -98,9 +98,9 @@ class Scheduler:
                 lambda s: jobs.set_waiting(s, job.id, waiting_for, f"insufficient_{kind}", str(shortage))
             )
             return False
+        unit = unit_of(spec.resources.accelerator, await self.site.gangs.has_gpus())
         if not await self._transition(job, JobState.STARTING):
             return True
-        unit = unit_of(spec.resources.accelerator, await self.site.gangs.has_gpus())
         generation = job.generation + 1
         try:
             await self.site.gangs.acquire(job.id, generation, spec.layout, unit, PLACEMENT_SECONDS)

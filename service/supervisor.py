@@ -171,9 +171,11 @@ class Supervisor:
     async def _launch(self, cause: str, counts: bool, failure: dict[str, Any] | None = None) -> Gang | None:
         """Start the next generation on the agents at hand."""
         gang: Gang | None = None
+        begun = False
         try:
             resume = await self._choose_resume()
             generation = await self._begin(cause, counts, resume, failure)
+            begun = counts
             where = await asyncio.gather(*(agent.describe.remote() for agent in self._agents))
             store = await self._start_store(where[0]["node"], generation)
             orders = [self._order(rank, generation, resume, store, where[rank]) for rank in range(len(where))]
@@ -185,7 +187,8 @@ class Supervisor:
             log.warning("launch of %s failed: %s", self.job_id, error)
             if gang is not None:
                 await gang.close()
-            self._failed_launches += 1
+            if not begun:  # else it was counted as a restart
+                self._failed_launches += 1
             first_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
             return await self._recover(Death(0, "agent_lost", message=f"could not be launched ({first_line})"), True)
         rows = [self._rank_row(order, where[order.rank], pids[order.rank]["pid"]) for order in orders]
@@ -305,9 +308,11 @@ class Supervisor:
 
         await self._write(note)
         await self.site.gangs.end_job(self.job_id)
+        whole = await asyncio.to_thread(whole_checkpoints, self.paths.checkpoint_folder(self.job_id))
 
         def end(session: Any) -> None:
             job = jobs.get(session, self.job_id, lock=True)
+            checkpoints.reconcile(session, self.job_id, [(str(path), manifest.bytes) for path, manifest in whole])
             ranks.set_all(session, self.job_id, "exited")
             if state != JobState.CANCELLED and job.state == JobState.CANCELLING:
                 jobs.transition(session, self.job_id, JobState.CANCELLED)

@@ -92,7 +92,9 @@ class Trainer:
             self.snapshots.save(self.step)
 
     def train(self) -> None:
-        """Run all steps that are left."""
+        """Run all steps that are left, and save what the last generation did not get to save."""
+        if self.checkpoints is not None and self.checkpoints.is_missing(self.step):
+            self.checkpoints.start(self.step)
         while self.step < self.spec.train.steps:
             self.train_step()
         if self.checkpoints is not None:

@@ -5,6 +5,7 @@ A save that fails is an event, never a dead job; the next one tries again.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -39,6 +40,14 @@ class Checkpointer:
         every = self.spec.checkpoint.every_steps
         return every > 0 and (step % every == 0 or step == self.spec.train.steps)
 
+    def is_missing(self, step: int) -> bool:
+        """Whether committed step `step` should have been saved but is not whole on disk: a rank died meanwhile.
+
+        All ranks find the same, since a checkpoint only becomes whole after every rank has begun to save it.
+        """
+        saved = (manifest.step for _, manifest in catalog.whole_checkpoints(self.folder))
+        return step > 0 and self.due(step) and step not in saved
+
     def start(self, step: int) -> None:
         """Copy the state of committed step `step` aside and begin to write it. Waits for the save before."""
         self.finish()
@@ -70,6 +79,8 @@ class Checkpointer:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             message = f"checkpoint of step {step} failed: {reason}; training goes on"
             self._tell("checkpoint_failed", step, message, {"path": path})
+            if self.comm.rank == 0:
+                shutil.rmtree(path, ignore_errors=True)  # what is left of it would keep a full disk full
 
     def _seal(self, step: int, path: str) -> None:
         folder = catalog.checkpoint_path(self.folder, step, self.comm.generation)

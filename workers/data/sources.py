@@ -30,6 +30,13 @@ def corpus_files(data: DataConfig) -> list[CorpusFile]:
 
     Raises DataError, naming the path, when one is missing or unreadable, or when there is no text at all.
     """
+    try:
+        return _corpus_files(data)
+    except OSError as error:  # a name that is too long, a folder that may not be entered, a link in a circle
+        raise DataError(f"cannot be read: {error.filename or ', '.join(data.paths)} ({error.strerror})") from error
+
+
+def _corpus_files(data: DataConfig) -> list[CorpusFile]:
     if data.source == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = _files_below(root, frozenset({".py"}), STDLIB_LEFT_OUT)
