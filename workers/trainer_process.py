@@ -48,7 +48,9 @@ def run(argument: dict[str, Any], control: socket.socket) -> int:
     try:
         trainer = _build(order, reporter)
         reporter.send("started", {"pid": os.getpid(), "resume": asdict(order.resume)})
+        print(f"generation {order.generation}: rank {order.rank} goes on after step {trainer.step}", flush=True)
         trainer.train()
+        print(f"generation {order.generation}: rank {order.rank} is done with step {trainer.step}", flush=True)
     except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported, nothing goes on
         return _fail(error, order, trainer, reporter)
     reporter.send("finished", {"step": trainer.step})
