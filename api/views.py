@@ -13,6 +13,7 @@ from service.logs import LogLine
 from service.states import JobState
 from service.store import jobs, metrics, tables
 from workers.config import JobSpec, ParallelConfig
+from workers.parallel.grid import RankGrid
 
 MOST_RANKS_LISTED = 4096
 _WITH_ETA = frozenset({JobState.STARTING, JobState.RUNNING, JobState.RECOVERING})
@@ -78,11 +79,8 @@ def dry_run_view(spec: JobSpec) -> schemas.DryRun:
 
 
 def _place(rank: int, layout: ParallelConfig) -> schemas.RankPlace:
-    """rank = ((data * pipeline_size + pipeline) * context_size + context) * tensor_size + tensor, undone."""
-    rest, tensor = divmod(rank, layout.tensor)
-    rest, context = divmod(rest, layout.context)
-    data, pipeline = divmod(rest, layout.pipeline)
-    return schemas.RankPlace(rank=rank, tensor=tensor, pipeline=pipeline, data=data, context=context)
+    at = RankGrid(layout).coordinates(rank)
+    return schemas.RankPlace(rank=rank, tensor=at.tensor, pipeline=at.pipeline, data=at.data, context=at.context)
 
 
 def event_view(event: tables.Event) -> schemas.Event:

@@ -79,9 +79,9 @@ class Layer(nn.Module):
 
     def __init__(self, model: ModelConfig, comm: Comm, sequence_parallel: bool, recompute_core: bool):
         super().__init__()
-        self.attention_norm = LayerNorm(model.hidden_size, sequence_parallel, model.bias)
+        self.attention_norm = LayerNorm(model.hidden_size, model.bias)
         self.attention = Attention(model, comm, sequence_parallel, recompute_core)
-        self.mlp_norm = LayerNorm(model.hidden_size, sequence_parallel, model.bias)
+        self.mlp_norm = LayerNorm(model.hidden_size, model.bias)
         self.mlp = MLP(model, comm, sequence_parallel)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ class GPTStage(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): Layer(model, comm, sequence_parallel, recompute) for i in stage_layers(model, stages, stage)}
         )
-        self.final_norm = LayerNorm(model.hidden_size, sequence_parallel, model.bias) if self.is_last else None
+        self.final_norm = LayerNorm(model.hidden_size, model.bias) if self.is_last else None
         self.output: VocabularyParallelOutput | None = None
         if self.is_last:
             self.output = VocabularyParallelOutput(

@@ -43,13 +43,7 @@ class RowParallelLinear(ShardedModule):
         self.weight = self.add_parameter(
             "weight", (outputs, columns), ParameterShard((outputs, inputs), 1, start, std=std)
         )
-        self.bias = (
-            self.add_parameter(
-                "bias", (outputs,), ParameterShard((outputs,), decay=False, sequence_partial=sequence_parallel)
-            )
-            if bias
-            else None
-        )
+        self.bias = self.add_parameter("bias", (outputs,), ParameterShard((outputs,), decay=False)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, in/t] -> [s or s/t, b, out]. The bias is added once, after the sum."""
@@ -60,18 +54,12 @@ class RowParallelLinear(ShardedModule):
 class LayerNorm(ShardedModule):
     """Layer norm over h, on whatever part of the sequence this rank holds."""
 
-    def __init__(self, size: int, sequence_parallel: bool, bias: bool, epsilon: float = 1e-5):
+    def __init__(self, size: int, bias: bool, epsilon: float = 1e-5):
         super().__init__()
         self.epsilon = epsilon
-        shard = ParameterShard((size,), decay=False, sequence_partial=sequence_parallel, constant=1.0)
+        shard = ParameterShard((size,), decay=False, constant=1.0)
         self.weight = self.add_parameter("weight", (size,), shard)
-        self.bias = (
-            self.add_parameter(
-                "bias", (size,), ParameterShard((size,), decay=False, sequence_partial=sequence_parallel)
-            )
-            if bias
-            else None
-        )
+        self.bias = self.add_parameter("bias", (size,), ParameterShard((size,), decay=False)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., h] -> [..., h]."""
@@ -112,7 +100,7 @@ class PositionEmbedding(ShardedModule):
     def __init__(self, length: int, hidden_size: int, comm: Comm, sequence_parallel: bool, std: float):
         super().__init__()
         self.comm, self.sequence_parallel = comm, sequence_parallel
-        shard = ParameterShard((length, hidden_size), sequence_partial=sequence_parallel, std=std)
+        shard = ParameterShard((length, hidden_size), std=std)
         self.weight = self.add_parameter("weight", (length, hidden_size), shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,6 @@ class ParameterShard:
     start: int = 0
     """First index of this rank's part along split_dim; the part's length is the local tensor's, which may reach
     past the full shape where the vocabulary is padded."""
-    sequence_partial: bool = False
-    """Whether its gradient on a tensor rank covers only that rank's part of the sequence, so that the gradients
-    of the tensor group must be added."""
     decay: bool = True
     """Whether weight decay applies; not to norms and biases."""
     shared_copy: bool = False
