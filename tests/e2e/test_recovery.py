@@ -4,6 +4,7 @@ import shutil
 
 import psutil
 
+from api.client import ServiceUnreachable
 from service.ray_head import RayHead
 from service.states import is_final
 
@@ -160,7 +161,14 @@ def test_killed_ray_is_replaced_and_the_snapshots_survive_it(manta, undisturbed)
     job = manta.submit(manta.spec())
     manta.until_step(job, MIDDLE)
     psutil.Process(RayHead(manta.home).record().pid).kill()
-    manta.until("the service answering again", lambda: manta.answers() and manta.client.job(job).generation == 2)
+
+    def taken_up() -> bool:
+        try:
+            return manta.client.job(job).generation == 2
+        except ServiceUnreachable:  # it is starting anew
+            return False
+
+    manta.until("the service having taken the job up again", taken_up)
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == undisturbed
     assert manta.events(job, "generation_started")[-1].data["resume_source"] == "snapshot"
