@@ -101,7 +101,7 @@ def _run_rank(connection: Connection, document: dict[str, Any], rank: int, port:
         norms.append(statistics.grad_norm)
     comm.barrier()
     state = hashlib.blake2b(digest_size=16)
-    for tensor in (trainer.flat.parameters, trainer.optimizer.exp_avg, trainer.optimizer.exp_avg_sq):
+    for tensor in trainer.engine.state():
         state.update(tensor.numpy().data)
     connection.send(RankResult(losses, norms, seconds, state.hexdigest()))
     comm.close()

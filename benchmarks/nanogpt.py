@@ -25,6 +25,7 @@ from workers.config import JobSpec
 from workers.data.batches import Batches
 from workers.learning_rate import learning_rate
 from workers.messages import Resume
+from workers.model.gpt import ForwardPass
 from workers.parallel.grid import RankGrid
 from workers.reporter import Reporter
 from workers.spec_reading import parse_job_spec
@@ -51,12 +52,12 @@ def measure(options: argparse.Namespace) -> Report:
     torch.set_num_threads(1)
     trainer = Trainer(spec, Comm(RankGrid(spec.layout), 0, torch.device("cpu")), Reporter(lambda _: None), 1e12)
     trainer.restore(Resume())
-    plain = PlainLoop(spec, {entry.name: entry.parameter for entry in trainer.shards})
+    plain = PlainLoop(spec, {entry.name: entry.parameter for entry in trainer.engine.model.named_shards()})
 
     engine_seconds, plain_seconds, furthest = _race(spec, trainer, plain)
 
     batches = trainer.batches
-    engine_loss = split_loss(batches, trainer.model)
+    engine_loss = split_loss(batches, lambda tokens_sb: trainer.engine.model.chunks[0](tokens_sb, ForwardPass()))
     plain_loss = split_loss(batches, lambda tokens_sb: plain.model(tokens_sb.t()).transpose(0, 1))
     full_run = options.steps == STEPS
     report.add("validation_loss_engine", round(engine_loss, 5), "nats/token", 1.93 if full_run else None)

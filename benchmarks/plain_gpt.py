@@ -120,6 +120,7 @@ class PlainLoop:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.zero_grad()
+        assert batch.inputs_sb is not None and batch.targets_sb is not None
         logits = self.model(batch.inputs_sb.t())
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets_sb.t().flatten())
         loss.backward()

@@ -129,7 +129,7 @@ class Gang:
             self._changed.set()
         elif failure is not None:
             message = f"failed with {failure['exception']}: {failure['message']}"
-            if failure["kind"] in ("no_shared_memory", "bad_data", "bad_checkpoint"):
+            if failure["kind"] in ("no_shared_memory", "bad_data", "bad_checkpoint", "not_finite"):
                 message = failure["message"]
             self._bury(
                 Death(rank, failure["kind"], failure["step"], failure["exception"], message, failure["traceback"])

@@ -10,7 +10,7 @@ from typing import Any
 from workers.messages import Resume
 
 # Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
-HOPELESS = {"no_shared_memory": "no_shared_memory", "bad_data": "bad_data"}
+HOPELESS = {"no_shared_memory": "no_shared_memory", "bad_data": "bad_data", "not_finite": "not_finite"}
 
 
 @dataclass(frozen=True)

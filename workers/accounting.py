@@ -48,10 +48,11 @@ def forward_flops(spec: JobSpec) -> tuple[int, int]:
     return dense, model.layers * core_attention_forward(model)
 
 
-def step_flops(spec: JobSpec) -> StepFlops:
-    """FLOPs of one step. Selective recomputation runs the core attention's forward once more."""
+def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
+    """FLOPs of one step over `sequences` (default: the global batch). Selective recomputation runs the core
+    attention's forward once more."""
     dense, attention = forward_flops(spec)
-    batch = spec.train.global_batch_size
+    batch = spec.train.global_batch_size if sequences is None else sequences
     recomputed = attention if spec.layout.recompute == "selective" else 0
     return StepFlops(
         model_full=3 * batch * (dense + attention),

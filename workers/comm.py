@@ -2,16 +2,16 @@
 
 Layers and the pipeline hold one `Comm` for the life of the process and name the axis they talk along; what is behind
 the axes belongs to a generation, so a later generation can be put under a live model (`close`, then `connect`).
-On CPU that is the links of `workers.links`, on GPUs process groups of torch.distributed. An axis of size 1 costs
-nothing, so a single process needs neither.
+On CPU that is the links of `workers.links`, on GPUs process groups of torch.distributed, where every axis has a
+communicator and a stream of its own. An axis of size 1 costs nothing, so a single process needs neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,31 +19,74 @@ import torch.distributed as dist
 from workers.collectives import Collectives, add, maximum
 from workers.compat import all_gather_single, reduce_scatter_single
 from workers.errors import PeerLost
-from workers.links import Links, address_towards
+from workers.links import Links, Operation, address_towards
 from workers.parallel.grid import Axis, RankGrid
+from workers.step_parts import Part, StepParts
 
 # A dead peer is noticed through its process long before this; it only bounds a wait that nobody supervises.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 AXES: tuple[Axis, ...] = ("tensor", "pipeline", "data", "embedding", "world")
+_PART: dict[Axis, Part] = {"tensor": "tensor_communication", "data": "data_communication"}
+# Messages towards later and towards earlier ranks of a pipeline: on GPUs each has its own communicator, so that two
+# neighbours that send to each other never wait for each other.
+_DIRECTIONS = ("pipeline_up", "pipeline_down")
 
 
 class Handle(Protocol):
-    """A communication under way; `wait` raises PeerLost when the other side is gone."""
+    """A communication under way; its tensors must not be touched before `wait` has returned, which raises PeerLost
+    when the other side is gone."""
 
     def wait(self) -> None: ...
+
+
+class _Done:
+    """A communication that needed none."""
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 class _Work:
     """A torch.distributed operation under way."""
 
-    def __init__(self, work: dist.Work | None, tensor: torch.Tensor):
+    def __init__(self, work: dist.Work | None, *tensors: torch.Tensor):
         self._work = work
-        self._tensor = tensor  # the backend uses it until the wait is over
+        self._tensors = tensors  # the backend uses them until the wait is over
 
     def wait(self) -> None:
         if self._work is not None:
             with _naming_lost_peers():
                 self._work.wait()
+
+    @property
+    def done(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+class _Staged:
+    """An operation of the links on host copies of device tensors."""
+
+    def __init__(self, work: Handle, finish: Callable[[], object]):
+        self._work, self._finish = work, finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._finish()
+
+    @property
+    def done(self) -> bool:
+        return isinstance(self._work, Operation) and self._work.done
+
+
+class _Timed:
+    """A handle whose wait counts as a part of the step."""
+
+    def __init__(self, work: Handle, parts: StepParts, name: Part):
+        self._work, self._parts, self._name = work, parts, name
+
+    def wait(self) -> None:
+        with self._parts.part(self._name):
+            self._work.wait()
 
 
 @contextmanager
@@ -58,10 +101,17 @@ def _naming_lost_peers() -> Iterator[None]:
 class Comm:
     """All communication of one rank, by axis. Tensors must be contiguous."""
 
-    def __init__(self, grid: RankGrid, rank: int, device: torch.device):
+    def __init__(self, grid: RankGrid, rank: int, device: torch.device, shared_device: bool = False):
+        """`shared_device`: other ranks use the same GPU, which NCCL does not allow; tensors then travel through
+        host memory, over the links."""
         self.grid, self.rank, self.device = grid, rank, device
+        self.parts = StepParts(device)
         self.generation = 0
+        self._by_links = device.type == "cpu" or shared_device
+        self._staged = shared_device and device.type != "cpu"
         self._ranks: dict[str, list[int]] = {axis: grid.group(axis, rank) for axis in (*AXES, "context")}
+        self._sizes = {axis: len(ranks) for axis, ranks in self._ranks.items()}
+        self._indices = {axis: ranks.index(rank) for axis, ranks in self._ranks.items()}
         self._links: Links | None = None
         self._collectives: dict[str, Collectives] = {}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
@@ -73,16 +123,16 @@ class Comm:
         self.generation = generation
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
         with _naming_lost_peers():
-            if self.device.type == "cpu":
+            if self._by_links:
                 self._connect_links(prefixed, generation, address_towards(store_host))
             dist.init_process_group(
-                backend="cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                backend="gloo" if self._by_links else "cpu:gloo,cuda:nccl",
                 store=prefixed,
                 rank=self.rank,
                 world_size=self.grid.world_size,
                 timeout=COLLECTIVE_TIMEOUT,
             )
-            if self.device.type == "cuda":
+            if not self._by_links:
                 self._connect_groups()
             # Checkpoints are written by a thread of their own, whose messages must not mix with a step's.
             self.checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -97,11 +147,13 @@ class Comm:
 
     def _connect_groups(self) -> None:
         self._groups["world"] = dist.group.WORLD
-        for axis in AXES:
-            if axis != "world" and self.size(axis) > 1:
+        named: list[tuple[str, Axis]] = [(axis, axis) for axis in AXES if axis not in ("world", "pipeline")]
+        named += [(direction, "pipeline") for direction in _DIRECTIONS]
+        for name, axis in named:
+            if self.size(axis) > 1:
                 # Only the members meet, and order along the axis is the order of ranks.
-                self._groups[axis] = dist.new_group(
-                    self._ranks[axis], timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
+                self._groups[name] = dist.new_group(
+                    self._ranks[axis], timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True, group_desc=name
                 )
 
     def close(self) -> None:
@@ -117,68 +169,155 @@ class Comm:
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along `axis`."""
-        return len(self._ranks[axis])
+        return self._sizes[axis]
 
     def index(self, axis: Axis) -> int:
         """This rank's position along `axis`."""
-        return self._ranks[axis].index(self.rank)
+        return self._indices[axis]
 
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool = False) -> None:
         """Sum of `tensor` over `axis` in place, or its element-wise maximum with `largest`."""
-        if self.size(axis) == 1:
-            return
-        if self._links is not None:
-            self._collectives[axis].all_reduce(tensor, maximum if largest else add)
-            return
-        with _naming_lost_peers():
-            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            dist.all_reduce(tensor, op=op, group=self._groups[axis])
+        if self._sizes[axis] > 1:
+            with self.parts.part(_PART.get(axis, "other")):
+                self._start_all_reduce(axis, tensor, largest).wait()
+
+    def start_all_reduce(self, axis: Axis, tensor: torch.Tensor) -> Handle:
+        """Begin to sum `tensor` over `axis` in place. Nothing else may be started along the axis before its wait."""
+        if self._sizes[axis] == 1:
+            return _Done()
+        return self._timed(axis, self._start_all_reduce(axis, tensor, largest=False))
 
     def all_gather(self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Concatenation of every rank's `tensor` along dimension 0, into `out` where it is given."""
-        size = self.size(axis)
-        if size == 1 and out is None:
-            return tensor
-        if out is None:
-            out = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
-        if size == 1:
-            out.copy_(tensor)
-        elif self._links is not None:
-            self._collectives[axis].all_gather(out, tensor)
-        else:
-            with _naming_lost_peers():
-                all_gather_single(out, tensor, group=self._groups[axis])
+        with self.parts.part(_PART.get(axis, "other")):
+            out, work = self._start_all_gather(axis, tensor, out)
+            work.wait()
         return out
+
+    def start_all_gather(
+        self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Handle]:
+        """Begin to concatenate every rank's `tensor` along dimension 0: (result, handle)."""
+        out, work = self._start_all_gather(axis, tensor, out)
+        return out, self._timed(axis, work)
 
     def reduce_scatter(self, axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's slice along dimension 0 of the sum of every rank's `tensor`."""
-        size = self.size(axis)
-        if size == 1:
-            return tensor
-        out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-        if self._links is not None:
-            self._collectives[axis].reduce_scatter(out, tensor)
-        else:
-            with _naming_lost_peers():
-                reduce_scatter_single(out, tensor, group=self._groups[axis])
+        with self.parts.part(_PART.get(axis, "other")):
+            out, work = self._start_reduce_scatter(axis, tensor, None)
+            work.wait()
         return out
 
-    def send(self, stage: int, tensor: torch.Tensor) -> Handle:
-        """Start sending `tensor` to pipeline stage `stage` of the same replica; never blocks."""
+    def start_reduce_scatter(
+        self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Handle]:
+        """Begin to sum every rank's `tensor` and keep this rank's slice along dimension 0: (result, handle)."""
+        out, work = self._start_reduce_scatter(axis, tensor, out)
+        return out, self._timed(axis, work)
+
+    def _timed(self, axis: Axis, work: Handle) -> Handle:
+        return _Timed(work, self.parts, _PART.get(axis, "other")) if self.parts.measuring else work
+
+    def _start_all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool) -> Handle:
+        if self._links is not None:
+            host = tensor.cpu()
+            work = self._collectives[axis].start_all_reduce(host, maximum if largest else add)
+            return _Staged(work, lambda: tensor.copy_(host)) if self._staged else work
+        with _naming_lost_peers():
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            return _Work(dist.all_reduce(tensor, op=op, group=self._groups[axis], async_op=True), tensor)
+
+    def _start_all_gather(
+        self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Handle]:
+        size = self._sizes[axis]
+        if size == 1:
+            return (tensor, _Done()) if out is None else (out.copy_(tensor), _Done())
+        if out is None:
+            out = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
+        return out, self._transform(
+            out,
+            tensor,
+            lambda into, of: self._collectives[axis].start_all_gather(into, of),
+            lambda: all_gather_single(out, tensor, group=self._groups[axis], async_op=True),
+        )
+
+    def _start_reduce_scatter(
+        self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Handle]:
+        size = self._sizes[axis]
+        if size == 1:
+            return (tensor, _Done()) if out is None else (out.copy_(tensor), _Done())
+        if out is None:
+            out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+        return out, self._transform(
+            out,
+            tensor,
+            lambda into, of: self._collectives[axis].start_reduce_scatter(into, of),
+            lambda: reduce_scatter_single(out, tensor, group=self._groups[axis], async_op=True),
+        )
+
+    def _transform(
+        self,
+        out: torch.Tensor,
+        tensor: torch.Tensor,
+        by_links: Callable[[torch.Tensor, torch.Tensor], Handle],
+        by_group: Callable[[], Any],
+    ) -> Handle:
+        """Start a collective from `tensor` into `out`."""
+        if self._links is None:
+            with _naming_lost_peers():
+                return _Work(by_group(), out, tensor)
+        if not self._staged:
+            return by_links(out, tensor)
+        host = torch.empty(out.shape, dtype=out.dtype)
+        return _Staged(by_links(host, tensor.cpu()), lambda: out.copy_(host))
+
+    def send(self, stage: int, tensor: torch.Tensor) -> Transfer:
+        """Start sending `tensor` to rank `stage` of the same pipeline; never blocks. Messages between two ranks in one
+        direction arrive in the order in which they were sent."""
         peer = self._ranks["pipeline"][stage]
         if self._links is not None:
-            return self._links.send(peer, AXES.index("pipeline"), tensor)
+            return self._links.send(peer, AXES.index("pipeline"), tensor.cpu())
         with _naming_lost_peers():
-            return _Work(dist.isend(tensor, peer, group=self._groups["pipeline"]), tensor)
+            group = self._groups[_DIRECTIONS[stage < self._indices["pipeline"]]]
+            return _Work(dist.isend(tensor, peer, group=group), tensor)
 
     def receive(self, stage: int, tensor: torch.Tensor) -> Handle:
-        """Start receiving into `tensor` from pipeline stage `stage` of the same replica."""
+        """Start receiving into `tensor` from rank `stage` of the same pipeline."""
         peer = self._ranks["pipeline"][stage]
         if self._links is not None:
-            return self._links.receive(peer, AXES.index("pipeline"), tensor)
+            host = tensor.cpu()
+            work = self._links.receive(peer, AXES.index("pipeline"), host)
+            waiting = _Arriving(work, self._links, self.parts)
+            return _Staged(waiting, lambda: tensor.copy_(host)) if self._staged else waiting
         with _naming_lost_peers():
-            return _Work(dist.irecv(tensor, peer, group=self._groups["pipeline"]), tensor)
+            group = self._groups[_DIRECTIONS[stage > self._indices["pipeline"]]]
+            # On a GPU the wait for a message and its transfer cannot be told apart: both count as bubble.
+            return _Timed(_Work(dist.irecv(tensor, peer, group=group), tensor), self.parts, "bubble")
 
     def barrier(self) -> None:
         """Wait until every rank of the generation is here."""
         self.all_reduce("world", torch.zeros(1, device=self.device))
+
+
+class Transfer(Handle, Protocol):
+    """A send under way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the tensor is no longer needed."""
+
+
+class _Arriving:
+    """A message of the pipeline that is waited for: while nothing moves, the rank stands in the bubble."""
+
+    def __init__(self, work: Operation, links: Links, parts: StepParts):
+        self._work, self._links, self._parts = work, links, parts
+
+    def wait(self) -> None:
+        """Return once the message is there."""
+        before = self._links.idle_seconds
+        with self._parts.part("pipeline_communication"):
+            self._work.wait()
+        self._parts.move("pipeline_communication", "bubble", self._links.idle_seconds - before)

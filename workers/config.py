@@ -5,7 +5,7 @@ Documents are read and checked by `workers/spec_reading.py`; rules across fields
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,6 +29,8 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
 
 BYTE_VOCABULARY = 256
 
+RecomputeModule = Literal["core_attention", "norm", "mlp_activation"]
+
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values never change after parsing."""
@@ -48,7 +50,8 @@ class ModelConfig(Section):
     heads: Heads
     """Number of attention heads (a); divides hidden_size."""
     kv_heads: Heads | None = None
-    """Number of key-value heads; default: as many as heads."""
+    """Number of key-value heads (grouped-query attention, arXiv:2305.13245); divides heads; default: as many as
+    heads."""
     ffn_hidden_size: Width | None = None
     """Inner width of the MLP, in elements; default: 4 * hidden_size."""
     sequence_length: Length
@@ -56,7 +59,8 @@ class ModelConfig(Section):
     vocabulary_size: Vocabulary | None = None
     """Number of token ids (v); default: the tokenizer's. Padded inside to a multiple of parallel.tensor."""
     dropout: Fraction = 0.0
-    """Probability of zeroing an activation in training."""
+    """Probability of zeroing an activation in training: of the embedding, of attention weights, and of what a block
+    adds to the residual stream. The same elements under every layout."""
     bias: StrictBool = True
     """Whether linear layers and layer norms carry biases."""
     tie_embeddings: StrictBool = True
@@ -66,6 +70,11 @@ class ModelConfig(Section):
     def ffn_size(self) -> int:
         """Inner width of the MLP, in elements."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def key_value_heads(self) -> int:
+        """Number of key-value heads."""
+        return self.kv_heads or self.heads
 
     @property
     def head_size(self) -> int:
@@ -113,6 +122,17 @@ class OptimizerConfig(Section):
     """Largest global gradient norm (L2); larger gradients are scaled down to it. 0 turns clipping off."""
 
 
+class BatchRamp(Section):
+    """A batch that grows in equal steps while the first samples are consumed (arXiv:2201.11990, section 3.2)."""
+
+    start: Batch
+    """Sequences in the first step."""
+    increment: Batch
+    """Sequences by which the batch grows each time."""
+    samples: Annotated[int, Field(gt=0, le=10**15, strict=True)]
+    """Sequences consumed until the batch has reached train.global_batch_size."""
+
+
 class TrainConfig(Section):
     """How long, how much at once, how fast."""
 
@@ -121,19 +141,33 @@ class TrainConfig(Section):
     global_batch_size: Batch = 16
     """Sequences in one step, over all data-parallel replicas."""
     micro_batch_size: Batch = 1
-    """Sequences that one replica processes at once; a step accumulates over its micro-batches."""
+    """Sequences that one replica processes at once; a step accumulates over its micro-batches. The last one of a step
+    is smaller where it does not divide."""
     seed: Seed = 1234
     """Seed of initialisation and sample order."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Number format of compute. Built: fp32."""
+    """Number format of compute. bf16 and fp16 keep fp32 master weights, moments and gradient sums; fp16 also scales
+    the loss dynamically."""
+    attention: Literal["auto", "sdpa", "explicit"] = "auto"
+    """How attention is computed: sdpa: torch's fused kernels, which never hold the s x s scores; explicit: batched
+    matrix products that do. auto: sdpa, or explicit with dropout (the fused kernels' dropout depends on the layout)."""
+    compile: StrictBool = False
+    """Whether each transformer block is compiled by torch.compile."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate."""
     validate_every: StepsOrNever = 0
     """Steps between two validations; 0: never."""
     validation_batches: Steps = 8
     """Global batches of held-out text in one validation, at most the whole held-out part."""
-    batch_ramp: dict[str, Any] | None = None
-    """Batch-size ramp. Not built."""
+    batch_ramp: BatchRamp | None = None
+    """Growth of the batch at the start of the job; default: global_batch_size from the first step."""
+    time_parts_every: StepsOrNever = 10
+    """Steps between two measurements of where a step's time goes; 0: never."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of the torch dtype of compute."""
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.precision]
 
 
 class ParallelConfig(Section):
@@ -148,16 +182,29 @@ class ParallelConfig(Section):
     context: AxisSize = 1
     """Context-parallel size. Built: 1."""
     virtual_stages: Layers = 1
-    """Model chunks per stage (v). Built: 1."""
+    """Model chunks per stage (v): any number for interleaved, 2 for zb-v, 1 for the others."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = "1f1b"
-    """Order of forwards and backwards in the pipeline. Built: gpipe, 1f1b."""
+    """Order of forwards and backwards in the pipeline (docs/parallelism.md)."""
     sequence_parallel: StrictBool | None = None
     """Split norms and residuals along the sequence over the tensor group (arXiv:2205.05198, section 4.2.2);
     default: exactly when tensor > 1."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in backward; selective: the core attention (arXiv:2205.05198, section 5)."""
+    """Activations recomputed in backward. selective: those of recompute_modules; full: whole layers, of which only
+    the input is kept (arXiv:2205.05198, section 5)."""
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attention",)
+    """What selective recomputation drops: core_attention (scores, softmax and dropout), norm (outputs of the layer
+    norms), mlp_activation (output of the MLP's activation function)."""
+    recompute_every: Layers = 1
+    """Full recomputation drops every k-th layer only, beginning with layer 0."""
+    recompute_keep: Count = 0
+    """Micro-batches in flight on each stage that keep all their activations; only the others are recomputed
+    (arXiv:2205.05198, appendix C)."""
     zero: Literal[0, 1, 3] = 1
-    """ZeRO stage (arXiv:1910.02054). Built: 1, optimizer state split over the data group."""
+    """ZeRO stage (arXiv:1910.02054). 0: every replica holds the whole optimizer state; 1: it is split over the data
+    group. 3 is not built."""
+    bucket_megabytes: PositiveFloat = 25.0
+    """Size of the buckets in which gradients are reduced over the data group while backward still runs, in 10^6
+    bytes."""
 
     @property
     def world_size(self) -> int:
@@ -202,6 +249,11 @@ class CheckpointConfig(Section):
 class RecoveryConfig(Section):
     """What failures cost before the job gives up."""
 
+    nonfinite: Literal["fail", "skip", "roll_back"] = "fail"
+    """What happens when a step's loss or gradient is not finite, which is found before the weights are touched. fail:
+    the job fails and names the samples; skip: the step passes without an update, with an event. roll_back is not
+    built."""
+
     max_restarts: Count = 20
     """Automatic restarts before the job fails with restarts_exhausted."""
 
@@ -239,8 +291,9 @@ class JobSpec(Section):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches that one replica runs in a step (m)."""
-        return self.train.global_batch_size // (self.layout.data * self.train.micro_batch_size)
+        """Most micro-batches that a replica runs in a step (m), once the batch is at its full size."""
+        share = -(-self.train.global_batch_size // self.layout.data)
+        return -(-share // self.train.micro_batch_size)
 
     @property
     def vocabulary_size(self) -> int:

@@ -21,3 +21,7 @@ class CheckpointError(MantaError):
 
 class PeerLost(MantaError):
     """A collective failed because another rank is gone. This rank is not the culprit."""
+
+
+class NonFiniteError(MantaError):
+    """A step's loss or gradient is not finite; the message names the step and its samples."""

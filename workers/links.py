@@ -13,6 +13,7 @@ import select
 import selectors
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -103,6 +104,8 @@ class Links:
         """Connect to `peers`, meeting them through `store` (already prefixed by generation). `host` is this rank's
         address. Raises PeerLost when a peer goes away meanwhile."""
         self.rank, self.generation = rank, generation
+        self.idle_seconds = 0.0
+        """Time spent waiting without anything to move, since the links were made."""
         self._links: dict[int, _Link] = {}
         others = sorted(peer for peer in peers if peer != rank)
         with socket.create_server((host, 0), backlog=_BACKLOG) as listener:
@@ -189,7 +192,10 @@ class Links:
                         raise PeerLost("this generation's connections were closed")
                     waiting[descriptor] = link
                     poll.register(descriptor, events)
-            for descriptor, _ in poll.poll():
+            began = time.perf_counter()
+            ready = poll.poll()
+            self.idle_seconds += time.perf_counter() - began
+            for descriptor, _ in ready:
                 waiting[descriptor].push()
                 waiting[descriptor].pull()
 

@@ -87,7 +87,7 @@ class Report:
 class Failure:
     """Why a trainer ends before its last step; the `data` of a `failure` report."""
 
-    kind: Literal["exception", "peer_lost", "no_shared_memory", "bad_data", "bad_checkpoint"]
+    kind: Literal["exception", "peer_lost", "no_shared_memory", "bad_data", "bad_checkpoint", "not_finite"]
     """exception: user or program error; peer_lost: a collective failed because another rank died, so this rank is
     not the culprit; the others are typed errors whose message is one clear sentence."""
     step: int

@@ -48,10 +48,6 @@ def _unsupported_model(spec: JobSpec) -> Iterator[Problem]:
     model = spec.model
     if model.family != "gpt":
         yield _not_built("model.family", model.family, "gpt")
-    if model.kv_heads not in (None, model.heads):
-        yield _not_built("model.kv_heads", model.kv_heads, f"{model.heads}")
-    if model.dropout > 0:
-        yield _not_built("model.dropout", model.dropout, "0.0")
 
 
 def _unsupported_data(spec: JobSpec) -> Iterator[Problem]:
@@ -64,13 +60,9 @@ def _unsupported_data(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("data.weights", "weights are not supported yet; leave the key out", None, unsupported=True)
 
 
-def _unsupported_train(spec: JobSpec) -> Iterator[Problem]:
-    if spec.train.precision != "fp32":
-        yield _not_built("train.precision", spec.train.precision, "fp32")
-    if spec.train.batch_ramp is not None:
-        yield Problem(
-            "train.batch_ramp", "a batch ramp is not supported yet; leave the key out", None, unsupported=True
-        )
+def _unsupported_recovery(spec: JobSpec) -> Iterator[Problem]:
+    if spec.recovery.nonfinite == "roll_back":
+        yield _not_built("recovery.nonfinite", "roll_back", "skip", "fail")
 
 
 def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
@@ -80,14 +72,8 @@ def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
         return
     if layout.context != 1:
         yield _not_built("parallel.context", layout.context, "1")
-    if layout.virtual_stages != 1:
-        yield _not_built("parallel.virtual_stages", layout.virtual_stages, "1")
-    if layout.schedule not in ("gpipe", "1f1b"):
-        yield _not_built("parallel.schedule", layout.schedule, "1f1b", "gpipe")
-    if layout.recompute == "full":
-        yield _not_built("parallel.recompute", layout.recompute, "selective", "none")
-    if layout.zero != 1:
-        yield _not_built("parallel.zero", layout.zero, "1")
+    if layout.zero == 3:
+        yield _not_built("parallel.zero", layout.zero, "1", "0")
 
 
 def _heads_divide_hidden(spec: JobSpec) -> Iterator[Problem]:
@@ -137,26 +123,139 @@ def _sequence_parallel_fits(spec: JobSpec) -> Iterator[Problem]:
         )
 
 
-def _pipeline_divides(spec: JobSpec) -> Iterator[Problem]:
-    stages, layers = spec.layout.pipeline, spec.model.layers
-    if layers % stages:
+def _key_value_heads_fit(spec: JobSpec) -> Iterator[Problem]:
+    model, tensor = spec.model, spec.layout.tensor
+    groups = model.key_value_heads
+    if model.heads % groups:
+        unit = math.gcd(model.heads, tensor)
+        nearest = unit * nearest_divisor(model.heads // unit, max(1, round(groups / unit)))
+        yield Problem("model.kv_heads", f"kv_heads ({groups}) must divide heads ({model.heads})", str(nearest))
+    elif groups % tensor and tensor % groups and model.heads % tensor == 0:
+        fitting = [d for d in _divisors(model.heads) if d % tensor == 0 or tensor % d == 0]
+        nearest = min(fitting, key=lambda d: (abs(d - groups), d))
         yield Problem(
-            "parallel.pipeline",
-            f"pipeline ({stages}) must divide model.layers ({layers})",
-            str(nearest_divisor(layers, stages)),
+            "model.kv_heads",
+            f"kv_heads ({groups}) must be a multiple or a divisor of parallel.tensor ({tensor})",
+            str(nearest),
         )
 
 
-def _batch_divides(spec: JobSpec) -> Iterator[Problem]:
+def _schedule_fits_virtual_stages(spec: JobSpec) -> Iterator[Problem]:
+    layout = spec.layout
+    if layout.schedule == "zb-v" and layout.virtual_stages != 2:
+        yield Problem("parallel.virtual_stages", f"zb-v has 2 virtual stages, not {layout.virtual_stages}", "2")
+    elif layout.schedule in ("gpipe", "1f1b", "zb-h1") and layout.virtual_stages != 1:
+        yield Problem(
+            "parallel.schedule",
+            f"{layout.schedule} has one virtual stage, not {layout.virtual_stages}; interleaved has any number",
+            "interleaved",
+        )
+
+
+def _pipeline_has_layers(spec: JobSpec) -> Iterator[Problem]:
+    layout, layers = spec.layout, spec.model.layers
+    virtual_stages = 2 if layout.schedule == "zb-v" else layout.virtual_stages
+    if layers < layout.pipeline * virtual_stages:
+        if virtual_stages > layers or layout.schedule == "zb-v" or layout.pipeline == 1:
+            yield Problem(
+                "model.layers",
+                f"layers ({layers}) must be at least parallel.pipeline x virtual_stages "
+                f"({layout.pipeline} x {virtual_stages})",
+                str(layout.pipeline * virtual_stages),
+            )
+        else:
+            yield Problem(
+                "parallel.pipeline",
+                f"pipeline ({layout.pipeline}) x virtual_stages ({virtual_stages}) must be at most model.layers "
+                f"({layers})",
+                str(layers // virtual_stages),
+            )
+
+
+def _every_replica_has_samples(spec: JobSpec) -> Iterator[Problem]:
     train, data = spec.train, spec.layout.data
-    unit = data * train.micro_batch_size
-    if train.global_batch_size % unit:
+    ramp = train.batch_ramp
+    smallest, path = (train.global_batch_size, "train.global_batch_size")
+    if ramp is not None and ramp.start < smallest:
+        smallest, path = ramp.start, "train.batch_ramp.start"
+    if smallest < data:
+        yield Problem(path, f"a batch of {smallest} leaves some of parallel.data ({data}) replicas without", str(data))
+
+
+def _ramp_reaches_the_batch(spec: JobSpec) -> Iterator[Problem]:
+    ramp, batch = spec.train.batch_ramp, spec.train.global_batch_size
+    if ramp is None:
+        return
+    if ramp.start > batch:
         yield Problem(
-            "train.global_batch_size",
-            f"global_batch_size ({train.global_batch_size}) must be a multiple of parallel.data x micro_batch_size "
-            f"({data} x {train.micro_batch_size})",
-            str(nearest_multiple(unit, train.global_batch_size)),
+            "train.batch_ramp.start",
+            f"the ramp starts at {ramp.start}, above global_batch_size ({batch})",
+            str(batch),
         )
+    elif (batch - ramp.start) % ramp.increment:
+        yield Problem(
+            "train.batch_ramp.increment",
+            f"increments of {ramp.increment} do not lead from {ramp.start} to global_batch_size ({batch})",
+            str(_nearest_increment(spec)),
+        )
+
+
+def _interleaving_unit(spec: JobSpec) -> int:
+    """What batches must be multiples of: interleaving takes as many micro-batches as stages at a time."""
+    layout = spec.layout
+    if layout.schedule != "interleaved" or layout.pipeline == 1:
+        return 1
+    return layout.data * layout.pipeline * spec.train.micro_batch_size
+
+
+def _nearest_increment(spec: JobSpec) -> int:
+    """The increment nearest to the ramp's that leads to the full batch in batches that fit the schedule."""
+    ramp, unit = spec.train.batch_ramp, _interleaving_unit(spec)
+    assert ramp is not None
+    distance = (spec.train.global_batch_size - ramp.start) // unit
+    if distance == 0:
+        return nearest_multiple(unit, ramp.increment)
+    return unit * nearest_divisor(distance, max(1, round(ramp.increment / unit)))
+
+
+def _interleaving_fits_batches(spec: JobSpec) -> Iterator[Problem]:
+    layout, train, unit = spec.layout, spec.train, _interleaving_unit(spec)
+    sizes = {"train.global_batch_size": (train.global_batch_size, nearest_multiple(unit, train.global_batch_size))}
+    if train.batch_ramp is not None:
+        ramp = train.batch_ramp
+        sizes["train.batch_ramp.start"] = (ramp.start, nearest_multiple(unit, ramp.start))
+        if ramp.start <= train.global_batch_size:
+            sizes["train.batch_ramp.increment"] = (ramp.increment, _nearest_increment(spec))
+    for path, (size, nearest) in sizes.items():
+        if size % unit:
+            yield Problem(
+                path,
+                f"{size} must be a multiple of data x pipeline x micro_batch_size ({layout.data} x {layout.pipeline} "
+                f"x {train.micro_batch_size}): interleaving takes as many micro-batches as stages at a time",
+                str(nearest),
+            )
+
+
+def _attention_can_drop_out(spec: JobSpec) -> Iterator[Problem]:
+    if spec.train.attention == "sdpa" and spec.model.dropout > 0:
+        yield Problem(
+            "train.attention",
+            "the fused kernels' dropout depends on the layout; with dropout, attention must be explicit",
+            "explicit",
+        )
+
+
+def _recomputation_is_whole(spec: JobSpec) -> Iterator[Problem]:
+    layout = spec.layout
+    if layout.recompute == "selective" and not layout.recompute_modules:
+        yield Problem(
+            "parallel.recompute_modules",
+            "selective recomputation needs at least one of core_attention, norm, mlp_activation",
+            "[core_attention]",
+        )
+    if len(set(layout.recompute_modules)) < len(layout.recompute_modules):
+        once = ", ".join(dict.fromkeys(layout.recompute_modules))
+        yield Problem("parallel.recompute_modules", "a module is named twice", f"[{once}]")
 
 
 def _vocabulary_holds_tokenizer(spec: JobSpec) -> Iterator[Problem]:
@@ -212,15 +311,21 @@ def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:
 UNSUPPORTED: tuple[Rule, ...] = (
     _unsupported_model,
     _unsupported_data,
-    _unsupported_train,
+    _unsupported_recovery,
     _unsupported_parallel,
 )
 FITTING: tuple[Rule, ...] = (
     _heads_divide_hidden,
     _tensor_divides,
     _sequence_parallel_fits,
-    _pipeline_divides,
-    _batch_divides,
+    _key_value_heads_fit,
+    _schedule_fits_virtual_stages,
+    _pipeline_has_layers,
+    _every_replica_has_samples,
+    _interleaving_fits_batches,
+    _ramp_reaches_the_batch,
+    _attention_can_drop_out,
+    _recomputation_is_whole,
     _vocabulary_holds_tokenizer,
     _paths_match_source,
     _learning_rates_ordered,

@@ -19,13 +19,11 @@ from workers.checkpoint.snapshot import Snapshots, fingerprint
 from workers.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import Batches
+from workers.engine import Engine
+from workers.errors import NonFiniteError
 from workers.learning_rate import learning_rate
 from workers.messages import Resume
-from workers.model.gpt import GPTStage
-from workers.parallel.flat import FlatParameters
-from workers.parallel.pipeline import Pipeline
-from workers.parallel.shards import initialise
-from workers.parallel.zero import StepStatistics, ZeroOptimizer
+from workers.parallel.zero import StepStatistics
 from workers.reporter import Reporter
 
 # Rows of metrics kept in a snapshot: more steps than are ever under way to the database.
@@ -49,34 +47,27 @@ class Trainer:
 
     def __init__(self, spec: JobSpec, comm: Comm, reporter: Reporter, peak_flops: float, places: Places = Places()):
         self.spec, self.comm, self.reporter, self.peak_flops = spec, comm, reporter, peak_flops
-        self.batches = Batches(spec, comm.index("data"), comm.device)
-        self.model = GPTStage(spec, comm).to(comm.device)
-        self.shards = self.model.named_shards()
-        self.flat = FlatParameters(self.shards, comm.size("data"), comm.device)
-        self.optimizer = ZeroOptimizer(
-            self.flat, spec.train.optimizer, comm, spec.layout.sequence_parallel_on, spec.model.tie_embeddings
-        )
-        self.pipeline = Pipeline(spec, self.model, comm)
-        self.flops = step_flops(spec)
+        self.engine = Engine(spec, comm)
+        self.batches = Batches(spec, comm.index("data"), comm.device, self.engine.model.reads_tokens)
         self.snapshots = self._open_snapshots(places)
         self.checkpoints: Checkpointer | None = None
         if places.checkpoints is not None:
-            self.checkpoints = Checkpointer(places.checkpoints, places.job, spec, self.optimizer, comm, reporter.event)
+            self.checkpoints = Checkpointer(places.checkpoints, places.job, spec, self.engine, comm, reporter.event)
         self.step = 0
         """Last committed step."""
+        self._snapshot_seconds = 0.0
         self._journal: deque[bytes] = deque(maxlen=JOURNAL_ROWS)
 
     def _open_snapshots(self, places: Places) -> Snapshots | None:
         if places.snapshots is None:
             return None
-        state = [self.optimizer.parameters, self.optimizer.exp_avg, self.optimizer.exp_avg_sq]
         identity = fingerprint(self.spec.model_dump(mode="json"), self.comm.rank)
-        return Snapshots(places.snapshots, self.comm.rank, state, identity)
+        return Snapshots(places.snapshots, self.comm.rank, self.engine.state(), identity)
 
     def restore(self, resume: Resume) -> None:
         """Bring the state to committed step `resume.step`. Raises CheckpointError when it cannot be had."""
         if resume.source == "start":
-            initialise(self.shards, self.spec.train.seed)
+            self.engine.initialise(self.spec.train.seed)
         elif resume.source == "snapshot" and self.snapshots is not None:
             self._report_again(self.snapshots.load(resume.step))
         elif resume.source == "checkpoint" and self.checkpoints is not None and resume.path is not None:
@@ -84,8 +75,8 @@ class Trainer:
         else:
             raise ValueError(f"cannot resume from {resume} without a place for it")
         if resume.source != "start":
-            self.optimizer.gather_parameters()
-        self.optimizer.set_step(resume.step)
+            self.engine.optimizer.publish_parameters()
+        self.engine.optimizer.set_step(resume.step)
         self.step = resume.step
         if self.snapshots is not None and resume.source != "snapshot":
             self.snapshots.clear()
@@ -102,23 +93,47 @@ class Trainer:
         self.comm.barrier()
 
     def train_step(self) -> StepStatistics:
-        """One step: compute, agree, update, keep, report."""
-        began = time.perf_counter()
+        """One step: compute, agree, update, keep, report. Raises NonFiniteError when the policy is to fail."""
+        began, parts = time.perf_counter(), self.comm.parts
         step = self.step + 1
+        if self._measures(step):
+            parts.begin()
         rate = learning_rate(self.spec.train.optimizer, step, self.spec.train.steps)
-        batch = self.batches.training(step) if self._reads_data else []
-        loss_sum = self.pipeline.train(batch)
-        statistics = self.optimizer.step(rate, loss_sum, memory_in_use(self.comm.device))
+        with parts.part("data"):
+            batch = self.batches.training(step)
+        sequences = self.batches.plan.size(step)
+        statistics = self.engine.step(batch, sequences, rate, memory_in_use(self.comm.device))
+        if not statistics.finite:
+            self._pass_over(step, statistics)
         self.step = step
-        validation_loss = self.validate() if self._validates(step) else None
+        more = self._part_means() if parts.measuring else {}
+        if self._validates(step):
+            more["validation_loss"] = self.validate()
 
         def row() -> dict[str, Any]:
-            return self._row(step, statistics, rate, time.perf_counter() - began, validation_loss)
+            return self._row(step, statistics, rate, time.perf_counter() - began) | more
 
         self._keep_and_report(step, row)
         if self.checkpoints is not None and self.checkpoints.due(step):
             self.checkpoints.start(step)
         return statistics
+
+    def _pass_over(self, step: int, statistics: StepStatistics) -> None:
+        """A step whose numbers are not finite, and which has changed nothing: go on without it, or fail."""
+        samples = self.batches.plan.samples(step)
+        what = (
+            f"step {step} has loss {statistics.loss} and gradient norm {statistics.grad_norm} "
+            f"(samples {samples.start} to {samples.stop - 1})"
+        )
+        if self.spec.recovery.nonfinite == "fail":
+            raise NonFiniteError(
+                f"{what}; nothing was updated. Lower train.optimizer.learning_rate, or set recovery.nonfinite to skip"
+            )
+        # AdamW counts the step too, as it does after a restart.
+        self.engine.optimizer.set_step(step)
+        if self.comm.rank == 0:
+            data = {"first_sample": samples.start, "last_sample": samples.stop - 1}
+            self.reporter.event("step_skipped", step, f"{what} and passes without an update", data)
 
     def _keep_and_report(self, step: int, make_row: Callable[[], dict[str, Any]]) -> None:
         """Snapshot the step and report its row. The snapshot holds the rows of the last steps too: a process that is
@@ -133,7 +148,9 @@ class Trainer:
             return b"\n".join(self._journal)
 
         if self.snapshots is not None and step % self.spec.checkpoint.snapshot_every_steps == 0:
+            began = time.perf_counter()
             self.snapshots.save(step, note)
+            self._snapshot_seconds = time.perf_counter() - began
         else:
             note()
         for row in made:
@@ -147,43 +164,49 @@ class Trainer:
 
     def validate(self) -> float:
         """Mean loss over the validation batches, in nats a token; the same on every rank."""
-        count = self.batches.validation_batches()
-        total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        for index in range(count):
-            total += self.pipeline.evaluate(self.batches.validation(index) if self._reads_data else [])
-        self.comm.all_reduce("world", total)
-        return float(total) / count
-
-    @property
-    def _reads_data(self) -> bool:
-        return self.model.is_first or self.model.is_last
+        sums = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
+        for index in range(self.batches.validation_batches()):
+            total, tokens = self.engine.pipeline.evaluate(self.batches.validation(index))
+            sums[0] += total
+            sums[1] += tokens
+        self.comm.all_reduce("world", sums)
+        return float(sums[0] / sums[1])
 
     def _validates(self, step: int) -> bool:
         every = self.spec.train.validate_every
         return every > 0 and step % every == 0
 
-    def _row(
-        self, step: int, statistics: StepStatistics, rate: float, seconds: float, validation_loss: float | None
-    ) -> dict[str, Any]:
+    def _measures(self, step: int) -> bool:
+        every = self.spec.train.time_parts_every
+        return every > 0 and step % every == 0
+
+    def _part_means(self) -> dict[str, float]:
+        """Where the time of the step that is being measured went: seconds by part, as the mean over ranks."""
+        seconds: dict[str, float] = dict(self.comm.parts.end().items())
+        seconds["snapshot"] = self._snapshot_seconds
+        shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=self.comm.device)
+        self.comm.all_reduce("world", shared)
+        means = (shared / self.comm.size("world")).tolist()
+        return {f"{part}_seconds": mean for part, mean in zip(seconds, means, strict=True)}
+
+    def _row(self, step: int, statistics: StepStatistics, rate: float, seconds: float) -> dict[str, Any]:
         """The step's numbers by the names of the REST contract. MFU: arXiv:2204.02311, appendix B."""
-        tokens = self.pipeline.tokens_per_step
+        plan, length = self.batches.plan, self.spec.model.sequence_length
+        flops = step_flops(self.spec, plan.size(step))
         available = seconds * self.peak_flops * self.comm.size("world")
-        row = {
+        return {
             "step": step,
             "loss": statistics.loss,
             "grad_norm": statistics.grad_norm,
             "learning_rate": rate,
-            "tokens": step * tokens,
-            "tokens_per_second": tokens / seconds,
+            "tokens": plan.first_sample(step + 1) * length,
+            "tokens_per_second": plan.size(step) * length / seconds,
             "step_seconds": seconds,
-            "mfu_full": self.flops.model_full / available,
-            "mfu_causal": self.flops.model_causal / available,
-            "hfu_full": self.flops.hardware_full / available,
+            "mfu_full": flops.model_full / available,
+            "mfu_causal": flops.model_causal / available,
+            "hfu_full": flops.hardware_full / available,
             "memory_bytes": statistics.memory_bytes,
         }
-        if validation_loss is not None:
-            row["validation_loss"] = validation_loss
-        return row
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from workers.comm import Comm
 from workers.device_peak import measure_peak_flops
-from workers.errors import CheckpointError, DataError, PeerLost, SharedMemoryError
+from workers.errors import CheckpointError, DataError, NonFiniteError, PeerLost, SharedMemoryError
 from workers.messages import Failure, LaunchOrder
 from workers.parallel.grid import RankGrid
 from workers.reporter import Reporter
@@ -32,6 +32,7 @@ _KINDS: dict[type[BaseException], str] = {
     PeerLost: "peer_lost",
     SharedMemoryError: "no_shared_memory",
     DataError: "bad_data",
+    NonFiniteError: "not_finite",
     CheckpointError: "bad_checkpoint",
 }
 

@@ -15,14 +15,13 @@ import torch
 from workers.checkpoint.pieces import pieces_of
 from workers.comm import Comm
 from workers.config import JobSpec
+from workers.data.batch_plan import micro_batches as cut
+from workers.data.batch_plan import replica_share
 from workers.data.batches import MicroBatch
+from workers.engine import Engine
 from workers.learning_rate import learning_rate
 from workers.messages import Resume
-from workers.model.gpt import GPTStage
 from workers.parallel.cross_entropy import vocabulary_parallel_cross_entropy
-from workers.parallel.flat import FlatParameters
-from workers.parallel.pipeline import Pipeline
-from workers.parallel.zero import ZeroOptimizer
 from workers.reporter import Reporter
 from workers.spec_reading import parse_job_spec
 from workers.trainer import Places, Trainer
@@ -55,10 +54,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def micro_batches(spec: JobSpec, replica: int, windows: torch.Tensor) -> list[MicroBatch]:
-    """A replica's micro-batches of a global batch: equal, contiguous parts."""
-    mine = windows.chunk(spec.layout.data)[replica]
-    return [MicroBatch(part[:, :-1].t(), part[:, 1:].t()) for part in mine.split(spec.train.micro_batch_size)]
+def micro_batches(spec: JobSpec, replica: int, windows: torch.Tensor, step: int = 1) -> list[MicroBatch]:
+    """A replica's micro-batches of a global batch of windows, as the engine cuts it."""
+    first = (step - 1) * len(windows)
+    mine = replica_share(range(first, first + len(windows)), spec.layout.data, replica)
+    parts = [(part, windows[part.start - first : part.stop - first]) for part in cut(mine, spec.train.micro_batch_size)]
+    return [MicroBatch(part, tokens[:, :-1].abs().t(), tokens[:, 1:].t()) for part, tokens in parts]
 
 
 def run_steps(comm: Comm, jobs: list[dict[str, Any]], weights: list[Weights], windows: list[Any], dtype: Any) -> list:
@@ -72,22 +73,22 @@ def run_steps(comm: Comm, jobs: list[dict[str, Any]], weights: list[Weights], wi
 
 
 def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.Tensor], dtype: torch.dtype) -> Steps:
-    model = GPTStage(spec, comm)
-    flat = FlatParameters(model.named_shards(), comm.size("data"), comm.device, dtype)
-    everything = pieces_of(flat, (0, flat.size), owned_only=False, tensor_index=comm.index("tensor"))
+    engine = Engine(spec, comm, dtype)
+    flat, optimizer = engine.flat, engine.optimizer
+    whole = [(0, flat.size)]
+    everything = pieces_of(flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
+    start = torch.zeros(flat.size, dtype=torch.float64)
     for piece in everything:
         where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.sizes, strict=True))
-        piece.view(flat.parameters).copy_(weights[piece.name][where])
-    layout = spec.layout
-    optimizer = ZeroOptimizer(flat, spec.train.optimizer, comm, layout.sequence_parallel_on, spec.model.tie_embeddings)
-    pipeline = Pipeline(spec, model, comm)
+        piece.view(start).copy_(weights[piece.name][where])
+    optimizer.load_parameters(start)
     losses, norms = [], []
     for number, windows in enumerate(batches, start=1):
-        share = pipeline.train(micro_batches(spec, comm.index("data"), windows))
-        found = optimizer.step(learning_rate(spec.train.optimizer, number, spec.train.steps), share, 0)
+        batch = micro_batches(spec, comm.index("data"), windows, number)
+        found = engine.step(batch, len(windows), learning_rate(spec.train.optimizer, number, spec.train.steps), 0)
         losses.append(found.loss)
         norms.append(found.grad_norm)
-    part = pieces_of(flat, optimizer.part, owned_only=False, tensor_index=comm.index("tensor"))
+    part = pieces_of(flat, optimizer.held, optimizer.held, owned_only=False, tensor_index=comm.index("tensor"))
     return Steps(
         losses,
         norms,
@@ -148,15 +149,17 @@ def train_job(
         trainer.checkpoints.finish()
     comm.barrier()
     reporter.close()
-    optimizer = trainer.optimizer
-    state = {"model": optimizer.parameters, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
-    pieces = pieces_of(trainer.flat, optimizer.part, owned_only=False, tensor_index=comm.index("tensor"))
+    optimizer = trainer.engine.optimizer
+    model = torch.cat(optimizer.parameters)
+    state = {"model": model, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+    held = optimizer.held
+    pieces = pieces_of(optimizer.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
     return Trained(
         [message["data"] for message in told if message["kind"] == "metrics"],
         [message["data"] for message in told if message["kind"] == "event"],
         statistics,
         {kind: part.clone() for kind, part in state.items()},
-        trainer.flat.parameters.clone(),
+        optimizer.flat.parameters.clone(),
         [
             (kind, piece.name, piece.offsets, piece.view(part).clone())
             for kind, part in state.items()
@@ -177,14 +180,10 @@ def cross_entropy(comm: Comm, logits: torch.Tensor, targets: torch.Tensor, vocab
 
 def initial_parameters(comm: Comm, document: dict[str, Any]) -> list[Placed]:
     """Every parameter of this rank as the engine initialises it."""
-    from workers.parallel.shards import initialise
-
-    spec = parse_job_spec(document)
-    model = GPTStage(spec, comm)
-    flat = FlatParameters(model.named_shards(), comm.size("data"), comm.device)
-    initialise(flat_shards := model.named_shards(), spec.train.seed)
-    assert len(flat_shards) == len(flat.slots)
-    pieces = pieces_of(flat, (0, flat.size), owned_only=False, tensor_index=comm.index("tensor"))
+    engine = Engine(parse_job_spec(document), comm)
+    engine.initialise(engine.spec.train.seed)
+    flat, whole = engine.flat, [(0, engine.flat.size)]
+    pieces = pieces_of(flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
     return [(piece.name, piece.offsets, piece.view(flat.parameters).clone()) for piece in pieces]
 
 

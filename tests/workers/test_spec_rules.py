@@ -33,11 +33,75 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         {"parallel": {"sequence_parallel": True}},
         "parallel.sequence_parallel", "but parallel.tensor is 1", "false",
     ),
-    ("pipeline", {"parallel": {"pipeline": 3}}, "parallel.pipeline", "pipeline (3) must divide model.layers (4)", "2"),
     (
-        "batch",
-        {"train": {"micro_batch_size": 3}, "parallel": {"data": 2}},
-        "train.global_batch_size", "must be a multiple of parallel.data x micro_batch_size (2 x 3)", "6",
+        "key-value heads",
+        {"model": {"kv_heads": 3}},
+        "model.kv_heads", "kv_heads (3) must divide heads (4)", "2",
+    ),
+    (
+        "key-value heads of a tensor group",
+        {"model": {"heads": 12, "hidden_size": 48, "kv_heads": 3}, "parallel": {"tensor": 2}},
+        "model.kv_heads", "kv_heads (3) must be a multiple or a divisor of parallel.tensor (2)", "2",
+    ),
+    (
+        "pipeline",
+        {"parallel": {"pipeline": 5}},
+        "parallel.pipeline", "pipeline (5) x virtual_stages (1) must be at most model.layers (4)", "4",
+    ),
+    (
+        "virtual stages of zb-v",
+        {"parallel": {"schedule": "zb-v", "pipeline": 2}},
+        "parallel.virtual_stages", "zb-v has 2 virtual stages, not 1", "2",
+    ),
+    (
+        "virtual stages of 1f1b",
+        {"parallel": {"virtual_stages": 2, "pipeline": 2}},
+        "parallel.schedule", "1f1b has one virtual stage, not 2", "interleaved",
+    ),
+    (
+        "too many virtual stages",
+        {"parallel": {"schedule": "interleaved", "virtual_stages": 5, "pipeline": 2}, "train": {"global_batch_size": 8}},
+        "model.layers", "layers (4) must be at least parallel.pipeline x virtual_stages (2 x 5)", "10",
+    ),
+    (
+        "replicas without samples",
+        {"train": {"global_batch_size": 2}, "parallel": {"data": 3}},
+        "train.global_batch_size", "a batch of 2 leaves some of parallel.data (3) replicas without", "3",
+    ),
+    (
+        "ramp without samples",
+        {"train": {"batch_ramp": {"start": 2, "increment": 3, "samples": 100}}, "parallel": {"data": 5}},
+        "train.batch_ramp.start", "a batch of 2 leaves some of parallel.data (5) replicas without", "5",
+    ),
+    (
+        "ramp from above",
+        {"train": {"batch_ramp": {"start": 9, "increment": 1, "samples": 100}}},
+        "train.batch_ramp.start", "the ramp starts at 9, above global_batch_size (8)", "8",
+    ),
+    (
+        "ramp that misses",
+        {"train": {"batch_ramp": {"start": 2, "increment": 4, "samples": 100}}},
+        "train.batch_ramp.increment", "increments of 4 do not lead from 2 to global_batch_size (8)", "3",
+    ),
+    (
+        "interleaving",
+        {"parallel": {"schedule": "interleaved", "virtual_stages": 2, "pipeline": 2}, "train": {"global_batch_size": 7}},
+        "train.global_batch_size", "7 must be a multiple of data x pipeline x micro_batch_size (1 x 2 x 1)", "6",
+    ),
+    (
+        "fused dropout",
+        {"train": {"attention": "sdpa"}, "model": {"dropout": 0.1}},
+        "train.attention", "with dropout, attention must be explicit", "explicit",
+    ),
+    (
+        "nothing to recompute",
+        {"parallel": {"recompute": "selective", "recompute_modules": []}},
+        "parallel.recompute_modules", "needs at least one of core_attention", "[core_attention]",
+    ),
+    (
+        "twice the same module",
+        {"parallel": {"recompute": "selective", "recompute_modules": ["norm", "norm"]}},
+        "parallel.recompute_modules", "a module is named twice", "[norm]",
     ),
     (
         "vocabulary",
@@ -76,18 +140,12 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
 
 NOT_BUILT: list[tuple[str, str, Any]] = [
     ("model", "family", "llama"),
-    ("model", "kv_heads", 2),
-    ("model", "dropout", 0.1),
     ("data", "source", "parquet"),
     ("data", "tokenizer", "bpe"),
     ("data", "weights", [1.0]),
-    ("train", "precision", "bf16"),
-    ("train", "batch_ramp", {"from": 1}),
     ("parallel", "context", 2),
-    ("parallel", "virtual_stages", 2),
-    ("parallel", "schedule", "zb-h1"),
-    ("parallel", "recompute", "full"),
     ("parallel", "zero", 3),
+    ("recovery", "nonfinite", "roll_back"),
 ]
 
 
@@ -150,19 +208,25 @@ def test_a_layout_that_is_to_be_planned_is_not_built():
 small = st.integers(1, 24)
 
 
-@settings(max_examples=200, deadline=None)
-@given(small, small, small, small, small, small, small, small, st.sampled_from([None, True, False]))
-def test_following_the_advice_always_leads_to_a_spec(
-    layers, width, heads, length, tensor, pipeline, data, micro, split
-):
-    spec = document(
-        model={"layers": layers, "hidden_size": 8 * width, "heads": heads, "sequence_length": length},
-        train={"micro_batch_size": micro},
-        parallel={"tensor": tensor, "pipeline": pipeline, "data": data},
-    )
-    if split is not None:
-        spec["parallel"]["sequence_parallel"] = split
-    for _ in range(8):
+schedules = st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+ramps = st.none() | st.fixed_dictionaries({"start": small, "increment": small, "samples": st.integers(1, 500)})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    model=st.fixed_dictionaries({"layers": small, "heads": small, "kv_heads": small, "sequence_length": small}),
+    width=small,
+    train=st.fixed_dictionaries({"micro_batch_size": small, "global_batch_size": small, "batch_ramp": ramps}),
+    axes=st.fixed_dictionaries({"tensor": small, "pipeline": small, "data": small}),
+    schedule=schedules,
+    virtual_stages=st.integers(1, 4),
+    split=st.sampled_from([None, True, False]),
+)
+def test_following_the_advice_always_leads_to_a_spec(model, width, train, axes, schedule, virtual_stages, split):
+    model = {**model, "hidden_size": 8 * width}
+    layout = {**axes, "schedule": schedule, "virtual_stages": virtual_stages, "sequence_parallel": split}
+    spec = document(model=model, train=train, parallel=layout)
+    for _ in range(12):
         problems = found(spec)
         if not problems:
             return

@@ -30,6 +30,8 @@ class Manifest:
     """Bytes of each file."""
     spec: dict[str, Any]
     """JobSpec of the job that wrote it."""
+    loss_scale: list[float] | None = None
+    """State of fp16's loss scaling: factor, and good steps since it last changed."""
 
     @property
     def bytes(self) -> int:
@@ -42,10 +44,12 @@ def checkpoint_path(folder: str | Path, step: int, generation: int) -> Path:
     return Path(folder) / f"step-{step:08d}-generation-{generation}"
 
 
-def seal(path: Path, job: str, generation: int, step: int, spec: dict[str, Any]) -> Manifest:
+def seal(
+    path: Path, job: str, generation: int, step: int, spec: dict[str, Any], loss_scale: list[float] | None = None
+) -> Manifest:
     """Write the manifest of a checkpoint whose files are all on disk. Raises OSError."""
     files = {entry.name: entry.stat().st_size for entry in sorted(path.iterdir()) if entry.name != MANIFEST}
-    manifest = Manifest(job, generation, step, files, spec)
+    manifest = Manifest(job, generation, step, files, spec, loss_scale)
     temporary = path / f".{MANIFEST}"
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(asdict(manifest), file)

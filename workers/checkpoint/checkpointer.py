@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from workers.checkpoint import catalog, durable
 from workers.checkpoint.pieces import pieces_of
 from workers.comm import Comm
 from workers.config import JobSpec
-from workers.parallel.zero import ZeroOptimizer
+from workers.engine import Engine
 
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Reports an event: type, step, message, data."""
@@ -26,12 +27,13 @@ Event = Callable[[str, int, str, dict[str, Any]], None]
 class Checkpointer:
     """The durable checkpoints of one rank. All ranks call the same methods at the same steps."""
 
-    def __init__(self, folder: str, job: str, spec: JobSpec, optimizer: ZeroOptimizer, comm: Comm, event: Event):
+    def __init__(self, folder: str, job: str, spec: JobSpec, engine: Engine, comm: Comm, event: Event):
         self.folder, self.job, self.spec = folder, job, spec
-        self.optimizer, self.comm, self.event = optimizer, comm, event
-        flat, part, tensor_index = optimizer.flat, optimizer.part, comm.index("tensor")
-        self._owned = pieces_of(flat, part, owned_only=True, tensor_index=tensor_index)
-        self._needed = pieces_of(flat, part, owned_only=False, tensor_index=tensor_index)
+        self.optimizer, self.loss_scale, self.comm, self.event = engine.optimizer, engine.loss_scale, comm, event
+        optimizer = engine.optimizer
+        flat, held, tensor_index = optimizer.flat, optimizer.held, comm.index("tensor")
+        self._owned = pieces_of(flat, held, optimizer.owned, owned_only=True, tensor_index=tensor_index)
+        self._needed = pieces_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
 
@@ -51,10 +53,10 @@ class Checkpointer:
     def start(self, step: int) -> None:
         """Copy the state of committed step `step` aside and begin to write it. Waits for the save before."""
         self.finish()
-        parts = {kind: part.detach().to("cpu", copy=True) for kind, part in self._parts().items()}
+        parts = {kind: part.to("cpu", copy=True) for kind, part in self._parts().items()}
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
         self._tell("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
-        self._under_way = self._writer.submit(self._write, step, path, parts)
+        self._under_way = self._writer.submit(self._write, step, path, parts, self.loss_scale.state.tolist())
 
     def finish(self) -> None:
         """Wait until the save under way is on disk or has failed."""
@@ -64,17 +66,25 @@ class Checkpointer:
 
     def restore(self, path: str) -> None:
         """Load this rank's part of the state from the checkpoint at `path`. Raises CheckpointError."""
-        durable.load(path, self._needed, self._parts())
+        parts = self._parts()
+        durable.load(path, self._needed, parts)
+        model = parts["model"].split([len(part) for part in self.optimizer.parameters])
+        for part, values in zip(self.optimizer.parameters, model, strict=True):
+            part.copy_(values)
+        manifest = catalog.read_manifest(Path(path))
+        if manifest is not None and manifest.loss_scale and self.loss_scale.dynamic:
+            self.loss_scale.state.copy_(torch.tensor(manifest.loss_scale))
 
     def _parts(self) -> dict[str, torch.Tensor]:
-        tensors = (self.optimizer.parameters, self.optimizer.exp_avg, self.optimizer.exp_avg_sq)
-        return dict(zip(durable.KINDS, tensors, strict=True))
+        optimizer = self.optimizer
+        whole = optimizer.parameters[0] if len(optimizer.parameters) == 1 else torch.cat(optimizer.parameters)
+        return dict(zip(durable.KINDS, (whole.detach(), optimizer.exp_avg, optimizer.exp_avg_sq), strict=True))
 
-    def _write(self, step: int, path: str, parts: dict[str, torch.Tensor]) -> None:
+    def _write(self, step: int, path: str, parts: dict[str, torch.Tensor], loss_scale: list[float]) -> None:
         try:
             durable.save(path, self._owned, parts, self.comm.checkpoint_group)
             if self.comm.rank == 0:
-                self._seal(step, path)
+                self._seal(step, path, loss_scale)
         except (OSError, RuntimeError, dcp.CheckpointException) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             message = f"checkpoint of step {step} failed: {reason}; training goes on"
@@ -82,10 +92,10 @@ class Checkpointer:
             if self.comm.rank == 0:
                 shutil.rmtree(path, ignore_errors=True)  # what is left of it would keep a full disk full
 
-    def _seal(self, step: int, path: str) -> None:
+    def _seal(self, step: int, path: str, loss_scale: list[float]) -> None:
         folder = catalog.checkpoint_path(self.folder, step, self.comm.generation)
         spec = self.spec.model_dump(mode="json")
-        manifest = catalog.seal(folder, self.job, self.comm.generation, step, spec)
+        manifest = catalog.seal(folder, self.job, self.comm.generation, step, spec, loss_scale)
         data = {"path": path, "bytes": manifest.bytes}
         self._tell("checkpoint_saved", step, f"checkpoint of step {step} is complete", data)
         for old in catalog.prune(self.folder, self.spec.checkpoint.keep, self.comm.generation):

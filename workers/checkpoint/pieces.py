@@ -1,6 +1,6 @@
 """A rank's flat state as rectangles of layout-free tensors.
 
-With ZeRO-1 a rank owns a range of the flat buffer, which begins and ends anywhere inside a parameter. A range of a
+With ZeRO-1 a rank owns ranges of the flat buffer, which begin and end anywhere inside a parameter. A range of a
 row-major matrix is at most three rectangles: the rest of its first row, whole rows, the beginning of its last row.
 Rectangles with global offsets are what torch.distributed.checkpoint stores, so any layout can read any other's.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.parallel.flat import FlatParameters, Slot, overlap
+from workers.parallel.flat import FlatParameters, Range, Slot, answers_for, overlap
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,32 @@ class Piece:
         return part.as_strided(self.sizes, strides, part.storage_offset() + self.start)
 
 
-def pieces_of(flat: FlatParameters, part: tuple[int, int], owned_only: bool, tensor_index: int) -> list[Piece]:
-    """All rectangles in `part` of the flat buffer.
+def pieces_of(
+    flat: FlatParameters, held: list[Range], wanted: list[Range], owned_only: bool, tensor_index: int
+) -> list[Piece]:
+    """The rectangles that make up the ranges `wanted` of the flat buffer, in a state that keeps the ranges `held` one
+    after the other. Each wanted range lies within a held one.
 
-    `owned_only` leaves out what another rank of the same replica answers for (copies of the tied embedding, and on
-    tensor ranks past the first what is replicated over the tensor group), so that over all ranks every element of
-    the model appears exactly once.
+    `owned_only` leaves out what another rank of the same replica answers for (copies of the tied embedding, and all
+    but the first of equal parts on tensor ranks), so that over all ranks every element of the model appears once.
     """
+    starts, position = [], 0
+    for start, end in held:
+        starts.append(position - start)
+        position += end - start
     pieces: list[Piece] = []
     for slot in flat.slots:
-        shard = slot.entry.shard
-        if owned_only and (shard.shared_copy or (shard.split_dim is None and tensor_index > 0)):
+        if owned_only and not answers_for(slot.entry, tensor_index):
             continue
-        start, end = overlap((slot.start, slot.end), part)
-        pieces += _rectangles(slot, start, end, part[0])
+        for wish in wanted:
+            first, last = overlap((slot.start, slot.end), wish)
+            if first < last:
+                shift = next(s for s, r in zip(starts, held, strict=True) if r[0] <= first and last <= r[1])
+                pieces += _rectangles(slot, first, last, shift)
     return pieces
 
 
-def _rectangles(slot: Slot, start: int, end: int, part_start: int) -> Iterator[Piece]:
+def _rectangles(slot: Slot, start: int, end: int, shift: int) -> Iterator[Piece]:
     local = tuple(slot.entry.parameter.shape)
     columns = local[1] if len(local) == 2 else 1
     position = start
@@ -65,7 +73,7 @@ def _rectangles(slot: Slot, start: int, end: int, part_start: int) -> Iterator[P
             rows, width = 1, min(columns - column, end - position)
         else:
             rows, width = (end - position) // columns, columns
-        piece = _global_piece(slot, row, column, rows, width, position - part_start, columns)
+        piece = _global_piece(slot, row, column, rows, width, position + shift, columns)
         if piece is not None:
             yield piece
         position += rows * width

@@ -56,7 +56,7 @@ def committed_steps(path: str | Path) -> list[int]:
 
 def fingerprint(spec: dict[str, Any], rank: int) -> bytes:
     """16 bytes that tell apart states that do not fit each other: the model, the layout and the rank."""
-    text = json.dumps([spec["model"], spec["parallel"], spec["data"], rank], sort_keys=True)
+    text = json.dumps([spec["model"], spec["parallel"], spec["data"], spec["train"]["precision"], rank], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
@@ -76,7 +76,7 @@ class _Mapping:
 
 
 class Snapshots:
-    """The snapshot file of one rank, mapped; copies `state` (1-D fp32 tensors) in and out."""
+    """The snapshot file of one rank, mapped; copies `state` (1-D tensors) in and out."""
 
     def __init__(self, folder: str | Path, rank: int, state: list[torch.Tensor], identity: bytes):
         """Open the rank's file, or make it. Raises SharedMemoryError when there is no room for both slots.

@@ -1,45 +1,52 @@
-"""Micro-batches of one replica, cut from the global sample order.
+"""Micro-batches of one replica, read from the corpus in the global sample order.
 
-Step n of a job uses the global samples [(n - 1) * B, n * B), B being the global batch size; replica r takes the
-r-th of d equal, contiguous parts of them. Shapes: s sequence, b micro-batch.
+Shapes: s sequence, b micro-batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from workers.config import JobSpec
+from workers.data.batch_plan import BatchPlan, micro_batches, replica_share
 from workers.data.corpus import ByteCorpus
 from workers.data.order import SampleOrder
 from workers.data.sources import corpus_files, split_corpus
 
+# Target of a position that has none: it adds nothing to the loss and does not count as a token.
+NO_TARGET = -1
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tokens and the tokens that follow them."""
+    """Some samples of a step, with the tokens for the stages that read them."""
 
-    inputs_sb: torch.Tensor
-    """int64 [s, b]."""
-    targets_sb: torch.Tensor
-    """int64 [s, b]."""
+    samples: range
+    """Numbers of the samples in the global order, which also key their dropout."""
+    inputs_sb: torch.Tensor | None = None
+    """Tokens, int64 [s, b]; None on stages that do not read them."""
+    targets_sb: torch.Tensor | None = None
+    """The tokens that follow them, int64 [s, b], or NO_TARGET."""
 
 
 class Batches:
     """Reads a replica's micro-batches for any step, in any order. Raises DataError when the corpus does not do."""
 
-    def __init__(self, spec: JobSpec, replica: int, device: torch.device):
-        self.spec, self.replica, self.device = spec, replica, device
+    def __init__(self, spec: JobSpec, replica: int, device: torch.device, reads_tokens: bool = True):
+        """`reads_tokens`: whether this rank's stage is the first or the last."""
+        self.spec, self.replica, self.device, self.reads_tokens = spec, replica, device, reads_tokens
+        self.plan = BatchPlan(spec.train)
         self.corpus = ByteCorpus(corpus_files(spec.data))
         self.training_tokens, self.validation_tokens = split_corpus(spec, len(self.corpus))
         self.order = SampleOrder(self.training_tokens, spec.model.sequence_length, spec.train.seed)
 
     def training(self, step: int) -> list[MicroBatch]:
         """The replica's micro-batches of step `step` (from 1)."""
-        first = (step - 1) * self.spec.train.global_batch_size
-        return [self._read([self.order.start(first + sample) for sample in part]) for part in self._parts()]
+        return self._read(self.plan.samples(step), self.order.start)
 
     def validation_batches(self) -> int:
         """Global batches in one validation: `train.validation_batches`, or fewer where the held-out part is short."""
@@ -50,22 +57,23 @@ class Batches:
     def validation(self, batch: int) -> list[MicroBatch]:
         """The replica's micro-batches of validation batch `batch`: the held-out text from its start, in order.
         Windows past its end are read from its start again."""
-        length = self.spec.model.sequence_length
+        length, size = self.spec.model.sequence_length, self.spec.train.global_batch_size
         windows = (self.validation_tokens - 1) // length
-        first = batch * self.spec.train.global_batch_size
-        return [
-            self._read([self.training_tokens + ((first + sample) % windows) * length for sample in part])
-            for part in self._parts()
-        ]
 
-    def _parts(self) -> list[range]:
-        """Sample numbers, within the global batch, of each of this replica's micro-batches."""
-        b, m = self.spec.train.micro_batch_size, self.spec.micro_batches
-        start = self.replica * m * b
-        return [range(start + i * b, start + (i + 1) * b) for i in range(m)]
+        def start(sample: int) -> int:
+            return self.training_tokens + (sample % windows) * length
 
-    def _read(self, starts: list[int]) -> MicroBatch:
+        return self._read(range(batch * size, (batch + 1) * size), start)
+
+    def _read(self, samples: range, start_of: Callable[[int], int]) -> list[MicroBatch]:
+        mine = replica_share(samples, self.spec.layout.data, self.replica)
+        parts = micro_batches(mine, self.spec.train.micro_batch_size)
+        if not self.reads_tokens:
+            return [MicroBatch(part) for part in parts]
+        return [self._micro_batch(part, [start_of(sample) for sample in part]) for part in parts]
+
+    def _micro_batch(self, samples: range, starts: list[int]) -> MicroBatch:
         length = self.spec.model.sequence_length
         windows_bs = np.stack([self.corpus.read(start, length + 1) for start in starts])
         tokens_sb = torch.from_numpy(windows_bs).t().contiguous().to(self.device)
-        return MicroBatch(tokens_sb[:-1], tokens_sb[1:])
+        return MicroBatch(samples, tokens_sb[:-1], tokens_sb[1:])

@@ -1,12 +1,13 @@
-"""GPT: pre-norm transformer decoder with learned positions (Radford et al. 2019), one pipeline stage of it.
+"""GPT: pre-norm transformer decoder with learned positions (Radford et al. 2019), one rank's part of it.
 
-Shapes: s sequence, b micro-batch, h hidden, a heads, d head size, t tensor-parallel size. With sequence parallelism
-the residual stream between the parallel blocks is [s/t, b, h].
+Shapes: s sequence, b micro-batch, h hidden, a heads, g key-value heads, d head size, t tensor-parallel size. With
+sequence parallelism the residual stream between the parallel blocks is [s/t, b, h].
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from workers.comm import Comm
 from workers.config import JobSpec, ModelConfig
+from workers.model.core_attention import explicit_attention, fused_attention
+from workers.parallel.dropout import derived_keys, dropout
 from workers.parallel.layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -22,136 +25,247 @@ from workers.parallel.layers import (
     RowParallelLinear,
     VocabularyParallelEmbedding,
     VocabularyParallelOutput,
+    first_position,
 )
+from workers.parallel.linear import Again, Region, column_parallel_pair
 from workers.parallel.shards import NamedShard, named_shards
+from workers.parallel.stages import stage_layers, virtual_stage
+from workers.parallel.weight_gradients import WeightGradients
 
 INIT_STD = 0.02
 
 
-class Attention(nn.Module):
-    """Causal multi-head self-attention; heads are split over the tensor group.
+@dataclass(frozen=True)
+class ForwardPass:
+    """What a stage needs to know about one micro-batch beside its input."""
 
-    Rows of the fused projection are ordered (head, q/k/v, d), so that any contiguous split holds whole heads.
+    keys_b: torch.Tensor | None = None
+    """Dropout keys of the samples (workers/parallel/dropout.py); None: no dropout."""
+    recompute: frozenset[str] = frozenset()
+    """Modules that are recomputed in backward: core_attention, norm, mlp_activation."""
+    recompute_layers: int = 0
+    """k: every k-th layer is recomputed as a whole; 0: none is."""
+
+
+# Places in the model at which dropout happens; keys of different places are independent.
+EMBEDDING_PLACE = 0
+PLACES_A_LAYER = 3
+
+
+class Dropout:
+    """Dropout of the residual stream at one place in the model."""
+
+    def __init__(self, rate: float, place: int, region: Region):
+        self.rate, self.place, self.region = rate, place, region
+
+    def __call__(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
+        """[s or s/t, b, h] -> the same."""
+        if self.rate == 0.0 or run.keys_b is None:
+            return x
+        return dropout(x, derived_keys(run.keys_b, self.place), self.rate, first_position(self.region, x.shape[0]))
+
+
+class Attention(nn.Module):
+    """Causal self-attention; heads are split over the tensor group.
+
+    Rows of the fused projection are ordered (head, q/k/v, d), so that any contiguous split holds whole heads. With
+    fewer key-value heads there are two projections, of rows (head, d) and (key-value head, k/v, d).
     """
 
-    def __init__(self, model: ModelConfig, comm: Comm, sequence_parallel: bool, recompute_core: bool):
+    def __init__(self, spec: JobSpec, region: Region, place: int):
         super().__init__()
-        self.heads, self.head_size = model.heads // comm.size("tensor"), model.head_size
-        self.recompute_core = recompute_core
-        h = model.hidden_size
-        self.qkv = ColumnParallelLinear(h, 3 * h, comm, sequence_parallel, model.bias, INIT_STD)
-        self.output = RowParallelLinear(h, h, comm, sequence_parallel, model.bias, residual_std(model))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[s or s/t, b, h] -> the same."""
-        qkv = self.qkv(x)
-        s, b, _ = qkv.shape
-        q, k, v = qkv.view(s, b, self.heads, 3, self.head_size).permute(3, 1, 2, 0, 4).unbind(0)
-        if self.recompute_core and torch.is_grad_enabled():
-            # Selective recomputation (arXiv:2205.05198, section 5): keep q, k, v and do the core attention again.
-            context = checkpoint(_core_attention, q, k, v, use_reentrant=False, preserve_rng_state=False)
+        model, t = spec.model, region.tensor_size
+        h, d = model.hidden_size, model.head_size
+        self.region, self.place, self.rate = region, place, model.dropout
+        self.explicit = attention_is_explicit(spec)
+        self.heads, self.head_size = model.heads // t, d
+        self.key_value_heads = max(1, model.key_value_heads // t)
+        self.fused = model.key_value_heads == model.heads
+        if self.fused:
+            self.qkv = ColumnParallelLinear(h, 3 * h, region, model.bias, INIT_STD)
         else:
-            context = _core_attention(q, k, v)
-        return self.output(context.permute(2, 0, 1, 3).reshape(s, b, self.heads * self.head_size))
+            units = model.key_value_heads
+            self.q = ColumnParallelLinear(h, h, region, model.bias, INIT_STD)
+            self.kv = ColumnParallelLinear(h, 2 * units * d, region, model.bias, INIT_STD, units)
+        self.output = RowParallelLinear(h, h, region, model.bias, residual_std(model))
 
+    def forward(self, x: torch.Tensor, run: ForwardPass, again: Again | None) -> torch.Tensor:
+        """[s or s/t, b, h] -> the same."""
+        q, k, v = self._projections(x, again)
+        recompute = "core_attention" in run.recompute
+        if self.explicit:
+            context = self._explicit(q, k, v, run, recompute)
+        else:
+            context = fused_attention(q, k, v, recompute, self.region.comm)
+        return self.output(context.flatten(2))
 
-def _core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q k^T / sqrt(d)) v under a causal mask: [b, a/t, s, d] each."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def _projections(self, x: torch.Tensor, again: Again | None) -> tuple[torch.Tensor, ...]:
+        """q [s, b, a/t, d], k and v [s, b, g/t, d]."""
+        if self.fused:
+            qkv = self.qkv(x, again)
+            return qkv.view(*qkv.shape[:2], self.heads, 3, self.head_size).unbind(3)
+        first, second = (self.q.weight, self.q.bias), (self.kv.weight, self.kv.bias)
+        q, kv = column_parallel_pair(x, first, second, self.region, again)
+        k, v = kv.view(*kv.shape[:2], self.key_value_heads, 2, self.head_size).unbind(3)
+        return q.view(*q.shape[:2], self.heads, self.head_size), k, v
+
+    def _explicit(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: ForwardPass, recompute: bool
+    ) -> torch.Tensor:
+        keys_ba = None
+        if self.rate > 0.0 and run.keys_b is not None:
+            first = self.region.comm.index("tensor") * self.heads
+            heads = torch.arange(first, first + self.heads, dtype=torch.int32, device=q.device)
+            keys_ba = derived_keys(derived_keys(run.keys_b, self.place).unsqueeze(1), heads)
+        if self.key_value_heads < self.heads:
+            k, v = (x.repeat_interleave(self.heads // self.key_value_heads, dim=2) for x in (k, v))
+        return explicit_attention(q, k, v, recompute, self.rate, keys_ba, self.region.comm)
 
 
 class MLP(nn.Module):
     """Two linear layers with GELU between them (exact, by erf)."""
 
-    def __init__(self, model: ModelConfig, comm: Comm, sequence_parallel: bool):
+    def __init__(self, model: ModelConfig, region: Region):
         super().__init__()
         h, f = model.hidden_size, model.ffn_size
-        self.up = ColumnParallelLinear(h, f, comm, sequence_parallel, model.bias, INIT_STD)
-        self.down = RowParallelLinear(f, h, comm, sequence_parallel, model.bias, residual_std(model))
+        self.up = ColumnParallelLinear(h, f, region, model.bias, INIT_STD)
+        self.down = RowParallelLinear(f, h, region, model.bias, residual_std(model))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, run: ForwardPass, again: Again | None) -> torch.Tensor:
         """[s or s/t, b, h] -> the same."""
-        return self.down(F.gelu(self.up(x)))
+        inner = self.up(x, again)
+        if "mlp_activation" in run.recompute:
+            kept = inner.detach()
+            return self.down(F.gelu(inner), lambda: F.gelu(kept))
+        return self.down(F.gelu(inner))
 
 
 class Layer(nn.Module):
     """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, model: ModelConfig, comm: Comm, sequence_parallel: bool, recompute_core: bool):
+    def __init__(self, spec: JobSpec, region: Region, index: int):
         super().__init__()
+        model, place = spec.model, 1 + index * PLACES_A_LAYER
         self.attention_norm = LayerNorm(model.hidden_size, model.bias)
-        self.attention = Attention(model, comm, sequence_parallel, recompute_core)
+        self.attention = Attention(spec, region, place)
+        self.attention_dropout = Dropout(model.dropout, place + 1, region)
         self.mlp_norm = LayerNorm(model.hidden_size, model.bias)
-        self.mlp = MLP(model, comm, sequence_parallel)
+        self.mlp = MLP(model, region)
+        self.mlp_dropout = Dropout(model.dropout, place + 2, region)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """[s or s/t, b, h] -> the same."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        normed, again = self._normed(self.attention_norm, x, run)
+        x = x + self.attention_dropout(self.attention(normed, run, again), run)
+        normed, again = self._normed(self.mlp_norm, x, run)
+        return x + self.mlp_dropout(self.mlp(normed, run, again), run)
+
+    @staticmethod
+    def _normed(norm: LayerNorm, x: torch.Tensor, run: ForwardPass) -> tuple[torch.Tensor, Again | None]:
+        """norm(x), and how to have it again in backward, where it is not to be kept."""
+        if "norm" not in run.recompute:
+            return norm(x), None
+        kept = x.detach()
+        return norm(x), lambda: norm(kept)
 
 
 class Embedding(nn.Module):
     """Token plus position embedding."""
 
-    def __init__(self, spec: JobSpec, comm: Comm, sequence_parallel: bool):
+    def __init__(self, spec: JobSpec, region: Region):
         super().__init__()
         model = spec.model
-        self.token = VocabularyParallelEmbedding(
-            spec.vocabulary_size, model.hidden_size, comm, sequence_parallel, INIT_STD
-        )
-        self.position = PositionEmbedding(model.sequence_length, model.hidden_size, comm, sequence_parallel, INIT_STD)
+        self.token = VocabularyParallelEmbedding(spec.vocabulary_size, model.hidden_size, region, INIT_STD)
+        self.position = PositionEmbedding(model.sequence_length, model.hidden_size, region, INIT_STD)
+        self.dropout = Dropout(model.dropout, EMBEDDING_PLACE, region)
 
-    def forward(self, tokens_sb: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens_sb: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """Tokens [s, b] -> [s or s/t, b, h]."""
-        return self.position(self.token(tokens_sb))
+        return self.dropout(self.position(self.token(tokens_sb)), run)
 
 
-class GPTStage(nn.Module):
-    """The part of a GPT that one pipeline stage holds; parameter names are those of the whole model."""
+class GPTChunk(nn.Module):
+    """One virtual stage: the embedding in the first, the final norm and the output layer in the last."""
 
-    def __init__(self, spec: JobSpec, comm: Comm):
+    def __init__(self, spec: JobSpec, region: Region, index: int, count: int):
+        """Virtual stage `index` of `count`, in model order."""
         super().__init__()
-        model, layout = spec.model, spec.layout
-        stage, stages = comm.index("pipeline"), comm.size("pipeline")
-        sequence_parallel = layout.sequence_parallel_on
-        self.is_first, self.is_last = stage == 0, stage == stages - 1
-        self.tied_on_one_stage = model.tie_embeddings and self.is_first and self.is_last
-        self.tied_copy = model.tie_embeddings and self.is_last and not self.is_first
-        self.embedding = Embedding(spec, comm, sequence_parallel) if self.is_first else None
-        recompute = layout.recompute == "selective"
-        self.layers = nn.ModuleDict(
-            {str(i): Layer(model, comm, sequence_parallel, recompute) for i in stage_layers(model, stages, stage)}
-        )
+        model = spec.model
+        self.region, self.index = region, index
+        self.is_first, self.is_last = index == 0, index == count - 1
+        self.embedding = Embedding(spec, region) if self.is_first else None
+        self.layers = nn.ModuleDict({str(i): Layer(spec, region, i) for i in stage_layers(model.layers, count, index)})
         self.final_norm = LayerNorm(model.hidden_size, model.bias) if self.is_last else None
         self.output: VocabularyParallelOutput | None = None
         if self.is_last:
             self.output = VocabularyParallelOutput(
-                model.hidden_size, spec.vocabulary_size, comm, sequence_parallel, INIT_STD, model.tie_embeddings
+                model.hidden_size, spec.vocabulary_size, region, INIT_STD, model.tie_embeddings
             )
-        if self.tied_on_one_stage and self.output is not None and self.embedding is not None:
-            self.output.weight = self.embedding.token.weight
-            self.output.shards.clear()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens [s, b] on the first stage, else [s or s/t, b, h]; logits [s, b, v/t] on the last stage, else
+    def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
+        """Tokens [s, b] in the first virtual stage, else [s or s/t, b, h]; logits [s, b, v/t] in the last one, else
         [s or s/t, b, h]."""
         if self.embedding is not None:
-            x = self.embedding(x)
-        for layer in self.layers.values():
-            x = layer(x)
+            x = self.embedding(x, run)
+        for name, layer in self.layers.items():
+            if run.recompute_layers and int(name) % run.recompute_layers == 0 and torch.is_grad_enabled():
+                x = checkpoint(self._again, layer, x, run, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, run)
         if self.final_norm is not None and self.output is not None:
             x = self.output(self.final_norm(x))
         return x
 
+    def _again(self, layer: Layer, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
+        with self.region.comm.parts.forward_work():
+            return layer(x, run)
+
+
+class GPTStage(nn.Module):
+    """All virtual stages of a rank; parameter names are those of the whole model."""
+
+    def __init__(self, spec: JobSpec, comm: Comm):
+        super().__init__()
+        layout = spec.layout
+        self.weight_gradients = WeightGradients()
+        region = Region(comm, layout.sequence_parallel_on, self.weight_gradients)
+        count = layout.pipeline * layout.virtual_stages
+        chunks = [
+            GPTChunk(
+                spec,
+                region,
+                virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, comm.index("pipeline"), chunk),
+                count,
+            )
+            for chunk in range(layout.virtual_stages)
+        ]
+        self.chunks = nn.ModuleList(chunks)
+        self._tie(chunks, spec.model.tie_embeddings)
+
+    def _tie(self, chunks: list[GPTChunk], tied: bool) -> None:
+        """Share one weight where the first and the last virtual stage live on the same rank."""
+        embeddings = [chunk.embedding for chunk in chunks if chunk.embedding is not None]
+        outputs = [chunk.output for chunk in chunks if chunk.output is not None]
+        self.has_tied_copy = tied and bool(outputs) and not embeddings
+        self.tied_here: nn.Parameter | None = None
+        if tied and embeddings and outputs:
+            self.tied_here = outputs[0].weight = embeddings[0].token.weight
+            outputs[0].shards.clear()
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the rank needs the text: it embeds tokens or computes the loss."""
+        return any(chunk.is_first or chunk.is_last for chunk in self.chunks)
+
     def named_shards(self) -> list[NamedShard]:
-        """This stage's parameters under the names of the whole model."""
-        return named_shards(self, {"output.weight": "embedding.token.weight"} if self.tied_copy else None)
+        """This rank's parameters under the names of the whole model."""
+        renamed = {"output.weight": "embedding.token.weight"} if self.has_tied_copy else None
+        return [shard for chunk in self.chunks for shard in named_shards(chunk, renamed)]
 
 
-def stage_layers(model: ModelConfig, stages: int, stage: int) -> range:
-    """Global indices of the layers on `stage`."""
-    count = model.layers // stages
-    return range(stage * count, (stage + 1) * count)
+def attention_is_explicit(spec: JobSpec) -> bool:
+    """Whether attention is written out: asked for, or needed by dropout that does not depend on the layout."""
+    return spec.train.attention == "explicit" or (spec.train.attention == "auto" and spec.model.dropout > 0)
 
 
 def residual_std(model: ModelConfig) -> float:

@@ -1,16 +1,22 @@
 """Cross-entropy over logits that are split along the vocabulary (arXiv:1909.08053, section 3): instead of the
 logits, three numbers a token cross the tensor group.
 
-Shapes: n tokens, v vocabulary padded to a multiple of the tensor-parallel size t.
+The logits' memory is used again for their gradient, and 16-bit logits are widened to fp32 a block of rows at a time,
+so there is never a second tensor of their size. Shapes: n tokens, v vocabulary padded to a multiple of the
+tensor-parallel size t.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from workers.comm import Comm
+
+# Rows of 16-bit logits that are widened at once.
+BLOCK_ROWS = 256
 
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
@@ -21,26 +27,58 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         columns = logits_nv.shape[1]
         start = comm.index("tensor") * columns
         real = max(0, min(columns, vocabulary_size - start))
-        largest_n = logits_nv[:, :real].amax(1) if real else logits_nv.new_full((len(logits_nv),), float("-inf"))
+        wide = torch.float32 if logits_nv.element_size() < 4 else logits_nv.dtype
+        largest_n = logits_nv.new_full((len(logits_nv),), float("-inf"), dtype=wide)
+        if real:
+            largest_n = logits_nv[:, :real].amax(1).to(wide)
         comm.all_reduce("tensor", largest_n, largest=True)
-        exponentials_nv = (logits_nv - largest_n.unsqueeze(1)).exp_()
-        exponentials_nv[:, real:] = 0.0  # padding of the vocabulary has no probability
 
         local_n = targets_n - start
         mine_n = (local_n >= 0) & (local_n < real)
-        local_n = local_n.masked_fill(~mine_n, 0)
-        target_logit_n = logits_nv.gather(1, local_n.unsqueeze(1)).squeeze(1) - largest_n
-        sums_2n = torch.stack([exponentials_nv.sum(1), target_logit_n.masked_fill(~mine_n, 0.0)])
+        local_n = local_n.masked_fill(~mine_n, 0).unsqueeze(1)
+        target_n = logits_nv.gather(1, local_n).squeeze(1).to(wide) - largest_n
+        own_n = torch.zeros_like(largest_n)  # this rank's part of the sum of exponentials
+        for rows in _blocks(logits_nv):
+            # In place where the logits are wide already.
+            exponentials = logits_nv[rows].to(wide).sub_(largest_n[rows].unsqueeze(1)).exp_()
+            own_n[rows] = exponentials[:, :real].sum(1)
+        sums_2n = torch.stack([own_n, target_n.masked_fill(~mine_n, 0.0)])
         comm.all_reduce("tensor", sums_2n)
-        ctx.save_for_backward(exponentials_nv.div_(sums_2n[0].unsqueeze(1)), local_n, mine_n)
-        return sums_2n[0].log() - sums_2n[1]
+        losses_n = (sums_2n[0].log() - sums_2n[1]).masked_fill(targets_n < 0, 0.0)
+        if ctx.needs_input_grad[0]:
+            _probabilities(logits_nv, largest_n, sums_2n[0], real, wide)
+            # Kept apart: rounding p before 1 is taken from it would lose the small difference.
+            error_n = (target_n.exp() / sums_2n[0] - 1.0).masked_fill(~mine_n, 0.0)
+            ctx.save_for_backward(logits_nv, local_n, mine_n, error_n, targets_n < 0)
+        return losses_n
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        probabilities_nv, local_n, mine_n = ctx.saved_tensors
-        grad_nv = probabilities_nv.clone()
-        grad_nv.scatter_add_(1, local_n.unsqueeze(1), -mine_n.to(grad_nv.dtype).unsqueeze(1))
-        return grad_nv.mul_(grads[0].unsqueeze(1)), None, None, None
+        grad_nv, local_n, mine_n, error_n, ignored_n = ctx.saved_tensors
+        grad_n = grads[0].masked_fill(ignored_n, 0.0).unsqueeze(1)
+        targets = torch.where(mine_n.unsqueeze(1), error_n.unsqueeze(1).to(grad_nv.dtype), grad_nv.gather(1, local_n))
+        grad_nv.scatter_(1, local_n, targets)
+        return grad_nv.mul_(grad_n.to(grad_nv.dtype)), None, None, None
+
+
+def _blocks(logits_nv: torch.Tensor) -> Iterator[slice]:
+    """All rows at once where they are wide already, else a block at a time."""
+    step = len(logits_nv) if logits_nv.element_size() >= 4 else BLOCK_ROWS
+    for first in range(0, len(logits_nv), max(1, step)):
+        yield slice(first, first + step)
+
+
+def _probabilities(
+    logits_nv: torch.Tensor, largest_n: torch.Tensor, sums_n: torch.Tensor, real: int, wide: torch.dtype
+) -> None:
+    """Turn the logits (or, where they are wide, their exponentials) into probabilities in place."""
+    if wide == logits_nv.dtype:
+        logits_nv.div_(sums_n.unsqueeze(1))
+    else:
+        log_sums_n = (sums_n.log() + largest_n).unsqueeze(1)
+        for rows in _blocks(logits_nv):
+            logits_nv[rows] = logits_nv[rows].to(wide).sub_(log_sums_n[rows]).exp_()
+    logits_nv[:, real:] = 0.0  # padding of the vocabulary has no probability
 
 
 def vocabulary_parallel_cross_entropy(
@@ -48,6 +86,7 @@ def vocabulary_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Loss of each token, in nats: logits [n, v/t], targets [n] -> [n], the same on every tensor rank.
 
-    `vocabulary_size` is the number of real token ids; columns past it are padding.
+    Overwrites the logits. `vocabulary_size` is the number of real token ids; columns past it are padding. A negative
+    target has no loss.
     """
     return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, vocabulary_size, comm)

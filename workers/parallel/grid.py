@@ -27,6 +27,8 @@ class RankGrid:
         self.tensor, self.pipeline = layout.tensor, layout.pipeline
         self.data, self.context = layout.data, layout.context
         self.world_size = layout.world_size
+        # Where the first and the last virtual stage live; under zb-v both on the first rank (parallel/stages.py).
+        self._ends = sorted({0, 0 if layout.schedule == "zb-v" else layout.pipeline - 1})
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank`. Raises IndexError for a rank outside the grid."""
@@ -44,17 +46,16 @@ class RankGrid:
     def group(self, axis: Axis, rank: int) -> list[int]:
         """Ranks that share every coordinate with `rank` but the one along `axis`, in order along it.
 
-        `embedding` holds the first and the last stage of the rank's pipeline, which both need the token
-        embedding when it is tied; for ranks of stages between it is the rank alone. `world` is everybody.
+        `embedding` holds the ranks of the first and of the last stage of the rank's pipeline, which both need the
+        token embedding when it is tied; for other ranks it is the rank alone. `world` is everybody.
         """
         if axis == "world":
             return list(range(self.world_size))
         at = self.coordinates(rank)
         if axis == "embedding":
-            ends = sorted({0, self.pipeline - 1})
-            if at.pipeline not in ends:
+            if at.pipeline not in self._ends:
                 return [rank]
-            return [self.rank(Coordinates(at.tensor, stage, at.data, at.context)) for stage in ends]
+            return [self.rank(Coordinates(at.tensor, stage, at.data, at.context)) for stage in self._ends]
         size = {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data, "context": self.context}[axis]
         base = {"tensor": at.tensor, "pipeline": at.pipeline, "data": at.data, "context": at.context}
         return [self.rank(Coordinates(**{**base, axis: position})) for position in range(size)]

@@ -9,46 +9,51 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from workers.comm import Comm
-from workers.parallel.mappings import enter_tensor_region, leave_tensor_region
+from workers.parallel.linear import Again, Region, column_parallel, look_up, row_parallel
+from workers.parallel.mappings import leave_tensor_region
 from workers.parallel.shards import ParameterShard, ShardedModule, as_shared_copy
 
 
 class ColumnParallelLinear(ShardedModule):
-    """y = x W^T + b with W [out, in] split over its rows: [s or s/t, b, in] -> [s, b, out/t]."""
+    """y = x W^T + b with W [out, in] split over its rows: [s or s/t, b, in] -> [s, b, out/t].
 
-    def __init__(self, inputs: int, outputs: int, comm: Comm, sequence_parallel: bool, bias: bool, std: float):
+    With fewer `units` of rows (key-value heads) than tensor ranks, neighbouring ranks hold the same unit.
+    """
+
+    def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float, units: int | None = None):
         super().__init__()
-        self.comm, self.sequence_parallel = comm, sequence_parallel
-        rows = outputs // comm.size("tensor")
-        start = comm.index("tensor") * rows
-        self.weight = self.add_parameter("weight", (rows, inputs), ParameterShard((outputs, inputs), 0, start, std=std))
-        self.bias = (
-            self.add_parameter("bias", (rows,), ParameterShard((outputs,), 0, start, decay=False)) if bias else None
+        self.region = region
+        size, index = region.tensor_size, region.comm.index("tensor")
+        copies = max(1, size // units) if units else 1
+        rows = outputs * copies // size
+        start = index // copies * rows
+        self.weight = self.add_parameter(
+            "weight", (rows, inputs), ParameterShard((outputs, inputs), 0, start, copies=copies, std=std)
         )
+        bias_shard = ParameterShard((outputs,), 0, start, copies=copies, decay=False)
+        self.bias = self.add_parameter("bias", (rows,), bias_shard) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, again: Again | None = None) -> torch.Tensor:
         """[s or s/t, b, in] -> [s, b, out/t]."""
-        return F.linear(enter_tensor_region(x, self.comm, self.sequence_parallel), self.weight, self.bias)
+        return column_parallel(x, self.weight, self.bias, self.region, again)
 
 
 class RowParallelLinear(ShardedModule):
     """y = x W^T + b with W [out, in] split over its columns: [s, b, in/t] -> [s or s/t, b, out]."""
 
-    def __init__(self, inputs: int, outputs: int, comm: Comm, sequence_parallel: bool, bias: bool, std: float):
+    def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float):
         super().__init__()
-        self.comm, self.sequence_parallel = comm, sequence_parallel
-        columns = inputs // comm.size("tensor")
-        start = comm.index("tensor") * columns
+        self.region = region
+        columns = inputs // region.tensor_size
+        start = region.comm.index("tensor") * columns
         self.weight = self.add_parameter(
             "weight", (outputs, columns), ParameterShard((outputs, inputs), 1, start, std=std)
         )
         self.bias = self.add_parameter("bias", (outputs,), ParameterShard((outputs,), decay=False)) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, again: Again | None = None) -> torch.Tensor:
         """[s, b, in/t] -> [s or s/t, b, out]. The bias is added once, after the sum."""
-        y = leave_tensor_region(F.linear(x, self.weight), self.comm, self.sequence_parallel)
-        return y if self.bias is None else y + self.bias
+        return row_parallel(x, self.weight, self.bias, self.region, again)
 
 
 class LayerNorm(ShardedModule):
@@ -75,52 +80,56 @@ def vocabulary_rows(vocabulary_size: int, tensor_size: int) -> int:
 class VocabularyParallelEmbedding(ShardedModule):
     """Token embedding with W [v, h] split over the vocabulary: tokens [s, b] -> [s or s/t, b, h]."""
 
-    def __init__(self, vocabulary_size: int, hidden_size: int, comm: Comm, sequence_parallel: bool, std: float):
+    def __init__(self, vocabulary_size: int, hidden_size: int, region: Region, std: float):
         super().__init__()
-        self.comm, self.sequence_parallel = comm, sequence_parallel
-        self.rows = vocabulary_rows(vocabulary_size, comm.size("tensor"))
-        self.start = comm.index("tensor") * self.rows
+        self.region = region
+        self.rows = vocabulary_rows(vocabulary_size, region.tensor_size)
+        self.start = region.comm.index("tensor") * self.rows
         shard = ParameterShard((vocabulary_size, hidden_size), 0, self.start, std=std)
         self.weight = self.add_parameter("weight", (self.rows, hidden_size), shard)
 
     def forward(self, tokens_sb: torch.Tensor) -> torch.Tensor:
         """Each rank looks up the tokens it holds; the others' rows are zero in its partial sum."""
-        if self.comm.size("tensor") == 1:
-            return F.embedding(tokens_sb, self.weight)
+        region = self.region
+        if region.tensor_size == 1:
+            return look_up(tokens_sb, self.weight, region)
         local_sb = tokens_sb - self.start
         foreign_sb = (local_sb < 0) | (local_sb >= self.rows)
-        x_sbh = F.embedding(local_sb.masked_fill(foreign_sb, 0), self.weight)
+        x_sbh = look_up(local_sb.masked_fill(foreign_sb, 0), self.weight, region)
         x_sbh = x_sbh.masked_fill(foreign_sb.unsqueeze(-1), 0.0)
-        return leave_tensor_region(x_sbh, self.comm, self.sequence_parallel)
+        return leave_tensor_region(x_sbh, region.comm, region.sequence_parallel)
 
 
 class PositionEmbedding(ShardedModule):
     """Learned positions W [s, h], added to this rank's part of the sequence."""
 
-    def __init__(self, length: int, hidden_size: int, comm: Comm, sequence_parallel: bool, std: float):
+    def __init__(self, length: int, hidden_size: int, region: Region, std: float):
         super().__init__()
-        self.comm, self.sequence_parallel = comm, sequence_parallel
+        self.region = region
         shard = ParameterShard((length, hidden_size), std=std)
         self.weight = self.add_parameter("weight", (length, hidden_size), shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s or s/t, b, h] -> the same."""
-        start = self.comm.index("tensor") * x.shape[0] if self.sequence_parallel else 0
+        start = first_position(self.region, x.shape[0])
         return x + self.weight[start : start + x.shape[0]].unsqueeze(1)
+
+
+def first_position(region: Region, length: int) -> int:
+    """Place in the sequence of the first of the `length` rows that this rank holds outside of the parallel blocks."""
+    return region.comm.index("tensor") * length if region.sequence_parallel else 0
 
 
 class VocabularyParallelOutput(ShardedModule):
     """Logits: [s or s/t, b, h] -> [s, b, v/t]. `tied` makes its weight the last stage's copy of the embedding."""
 
-    def __init__(
-        self, hidden_size: int, vocabulary_size: int, comm: Comm, sequence_parallel: bool, std: float, tied: bool
-    ):
+    def __init__(self, hidden_size: int, vocabulary_size: int, region: Region, std: float, tied: bool):
         super().__init__()
-        self.comm, self.sequence_parallel = comm, sequence_parallel
-        rows = vocabulary_rows(vocabulary_size, comm.size("tensor"))
-        shard = ParameterShard((vocabulary_size, hidden_size), 0, comm.index("tensor") * rows, std=std)
+        self.region = region
+        rows = vocabulary_rows(vocabulary_size, region.tensor_size)
+        shard = ParameterShard((vocabulary_size, hidden_size), 0, region.comm.index("tensor") * rows, std=std)
         self.weight = self.add_parameter("weight", (rows, hidden_size), as_shared_copy(shard) if tied else shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s or s/t, b, h] -> [s, b, v/t]."""
-        return F.linear(enter_tensor_region(x, self.comm, self.sequence_parallel), self.weight)
+        return column_parallel(x, self.weight, None, self.region)

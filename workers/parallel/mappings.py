@@ -1,5 +1,5 @@
-"""The four conjugate pairs of communication that tensor and sequence parallelism need (arXiv:1909.08053, section 3;
-arXiv:2205.05198, section 4.2.2): what is a collective in one direction is its transpose in the other.
+"""The sum of the tensor ranks' partial outputs where it belongs to no matrix product, as in the token embedding; the
+matrix products of workers/parallel/linear.py do their own communication (arXiv:2205.05198, section 4.2.2).
 
 Activations are [s, b, h]: sequence, micro-batch, hidden. Sequence parallelism splits dimension 0.
 """
@@ -11,21 +11,6 @@ from typing import Any
 import torch
 
 from workers.comm import Comm
-
-
-class _CopyToTensorRegion(torch.autograd.Function):
-    """f of arXiv:1909.08053: identity forward, all-reduce backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Comm) -> torch.Tensor:
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grads[0].contiguous().clone()
-        ctx.comm.all_reduce("tensor", grad)
-        return grad, None
 
 
 class _ReduceFromTensorRegion(torch.autograd.Function):
@@ -42,19 +27,6 @@ class _ReduceFromTensorRegion(torch.autograd.Function):
         return grads[0], None
 
 
-class _GatherSequence(torch.autograd.Function):
-    """g of arXiv:2205.05198: all-gather forward, reduce-scatter backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Comm) -> torch.Tensor:
-        ctx.comm = comm
-        return comm.all_gather("tensor", x.contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.comm.reduce_scatter("tensor", grads[0].contiguous()), None
-
-
 class _ReduceScatterSequence(torch.autograd.Function):
     """g-bar of arXiv:2205.05198: reduce-scatter forward, all-gather backward."""
 
@@ -66,13 +38,6 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.comm.all_gather("tensor", grads[0].contiguous()), None
-
-
-def enter_tensor_region(x: torch.Tensor, comm: Comm, sequence_parallel: bool) -> torch.Tensor:
-    """Give every tensor rank the whole input: [s/t, b, h] -> [s, b, h] with sequence parallelism, else as it is."""
-    if comm.size("tensor") == 1:
-        return x
-    return (_GatherSequence if sequence_parallel else _CopyToTensorRegion).apply(x, comm)
 
 
 def leave_tensor_region(x: torch.Tensor, comm: Comm, sequence_parallel: bool) -> torch.Tensor:

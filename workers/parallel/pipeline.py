@@ -1,32 +1,64 @@
-"""Runs one stage's actions of a schedule: the only place that knows both the schedule and the model.
+"""Runs one rank's actions of a schedule: the only place that knows both the schedule and the model.
 
 Shapes: s sequence, b micro-batch, h hidden, n tokens of a micro-batch; t tensor-parallel size.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from workers.comm import Comm, Handle
+from workers.comm import Comm, Handle, Transfer
 from workers.config import JobSpec
-from workers.data.batches import MicroBatch
-from workers.model.gpt import GPTStage
+from workers.data.batches import NO_TARGET, MicroBatch
+from workers.model.gpt import ForwardPass, GPTStage
 from workers.parallel.cross_entropy import vocabulary_parallel_cross_entropy
-from workers.parallel.schedules import Action, schedule
+from workers.parallel.dropout import sample_keys
+from workers.parallel.recompute import recomputed
+from workers.parallel.schedules import Action, forward_only, neighbours, schedule
+from workers.parallel.weight_gradients import Task
+
+Key = tuple[int, int]
+"""(chunk, micro-batch)."""
 
 
 @dataclass
-class _InFlight:
-    """What a stage holds of the micro-batches between their forward and backward."""
+class _Receiving:
+    """A message that has been asked for."""
 
+    buffer: torch.Tensor
+    work: Handle
+    shape: tuple[int, ...]
+    """Shape of the whole tensor, of which the message may be one tensor rank's part."""
+
+
+@dataclass
+class _Step:
+    """What a rank holds of the micro-batches of one step."""
+
+    batch: list[MicroBatch]
+    loss_scale: float
+    recomputed: frozenset[tuple[int, int]]
     loss_sum: torch.Tensor
-    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    sends: list[Handle] = field(default_factory=list)
+    valid_tokens: torch.Tensor
+    messages: dict[tuple[str, int, int], _Receiving] = field(default_factory=dict)
+    inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Leaves of the graphs, whose .grad goes to the virtual stage before."""
+    outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """What has been computed and is not sent yet."""
+    edges: dict[Key, GradientEdge] = field(default_factory=dict)
+    """Where backward begins. The output itself is freed once sent: its values are not needed for that."""
+    gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Gradients of outputs that went to another chunk of this rank."""
+    input_gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
+    weight_tasks: dict[Key, list[Task]] = field(default_factory=dict)
+    sends: deque[tuple[Transfer, torch.Tensor]] = field(default_factory=deque)
 
 
 class Pipeline:
@@ -34,79 +66,193 @@ class Pipeline:
 
     def __init__(self, spec: JobSpec, model: GPTStage, comm: Comm):
         self.spec, self.model, self.comm = spec, model, comm
-        self.stage, self.stages = comm.index("pipeline"), comm.size("pipeline")
-        layout = spec.layout
-        split = layout.tensor if layout.sequence_parallel_on else 1
-        self.boundary_shape = (
-            spec.model.sequence_length // split,
-            spec.train.micro_batch_size,
-            spec.model.hidden_size,
-        )
-        self.training_actions = schedule(layout.schedule, self.stages, spec.micro_batches)[self.stage]
-        self.evaluation_actions = schedule("forward_only", self.stages, spec.micro_batches)[self.stage]
-        self.tokens_per_step = spec.train.global_batch_size * spec.model.sequence_length
+        self.rank, layout = comm.index("pipeline"), spec.layout
+        self.split = layout.tensor if layout.sequence_parallel_on else 1
+        # Without sequence parallelism every tensor rank has the same boundary tensor: each sends its part of it, and
+        # the receiver gathers (arXiv:2104.04473, section 4.1).
+        self.scatters = layout.tensor > 1 and not layout.sequence_parallel_on
+        self.places = [
+            neighbours(layout.schedule, layout.pipeline, layout.virtual_stages, self.rank, chunk)
+            for chunk in range(layout.virtual_stages)
+        ]
+        self.dtype = next(model.parameters()).dtype
+        self._training = cache(self._training_actions)
+        self._evaluation = cache(self._evaluation_actions)
 
-    def train(self, batch: list[MicroBatch]) -> torch.Tensor:
-        """Forward and backward of all micro-batches; gradients of the global mean loss accumulate in the parameters.
+    def _training_actions(self, micro_batches: int) -> tuple[list[Action], frozenset[tuple[int, int]]]:
+        """This rank's actions, and the (micro-batch, chunk) pairs that it recomputes."""
+        layout = self.spec.layout
+        actions = schedule(layout.schedule, layout.pipeline, layout.virtual_stages, micro_batches)[self.rank]
+        return actions, recomputed(actions, layout)
 
-        Returns this rank's share of that loss (fp64 scalar): zero except on one tensor rank of the last stage.
+    def _evaluation_actions(self, micro_batches: int) -> list[Action]:
+        layout = self.spec.layout
+        return forward_only(layout.schedule, layout.pipeline, layout.virtual_stages, micro_batches)[self.rank]
+
+    def train(self, batch: list[MicroBatch], loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward of all micro-batches; gradients of the loss summed over tokens, times `loss_scale`,
+        accumulate in the parameters.
+
+        Returns this rank's share of (loss summed over tokens, tokens that have a target), fp64 scalars: zero except
+        on one tensor rank of the last stage.
         """
-        return self._run(self.training_actions, batch)
+        actions, again = self._training(len(batch))
+        return self._run(actions, self._step(batch, loss_scale, again))
 
     @torch.no_grad()
-    def evaluate(self, batch: list[MicroBatch]) -> torch.Tensor:
-        """Forward alone; returns this rank's share of the mean loss, as `train` does."""
-        return self._run(self.evaluation_actions, batch)
+    def evaluate(self, batch: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward alone; returns what `train` does."""
+        return self._run(self._evaluation(len(batch)), self._step(batch, 1.0, frozenset()))
 
-    def _run(self, actions: list[Action], batch: list[MicroBatch]) -> torch.Tensor:
-        held = _InFlight(torch.zeros((), dtype=torch.float64, device=self.comm.device))
-        runners: dict[str, Callable[[int, list[MicroBatch], _InFlight], None]] = {
+    def _step(self, batch: list[MicroBatch], loss_scale: float, again: frozenset[tuple[int, int]]) -> _Step:
+        zeros = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
+        return _Step(batch, loss_scale, again, zeros[0], zeros[1])
+
+    def _run(self, actions: list[Action], held: _Step) -> tuple[torch.Tensor, torch.Tensor]:
+        runners: dict[str, Callable[[Action, _Step], None]] = {
             "receive_forward": self._receive_forward,
             "forward": self._forward,
             "send_forward": self._send_forward,
             "receive_backward": self._receive_backward,
             "backward": self._backward,
+            "backward_input": self._backward_input,
+            "backward_weight": self._backward_weight,
             "send_backward": self._send_backward,
         }
         for action in actions:
-            runners[action.kind](action.micro_batch, batch, held)
-        for send in held.sends:
+            runners[action.kind](action, held)
+        for send, _ in held.sends:
             send.wait()
-        return held.loss_sum
+        return held.loss_sum, held.valid_tokens
 
-    def _receive_forward(self, index: int, batch: list[MicroBatch], held: _InFlight) -> None:
-        x = torch.empty(self.boundary_shape, device=self.comm.device)
-        self.comm.receive(self.stage - 1, x).wait()
-        held.inputs[index] = x.requires_grad_(torch.is_grad_enabled())
+    def _forward(self, action: Action, held: _Step) -> None:
+        chunk, key = self.model.chunks[action.chunk], (action.chunk, action.micro_batch)
+        batch = held.batch[action.micro_batch]
+        x = self._input(action, held)
+        with self.comm.parts.part("forward"):
+            y = chunk(x, self._forward_pass(action, held))
+            if chunk.is_last:
+                y = self._loss(y, batch, held)
+        _, behind = self.places[action.chunk]
+        if behind is not None and behind[0] == self.rank:
+            held.inputs[behind[1], action.micro_batch] = y.detach().requires_grad_(torch.is_grad_enabled())
+        elif behind is not None:
+            held.outputs[key] = y.detach()
+        if torch.is_grad_enabled():
+            held.edges[key] = get_gradient_edge(y)
+        else:
+            held.inputs.pop(key, None)
 
-    def _forward(self, index: int, batch: list[MicroBatch], held: _InFlight) -> None:
-        x = batch[index].inputs_sb if self.stage == 0 else held.inputs[index]
-        y = self.model(x)
-        if self.stage == self.stages - 1:
-            losses_n = vocabulary_parallel_cross_entropy(
-                y.flatten(0, 1), batch[index].targets_sb.flatten(), self.spec.vocabulary_size, self.comm
-            )
-            y = losses_n.sum() / self.tokens_per_step
-            if self.comm.index("tensor") == 0:
-                held.loss_sum += losses_n.detach().double().sum() / self.tokens_per_step
-        if torch.is_grad_enabled() or self.stage < self.stages - 1:
-            held.outputs[index] = y
+    def _input(self, action: Action, held: _Step) -> torch.Tensor:
+        key = (action.chunk, action.micro_batch)
+        before, _ = self.places[action.chunk]
+        if before is None:
+            tokens = held.batch[action.micro_batch].inputs_sb
+            assert tokens is not None
+            return tokens
+        if before[0] != self.rank:
+            x = self._arrived("forward", key, held)
+            held.inputs[key] = x.requires_grad_(torch.is_grad_enabled())
+        return held.inputs[key]
 
-    def _send_forward(self, index: int, batch: list[MicroBatch], held: _InFlight) -> None:
-        held.sends.append(self.comm.send(self.stage + 1, held.outputs[index].detach().contiguous()))
-        if not torch.is_grad_enabled():
-            del held.outputs[index]
-            held.inputs.pop(index, None)
+    def _forward_pass(self, action: Action, held: _Step) -> ForwardPass:
+        training, layout, rate = torch.is_grad_enabled(), self.spec.layout, self.spec.model.dropout
+        keys = None
+        if training and rate > 0.0:
+            keys = sample_keys(self.spec.train.seed, held.batch[action.micro_batch].samples, self.comm.device)
+        if (action.micro_batch, action.chunk) not in held.recomputed:
+            return ForwardPass(keys)
+        if layout.recompute == "full":
+            return ForwardPass(keys, recompute_layers=layout.recompute_every)
+        return ForwardPass(keys, frozenset(layout.recompute_modules))
 
-    def _receive_backward(self, index: int, batch: list[MicroBatch], held: _InFlight) -> None:
-        grad = torch.empty(self.boundary_shape, device=self.comm.device)
-        self.comm.receive(self.stage + 1, grad).wait()
-        held.gradients[index] = grad
+    def _loss(self, logits: torch.Tensor, batch: MicroBatch, held: _Step) -> torch.Tensor:
+        """Sum of the micro-batch's losses, for backward; also counts it."""
+        assert batch.targets_sb is not None
+        targets_n = batch.targets_sb.flatten()
+        losses_n = vocabulary_parallel_cross_entropy(
+            logits.flatten(0, 1), targets_n, self.spec.vocabulary_size, self.comm
+        )
+        if self.comm.index("tensor") == 0:
+            held.loss_sum += losses_n.detach().sum(dtype=torch.float64)
+            held.valid_tokens += (targets_n != NO_TARGET).sum()
+        return losses_n.sum()
 
-    def _backward(self, index: int, batch: list[MicroBatch], held: _InFlight) -> None:
-        torch.autograd.backward(held.outputs.pop(index), held.gradients.pop(index, None))
+    def _backward(self, action: Action, held: _Step) -> None:
+        key = (action.chunk, action.micro_batch)
+        before, behind = self.places[action.chunk]
+        if behind is None:
+            grad = torch.full((), held.loss_scale, dtype=self._loss_dtype, device=self.comm.device)
+        elif behind[0] == self.rank:
+            grad = held.gradients.pop(key)
+        else:
+            grad = self._arrived("backward", key, held)
+        with self.comm.parts.part("backward"):
+            torch.autograd.backward([held.edges.pop(key)], [grad])
+        if before is None:
+            return
+        grad_x = held.inputs.pop(key).grad
+        assert grad_x is not None
+        if before[0] == self.rank:
+            held.gradients[before[1], action.micro_batch] = grad_x
+        else:
+            held.input_gradients[key] = grad_x
 
-    def _send_backward(self, index: int, batch: list[MicroBatch], held: _InFlight) -> None:
-        grad = held.inputs.pop(index).grad
-        assert grad is not None
-        held.sends.append(self.comm.send(self.stage - 1, grad.contiguous()))
+    @property
+    def _loss_dtype(self) -> torch.dtype:
+        return torch.float32 if self.dtype.itemsize < 4 else self.dtype
+
+    def _backward_input(self, action: Action, held: _Step) -> None:
+        with self.model.weight_gradients.kept() as tasks:
+            self._backward(action, held)
+        held.weight_tasks[action.chunk, action.micro_batch] = tasks
+
+    def _backward_weight(self, action: Action, held: _Step) -> None:
+        with self.comm.parts.part("backward"):
+            for task in held.weight_tasks.pop((action.chunk, action.micro_batch)):
+                task()
+
+    def _send_forward(self, action: Action, held: _Step) -> None:
+        _, behind = self.places[action.chunk]
+        assert behind is not None
+        self._send(behind[0], held.outputs.pop((action.chunk, action.micro_batch)), held)
+
+    def _send_backward(self, action: Action, held: _Step) -> None:
+        before, _ = self.places[action.chunk]
+        assert before is not None
+        self._send(before[0], held.input_gradients.pop((action.chunk, action.micro_batch)), held)
+
+    def _send(self, rank: int, whole: torch.Tensor, held: _Step) -> None:
+        part = whole.contiguous()
+        if self.scatters:
+            part = part.view(self.comm.size("tensor"), -1)[self.comm.index("tensor")]
+        with self.comm.parts.part("pipeline_communication"):
+            held.sends.append((self.comm.send(rank, part), part))
+        while held.sends and held.sends[0][0].done:  # frees what has left
+            held.sends.popleft()
+
+    def _receive_forward(self, action: Action, held: _Step) -> None:
+        before, _ = self.places[action.chunk]
+        assert before is not None
+        self._receive("forward", before[0], action, held)
+
+    def _receive_backward(self, action: Action, held: _Step) -> None:
+        _, behind = self.places[action.chunk]
+        assert behind is not None
+        self._receive("backward", behind[0], action, held)
+
+    def _receive(self, direction: str, rank: int, action: Action, held: _Step) -> None:
+        samples = len(held.batch[action.micro_batch].samples)
+        shape = (self.spec.model.sequence_length // self.split, samples, self.spec.model.hidden_size)
+        mine = (math.prod(shape) // self.comm.size("tensor"),) if self.scatters else shape
+        buffer = torch.empty(mine, dtype=self.dtype, device=self.comm.device)
+        work = self.comm.receive(rank, buffer)
+        held.messages[direction, action.chunk, action.micro_batch] = _Receiving(buffer, work, shape)
+
+    def _arrived(self, direction: str, key: Key, held: _Step) -> torch.Tensor:
+        """Wait for a message; gathered from its parts where it was sent scattered."""
+        message = held.messages.pop((direction, *key))
+        message.work.wait()
+        if not self.scatters:
+            return message.buffer
+        return self.comm.all_gather("tensor", message.buffer).view(message.shape)

@@ -20,6 +20,8 @@ class ParameterShard:
     start: int = 0
     """First index of this rank's part along split_dim; the part's length is the local tensor's, which may reach
     past the full shape where the vocabulary is padded."""
+    copies: int = 1
+    """Neighbouring tensor ranks that hold the same part (key-value heads fewer than tensor ranks)."""
     decay: bool = True
     """Whether weight decay applies; not to norms and biases."""
     shared_copy: bool = False
@@ -68,19 +70,18 @@ def named_shards(model: nn.Module, renamed: dict[str, str] | None = None) -> lis
     return found
 
 
-def initialise(shards: list[NamedShard], seed: int) -> None:
-    """Fill every parameter as a function of (seed, layout-free name) alone, so that all layouts start equal."""
-    for entry in shards:
-        shard, local = entry.shard, entry.parameter
-        with torch.no_grad():
-            if shard.std is None:
-                local.fill_(shard.constant)
-                continue
-            generator = torch.Generator().manual_seed(_name_seed(seed, entry.name))
-            whole = torch.empty(shard.shape, dtype=torch.float32).normal_(0.0, shard.std, generator=generator)
-            local.zero_()  # rows of a padded vocabulary stay zero
-            part = whole if shard.split_dim is None else _cut(whole, shard.split_dim, shard.start, local)
-            local[tuple(slice(0, length) for length in part.shape)].copy_(part)
+def fill_initial(entry: NamedShard, local: torch.Tensor, seed: int) -> None:
+    """Fill `local`, shaped as the parameter, as a function of (seed, layout-free name) alone, so that all layouts
+    start equal."""
+    shard = entry.shard
+    if shard.std is None:
+        local.fill_(shard.constant)
+        return
+    generator = torch.Generator().manual_seed(_name_seed(seed, entry.name))
+    whole = torch.empty(shard.shape, dtype=torch.float32).normal_(0.0, shard.std, generator=generator)
+    local.zero_()  # rows of a padded vocabulary stay zero
+    part = whole if shard.split_dim is None else _cut(whole, shard.split_dim, shard.start, local)
+    local[tuple(slice(0, length) for length in part.shape)].copy_(part)
 
 
 def _cut(whole: torch.Tensor, dim: int, start: int, local: torch.Tensor) -> torch.Tensor:

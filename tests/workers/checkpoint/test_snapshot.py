@@ -210,12 +210,18 @@ def test_committed_steps_needs_no_torch(tmp_path):
 
 
 def test_fingerprints_tell_apart_what_does_not_fit():
-    spec = {"model": {"layers": 2}, "parallel": {"tensor": 1}, "data": {"source": "text"}, "train": {"steps": 1}}
+    spec = {
+        "model": {"layers": 2},
+        "parallel": {"tensor": 1},
+        "data": {"source": "text"},
+        "train": {"precision": "fp32"},
+    }
     prints = {
         fingerprint(spec, 0),
         fingerprint(spec, 1),
         fingerprint({**spec, "model": {"layers": 3}}, 0),
         fingerprint({**spec, "parallel": {"tensor": 2}}, 0),
+        fingerprint({**spec, "train": {"precision": "bf16"}}, 0),
     }
-    assert len(prints) == 4
+    assert len(prints) == 5
     assert all(len(each) == 16 for each in prints)

@@ -1,0 +1,78 @@
+"""Which global samples each step, replica and micro-batch uses. Pure Python.
+
+The samples of a job are numbered from 0 in the order in which they are used; a step takes the next ones. With a ramp
+(MT-NLG's, arXiv:2201.11990, section 3.2) the size of the global batch is a function of the samples consumed so far.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from workers.config import BatchRamp, TrainConfig
+
+
+@dataclass(frozen=True)
+class Level:
+    """Steps in a row with a batch of the same size."""
+
+    first_step: int
+    """First step of the level, from 1."""
+    first_sample: int
+    """First sample of that step."""
+    size: int
+    """Sequences in each of its steps."""
+
+
+class BatchPlan:
+    """The batch sizes of a job, as a function of the step."""
+
+    def __init__(self, train: TrainConfig):
+        ramp = train.batch_ramp
+        self.levels = [Level(1, 0, train.global_batch_size)] if ramp is None else _levels(ramp, train.global_batch_size)
+
+    def size(self, step: int) -> int:
+        """Sequences in step `step` (from 1)."""
+        return self._level(step).size
+
+    def first_sample(self, step: int) -> int:
+        """Number of the first sample of step `step`; also the samples consumed by all steps before it."""
+        level = self._level(step)
+        return level.first_sample + (step - level.first_step) * level.size
+
+    def samples(self, step: int) -> range:
+        """All samples of step `step`."""
+        first = self.first_sample(step)
+        return range(first, first + self.size(step))
+
+    def _level(self, step: int) -> Level:
+        return self.levels[bisect_right(self.levels, step, key=lambda level: level.first_step) - 1]
+
+
+def _levels(ramp: BatchRamp, largest: int) -> list[Level]:
+    """Increment number i begins with the first step at which i/n of the ramp's samples have been consumed, n being
+    the number of increments."""
+    increments = (largest - ramp.start) // ramp.increment
+    levels = [Level(1, 0, ramp.start)]
+    for number in range(1, increments + 1):
+        last, size = levels[-1], ramp.start + number * ramp.increment
+        threshold = -(-number * ramp.samples // increments)
+        steps = max(0, -(-(threshold - last.first_sample) // last.size))
+        level = Level(last.first_step + steps, last.first_sample + steps * last.size, size)
+        if steps == 0:  # one step has passed more than one threshold
+            levels.pop()
+        levels.append(level)
+    return levels
+
+
+def replica_share(samples: range, replicas: int, replica: int) -> range:
+    """The contiguous part of a global batch that `replica` processes; the first ones get one more where it does not
+    divide."""
+    share, rest = divmod(len(samples), replicas)
+    start = samples.start + replica * share + min(replica, rest)
+    return range(start, start + share + (1 if replica < rest else 0))
+
+
+def micro_batches(samples: range, size: int) -> list[range]:
+    """A replica's part of a batch, cut into micro-batches of `size`; the last one may be smaller."""
+    return [range(first, min(first + size, samples.stop)) for first in range(samples.start, samples.stop, size)]

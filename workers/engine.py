@@ -1,0 +1,83 @@
+"""One rank's engine: its virtual stages, their optimizer and its end of the pipeline, put together from a JobSpec."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.comm import Comm
+from workers.config import JobSpec
+from workers.data.batches import MicroBatch
+from workers.model.gpt import GPTStage
+from workers.parallel.flat import FlatParameters, Sharing
+from workers.parallel.loss_scale import LossScale
+from workers.parallel.pipeline import Pipeline
+from workers.parallel.reduction import GradientReduction
+from workers.parallel.shards import fill_initial
+from workers.parallel.zero import Loss, StepStatistics, ZeroOptimizer
+
+
+class Engine:
+    """What trains one rank of a job; knows nothing of data, checkpoints or reports."""
+
+    def __init__(self, spec: JobSpec, comm: Comm, dtype: torch.dtype | None = None):
+        """`dtype` overrides the precision of compute: fp64 checks the arithmetic."""
+        self.spec, self.comm = spec, comm
+        layout = spec.layout
+        dtype = dtype or getattr(torch, spec.train.dtype)
+        with torch.device(comm.device):
+            self.model = GPTStage(spec, comm)
+        tied_across_stages = spec.model.tie_embeddings and comm.size("embedding") > 1
+        sharing = Sharing(layout.tensor, layout.data, tied_across_stages)
+        self.flat = FlatParameters(
+            self.model.named_shards(), sharing, comm.device, dtype, layout.bucket_megabytes * 1e6
+        )
+        self.reduction = GradientReduction(self.flat, comm, self._uses())
+        if self.reduction.overlaps:
+            self.model.weight_gradients.when_added = self.reduction.added
+        self.optimizer = ZeroOptimizer(
+            self.flat,
+            spec.train.optimizer,
+            comm,
+            self.reduction,
+            layout.sequence_parallel_on,
+            stage=1 if layout.zero else 0,
+        )
+        self.pipeline = Pipeline(spec, self.model, comm)
+        self.loss_scale = LossScale(spec.train.precision == "fp16")
+
+    def _uses(self) -> dict[torch.nn.Parameter, int]:
+        """How often a micro-batch adds to the gradient of each weight of the flat buffer's head."""
+        return {
+            slot.entry.parameter: 2 if slot.entry.parameter is self.model.tied_here else 1 for slot in self.flat.head()
+        }
+
+    def initialise(self, seed: int) -> None:
+        """Give the parameters their first values, which depend on the seed and their names alone."""
+        values = torch.zeros(self.flat.size, dtype=torch.float32, device=self.comm.device)
+        for slot in self.flat.slots:
+            part = values[slot.start : slot.end].view(slot.entry.parameter.shape)
+            fill_initial(slot.entry, part, seed)
+        self.optimizer.load_parameters(values)
+
+    def step(self, batch: list[MicroBatch], sequences: int, learning_rate: float, memory_bytes: int) -> StepStatistics:
+        """One optimizer step over this replica's micro-batches of a global batch of `sequences`.
+
+        Where an fp16 gradient overflows the step is tried again with a smaller loss scale, so no sample is passed
+        over. Statistics that are not finite mean that nothing was updated.
+        """
+        # A mean over all positions in backward; the optimizer corrects for positions without a target.
+        positions = sequences * self.spec.model.sequence_length
+        while True:
+            self.reduction.begin(len(batch))
+            scale = self.loss_scale.value / positions
+            total, tokens = self.pipeline.train(batch, scale)
+            statistics = self.optimizer.step(learning_rate, Loss(total, tokens, scale), memory_bytes)
+            if statistics.finite:
+                self.loss_scale.after_finite()
+                return statistics
+            if not self.loss_scale.after_overflow():
+                return statistics
+
+    def state(self) -> list[torch.Tensor]:
+        """Everything that a snapshot of this rank keeps, as 1-D tensors."""
+        return [*self.optimizer.state(), self.loss_scale.state]

@@ -1,0 +1,114 @@
+"""Core attention, softmax(q k^T / sqrt(d)) v under a causal mask: by torch's fused kernels, or written out.
+
+Shapes: s sequence, b micro-batch, a heads of this rank, d head size; n = b a.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from workers.comm import Comm
+from workers.parallel.dropout import derived_keys, kept
+
+
+def fused_attention(
+    q_sbad: torch.Tensor, k_sbgd: torch.Tensor, v_sbgd: torch.Tensor, recompute: bool, comm: Comm
+) -> torch.Tensor:
+    """[s, b, a, d] by scaled_dot_product_attention; keys and values may have fewer heads (g divides a).
+
+    Its kernels keep no s x s tensor for backward, so recomputing it saves one output of size s b h alone.
+    """
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbad, k_sbgd, v_sbgd))
+    grouped = q.shape[1] != k.shape[1]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with comm.parts.forward_work():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+    if recompute and torch.is_grad_enabled():
+        context = checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
+    else:
+        context = attend(q, k, v)
+    return context.permute(2, 0, 1, 3)
+
+
+def explicit_attention(
+    q_sbad: torch.Tensor,
+    k_sbad: torch.Tensor,
+    v_sbad: torch.Tensor,
+    recompute: bool,
+    rate: float,
+    head_keys_ba: torch.Tensor | None,
+    comm: Comm,
+) -> torch.Tensor:
+    """[s, b, a, d] by batched matrix products, with dropout of the weights at `rate` keyed by (sample, head).
+
+    Kept for backward: q, k, v, and without `recompute` the softmax, the mask and the weights after dropout, s x s a
+    head each (arXiv:2205.05198, section 4.1: 5 a s^2 b bytes in 16 bits).
+    """
+    s, b, a, d = q_sbad.shape
+    q, k, v = (x.reshape(s, b * a, d).transpose(0, 1) for x in (q_sbad, k_sbad, v_sbad))
+    keys_n = head_keys_ba.reshape(-1) if head_keys_ba is not None else None
+    context_nsd = _ExplicitAttention.apply(q, k, v, rate, keys_n, recompute, comm)
+    return context_nsd.transpose(0, 1).view(s, b, a, d)
+
+
+class _ExplicitAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rate: float,
+        keys_n: torch.Tensor | None,
+        recompute: bool,
+        comm: Comm,
+    ) -> torch.Tensor:
+        softmax, mask, weights = _attention_weights(q, k, rate, keys_n)
+        ctx.rate, ctx.recompute, ctx.comm = rate, recompute, comm
+        if recompute:
+            ctx.save_for_backward(q, k, v, keys_n, None, None, None)
+        else:
+            ctx.save_for_backward(q, k, v, keys_n, softmax, mask, weights)
+        return torch.bmm(weights, v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, keys_n, softmax, mask, weights = ctx.saved_tensors
+        if ctx.recompute:
+            with ctx.comm.parts.part("recompute"):
+                softmax, mask, weights = _attention_weights(q, k, ctx.rate, keys_n)
+        grad_v = torch.bmm(weights.transpose(1, 2), grads[0])
+        grad = torch.bmm(grads[0], v.transpose(1, 2))
+        if mask is not None:
+            grad.mul_(mask).mul_(1.0 / (1.0 - ctx.rate))
+        grad_scores = torch._softmax_backward_data(grad, softmax, -1, softmax.dtype)
+        scale = 1.0 / math.sqrt(q.shape[-1])
+        grad_q = _scaled_product(grad_scores, k, scale)
+        grad_k = _scaled_product(grad_scores.transpose(1, 2), q, scale)
+        return grad_q, grad_k, grad_v, None, None, None, None
+
+
+def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.baddbmm(left.new_empty(1, 1, 1), left, right, beta=0.0, alpha=scale)
+
+
+def _attention_weights(
+    q: torch.Tensor, k: torch.Tensor, rate: float, keys_n: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(softmax, mask of dropout, softmax after dropout), [n, s, s] each; without dropout the last is the first."""
+    s = q.shape[1]
+    scores = _scaled_product(q, k.transpose(1, 2), 1.0 / math.sqrt(q.shape[-1]))
+    future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
+    softmax = torch.softmax(scores.masked_fill_(future, float("-inf")), -1)
+    if keys_n is None:
+        return softmax, None, softmax
+    positions = torch.arange(s, dtype=torch.int32, device=q.device)
+    mask = kept(derived_keys(keys_n.unsqueeze(-1), positions), s, rate)
+    return softmax, mask, (softmax * mask).mul_(1.0 / (1.0 - rate))

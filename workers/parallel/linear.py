@@ -1,0 +1,191 @@
+"""The matrix products of tensor parallelism (arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2), forward
+and backward, with their communication started as early and awaited as late as the mathematics allows.
+
+Shapes: s sequence, b micro-batch, i input width, o output width, t tensor-parallel size, n = s b tokens. With sequence
+parallelism what enters a column-parallel product, and what leaves a row-parallel one, is [s/t, b, h].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from workers.comm import Comm
+from workers.parallel.weight_gradients import WeightGradients
+
+Again = Callable[[], torch.Tensor]
+"""Computes a product's input once more in backward, instead of keeping it."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """What a parallel layer needs to know about its stage."""
+
+    comm: Comm
+    sequence_parallel: bool
+    """Whether activations outside of the parallel blocks are split along the sequence (and t > 1)."""
+    weight_gradients: WeightGradients
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that share each layer (t)."""
+        return self.comm.size("tensor")
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """y = x W^T + b for one or more W that are split over their rows.
+
+    Under sequence parallelism the gathered input is not kept: backward gathers it again while it computes the input's
+    gradient, whose reduction in turn runs while the weights' gradients are computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, region: Region, again: Again | None, *parameters: Any
+    ) -> tuple[torch.Tensor, ...]:
+        weights, biases = parameters[::2], parameters[1::2]
+        ctx.region, ctx.again, ctx.biases = region, again, biases
+        ctx.save_for_backward(x if again is None else None, *weights)
+        whole = region.comm.all_gather("tensor", x.contiguous()) if region.sequence_parallel else x
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kept, *weights = ctx.saved_tensors
+        region, biases, again = ctx.region, ctx.biases, ctx.again
+        comm, store = region.comm, region.weight_gradients
+        grads_no = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        x = kept if again is None else _recomputed(again, comm)
+        gathering = None
+        if region.sequence_parallel and not store.keeping:
+            gathering = comm.start_all_gather("tensor", x.contiguous())
+        grad_ni = grads_no[0] @ weights[0]
+        for grad_no, weight in zip(grads_no[1:], weights[1:], strict=True):
+            grad_ni.addmm_(grad_no, weight)
+        grad_x = grad_ni.view(*grads[0].shape[:-1], -1)
+        if region.sequence_parallel:
+            if gathering is not None:
+                gathering[1].wait()
+            grad_x, reducing = comm.start_reduce_scatter("tensor", grad_x)
+        else:
+            reducing = comm.start_all_reduce("tensor", grad_x)
+
+        def add_weight_gradients() -> None:
+            whole = x
+            if region.sequence_parallel:
+                whole = gathering[0] if gathering is not None else comm.all_gather("tensor", x.contiguous())
+            whole_ni = whole.reshape(-1, whole.shape[-1])
+            for grad_no, weight, bias in zip(grads_no, weights, biases, strict=True):
+                store.add_product(weight, grad_no, whole_ni)
+                if bias is not None:
+                    store.add_sum(bias, grad_no)
+
+        store.submit(add_weight_gradients)
+        reducing.wait()
+        return (grad_x, None, None, *(None for _ in range(2 * len(weights))))
+
+
+class _RowParallel(torch.autograd.Function):
+    """y = sum over ranks of x W^T, with W split over its columns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        region: Region,
+        again: Again | None,
+    ) -> torch.Tensor:
+        ctx.region, ctx.again, ctx.bias = region, again, bias
+        ctx.save_for_backward(x if again is None else None, weight)
+        if region.tensor_size == 1:
+            return F.linear(x, weight, bias)
+        y = F.linear(x, weight)
+        if region.sequence_parallel:
+            y = region.comm.reduce_scatter("tensor", y)
+        else:
+            region.comm.all_reduce("tensor", y)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        kept, weight = ctx.saved_tensors
+        region, bias, again = ctx.region, ctx.bias, ctx.again
+        store = region.weight_gradients
+        local_grad = grads[0].contiguous()
+        grad = local_grad
+        gathering = None
+        if region.sequence_parallel:
+            grad, gathering = region.comm.start_all_gather("tensor", local_grad)
+        x = kept if again is None else _recomputed(again, region.comm)
+        if gathering is not None:
+            gathering.wait()
+        grad_no = grad.view(-1, weight.shape[0])
+        grad_x = (grad_no @ weight).view(*grad.shape[:-1], weight.shape[1])
+
+        def add_weight_gradient() -> None:
+            store.add_product(weight, grad_no, x.reshape(-1, weight.shape[1]))
+            if bias is not None:
+                store.add_sum(bias, local_grad.view(-1, weight.shape[0]))
+
+        store.submit(add_weight_gradient)
+        return grad_x, None, None, None, None
+
+
+class _LookUp(torch.autograd.Function):
+    """Rows of a table, whose gradient goes straight to the flat buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_sb: torch.Tensor, weight: nn.Parameter, store: WeightGradients) -> torch.Tensor:
+        ctx.store, ctx.weight = store, weight
+        ctx.save_for_backward(rows_sb)
+        return F.embedding(rows_sb, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        (rows_sb,) = ctx.saved_tensors
+        store, weight, grad = ctx.store, ctx.weight, grads[0]
+        store.submit(lambda: store.add_rows(weight, rows_sb.reshape(-1), grad.reshape(-1, grad.shape[-1])))
+        return None, None, None
+
+
+def _recomputed(again: Again, comm: Comm) -> torch.Tensor:
+    with comm.parts.part("recompute"), torch.no_grad():
+        return again()
+
+
+def column_parallel(
+    x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, region: Region, again: Again | None = None
+) -> torch.Tensor:
+    """x W^T + b: [s or s/t, b, i] -> [s, b, o/t], W [o/t, i]. With `again`, x is not kept for backward."""
+    return _ColumnParallel.apply(x, region, again, weight, bias)[0]
+
+
+def column_parallel_pair(
+    x: torch.Tensor,
+    first: tuple[nn.Parameter, nn.Parameter | None],
+    second: tuple[nn.Parameter, nn.Parameter | None],
+    region: Region,
+    again: Again | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two such products of the same x, given as (weight, bias), which is gathered and reduced once."""
+    return _ColumnParallel.apply(x, region, again, *first, *second)
+
+
+def row_parallel(
+    x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, region: Region, again: Again | None = None
+) -> torch.Tensor:
+    """The sum over ranks of x W^T, plus b once: [s, b, i/t] -> [s or s/t, b, o], W [o, i/t]. With `again`, x is not
+    kept for backward."""
+    return _RowParallel.apply(x, weight, bias, region, again)
+
+
+def look_up(rows_sb: torch.Tensor, weight: nn.Parameter, region: Region) -> torch.Tensor:
+    """Rows [s, b] of weight [v, h] -> [s, b, h]."""
+    return _LookUp.apply(rows_sb, weight, region.weight_gradients)

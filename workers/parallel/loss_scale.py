@@ -1,0 +1,39 @@
+"""Dynamic loss scaling for fp16 (Micikevicius et al., arXiv:1710.03740, section 3.2): halved when a gradient
+overflows, doubled after many steps without."""
+
+from __future__ import annotations
+
+import torch
+
+INITIAL = 2.0**16
+GROWTH_STEPS = 1000
+
+
+class LossScale:
+    """The factor on the loss; 1 for ever where the precision needs none."""
+
+    def __init__(self, dynamic: bool):
+        self.dynamic = dynamic
+        # A tensor, since it is part of the state that snapshots and checkpoints keep: (scale, good steps since).
+        self.state = torch.tensor([INITIAL if dynamic else 1.0, 0.0], dtype=torch.float32)
+
+    @property
+    def value(self) -> float:
+        """The factor of the next step; a power of two."""
+        return float(self.state[0])
+
+    def after_finite(self) -> None:
+        """A step had finite gradients."""
+        if self.dynamic:
+            self.state[1] += 1
+            if self.state[1] >= GROWTH_STEPS:
+                self.state[0] *= 2.0
+                self.state[1] = 0.0
+
+    def after_overflow(self) -> bool:
+        """A step had none. Returns whether a smaller factor may help: the step should be tried again."""
+        if not self.dynamic or self.value <= 1.0:
+            return False
+        self.state[0] /= 2.0
+        self.state[1] = 0.0
+        return True
