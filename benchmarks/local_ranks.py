@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -13,12 +14,16 @@ import torch
 import torch.distributed as dist
 
 from workers.comm import Comm
+from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.messages import Resume
 from workers.parallel.grid import RankGrid
 from workers.reporter import Reporter
 from workers.spec_reading import parse_job_spec
 from workers.trainer import Trainer
+
+Program = Callable[..., Any]
+"""Runs on one rank: takes its Comm, the JobSpec and what else it was given; returns what can be pickled."""
 
 HOST = "127.0.0.1"
 SECONDS = 300.0
@@ -50,14 +55,20 @@ class LocalRanks:
 
     def train(self, document: dict[str, Any], seconds: float = SECONDS) -> list[RankResult]:
         """Train a job to its end: results by rank. Raises RanksFailed when that takes more than `seconds`."""
+        return self.run(_train, document, seconds=seconds)
+
+    def run(self, program: Program, document: dict[str, Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
+        """Run `program` on every rank of a job's layout: results by rank. Raises RanksFailed when that takes more
+        than `seconds`."""
         self._generation += 1
         world = parse_job_spec(document).layout.world_size
         processes, connections = [], []
         for rank in range(world):
             ours, theirs = self._context.Pipe(duplex=False)
-            arguments = (theirs, document, rank, self._store.port, self._generation)
-            processes.append(self._context.Process(target=_run_rank, args=arguments, daemon=True))
-            processes[-1].start()
+            place = (theirs, rank, self._store.port, self._generation)
+            target = self._context.Process(target=_run_rank, args=(*place, program, document, arguments), daemon=True)
+            processes.append(target)
+            target.start()
             theirs.close()
             connections.append(ours)
         try:
@@ -68,8 +79,8 @@ class LocalRanks:
                 process.join()
 
 
-def _collect(connections: list[Connection], deadline: float) -> list[RankResult]:
-    results: dict[int, RankResult] = {}
+def _collect(connections: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
     while len(results) < len(connections):
         missing = [connection for rank, connection in enumerate(connections) if rank not in results]
         ready = wait(missing, max(0.0, deadline - time.monotonic()))
@@ -84,12 +95,25 @@ def _collect(connections: list[Connection], deadline: float) -> list[RankResult]
     return [results[rank] for rank in range(len(connections))]
 
 
-def _run_rank(connection: Connection, document: dict[str, Any], rank: int, port: int, generation: int) -> None:
+def _run_rank(
+    connection: Connection,
+    rank: int,
+    port: int,
+    generation: int,
+    program: Program,
+    document: dict[str, Any],
+    arguments: tuple[Any, ...],
+) -> None:
     torch.set_num_threads(1)
     spec = parse_job_spec(document)
     comm = Comm(RankGrid(spec.layout), rank, torch.device("cpu"))
     if spec.layout.world_size > 1:
         comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST)
+    connection.send(program(comm, spec, *arguments))
+    comm.close()
+
+
+def _train(comm: Comm, spec: JobSpec) -> RankResult:
     trainer = Trainer(spec, comm, Reporter(lambda _: None), 1e12)
     trainer.restore(Resume())
     losses, norms, seconds = [], [], []
@@ -103,5 +127,4 @@ def _run_rank(connection: Connection, document: dict[str, Any], rank: int, port:
     state = hashlib.blake2b(digest_size=16)
     for tensor in trainer.engine.state():
         state.update(tensor.numpy().data)
-    connection.send(RankResult(losses, norms, seconds, state.hexdigest()))
-    comm.close()
+    return RankResult(losses, norms, seconds, state.hexdigest())

@@ -98,8 +98,8 @@ class PlainGPT(nn.Module):
 class PlainLoop:
     """Model and optimizer; `step` is one iteration."""
 
-    def __init__(self, spec: JobSpec, weights: dict[str, torch.Tensor]):
-        """`weights`: initial values of all parameters by name."""
+    def __init__(self, spec: JobSpec, weights: dict[str, torch.Tensor], fused: bool = False):
+        """`weights`: initial values of all parameters by name. `fused`: AdamW in one kernel."""
         self.model, self.clip = PlainGPT(spec), spec.train.optimizer.clip_norm
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -113,6 +113,7 @@ class PlainLoop:
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,
             weight_decay=config.weight_decay,
+            fused=fused,
         )
 
     def step(self, batch: MicroBatch, learning_rate: float) -> float:

@@ -60,7 +60,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     ),
     (
         "too many virtual stages",
-        {"parallel": {"schedule": "interleaved", "virtual_stages": 5, "pipeline": 2}, "train": {"global_batch_size": 8}},
+        {"parallel": {"schedule": "interleaved", "virtual_stages": 5, "pipeline": 2}},
         "model.layers", "layers (4) must be at least parallel.pipeline x virtual_stages (2 x 5)", "10",
     ),
     (
@@ -85,7 +85,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     ),
     (
         "interleaving",
-        {"parallel": {"schedule": "interleaved", "virtual_stages": 2, "pipeline": 2}, "train": {"global_batch_size": 7}},
+        {"parallel": {"schedule": "interleaved", "pipeline": 2}, "train": {"global_batch_size": 7}},
         "train.global_batch_size", "7 must be a multiple of data x pipeline x micro_batch_size (1 x 2 x 1)", "6",
     ),
     (

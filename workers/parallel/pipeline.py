@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from workers.comm import Comm, Handle, Transfer
 from workers.config import JobSpec
 from workers.data.batches import NO_TARGET, MicroBatch
-from workers.model.gpt import ForwardPass, GPTStage
+from workers.model.gpt import ForwardPass
 from workers.parallel.cross_entropy import vocabulary_parallel_cross_entropy
 from workers.parallel.dropout import sample_keys
 from workers.parallel.recompute import recomputed
 from workers.parallel.schedules import Action, forward_only, neighbours, schedule
-from workers.parallel.weight_gradients import Task
+from workers.parallel.weight_gradients import Task, WeightGradients
 
 Key = tuple[int, int]
 """(chunk, micro-batch)."""
@@ -61,10 +63,22 @@ class _Step:
     sends: deque[tuple[Transfer, torch.Tensor]] = field(default_factory=deque)
 
 
+class Stage(Protocol):
+    """All virtual stages of a rank."""
+
+    chunks: nn.ModuleList
+    """In the order of the schedule's chunk numbers; each maps (input, ForwardPass) to its output."""
+    weight_gradients: WeightGradients
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of all chunks."""
+        ...
+
+
 class Pipeline:
     """One rank's end of the pipeline of its replica."""
 
-    def __init__(self, spec: JobSpec, model: GPTStage, comm: Comm):
+    def __init__(self, spec: JobSpec, model: Stage, comm: Comm):
         self.spec, self.model, self.comm = spec, model, comm
         self.rank, layout = comm.index("pipeline"), spec.layout
         self.split = layout.tensor if layout.sequence_parallel_on else 1
