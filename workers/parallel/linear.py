@@ -49,15 +49,16 @@ class _ColumnParallel(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, region: Region, again: Again | None, *parameters: Any
     ) -> tuple[torch.Tensor, ...]:
         weights, biases = parameters[::2], parameters[1::2]
-        ctx.region, ctx.again, ctx.biases = region, again, biases
-        ctx.save_for_backward(x if again is None else None, *weights)
+        # Parameters stay attributes: within a recomputed layer, saved tensors come back as others.
+        ctx.region, ctx.again, ctx.weights, ctx.biases = region, again, weights, biases
+        ctx.save_for_backward(x if again is None else None)
         whole = region.comm.all_gather("tensor", x.contiguous()) if region.sequence_parallel else x
         return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept, *weights = ctx.saved_tensors
-        region, biases, again = ctx.region, ctx.biases, ctx.again
+        (kept,) = ctx.saved_tensors
+        region, weights, biases, again = ctx.region, ctx.weights, ctx.biases, ctx.again
         comm, store = region.comm, region.weight_gradients
         grads_no = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         x = kept if again is None else _recomputed(again, comm)
@@ -102,8 +103,8 @@ class _RowParallel(torch.autograd.Function):
         region: Region,
         again: Again | None,
     ) -> torch.Tensor:
-        ctx.region, ctx.again, ctx.bias = region, again, bias
-        ctx.save_for_backward(x if again is None else None, weight)
+        ctx.region, ctx.again, ctx.weight, ctx.bias = region, again, weight, bias
+        ctx.save_for_backward(x if again is None else None)
         if region.tensor_size == 1:
             return F.linear(x, weight, bias)
         y = F.linear(x, weight)
@@ -115,8 +116,8 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        kept, weight = ctx.saved_tensors
-        region, bias, again = ctx.region, ctx.bias, ctx.again
+        (kept,) = ctx.saved_tensors
+        region, weight, bias, again = ctx.region, ctx.weight, ctx.bias, ctx.again
         store = region.weight_gradients
         local_grad = grads[0].contiguous()
         grad = local_grad

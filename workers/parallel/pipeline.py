@@ -222,7 +222,7 @@ class Pipeline:
         held.weight_tasks[action.chunk, action.micro_batch] = tasks
 
     def _backward_weight(self, action: Action, held: _Step) -> None:
-        with self.comm.parts.part("backward"):
+        with self.comm.parts.part("backward"), torch.no_grad():
             for task in held.weight_tasks.pop((action.chunk, action.micro_batch)):
                 task()
 
