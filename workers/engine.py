@@ -42,6 +42,8 @@ class Engine:
             layout.sequence_parallel_on,
             stage=1 if layout.zero else 0,
         )
+        if spec.train.compile:
+            self.model.compile_layers()
         self.pipeline = Pipeline(spec, self.model, comm)
         self.loss_scale = LossScale(spec.train.precision == "fp16")
 

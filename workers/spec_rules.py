@@ -245,6 +245,20 @@ def _attention_can_drop_out(spec: JobSpec) -> Iterator[Problem]:
         )
 
 
+def _compiled_blocks_are_plain(spec: JobSpec) -> Iterator[Problem]:
+    layout, train = spec.layout, spec.train
+    if not train.compile:
+        return
+    if train.attention == "explicit" or spec.model.dropout > 0:
+        yield Problem("train.compile", "compiled blocks know sdpa attention without dropout alone", "false")
+    elif layout.recompute == "selective" and set(layout.recompute_modules) & {"norm", "mlp_activation"}:
+        yield Problem(
+            "parallel.recompute_modules",
+            "in compiled blocks the compiler itself chooses which norms and activations to compute again",
+            "[core_attention]",
+        )
+
+
 def _recomputation_is_whole(spec: JobSpec) -> Iterator[Problem]:
     layout = spec.layout
     if layout.recompute == "selective" and not layout.recompute_modules:

@@ -27,6 +27,8 @@ def fused_attention(
     grouped = q.shape[1] != k.shape[1]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         with comm.parts.forward_work():
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from workers.comm import Comm
 from workers.config import JobSpec, ModelConfig
 from workers.model.core_attention import explicit_attention, fused_attention
+from workers.parallel import opaque
 from workers.parallel.dropout import derived_keys, dropout
 from workers.parallel.layers import (
     ColumnParallelLinear,
@@ -104,8 +105,11 @@ class Attention(nn.Module):
         if self.fused:
             qkv = self.qkv(x, again)
             return qkv.view(*qkv.shape[:2], self.heads, 3, self.head_size).unbind(3)
-        first, second = (self.q.weight, self.q.bias), (self.kv.weight, self.kv.bias)
-        q, kv = column_parallel_pair(x, first, second, self.region, again)
+        if torch.compiler.is_compiling():
+            q, kv = self.q(x), self.kv(x)
+        else:
+            first, second = (self.q.weight, self.q.bias), (self.kv.weight, self.kv.bias)
+            q, kv = column_parallel_pair(x, first, second, self.region, again)
         k, v = kv.view(*kv.shape[:2], self.key_value_heads, 2, self.head_size).unbind(3)
         return q.view(*q.shape[:2], self.heads, self.head_size), k, v
 
@@ -251,6 +255,16 @@ class GPTStage(nn.Module):
         if tied and embeddings and outputs:
             self.tied_here = outputs[0].weight = embeddings[0].token.weight
             outputs[0].shards.clear()
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Compile each layer as a block of its own; equal ones share the result. Parameters must not move any more."""
+        for chunk in self.chunks:
+            assert isinstance(chunk, GPTChunk)
+            for layer in chunk.layers.values():
+                for module in layer.modules():
+                    if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                        opaque.enter(module)
+                layer.compile(backend=backend)
 
     @property
     def reads_tokens(self) -> bool:

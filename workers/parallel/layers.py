@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from workers.parallel import opaque
 from workers.parallel.linear import Again, Region, column_parallel, look_up, row_parallel
 from workers.parallel.mappings import leave_tensor_region
 from workers.parallel.shards import ParameterShard, ShardedModule, as_shared_copy
@@ -35,6 +36,8 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor, again: Again | None = None) -> torch.Tensor:
         """[s or s/t, b, in] -> [s, b, out/t]."""
+        if torch.compiler.is_compiling():
+            return opaque.column_parallel(x, self.weight, self.bias, self.region.sequence_split)
         return column_parallel(x, self.weight, self.bias, self.region, again)
 
 
@@ -53,6 +56,8 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor, again: Again | None = None) -> torch.Tensor:
         """[s, b, in/t] -> [s or s/t, b, out]. The bias is added once, after the sum."""
+        if torch.compiler.is_compiling():
+            return opaque.row_parallel(x, self.weight, self.bias, self.region.sequence_split)
         return row_parallel(x, self.weight, self.bias, self.region, again)
 
 

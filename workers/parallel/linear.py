@@ -7,7 +7,7 @@ parallelism what enters a column-parallel product, and what leaves a row-paralle
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,18 +32,107 @@ class Region:
     weight_gradients: WeightGradients
 
     @property
+    def sequence_split(self) -> int:
+        """Ranks over which the sequence is split outside of the parallel blocks."""
+        return self.tensor_size if self.sequence_parallel else 1
+
+    @property
     def tensor_size(self) -> int:
         """Ranks that share each layer (t)."""
         return self.comm.size("tensor")
 
 
-class _ColumnParallel(torch.autograd.Function):
-    """y = x W^T + b for one or more W that are split over their rows.
+def column_forward(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], region: Region
+) -> tuple[torch.Tensor, ...]:
+    """x W^T + b for one or more W that are split over their rows; x is gathered once."""
+    whole = region.comm.all_gather("tensor", x.contiguous()) if region.sequence_parallel else x
+    return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
-    Under sequence parallelism the gathered input is not kept: backward gathers it again while it computes the input's
-    gradient, whose reduction in turn runs while the weights' gradients are computed.
+
+def column_backward(
+    grads: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    weights: Sequence[nn.Parameter],
+    biases: Sequence[nn.Parameter | None],
+    region: Region,
+) -> torch.Tensor:
+    """The gradient of x; those of weights and biases go to `region.weight_gradients`.
+
+    Under sequence parallelism the gathered input was not kept: it is gathered again while the input's gradient is
+    computed, whose reduction in turn runs while the weights' gradients are.
     """
+    comm, store = region.comm, region.weight_gradients
+    grads_no = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+    gathering = None
+    if region.sequence_parallel and not store.keeping:
+        gathering = comm.start_all_gather("tensor", x.contiguous())
+    grad_ni = grads_no[0] @ weights[0]
+    for grad_no, weight in zip(grads_no[1:], weights[1:], strict=True):
+        grad_ni.addmm_(grad_no, weight)
+    grad_x = grad_ni.view(*grads[0].shape[:-1], -1)
+    if region.sequence_parallel:
+        if gathering is not None:
+            gathering[1].wait()
+        grad_x, reducing = comm.start_reduce_scatter("tensor", grad_x)
+    else:
+        reducing = comm.start_all_reduce("tensor", grad_x)
 
+    def add_weight_gradients() -> None:
+        whole = x
+        if region.sequence_parallel:
+            whole = gathering[0] if gathering is not None else comm.all_gather("tensor", x.contiguous())
+        whole_ni = whole.reshape(-1, whole.shape[-1])
+        for grad_no, weight, bias in zip(grads_no, weights, biases, strict=True):
+            store.add_product(weight, grad_no, whole_ni)
+            if bias is not None:
+                store.add_sum(bias, grad_no)
+
+    store.submit(add_weight_gradients)
+    reducing.wait()
+    return grad_x
+
+
+def row_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor:
+    """The sum over ranks of x W^T, with W split over its columns, plus b once."""
+    if region.tensor_size == 1:
+        return F.linear(x, weight, bias)
+    y = F.linear(x, weight)
+    if region.sequence_parallel:
+        y = region.comm.reduce_scatter("tensor", y)
+    else:
+        region.comm.all_reduce("tensor", y)
+    return y if bias is None else y.add_(bias)
+
+
+def row_backward(
+    local_grad: torch.Tensor,
+    input_of: Callable[[], torch.Tensor],
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    region: Region,
+) -> torch.Tensor:
+    """The gradient of the input, which `input_of` gives (it may have to be computed again, beside the gathering of
+    the gradient); those of weight and bias go to `region.weight_gradients`."""
+    store, grad, gathering = region.weight_gradients, local_grad, None
+    if region.sequence_parallel:
+        grad, gathering = region.comm.start_all_gather("tensor", local_grad)
+    x = input_of()
+    if gathering is not None:
+        gathering.wait()
+    grad_no = grad.view(-1, weight.shape[0])
+    grad_x = (grad_no @ weight).view(*grad.shape[:-1], weight.shape[1])
+
+    def add_weight_gradient() -> None:
+        store.add_product(weight, grad_no, x.reshape(-1, weight.shape[1]))
+        if bias is not None:
+            store.add_sum(bias, local_grad.view(-1, weight.shape[0]))
+
+    store.submit(add_weight_gradient)
+    return grad_x
+
+
+class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, region: Region, again: Again | None, *parameters: Any
@@ -52,48 +141,16 @@ class _ColumnParallel(torch.autograd.Function):
         # Parameters stay attributes: within a recomputed layer, saved tensors come back as others.
         ctx.region, ctx.again, ctx.weights, ctx.biases = region, again, weights, biases
         ctx.save_for_backward(x if again is None else None)
-        whole = region.comm.all_gather("tensor", x.contiguous()) if region.sequence_parallel else x
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return column_forward(x, weights, biases, region)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
-        region, weights, biases, again = ctx.region, ctx.weights, ctx.biases, ctx.again
-        comm, store = region.comm, region.weight_gradients
-        grads_no = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        x = kept if again is None else _recomputed(again, comm)
-        gathering = None
-        if region.sequence_parallel and not store.keeping:
-            gathering = comm.start_all_gather("tensor", x.contiguous())
-        grad_ni = grads_no[0] @ weights[0]
-        for grad_no, weight in zip(grads_no[1:], weights[1:], strict=True):
-            grad_ni.addmm_(grad_no, weight)
-        grad_x = grad_ni.view(*grads[0].shape[:-1], -1)
-        if region.sequence_parallel:
-            if gathering is not None:
-                gathering[1].wait()
-            grad_x, reducing = comm.start_reduce_scatter("tensor", grad_x)
-        else:
-            reducing = comm.start_all_reduce("tensor", grad_x)
-
-        def add_weight_gradients() -> None:
-            whole = x
-            if region.sequence_parallel:
-                whole = gathering[0] if gathering is not None else comm.all_gather("tensor", x.contiguous())
-            whole_ni = whole.reshape(-1, whole.shape[-1])
-            for grad_no, weight, bias in zip(grads_no, weights, biases, strict=True):
-                store.add_product(weight, grad_no, whole_ni)
-                if bias is not None:
-                    store.add_sum(bias, grad_no)
-
-        store.submit(add_weight_gradients)
-        reducing.wait()
-        return (grad_x, None, None, *(None for _ in range(2 * len(weights))))
+        x = ctx.saved_tensors[0] if ctx.again is None else _recomputed(ctx.again, ctx.region.comm)
+        grad_x = column_backward(grads, x, ctx.weights, ctx.biases, ctx.region)
+        return (grad_x, None, None, *(None for _ in range(2 * len(ctx.weights))))
 
 
 class _RowParallel(torch.autograd.Function):
-    """y = sum over ranks of x W^T, with W split over its columns."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -105,38 +162,16 @@ class _RowParallel(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.region, ctx.again, ctx.weight, ctx.bias = region, again, weight, bias
         ctx.save_for_backward(x if again is None else None)
-        if region.tensor_size == 1:
-            return F.linear(x, weight, bias)
-        y = F.linear(x, weight)
-        if region.sequence_parallel:
-            y = region.comm.reduce_scatter("tensor", y)
-        else:
-            region.comm.all_reduce("tensor", y)
-        return y if bias is None else y.add_(bias)
+        return row_forward(x, weight, bias, region)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        (kept,) = ctx.saved_tensors
-        region, weight, bias, again = ctx.region, ctx.weight, ctx.bias, ctx.again
-        store = region.weight_gradients
-        local_grad = grads[0].contiguous()
-        grad = local_grad
-        gathering = None
-        if region.sequence_parallel:
-            grad, gathering = region.comm.start_all_gather("tensor", local_grad)
-        x = kept if again is None else _recomputed(again, region.comm)
-        if gathering is not None:
-            gathering.wait()
-        grad_no = grad.view(-1, weight.shape[0])
-        grad_x = (grad_no @ weight).view(*grad.shape[:-1], weight.shape[1])
+        (kept,), again, region = ctx.saved_tensors, ctx.again, ctx.region
 
-        def add_weight_gradient() -> None:
-            store.add_product(weight, grad_no, x.reshape(-1, weight.shape[1]))
-            if bias is not None:
-                store.add_sum(bias, local_grad.view(-1, weight.shape[0]))
+        def input_of() -> torch.Tensor:
+            return kept if again is None else _recomputed(again, region.comm)
 
-        store.submit(add_weight_gradient)
-        return grad_x, None, None, None, None
+        return row_backward(grads[0].contiguous(), input_of, ctx.weight, ctx.bias, region), None, None, None, None
 
 
 class _LookUp(torch.autograd.Function):

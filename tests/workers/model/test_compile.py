@@ -1,0 +1,68 @@
+"""Compiled blocks compute what the others do; the layers of a stage share one compilation, and collectives stay
+outside of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_specs import axes, document, layout_of, spec
+
+from workers.comm import Comm
+from workers.config import JobSpec
+from workers.data.batches import MicroBatch
+from workers.engine import Engine
+from workers.parallel.grid import RankGrid
+from workers.spec_reading import parse_job_spec
+
+
+def batch(job: JobSpec) -> list[MicroBatch]:
+    """Two micro-batches of the whole global batch."""
+    shape = (job.model.sequence_length + 1, 4)
+    tokens = torch.randint(256, (2, *shape), generator=torch.Generator().manual_seed(3))
+    return [MicroBatch(range(4 * i, 4 * i + 4), part[:-1], part[1:]) for i, part in enumerate(tokens)]
+
+
+def train(engine: Engine, steps: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step."""
+    engine.initialise(1)
+    found = [engine.step(batch(engine.spec), 8, 1e-3, 0) for _ in range(steps)]
+    return [(each.loss, each.grad_norm) for each in found]
+
+
+def compiled(comm: Comm, job: dict, steps: int) -> tuple[list[tuple[float, float]], int, int]:
+    """Train with compiled blocks: numbers of each step, graphs compiled, graph breaks."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    engine = Engine(parse_job_spec(job), comm)
+    engine.model.compile_layers(backend="aot_eager")
+    found = train(engine, steps)
+    counters = torch._dynamo.utils.counters
+    return found, counters["stats"]["unique_graphs"], len(counters["graph_break"])
+
+
+def plain(comm: Comm, job: dict, steps: int) -> list[tuple[float, float]]:
+    """Train with blocks as they are."""
+    return train(Engine(parse_job_spec(job), comm), steps)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kv_heads", "recompute"),
+    [(1, 4, "none"), (2, 1, "none"), (2, 4, "selective"), (2, 4, "full")],
+)
+def test_compiled_layers_are_one_graph_and_give_the_same_numbers(ranks, tensor, kv_heads, recompute):
+    job = document(
+        model={"layers": 5, "kv_heads": kv_heads},
+        train={"micro_batch_size": 4},
+        parallel={**axes((tensor, 1, 1)), "recompute": recompute},
+    )
+    expected = ranks.run(layout_of(tensor=tensor), plain, job, 3)
+    for rank, (found, graphs, breaks) in enumerate(ranks.run(layout_of(tensor=tensor), compiled, job, 3)):
+        assert found == [pytest.approx(each, rel=1e-6) for each in expected[rank]]
+        assert (graphs, breaks) == (1, 0)
+
+
+def test_the_default_compiler_gives_the_same_numbers():
+    job = spec(model={"layers": 3}, train={"micro_batch_size": 4, "compile": True})
+    comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"))
+    expected = train(Engine(spec(model={"layers": 3}, train={"micro_batch_size": 4}), comm), 3)
+    assert train(Engine(job, comm), 3) == [pytest.approx(each, rel=1e-5) for each in expected]
