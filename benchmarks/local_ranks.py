@@ -57,15 +57,22 @@ class LocalRanks:
         """Train a job to its end: results by rank. Raises RanksFailed when that takes more than `seconds`."""
         return self.run(_train, document, seconds=seconds)
 
-    def run(self, program: Program, document: dict[str, Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
-        """Run `program` on every rank of a job's layout: results by rank. Raises RanksFailed when that takes more
-        than `seconds`."""
+    def run(
+        self,
+        program: Program,
+        document: dict[str, Any],
+        *arguments: Any,
+        seconds: float = SECONDS,
+        device: str = "cpu",
+    ) -> list[Any]:
+        """Run `program` on every rank of a job's layout: results by rank. All ranks share `device`. Raises RanksFailed
+        when that takes more than `seconds`."""
         self._generation += 1
         world = parse_job_spec(document).layout.world_size
         processes, connections = [], []
         for rank in range(world):
             ours, theirs = self._context.Pipe(duplex=False)
-            place = (theirs, rank, self._store.port, self._generation)
+            place = (theirs, rank, self._store.port, self._generation, device)
             target = self._context.Process(target=_run_rank, args=(*place, program, document, arguments), daemon=True)
             processes.append(target)
             target.start()
@@ -100,13 +107,14 @@ def _run_rank(
     rank: int,
     port: int,
     generation: int,
+    device: str,
     program: Program,
     document: dict[str, Any],
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     spec = parse_job_spec(document)
-    comm = Comm(RankGrid(spec.layout), rank, torch.device("cpu"))
+    comm = Comm(RankGrid(spec.layout), rank, torch.device(device), shared_device=device != "cpu")
     if spec.layout.world_size > 1:
         comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST)
     connection.send(program(comm, spec, *arguments))
