@@ -147,10 +147,11 @@ def answers_for(entry: NamedShard, tensor_index: int) -> bool:
 
 
 def _widen(parameter: torch.Tensor) -> None:
-    """Move what autograd has left in a 16-bit gradient into the wide sum."""
-    assert parameter.grad is not None
-    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
+    """Move what autograd has left in a 16-bit gradient into the wide sum. It leaves nothing for the weights of
+    parallel products, whose gradients go their own way."""
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None
 
 
 def _buckets(head_end: int, size: int, unit: int, elements: int) -> list[Range]:
