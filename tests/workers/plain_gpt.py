@@ -1,12 +1,17 @@
 """A GPT as one would write it on a single machine, from torch's own parts: what the engine is measured against.
 
 Nothing of the engine is used. Only the parameters' names, and the order of rows in the fused projection (head, q/k/v,
-d), are the engine's, so that weights can be carried over. Shapes: b batch, s sequence, h hidden, a heads, d head size.
+d), are the engine's, so that weights can be carried over. With fewer key-value heads than heads there are two
+projections, of rows (head, d) and (key-value head, k/v, d).
+
+Shapes: b batch, s sequence, h hidden, a heads, d head size.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -14,24 +19,49 @@ from torch import nn
 
 from workers.config import JobSpec
 
+NO_TARGET = -1
+
+Drop = Callable[[torch.Tensor, int], torch.Tensor]
+"""Dropout of a tensor at a place in the model: 0 the embedding, then three a layer: attention weights, the attention's
+output, the MLP's output."""
+
+
+def keep_all(x: torch.Tensor, place: int) -> torch.Tensor:
+    """No dropout."""
+    return x
+
 
 class PlainAttention(nn.Module):
     """Masked softmax, written out."""
 
-    def __init__(self, hidden: int, heads: int, bias: bool):
+    def __init__(self, hidden: int, heads: int, bias: bool, kv_heads: int | None = None):
         super().__init__()
-        self.heads, self.size = heads, hidden // heads
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=bias)
+        self.heads, self.kv_heads, self.size = heads, kv_heads or heads, hidden // heads
+        if self.kv_heads == heads:
+            self.qkv = nn.Linear(hidden, 3 * hidden, bias=bias)
+        else:
+            self.q = nn.Linear(hidden, hidden, bias=bias)
+            self.kv = nn.Linear(hidden, 2 * self.kv_heads * self.size, bias=bias)
         self.output = nn.Linear(hidden, hidden, bias=bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def projections(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v, [b, s, a, d] each: neighbouring heads may have the same k and v."""
+        b, s, _ = x.shape
+        if self.kv_heads == self.heads:
+            qkv = self.qkv(x).view(b, s, self.heads, 3, self.size)
+            return qkv[:, :, :, 0], qkv[:, :, :, 1], qkv[:, :, :, 2]
+        q = self.q(x).view(b, s, self.heads, self.size)
+        kv = self.kv(x).view(b, s, self.kv_heads, 2, self.size)
+        of_head = torch.arange(self.heads) // (self.heads // self.kv_heads)
+        return q, kv[:, :, of_head, 0], kv[:, :, of_head, 1]
+
+    def forward(self, x: torch.Tensor, drop: Drop = keep_all, place: int = 0) -> torch.Tensor:
         """[b, s, h] -> the same."""
         b, s, h = x.shape
-        qkv = self.qkv(x).view(b, s, self.heads, 3, self.size)
-        q, k, v = qkv[:, :, :, 0], qkv[:, :, :, 1], qkv[:, :, :, 2]
+        q, k, v = self.projections(x)
         scores = torch.einsum("bqad,bkad->baqk", q, k) / math.sqrt(self.size)
         future = torch.ones(s, s, dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        weights = drop(scores.masked_fill(future, float("-inf")).softmax(-1), place)
         return self.output(torch.einsum("baqk,bkad->bqad", weights, v).reshape(b, s, h))
 
 
@@ -50,17 +80,18 @@ class PlainMLP(nn.Module):
 class PlainLayer(nn.Module):
     """Pre-norm transformer layer."""
 
-    def __init__(self, hidden: int, heads: int, inner: int, bias: bool):
+    def __init__(self, hidden: int, heads: int, inner: int, bias: bool, kv_heads: int | None = None):
         super().__init__()
         self.attention_norm = nn.LayerNorm(hidden, bias=bias)
-        self.attention = PlainAttention(hidden, heads, bias)
+        self.attention = PlainAttention(hidden, heads, bias, kv_heads)
         self.mlp_norm = nn.LayerNorm(hidden, bias=bias)
         self.mlp = PlainMLP(hidden, inner, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[b, s, h] -> the same."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: torch.Tensor, drop: Drop = keep_all, index: int = 0) -> torch.Tensor:
+        """[b, s, h] -> the same, as layer `index` of the model."""
+        place = 1 + 3 * index
+        x = x + drop(self.attention(self.attention_norm(x), drop, place), place + 1)
+        return x + drop(self.mlp(self.mlp_norm(x)), place + 2)
 
 
 class PlainEmbedding(nn.Module):
@@ -83,23 +114,26 @@ class PlainGPT(nn.Module):
         model = spec.model
         hidden, inner = model.hidden_size, model.ffn_hidden_size or 4 * model.hidden_size
         self.embedding = PlainEmbedding(spec.vocabulary_size, model.sequence_length, hidden)
-        self.layers = nn.ModuleList(PlainLayer(hidden, model.heads, inner, model.bias) for _ in range(model.layers))
+        self.layers = nn.ModuleList(
+            PlainLayer(hidden, model.heads, inner, model.bias, model.kv_heads) for _ in range(model.layers)
+        )
         self.final_norm = nn.LayerNorm(hidden, bias=model.bias)
         self.output = nn.Linear(hidden, spec.vocabulary_size, bias=False)
         if model.tie_embeddings:
             self.output.weight = self.embedding.token.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, drop: Drop = keep_all) -> torch.Tensor:
         """Logits: [b, s] -> [b, s, v]."""
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
+        x = drop(self.embedding(tokens), 0)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, drop, index)
         return self.output(self.final_norm(x))
 
-    def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Mean loss of windows [b, s + 1] in nats a token."""
-        logits = self(windows[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    def loss(self, windows: torch.Tensor, drop: Drop = keep_all) -> torch.Tensor:
+        """Mean loss of windows [b, s + 1] in nats a token. Where a window holds NO_TARGET there is nothing to predict,
+        and the model reads token 1."""
+        logits = self(windows[:, :-1].abs(), drop)
+        return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), ignore_index=NO_TARGET)
 
     def load(self, weights: dict[str, torch.Tensor]) -> PlainGPT:
         """Take `weights` by name; every parameter must be there."""
@@ -109,12 +143,23 @@ class PlainGPT(nn.Module):
         return self
 
 
-def random_weights(spec: JobSpec, seed: int = 0) -> dict[str, torch.Tensor]:
+def random_weights(spec: JobSpec, seed: int = 0, spread: float = 0.2) -> dict[str, torch.Tensor]:
     """Weights by name (fp64, exact in fp32) in which nothing is zero or one, so that no term of a gradient hides."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, parameter in PlainGPT(spec).named_parameters():
         middle = 1.0 if "norm.weight" in name else 0.0
-        values = torch.empty(parameter.shape).normal_(middle, 0.2, generator=generator)
+        values = torch.empty(parameter.shape).normal_(middle, spread, generator=generator)
         weights[name] = values.double()
     return weights
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Small products on one thread: several would spend their time waiting for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
