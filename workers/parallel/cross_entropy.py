@@ -46,19 +46,20 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         comm.all_reduce("tensor", sums_2n)
         losses_n = (sums_2n[0].log() - sums_2n[1]).masked_fill(targets_n < 0, 0.0)
         if ctx.needs_input_grad[0]:
-            _probabilities(logits_nv, largest_n, sums_2n[0], real, wide)
+            factor_n = _unscaled_probabilities(logits_nv, largest_n, sums_2n[0], real, wide)
             # Kept apart: rounding p before 1 is taken from it would lose the small difference.
-            error_n = (target_n.exp() / sums_2n[0] - 1.0).masked_fill(~mine_n, 0.0)
-            ctx.save_for_backward(logits_nv, local_n, mine_n, error_n, targets_n < 0)
+            error_n = target_n.exp() / sums_2n[0] - 1.0
+            ctx.save_for_backward(logits_nv, local_n, mine_n, error_n, factor_n, targets_n < 0)
         return losses_n
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        grad_nv, local_n, mine_n, error_n, ignored_n = ctx.saved_tensors
-        grad_n = grads[0].masked_fill(ignored_n, 0.0).unsqueeze(1)
-        targets = torch.where(mine_n.unsqueeze(1), error_n.unsqueeze(1).to(grad_nv.dtype), grad_nv.gather(1, local_n))
-        grad_nv.scatter_(1, local_n, targets)
-        return grad_nv.mul_(grad_n.to(grad_nv.dtype)), None, None, None
+        grad_nv, local_n, mine_n, error_n, factor_n, ignored_n = ctx.saved_tensors
+        grad_n = grads[0].masked_fill(ignored_n, 0.0)
+        grad_nv.mul_((grad_n * factor_n).unsqueeze(1).to(grad_nv.dtype))
+        targets_n = (grad_n * error_n).unsqueeze(1).to(grad_nv.dtype)
+        grad_nv.scatter_(1, local_n, torch.where(mine_n.unsqueeze(1), targets_n, grad_nv.gather(1, local_n)))
+        return grad_nv, None, None, None
 
 
 def _blocks(logits_nv: torch.Tensor) -> Iterator[slice]:
@@ -68,17 +69,18 @@ def _blocks(logits_nv: torch.Tensor) -> Iterator[slice]:
         yield slice(first, first + step)
 
 
-def _probabilities(
+def _unscaled_probabilities(
     logits_nv: torch.Tensor, largest_n: torch.Tensor, sums_n: torch.Tensor, real: int, wide: torch.dtype
-) -> None:
-    """Turn the logits (or, where they are wide, their exponentials) into probabilities in place."""
+) -> torch.Tensor:
+    """Turn the logits (or, where they are wide, their exponentials) into what, times the factor [n] that is returned,
+    are the probabilities."""
+    logits_nv[:, real:] = 0.0 if wide == logits_nv.dtype else float("-inf")  # padding has no probability
     if wide == logits_nv.dtype:
-        logits_nv.div_(sums_n.unsqueeze(1))
-    else:
-        log_sums_n = (sums_n.log() + largest_n).unsqueeze(1)
-        for rows in _blocks(logits_nv):
-            logits_nv[rows] = logits_nv[rows].to(wide).sub_(log_sums_n[rows]).exp_()
-    logits_nv[:, real:] = 0.0  # padding of the vocabulary has no probability
+        return sums_n.reciprocal()
+    log_sums_n = (sums_n.log() + largest_n).unsqueeze(1)
+    for rows in _blocks(logits_nv):
+        logits_nv[rows] = logits_nv[rows].to(wide).sub_(log_sums_n[rows]).exp_()
+    return torch.ones_like(sums_n)
 
 
 def vocabulary_parallel_cross_entropy(

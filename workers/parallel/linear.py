@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ class Region:
     """Whether activations outside of the parallel blocks are split along the sequence (and t > 1)."""
     weight_gradients: WeightGradients
 
-    @property
+    @cached_property
     def sequence_split(self) -> int:
         """Ranks over which the sequence is split outside of the parallel blocks."""
         return self.tensor_size if self.sequence_parallel else 1
 
-    @property
+    @cached_property
     def tensor_size(self) -> int:
         """Ranks that share each layer (t)."""
         return self.comm.size("tensor")
@@ -71,11 +72,12 @@ def column_backward(
     for grad_no, weight in zip(grads_no[1:], weights[1:], strict=True):
         grad_ni.addmm_(grad_no, weight)
     grad_x = grad_ni.view(*grads[0].shape[:-1], -1)
+    reducing = None
     if region.sequence_parallel:
         if gathering is not None:
             gathering[1].wait()
         grad_x, reducing = comm.start_reduce_scatter("tensor", grad_x)
-    else:
+    elif region.tensor_size > 1:
         reducing = comm.start_all_reduce("tensor", grad_x)
 
     def add_weight_gradients() -> None:
@@ -89,7 +91,8 @@ def column_backward(
                 store.add_sum(bias, grad_no)
 
     store.submit(add_weight_gradients)
-    reducing.wait()
+    if reducing is not None:
+        reducing.wait()
     return grad_x
 
 
