@@ -143,6 +143,27 @@ class PlainGPT(nn.Module):
         return self
 
 
+class PlainStage(nn.Module):
+    """Some consecutive layers of a PlainGPT, whose modules it shares, with the embedding before the first of all layers
+    and the output behind the last one."""
+
+    def __init__(self, whole: PlainGPT, layers: range):
+        super().__init__()
+        self.embedding = whole.embedding if layers.start == 0 else None
+        self.layers = nn.ModuleList(whole.layers[index] for index in layers)
+        at_the_end = layers.stop == len(whole.layers)
+        self.final_norm = whole.final_norm if at_the_end else None
+        self.output = whole.output if at_the_end else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens [b, s] in the first stage, else [b, s, h]; logits [b, s, v] in the last stage, else [b, s, h]."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.output is None else self.output(self.final_norm(x))
+
+
 def random_weights(spec: JobSpec, seed: int = 0, spread: float = 0.2) -> dict[str, torch.Tensor]:
     """Weights by name (fp64, exact in fp32) in which nothing is zero or one, so that no term of a gradient hides."""
     generator = torch.Generator().manual_seed(seed)
