@@ -15,13 +15,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from workers.checkpoint import catalog, durable
+from workers.checkpoint.catalog import Manifest
+from workers.checkpoint.checksums import DamagedCheckpoint, FileSums
 from workers.checkpoint.pieces import pieces_of
 from workers.comm import Comm
 from workers.config import JobSpec
 from workers.engine import Engine
+from workers.errors import CheckpointError
 
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Reports an event: type, step, message, data."""
+
+# Of a rank's error message, for the ranks that did not meet the error themselves.
+MESSAGE_BYTES = 2048
 
 
 class Checkpointer:
@@ -56,7 +62,8 @@ class Checkpointer:
         parts = {kind: part.to("cpu", copy=True) for kind, part in self._parts().items()}
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
         self._tell("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
-        self._under_way = self._writer.submit(self._write, step, path, parts, self.loss_scale.state.tolist())
+        loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
+        self._under_way = self._writer.submit(self._write, step, path, parts, loss_scale)
 
     def finish(self) -> None:
         """Wait until the save under way is on disk or has failed."""
@@ -65,26 +72,49 @@ class Checkpointer:
             self._under_way = None
 
     def restore(self, path: str) -> None:
-        """Load this rank's part of the state from the checkpoint at `path`. Raises CheckpointError."""
-        parts = self._parts()
-        durable.load(path, self._needed, parts)
+        """Load this rank's part of the state from the checkpoint at `path`.
+
+        Raises CheckpointError, DamagedCheckpoint where an older one may do: on every rank, as soon as one of them
+        cannot read its part. Then nothing has changed on any rank.
+        """
+        problem: CheckpointError | None = None
+        try:
+            manifest, parts = durable.load(path, self._needed, len(self.optimizer.exp_avg))
+        except CheckpointError as error:
+            problem = error
+        self._agree(problem)
         model = parts["model"].split([len(part) for part in self.optimizer.parameters])
-        for part, values in zip(self.optimizer.parameters, model, strict=True):
-            part.copy_(values)
-        manifest = catalog.read_manifest(Path(path))
-        if manifest is not None and manifest.loss_scale and self.loss_scale.dynamic:
+        for live, read in zip(self.optimizer.state(), [*model, parts["exp_avg"], parts["exp_avg_sq"]], strict=True):
+            live.copy_(read)
+        if self.loss_scale.dynamic and manifest.loss_scale is not None:
             self.loss_scale.state.copy_(torch.tensor(manifest.loss_scale))
+
+    def _agree(self, problem: CheckpointError | None) -> None:
+        """Raise the problem of the first rank that has one, on all ranks; return when there is none."""
+        world = self.comm.size("world")
+        first = torch.tensor([0 if problem is None else world - self.comm.rank], device=self.comm.device)
+        self.comm.all_reduce("world", first, largest=True)
+        if not first.item():
+            return
+        told = torch.zeros(1 + MESSAGE_BYTES, dtype=torch.int32, device=self.comm.device)
+        if problem is not None and world - self.comm.rank == first.item():
+            text = str(problem).encode()[:MESSAGE_BYTES]
+            told[0] = isinstance(problem, DamagedCheckpoint)
+            told[1 : 1 + len(text)] = torch.tensor(list(text))
+        self.comm.all_reduce("world", told)
+        message = bytes(told[1:].tolist()).rstrip(b"\0").decode(errors="replace")
+        raise (DamagedCheckpoint if told[0] else CheckpointError)(message) from problem
 
     def _parts(self) -> dict[str, torch.Tensor]:
         optimizer = self.optimizer
         whole = optimizer.parameters[0] if len(optimizer.parameters) == 1 else torch.cat(optimizer.parameters)
         return dict(zip(durable.KINDS, (whole.detach(), optimizer.exp_avg, optimizer.exp_avg_sq), strict=True))
 
-    def _write(self, step: int, path: str, parts: dict[str, torch.Tensor], loss_scale: list[float]) -> None:
+    def _write(self, step: int, path: str, parts: dict[str, torch.Tensor], loss_scale: list[float] | None) -> None:
         try:
-            durable.save(path, self._owned, parts, self.comm.checkpoint_group)
+            sums = durable.save(path, self._owned, parts, self.comm.checkpoint_group)
             if self.comm.rank == 0:
-                self._seal(step, path, loss_scale)
+                self._seal(step, path, sums, loss_scale)
         except (OSError, RuntimeError, dcp.CheckpointException) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             message = f"checkpoint of step {step} failed: {reason}; training goes on"
@@ -92,10 +122,13 @@ class Checkpointer:
             if self.comm.rank == 0:
                 shutil.rmtree(path, ignore_errors=True)  # what is left of it would keep a full disk full
 
-    def _seal(self, step: int, path: str, loss_scale: list[float]) -> None:
-        folder = catalog.checkpoint_path(self.folder, step, self.comm.generation)
+    def _seal(self, step: int, path: str, sums: dict[str, FileSums], loss_scale: list[float] | None) -> None:
+        files = {name: each.size for name, each in sorted(sums.items())}
+        blocks = {name: list(each.blocks or ()) for name, each in sorted(sums.items())}
         spec = self.spec.model_dump(mode="json")
-        manifest = catalog.seal(folder, self.job, self.comm.generation, step, spec, loss_scale)
+        generation, block_bytes = self.comm.generation, next(iter(sums.values())).block_bytes
+        manifest = Manifest(self.job, generation, step, files, spec, loss_scale, blocks, block_bytes)
+        catalog.seal(Path(path), manifest)
         data = {"path": path, "bytes": manifest.bytes}
         self._tell("checkpoint_saved", step, f"checkpoint of step {step} is complete", data)
         for old in catalog.prune(self.folder, self.spec.checkpoint.keep, self.comm.generation):

@@ -1,18 +1,24 @@
 """Durable checkpoints by torch.distributed.checkpoint, in a format that does not know the layout.
 
 Every element of the parameters and of both moments is written once, as a rectangle of its layout-free tensor
-(`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`), so torch's own readers, and any other layout, can load it.
+(`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`), so torch's own readers, and any other layout, can load it. DCP's
+files, `.metadata` included, are summed while they are written and checked while they are read.
 """
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -32,7 +38,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from workers.checkpoint.catalog import damaged_files
+from workers.checkpoint.catalog import Manifest, manifest_of
+from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile, checked, damaged
 from workers.checkpoint.pieces import Piece
 from workers.errors import CheckpointError
 
@@ -45,28 +52,109 @@ def _index(kind: str, piece: Piece) -> MetadataIndex:
     return MetadataIndex(f"{kind}.{piece.name}", torch.Size(piece.offsets))
 
 
-def save(path: str, pieces: list[Piece], parts: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def save(
+    path: str, pieces: list[Piece], parts: dict[str, torch.Tensor], group: dist.ProcessGroup | None
+) -> dict[str, FileSums]:
     """Write this rank's `pieces` of each part in `parts` (by KINDS, CPU tensors) below `path`, together with all
-    ranks of `group` (None: alone). Raises what torch.distributed.checkpoint raises, on every rank."""
-    planner = _PieceSavePlanner(pieces, parts)
-    writer = dcp.FileSystemWriter(path, sync_files=True)
-    dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    ranks of `group` (None: alone). On rank 0 what comes back are the sums of all files of all ranks.
 
-
-def load(path: str, pieces: list[Piece], parts: dict[str, torch.Tensor]) -> None:
-    """Fill `pieces` of each part in `parts` from the checkpoint at `path`; each rank reads what it needs by itself.
-
-    Raises CheckpointError naming the path when it is damaged or holds another model.
+    Raises OSError, RuntimeError or what torch.distributed.checkpoint raises, on every rank.
     """
+    files = _SummingFiles()
+    writer = dcp.FileSystemWriter(path, sync_files=True)
+    writer.fs = files
+    planner = _PieceSavePlanner(pieces, parts)
+    dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    return files.sums if group is None else _gathered(files.sums, group)
+
+
+def _gathered(sums: dict[str, FileSums], group: dist.ProcessGroup) -> dict[str, FileSums]:
+    found: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(sums, found, group=group, group_dst=0)
+    return {name: each for one in found or [] for name, each in one.items()}
+
+
+def load(path: str, pieces: list[Piece], length: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """What the checkpoint at `path` holds of `pieces`, in new parts of `length` elements (by KINDS, on the CPU; zero
+    where no piece lies), and its manifest. Each rank reads what it needs by itself.
+
+    Every byte that is used was checked, on the one time that it was read: the manifest, `.metadata`, and of the data
+    files those blocks (4 MiB) in which something lies that the rank needs. That costs a CRC-32 of them, a fraction of
+    a second a GB, and no second reading; what only other ranks need is left to them.
+
+    Raises DamagedCheckpoint naming file and byte, CheckpointError when it holds another model or cannot be read.
+    """
+    manifest = manifest_of(Path(path))
+    parts = {kind: torch.zeros(length) for kind in KINDS}
+    reader = _SortedReader(path)
+    reader.fs = _CheckedFiles(manifest)
     try:
-        dcp.load(
-            {}, storage_reader=dcp.FileSystemReader(path), planner=_PieceLoadPlanner(path, pieces, parts), no_dist=True
-        )
+        dcp.load({}, storage_reader=reader, planner=_PieceLoadPlanner(path, pieces, parts), no_dist=True)
     except dcp.CheckpointException as error:
-        causes = "; ".join(f"{type(cause[0]).__name__}: {cause[0]}" for cause in error.failures.values())
-        if damaged := damaged_files(Path(path)):
-            causes = f"damaged or missing: {', '.join(damaged)} ({causes})"
-        raise CheckpointError(f"the checkpoint at {path} cannot be read: {causes}") from error
+        causes = [cause for cause, _ in error.failures.values()]
+        for cause in causes:
+            if isinstance(cause, CheckpointError):
+                raise cause from None
+        reasons = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
+        kind = DamagedCheckpoint if manifest.blocks is None else CheckpointError
+        raise kind(f"the checkpoint at {path} cannot be read: {reasons}") from error
+    return manifest, parts
+
+
+class _SummingFiles(FileSystem):
+    """Files that are summed while they are written."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, FileSums] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """A new file; its sums are known once it is closed."""
+        if mode != "wb":
+            raise ValueError(f"{path} is to be written, not opened as {mode}")
+        raw = SummingFile(Path(path))
+        with io.BufferedWriter(raw, buffer_size=1024 * 1024) as stream:
+            yield stream
+        self.sums[Path(path).name] = raw.sums
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """As any rename."""
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _CheckedFiles(FileSystem):
+    """The files of a checkpoint, checked while they are read."""
+
+    def __init__(self, manifest: Manifest):
+        self._manifest = manifest
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """One file. What goes wrong with its content names it."""
+        file = Path(path)
+        with checked(file, self._manifest.sums(file)) as stream:
+            try:
+                yield stream
+            except CheckpointError:
+                raise
+            except Exception as error:
+                what = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+                if self._manifest.blocks is None:  # nobody has looked at these bytes before
+                    raise damaged(file, f"makes no sense at byte {stream.tell()} ({what})") from None
+                raise CheckpointError(f"{file} is as it was written, and cannot be read ({what})") from error
+
+
+class _SortedReader(dcp.FileSystemReader):
+    """Reads each file from its beginning to its end, so that each block is read once."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan in the order of what is on disk."""
+        return replace(plan, items=sorted(plan.items, key=self._place))
+
+    def _place(self, item: ReadItem) -> tuple[str, int]:
+        stored = self.storage_data[item.storage_index]
+        return stored.relative_path, stored.offset
 
 
 class _PieceSavePlanner(SavePlanner):

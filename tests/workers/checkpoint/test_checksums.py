@@ -1,0 +1,138 @@
+"""Files that are summed while they are written and checked while they are read, block by block."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.checkpoint import checksums
+from workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint, FileSums, SummingFile, checked, unreadable
+from workers.errors import CheckpointError
+
+BLOCK = 16
+contents = st.binary(max_size=5 * BLOCK)
+cuts = st.lists(st.integers(1, 3 * BLOCK), max_size=12)
+
+
+@contextmanager
+def written(content: bytes, sizes: list[int]) -> Iterator[tuple[Path, FileSums]]:
+    """A file of small blocks that was written in pieces of `sizes`, and its sums."""
+    with tempfile.TemporaryDirectory() as folder, patch.object(checksums, "BLOCK_BYTES", BLOCK):
+        path = Path(folder) / "data"
+        raw = SummingFile(path)
+        with io.BufferedWriter(raw, buffer_size=7) as file:
+            for size in sizes:
+                file.write(content[file.tell() : file.tell() + size])
+            file.write(content[file.tell() :])
+        yield path, raw.sums
+
+
+@settings(deadline=None)
+@given(contents, cuts)
+def test_sums_are_of_the_content_however_it_was_written(content, sizes):
+    with written(content, sizes) as (path, sums):
+        assert path.read_bytes() == content
+        blocks = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
+        assert sums == FileSums(len(content), tuple(zlib.crc32(block) for block in blocks), BLOCK)
+
+
+@settings(deadline=None)
+@given(contents, st.lists(st.tuples(st.integers(0, 6 * BLOCK), st.integers(0, 3 * BLOCK)), max_size=12), st.booleans())
+def test_reading_anywhere_gives_the_content(content, reads, with_sums):
+    with written(content, []) as (path, sums):
+        known = sums if with_sums else FileSums(sums.size, None, BLOCK)
+        with checked(path, known) as file:
+            file.check()
+            for start, length in reads:
+                assert file.seek(start) == start
+                assert file.read(length) == content[start : start + length]
+                assert file.tell() == start + len(content[start : start + length])
+            assert file.seek(0, io.SEEK_END) == len(content)
+            assert file.seek(-len(content), io.SEEK_CUR) == 0
+            assert file.read() == content
+
+
+@settings(deadline=None)
+@given(contents.filter(len), st.data())
+def test_a_changed_byte_is_located_and_its_block_never_given_out(content, data):
+    at, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
+    first = at // BLOCK * BLOCK
+    length = min(BLOCK, len(content) - first)
+    with written(content, []) as (path, sums):
+        changed = bytearray(content)
+        changed[at] ^= 1 << bit
+        path.write_bytes(changed)
+        expected = f"is damaged: data is not what was written, in the {length} bytes from byte {first}$"
+        with checked(path, sums) as file:
+            with pytest.raises(DamagedCheckpoint, match=expected):
+                file.check()
+            for start in range(len(content)):
+                file.seek(start)
+                if start // BLOCK == at // BLOCK:
+                    with pytest.raises(DamagedCheckpoint, match=expected):
+                        file.read(1)
+                else:
+                    assert file.read(1) == content[start : start + 1]
+
+
+@settings(deadline=None)
+@given(contents, contents)
+def test_another_size_is_told_before_anything_is_read(content, other):
+    with written(content, []) as (path, sums):
+        path.write_bytes(other)
+        if len(other) == len(content):
+            return
+        what = "is cut off at" if len(other) < len(content) else "goes on to"
+        expected = f"data {what} byte {len(other)}: it should have {len(content)} bytes"
+        with pytest.raises(DamagedCheckpoint, match=expected), checked(path, sums):
+            pass
+
+
+def test_what_is_not_there_is_missing(tmp_path):
+    for path in (tmp_path / "none", tmp_path / "none" / "deep", tmp_path):
+        with pytest.raises(DamagedCheckpoint, match=f"{path.name} is missing$"), checked(path, FileSums(1, None, 1)):
+            pass
+
+
+class FailingDisk:
+    """Stands for a file whose medium fails, or that shrinks while it is read."""
+
+    def __init__(self, number: int | None):
+        self.number = number
+
+    def seek(self, position: int) -> None:
+        pass
+
+    def readinto(self, buffer: memoryview) -> int:
+        if self.number is None:
+            return len(buffer) // 2
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize(("number", "kind", "what"), [
+    (errno.EIO, DamagedCheckpoint, "data cannot be read from byte 16: Input/output error"),
+    (errno.EACCES, CheckpointError, "cannot be read: data: Permission denied"),
+    (None, DamagedCheckpoint, "data is cut off at byte 20: it should have 24 bytes"),
+])  # fmt: skip
+def test_what_the_system_says_names_the_file(number, kind, what):
+    file = CheckedFile(Path("/folder/data"), FailingDisk(number), FileSums(24, (1, 2), BLOCK))
+    file.seek(20)
+    with pytest.raises(CheckpointError, match=f"^the checkpoint at /folder (is damaged: )?{what}$") as caught:
+        file.read(1)
+    assert type(caught.value) is kind
+
+
+def test_missing_rights_are_no_damage():
+    error = unreadable(Path("/folder/data"), PermissionError(errno.EACCES, "Permission denied"))
+    assert not isinstance(error, DamagedCheckpoint)

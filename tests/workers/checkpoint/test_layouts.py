@@ -1,0 +1,223 @@
+"""Any of twelve layouts reads what any other wrote: parameters and moments to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_programs import Found, Placed, job, load_and_save, train_and_save
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import load as dcp_load
+
+from workers.checkpoint import durable
+from workers.checkpoint.catalog import manifest_of, whole_checkpoints
+from workers.checkpoint.pieces import Piece, pieces_of
+from workers.comm import Comm
+from workers.config import ParallelConfig
+from workers.engine import Engine
+from workers.parallel.grid import RankGrid
+from workers.spec_reading import parse_job_spec
+
+SMALL = {"bucket_megabytes": 0.002}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1": {},
+    "t2 without sequence parallelism": {"tensor": 2, "sequence_parallel": False},
+    "t4": {"tensor": 4},
+    "p2 gpipe": {"pipeline": 2, "schedule": "gpipe"},
+    "p4 1f1b": {"pipeline": 4},
+    "d2 zero 0": {"data": 2, "zero": 0},
+    "d3 small buckets": {"data": 3, **SMALL},
+    "p2 interleaved d2 small buckets": {
+        "pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "data": 2, **SMALL,
+    },
+    "t2 p2 zb-v d2": {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "virtual_stages": 2, "data": 2},
+    "p2 zb-h1 d3 small buckets": {"pipeline": 2, "schedule": "zb-h1", "data": 3, **SMALL},
+    "t2 p2 d2 zero 0 small buckets": {"tensor": 2, "pipeline": 2, "data": 2, "zero": 0, **SMALL},
+    "t4 p2 zb-h1": {"tensor": 4, "pipeline": 2, "schedule": "zb-h1"},
+}  # fmt: skip
+WRITER = "t2 p2 zb-v d2"
+SAVED_STEP = 2
+GOING_ON = ("1", "t4", "p2 interleaved d2 small buckets", "p2 zb-h1 d3 small buckets")
+TIED = {"hidden_size": 16, "bias": False}
+UNTIED = {"hidden_size": 16, "tie_embeddings": False, "kv_heads": 1, "vocabulary_size": 263}
+Whole = dict[str, torch.Tensor]
+
+
+@dataclass
+class Written:
+    """A checkpoint and what is in it."""
+
+    path: Path
+    content: Whole
+    """Layout-free tensors, by torch's own reader."""
+
+
+@dataclass
+class Resaved:
+    """What a layout made of a checkpoint."""
+
+    path: Path
+    """The checkpoint that it saved in turn."""
+    found: list[Found]
+    """What each of its ranks saw."""
+
+
+def by_torch(path: Path) -> Whole:
+    """All tensors of a checkpoint as torch reads them."""
+    metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+    content = {name: torch.full(entry.size, float("nan")) for name, entry in metadata.items()}
+    dcp_load(content, checkpoint_id=path, no_dist=True)
+    return content
+
+
+def newest(folder: Path) -> Path:
+    """The newest whole checkpoint."""
+    return whole_checkpoints(folder)[-1][0]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """Some text."""
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text("".join(f"{n} and {n * n}\n" for n in range(500)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def first(ranks, corpus, tmp_path_factory) -> Written:
+    """A checkpoint after two steps in one layout."""
+    return written_by(WRITER, TIED, ranks, corpus, tmp_path_factory.mktemp("first"))
+
+
+@pytest.fixture(scope="module")
+def resaved(first, ranks, corpus, tmp_path_factory) -> dict[str, Resaved]:
+    """By layout: what it made of the first checkpoint."""
+    folder = tmp_path_factory.mktemp("resaved")
+    return {name: resaved_by(name, TIED, first.path, ranks, corpus, folder / name) for name in LAYOUTS}
+
+
+def written_by(layout: str, model: dict[str, Any], ranks: Any, corpus: str, folder: Path) -> Written:
+    """Train from the start in one layout, and save."""
+    document = job(corpus, LAYOUTS[layout], model=model)
+    found = ranks.run(ParallelConfig(**LAYOUTS[layout]), train_and_save, document, str(folder), SAVED_STEP)
+    written = Written(newest(folder), by_torch(newest(folder)))
+    assert_is(written.content, (each for rank in found for each in rank.loaded))
+    assert all(tensor.count_nonzero() for tensor in written.content.values())
+    return written
+
+
+def resaved_by(layout: str, model: dict[str, Any], path: Path, ranks: Any, corpus: str, folder: Path) -> Resaved:
+    """Load in another layout, and save from there."""
+    document, more = job(corpus, LAYOUTS[layout], model=model), int(layout in GOING_ON)
+    arguments = (document, str(path), SAVED_STEP, str(folder), more)
+    found = ranks.run(ParallelConfig(**LAYOUTS[layout]), load_and_save, *arguments)
+    return Resaved(newest(folder), found)
+
+
+def assert_is(content: Whole, found: Iterable[Placed]) -> None:
+    """`found` are parts of `content`, to the bit, and together all of it."""
+    missing = {name: torch.ones(tensor.shape, dtype=torch.bool) for name, tensor in content.items()}
+    for name, offsets, values in found:
+        where = tuple(slice(a, a + n) for a, n in zip(offsets, values.shape, strict=True))
+        assert torch.equal(content[name][where], values), name
+        missing[name][where] = False
+    assert not any(tensor.any() for tensor in missing.values())
+
+
+def assert_kept(written: Written, resaved: Resaved) -> None:
+    """All that was read, computed with and saved is what was written, to the bit."""
+    assert_is(written.content, (each for rank in resaved.found for each in rank.loaded))
+    model = {name: tensor for name, tensor in written.content.items() if name.startswith("model.")}
+    assert_is(model, (each for rank in resaved.found for each in rank.computing))
+    saved = by_torch(resaved.path)
+    assert saved.keys() == written.content.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in written.content.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_every_layout_loads_and_saves_is_bit_equal(first, resaved, layout):
+    assert_kept(first, resaved[layout])
+
+
+def test_any_layout_reads_what_any_other_wrote_to_the_bit(first, resaved, corpus):
+    """All 144 pairs. The writers are those of the test above, where each wrote in its own processes what it had
+    loaded; here each rank of each reader loads all that it would need, by itself, as it does in a restore."""
+    documents = [job(corpus, parallel, model=TIED) for parallel in LAYOUTS.values()]
+    readers = {reader for document in documents for reader in readers_of(document)}
+    for each in resaved.values():
+        for pieces, length in readers:
+            _, parts = durable.load(str(each.path), list(pieces), length)
+            for kind, part in parts.items():
+                for piece in pieces:
+                    where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.sizes, strict=True))
+                    assert torch.equal(piece.view(part), first.content[f"{kind}.{piece.name}"][where])
+
+
+def test_untied_embeddings_and_biases_too(ranks, corpus, tmp_path):
+    """In a chain: each layout reads what the one before it wrote."""
+    chain = ("p4 1f1b", "d3 small buckets", "t2 p2 d2 zero 0 small buckets", "1")
+    written = written_by(WRITER, UNTIED, ranks, corpus, tmp_path / "first")
+    path = written.path
+    for layout in chain:
+        resaved = resaved_by(layout, UNTIED, path, ranks, corpus, tmp_path / layout)
+        assert_kept(written, resaved)
+        path = resaved.path
+
+
+def readers_of(document: dict[str, Any]) -> list[tuple[tuple[Piece, ...], int]]:
+    """For each rank of a layout: the rectangles of its state, and its length."""
+    spec, found = parse_job_spec(document), []
+    for rank in range(spec.layout.world_size):
+        engine = Engine(spec, Comm(RankGrid(spec.layout), rank, torch.device("cpu")))
+        held, index = engine.optimizer.held, engine.comm.index("tensor")
+        pieces = pieces_of(engine.flat, held, held, owned_only=False, tensor_index=index)
+        found.append((tuple(pieces), len(engine.optimizer.exp_avg)))
+    return found
+
+
+def test_the_writers_cut_the_state_differently(resaved):
+    """Else the tests above prove less than they say."""
+    cuts = set()
+    for each in resaved.values():
+        entries = FileSystemReader(each.path).read_metadata().state_dict_metadata
+        cuts.add(frozenset((name, chunk.offsets, chunk.sizes) for name in entries for chunk in entries[name].chunks))
+    assert len(cuts) >= 7, "tensor 1, 2, 4 and their combinations with data 2, 3 and small buckets"
+
+
+def test_layouts_go_on_alike_from_one_checkpoint(resaved):
+    steps = {layout: [rank.statistics for rank in resaved[layout].found] for layout in GOING_ON}
+    ((expected,),) = steps["1"]
+    for ranks in steps.values():
+        assert all(rank == ranks[0] for rank in ranks)
+        assert ranks[0][0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_masters_moments_and_the_loss_scale_survive_a_change_of_layout(ranks, corpus, tmp_path, precision):
+    writer, *readers = (LAYOUTS[name] for name in ("p2 interleaved d2 small buckets", "t2 p2 zb-v d2", "d2 zero 0"))
+    train = {"precision": precision}
+    document = job(corpus, writer, model=TIED, train=train)
+    ranks.run(ParallelConfig(**writer), train_and_save, document, str(tmp_path / "first"), SAVED_STEP)
+    path = newest(tmp_path / "first")
+    content, loss_scale = by_torch(path), manifest_of(path).loss_scale
+    assert (loss_scale is not None) == (precision == "fp16")
+    model = {name: tensor for name, tensor in content.items() if name.startswith("model.")}
+    rounded = {
+        name: tensor.to({"bf16": torch.bfloat16, "fp16": torch.float16}[precision]) for name, tensor in model.items()
+    }
+    assert not any(torch.equal(rounded[name].float(), tensor) for name, tensor in model.items() if tensor.dim() == 2)
+    for number, parallel in enumerate(readers):
+        document, folder = job(corpus, parallel, model=TIED, train=train), tmp_path / str(number)
+        arguments = (document, str(path), SAVED_STEP, str(folder), 1)
+        found = ranks.run(ParallelConfig(**parallel), load_and_save, *arguments)
+        assert_is(content, (each for rank in found for each in rank.loaded))
+        assert_is(rounded, (each for rank in found for each in rank.computing))
+        assert all(rank.loss_scale == (loss_scale or [1.0, 0.0]) for rank in found)
+        path = newest(folder)
+        saved = by_torch(path)
+        assert all(torch.equal(saved[name], tensor) for name, tensor in content.items())
+        assert manifest_of(path).loss_scale == loss_scale
