@@ -8,8 +8,6 @@ parallelism what enters a column-parallel product, and what leaves a row-paralle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,24 +21,15 @@ Again = Callable[[], torch.Tensor]
 """Computes a product's input once more in backward, instead of keeping it."""
 
 
-@dataclass(frozen=True)
 class Region:
     """What a parallel layer needs to know about its stage."""
 
-    comm: Comm
-    sequence_parallel: bool
-    """Whether activations outside of the parallel blocks are split along the sequence (and t > 1)."""
-    weight_gradients: WeightGradients
-
-    @cached_property
-    def sequence_split(self) -> int:
-        """Ranks over which the sequence is split outside of the parallel blocks."""
-        return self.tensor_size if self.sequence_parallel else 1
-
-    @cached_property
-    def tensor_size(self) -> int:
+    def __init__(self, comm: Comm, sequence_parallel: bool, weight_gradients: WeightGradients):
+        self.comm, self.sequence_parallel, self.weight_gradients = comm, sequence_parallel, weight_gradients
+        self.tensor_size = comm.size("tensor")
         """Ranks that share each layer (t)."""
-        return self.comm.size("tensor")
+        self.sequence_split = self.tensor_size if sequence_parallel else 1
+        """Ranks over which the sequence is split outside of the parallel blocks."""
 
 
 def column_forward(
