@@ -6,13 +6,13 @@ The other ranks are not there: collectives return tensors of the right shape at 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plain_gpt import one_thread
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,17 +45,6 @@ def rows(name: str) -> dict[str, dict[str, Any]]:
     """Rows of a table of the papers as dicts, by their first column."""
     table = paper(name)
     return {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """A block or function whose small operations do not wait for each other's threads on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Arrived:

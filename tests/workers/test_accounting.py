@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 from engine_specs import spec
-from one_layer import flop_counter, lone_rank, one_thread, paper, rows
-from plain_gpt import PlainGPT
+from one_layer import flop_counter, lone_rank, paper, rows
+from plain_gpt import PlainGPT, one_thread
 from rank_programs import micro_batches
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -88,6 +88,17 @@ def test_parameters_of_each_rank_are_those_that_it_holds(groups, tied, bias, lay
     assert rank_parameters(found) == tuple(held)
     if layout == {}:
         assert parameter_count(found) == held[0]
+
+
+def test_state_in_16_bits_takes_18_bytes_a_parameter():
+    """What figure 1 of arXiv:2205.05198 counts: weight 2, gradient 4, master weight and moments 12."""
+    found = spec(train={"precision": "bf16"})
+    engine = Engine(found, lone_rank(found))
+    optimizer = engine.optimizer
+    state = [engine.flat.parameters, engine.flat.gradients, *optimizer.parameters]
+    state += [optimizer.exp_avg, optimizer.exp_avg_sq]
+    assert sum(tensor.nbytes for tensor in state) == 18 * engine.flat.size
+    assert rank_parameters(found)[0] <= engine.flat.size <= 1.02 * rank_parameters(found)[0]
 
 
 @one_thread()

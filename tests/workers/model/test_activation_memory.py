@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 import torch
 from engine_specs import spec
-from one_layer import held_by_layer, held_bytes, lone_rank, one_thread, rows
+from one_layer import held_by_layer, held_bytes, lone_rank, rows
+from plain_gpt import one_thread
 
 from workers.activation_bytes import chunk_bytes, layer_bytes, layer_input_bytes
 from workers.config import JobSpec
@@ -25,8 +26,29 @@ TABLE_2 = {
     "tensor + sequence parallel + selective recompute": (True, "selective"),
     "full activation recomputation": (False, "full"),
 }
-measured = cache(held_by_layer)
 ALL_MODULES = ("core_attention", "norm", "mlp_activation")
+measured = cache(held_by_layer)
+
+
+class _Holder(torch.autograd.Function):
+    """Holds one tensor by autograd's own means, one by an attribute and one by a closure."""
+
+    @staticmethod
+    def forward(ctx, x):
+        saved, attribute, closed_over = x + 1, x[:1] + 2, x[:2] + 3
+        ctx.save_for_backward(saved, saved[1:])
+        ctx.attribute, ctx.closure = attribute, lambda: closed_over
+        return x + (saved + attribute + closed_over.sum()).sum()
+
+
+def test_whoever_holds_a_storage_it_counts_once():
+    """Its result, what it needs no more and what was there before do not count."""
+    source = torch.ones(8, requires_grad=True)
+    held, edge = held_bytes(lambda: _Holder.apply(source))
+    assert held == (8 + 1 + 2) * 4
+    assert edge is not None
+    assert held_bytes(lambda: (source * source).exp())[0] == 8 * 4
+    assert held_bytes(lambda: source * 2.0)[0] == 0
 
 
 def paper_layer(tensor: int, sequence_parallel: bool, recompute: str) -> JobSpec:

@@ -7,7 +7,8 @@ from functools import cache
 import pytest
 import torch
 from engine_specs import spec
-from one_layer import OneLayer, flop_counter, one_thread, rows
+from one_layer import OneLayer, flop_counter, rows
+from plain_gpt import one_thread
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workers.accounting import StepFlops, core_attention_forward, forward_flops, step_flops
