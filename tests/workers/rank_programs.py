@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from plain_gpt import PlainGPT, PlainStage
 from torch.distributed import pipelining
 
-from workers.checkpoint.pieces import pieces_of
+from workers.checkpoint.pieces import Piece, pieces_of
 from workers.comm import Comm
 from workers.config import JobSpec
 from workers.data.batch_plan import micro_batches as cut
@@ -75,16 +75,22 @@ def run_steps(comm: Comm, jobs: list[dict[str, Any]], weights: list[Weights], wi
     return results
 
 
-def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.Tensor], dtype: torch.dtype) -> Steps:
+def _loaded(comm: Comm, spec: JobSpec, weights: Weights, dtype: torch.dtype | None) -> tuple[Engine, list[Piece]]:
+    """An engine with the given weights, and its parameters as pieces of its flat buffer."""
     engine = Engine(spec, comm, dtype)
-    flat, optimizer = engine.flat, engine.optimizer
-    whole = [(0, flat.size)]
-    everything = pieces_of(flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
-    start = torch.zeros(flat.size, dtype=torch.float64)
+    whole = [(0, engine.flat.size)]
+    everything = pieces_of(engine.flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
+    start = torch.zeros(engine.flat.size, dtype=torch.float64)
     for piece in everything:
         where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.sizes, strict=True))
         piece.view(start).copy_(weights[piece.name][where])
-    optimizer.load_parameters(start)
+    engine.optimizer.load_parameters(start)
+    return engine, everything
+
+
+def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.Tensor], dtype: torch.dtype) -> Steps:
+    engine, everything = _loaded(comm, spec, weights, dtype)
+    flat, optimizer = engine.flat, engine.optimizer
     losses, norms = [], []
     for number, windows in enumerate(batches, start=1):
         batch = micro_batches(spec, comm.index("data"), windows, number)
@@ -98,6 +104,17 @@ def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.
         [(piece.name, piece.offsets, piece.view(optimizer.exp_avg).clone()) for piece in part],
         [(piece.name, piece.offsets, piece.view(flat.parameters).clone()) for piece in everything],
     )
+
+
+def evaluate(comm: Comm, document: dict[str, Any], weights: Weights, windows: torch.Tensor) -> float:
+    """Mean loss of a global batch in fp64, forward alone."""
+    with _default_dtype(torch.float64):
+        spec = parse_job_spec(document)
+        engine, _ = _loaded(comm, spec, weights, torch.float64)
+        total, tokens = engine.pipeline.evaluate(micro_batches(spec, comm.index("data"), windows))
+        both = torch.stack([total, tokens])
+        comm.all_reduce("world", both)
+    return (both[0] / both[1]).item()
 
 
 def assemble(shapes: dict[str, tuple[int, ...]], placed: list[Placed]) -> Weights:
