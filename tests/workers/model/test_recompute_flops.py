@@ -23,7 +23,7 @@ def paper_layer(name: str, attention: str = "explicit", **policy) -> JobSpec:
     row = rows("c_actrecomp_table3_configs")[name]
     model = {"layers": 1, "hidden_size": row["hidden"], "heads": row["heads"], "sequence_length": 2048}
     return spec(
-        model=model | {"dropout": 0.1 if attention == "explicit" else 0.0},
+        model=model,
         train={"precision": "bf16", "micro_batch_size": row["micro_batch"], "attention": attention},
         parallel=policy,
     )
