@@ -25,6 +25,7 @@ from workers.engine import Engine
 from workers.learning_rate import learning_rate
 from workers.messages import Resume
 from workers.parallel.cross_entropy import vocabulary_parallel_cross_entropy
+from workers.parallel.zero import StepStatistics
 from workers.reporter import Reporter
 from workers.spec_reading import parse_job_spec
 from workers.trainer import Places, Trainer
@@ -205,6 +206,114 @@ def initial_parameters(comm: Comm, document: dict[str, Any]) -> list[Placed]:
     flat, whole = engine.flat, [(0, engine.flat.size)]
     pieces = pieces_of(flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
     return [(piece.name, piece.offsets, piece.view(flat.parameters).clone()) for piece in pieces]
+
+
+@dataclass
+class Precise:
+    """What one rank knows after steps in the job's own precision."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    scales: list[float]
+    """Loss scale after each step."""
+    masters: list[Placed]
+    """The optimizer's weights, this rank's part."""
+    gradients: list[Placed]
+    """Gradient of the last step, this rank's part, where the job's beta1 is 0."""
+    parameters: list[Placed]
+    """All parameters of this rank, as compute has them."""
+
+
+def run_precise(
+    comm: Comm, jobs: list[dict[str, Any]], weights: Weights, batches: list[torch.Tensor], scale: float | None = None
+) -> list[Precise]:
+    """Each job from the same weights on the same batches, one a step, in its own precision; `scale`: first loss scale
+    in place of the usual one."""
+    results = []
+    for document in jobs:
+        spec = parse_job_spec(document)
+        engine, everything = _loaded(comm, spec, weights, None)
+        if scale is not None:
+            engine.loss_scale.state[0] = scale
+        found = Precise([], [], [], [], [], [])
+        for number, windows in enumerate(batches, start=1):
+            statistics = _step(comm, engine, windows, number)
+            found.losses.append(statistics.loss)
+            found.grad_norms.append(statistics.grad_norm)
+            found.scales.append(engine.loss_scale.value)
+        optimizer = engine.optimizer
+        masters = torch.cat(optimizer.parameters)
+        for piece in pieces_of(engine.flat, optimizer.held, optimizer.held, False, comm.index("tensor")):
+            found.masters.append((piece.name, piece.offsets, piece.view(masters).clone()))
+            found.gradients.append((piece.name, piece.offsets, piece.view(optimizer.exp_avg).clone()))
+        for piece in everything:
+            found.parameters.append((piece.name, piece.offsets, piece.view(engine.flat.parameters).clone()))
+        results.append(found)
+    return results
+
+
+def _step(comm: Comm, engine: Engine, windows: torch.Tensor, number: int) -> StepStatistics:
+    train = engine.spec.train
+    batch = micro_batches(engine.spec, comm.index("data"), windows, number)
+    return engine.step(batch, len(windows), learning_rate(train.optimizer, number, train.steps), 0)
+
+
+def _bits(engine: Engine) -> torch.Tensor:
+    """All that a step may change: parameters, master weights, moments."""
+    return torch.cat([engine.flat.parameters.double(), *(part.double() for part in engine.optimizer.state())])
+
+
+def attempts(
+    comm: Comm, document: dict[str, Any], weights: Weights, windows: torch.Tensor, scale: float
+) -> tuple[list[tuple[float, list[range], torch.Tensor]], Any, torch.Tensor]:
+    """One step that begins with loss scale `scale`: (scale, samples, state before) of each attempt, the step's
+    statistics, and the state after."""
+    engine, _ = _loaded(comm, parse_job_spec(document), weights, None)
+    engine.loss_scale.state[0] = scale
+    seen, train = [], engine.pipeline.train
+
+    def watched(batch: list[MicroBatch], loss_scale: float) -> Any:
+        seen.append((engine.loss_scale.value, [each.samples for each in batch], _bits(engine)))
+        assert not engine.flat.gradients.any(), "an attempt begins without gradients"
+        return train(batch, loss_scale)
+
+    engine.pipeline.train = watched
+    return seen, _step(comm, engine, windows, 1), _bits(engine)
+
+
+def poisoned_steps(
+    comm: Comm, document: dict[str, Any], weights: Weights, batches: list[torch.Tensor], poison: str | None
+) -> tuple[list[tuple[bool, bool]], torch.Tensor]:
+    """A step for each batch. `poison` puts something that is not finite into the second one: 'gradient' into the
+    gradients of the last rank once all backwards are done, 'weight' into a weight of the last stage's last tensor rank,
+    on all replicas, until the step is over. Without, that step is left out.
+
+    Returns for each step whether its statistics were finite and whether anything changed, and the state at the end.
+    """
+    engine, _ = _loaded(comm, parse_job_spec(document), weights, None)
+    flat, seen = engine.flat, []
+    last = all(comm.index(axis) == comm.size(axis) - 1 for axis in ("tensor", "pipeline"))
+    usual, value = engine.optimizer.step, None
+
+    def poisoned_step(*arguments: Any) -> StepStatistics:
+        if comm.rank == comm.size("world") - 1:
+            flat.gradients[flat.slots[-1].start] = float("nan")
+        return usual(*arguments)
+
+    for number, windows in enumerate(batches, start=1):
+        now = poison if number == 2 else "nothing"
+        if now is None:
+            continue
+        if now == "weight" and last:
+            value = flat.parameters[0].clone()
+            flat.parameters[0] = float("inf")
+        engine.optimizer.step = poisoned_step if now == "gradient" else usual
+        before = _bits(engine)
+        finite = _step(comm, engine, windows, number).finite
+        seen.append((finite, not torch.equal(before, _bits(engine))))
+        if now == "weight" and last:
+            flat.parameters[0] = value
+    return seen, _bits(engine)
 
 
 def torch_pipeline(

@@ -1,0 +1,251 @@
+"""16-bit compute keeps fp32 master weights, moments and gradient sums; fp16 scales the loss; and where a step's numbers
+are not finite, nothing is updated anywhere.
+
+bf16 has 8 significant bits and fp16 11: a rounding is off by 2^-9 and 2^-12 at most, relatively.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from engine_specs import axes, document
+from plain_gpt import PlainGPT, one_thread, random_weights
+from rank_programs import Precise, assemble, attempts, poisoned_steps, run_precise
+
+from workers.parallel import loss_scale
+from workers.parallel.loss_scale import LossScale
+from workers.spec_reading import parse_job_spec
+
+STEPS = 20
+PRECISIONS = ("bf16", "fp16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LAYOUTS: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
+    ((2, 1, 1), {}),
+    ((2, 1, 1), {"sequence_parallel": False, "recompute": "selective"}),
+    ((1, 2, 1), {"schedule": "zb-h1"}),
+    ((1, 2, 1), {"schedule": "zb-v", "virtual_stages": 2, "recompute": "full"}),
+    ((1, 1, 2), {"zero": 0}),
+    ((1, 1, 3), {"bucket_megabytes": 0.002}),
+    ((2, 2, 2), {}),
+)
+
+
+def job(precision: str = "bf16", layout: tuple[int, int, int] = (1, 1, 1), **parallel: Any) -> dict[str, Any]:
+    """A small job that learns something in 20 steps."""
+    return document(
+        model={"hidden_size": 16},
+        train={
+            "steps": STEPS,
+            "precision": precision,
+            "micro_batch_size": 2,
+            "optimizer": {"learning_rate": 1e-2, "warmup_steps": 2},
+        },
+        parallel={**axes(layout), **parallel},
+    )
+
+
+def one_step_job(precision: str, sequences: int, layout: tuple[int, int, int] = (1, 1, 1)) -> dict[str, Any]:
+    """A step of one sequence a micro-batch, without momentum: the first moment is the gradient."""
+    train = {"steps": 1, "global_batch_size": sequences, "precision": precision}
+    optimizer = {"beta1": 0.0, "clip_norm": 0.0}
+    return document(model={"hidden_size": 16}, train={**train, "optimizer": optimizer}, parallel=axes(layout))
+
+
+@functools.cache
+def weights() -> dict[str, torch.Tensor]:
+    """What every run starts from."""
+    return random_weights(parse_job_spec(job()), spread=0.03)
+
+
+@functools.cache
+def batches() -> list[torch.Tensor]:
+    """A global batch for each step: sequences that count up in ones, twos or threes."""
+    generator = torch.Generator().manual_seed(2)
+    starts = torch.randint(64, (STEPS, 8, 1), generator=generator)
+    strides = torch.randint(1, 4, (STEPS, 8, 1), generator=generator)
+    return list((starts + strides * torch.arange(9)) % 64)
+
+
+def run(ranks: Any, jobs: list[dict[str, Any]], steps: list[torch.Tensor], scale: float | None = None) -> list:
+    """Results by job, then by rank."""
+    found = ranks.run(parse_job_spec(jobs[0]).layout, run_precise, jobs, weights(), steps, scale)
+    return [[rank[number] for rank in found] for number in range(len(jobs))]
+
+
+@pytest.fixture(scope="module")
+def curves(ranks) -> dict[str, Precise]:
+    """Twenty steps of one rank in each precision."""
+    jobs = [job(precision) for precision in DTYPES]
+    return {name: found[0] for name, found in zip(DTYPES, run(ranks, jobs, batches()), strict=True)}
+
+
+def whole(placed: list[Any]) -> dict[str, torch.Tensor]:
+    """The model's tensors from all ranks' parts."""
+    return assemble({name: tuple(tensor.shape) for name, tensor in weights().items()}, placed)
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """L2 norm of the difference, relative to that of what was expected."""
+    differences = torch.cat([(found[name].double() - expected[name].double()).flatten() for name in expected])
+    return (differences.norm() / torch.cat([tensor.double().flatten() for tensor in expected.values()]).norm()).item()
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-3), ("fp16", 3e-4)])
+def test_sixteen_bits_follow_the_curve_of_fp32(curves, precision, tolerance):
+    """A loss sums roundings of both signs, so it is nearer than one rounding; after some steps also the weights have
+    gone their own ways a little."""
+    expected = curves["fp32"].losses
+    assert expected[-1] < expected[0] - 1.0, "the job learns"
+    assert curves[precision].losses == pytest.approx(expected, rel=tolerance)
+    assert curves[precision].losses != expected
+    assert curves[precision].grad_norms == pytest.approx(curves["fp32"].grad_norms, rel=20 * tolerance)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_layouts_agree_within_the_precision(ranks, curves, precision):
+    expected, tolerance = curves[precision], {"bf16": 2e-3, "fp16": 3e-4}[precision]
+    for layout, parallel in LAYOUTS:
+        (found,) = run(ranks, [job(precision, layout, **parallel)], batches()[:10])
+        for rank in found:
+            assert rank.losses == found[0].losses, "all ranks say the same"
+            assert rank.losses == pytest.approx(expected.losses[:10], rel=tolerance), (layout, parallel)
+            assert rank.grad_norms == pytest.approx(expected.grad_norms[:10], rel=20 * tolerance), (layout, parallel)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 2, 2)], ids=str)
+def test_parameters_are_the_rounded_master_weights(ranks, precision, layout):
+    for zero in (0, 1):
+        (found,) = run(ranks, [job(precision, layout, zero=zero)], batches()[:3])
+        masters = whole([placed for rank in found for placed in rank.masters])
+        parameters = whole([placed for rank in found for placed in rank.parameters])
+        for name, master in masters.items():
+            assert master.dtype == torch.float32
+            assert parameters[name].dtype == DTYPES[precision]
+            assert torch.equal(parameters[name], master.to(DTYPES[precision])), name
+        assert distance(parameters, masters) > 1e-5, "the masters know more"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("layout", "count"), [((1, 1, 1), 512), ((2, 2, 2), 256)], ids=str)
+def test_hundreds_of_micro_batches_add_up(ranks, precision, layout, count):
+    """Hundreds of times the same sequence: the mean gradient is that of one. A sum of 16 bits would lose up to half of
+    its last bit each time, and in bf16 stand still after 256."""
+    one, replicas = batches()[0][:1], layout[2]
+    (single,) = run(ranks, [one_step_job(precision, replicas, layout)], [one.expand(replicas, 9)], 2.0**8 * replicas)
+    (many,) = run(ranks, [one_step_job(precision, count, layout)], [one.expand(count, 9)], 2.0**8 * count)
+    expected, found = (whole([placed for rank in steps for placed in rank.gradients]) for steps in (single, many))
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-2), ("fp16", 1e-3)])
+def test_the_sum_over_many_micro_batches_is_near_to_that_of_fp64(ranks, precision, tolerance):
+    windows = torch.cat(batches())[:128]
+    (found,) = run(ranks, [one_step_job(precision, 128)], [windows])
+    with one_thread():
+        plain = PlainGPT(parse_job_spec(job())).double().load(weights())
+        plain.loss(windows).backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert distance(whole(found[0].gradients), expected) < tolerance
+
+
+# The loss scale of fp16.
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 2, 2)], ids=str)
+def test_an_overflow_is_tried_again_with_half_the_scale_and_the_same_samples(ranks, layout):
+    one = job("fp16", layout)
+    parallel = parse_job_spec(one).layout
+    results = ranks.run(parallel, attempts, one, weights(), batches()[0], 2.0**30)
+    scales = [scale for scale, _, _ in results[0][0]]
+    assert len(scales) > 3
+    assert scales == [2.0**30 / 2**n for n in range(len(scales))]
+    for seen, statistics, after in results:
+        assert statistics.finite
+        assert [scale for scale, _, _ in seen] == scales, "all ranks try as often"
+        assert all(samples == seen[0][1] for _, samples, _ in seen)
+        assert all(torch.equal(state, seen[0][2]) for _, _, state in seen), "nothing is updated in between"
+        assert not torch.equal(after, seen[0][2])
+    # As if the last scale had been the first: the moments' clock counts one step.
+    again = ranks.run(parallel, attempts, one, weights(), batches()[0], scales[-1])
+    for (_, statistics, after), (seen, expected, state) in zip(results, again, strict=True):
+        assert len(seen) == 1
+        assert (statistics.loss, statistics.grad_norm) == (expected.loss, expected.grad_norm)
+        assert torch.equal(after, state)
+
+
+def test_the_loss_scale_does_not_change_what_is_learned(ranks, curves):
+    """It is a power of two: only what leaves the range of fp16 can tell."""
+    (found,) = run(ranks, [job("fp16")], batches(), 2.0**12)
+    assert found[0].losses == pytest.approx(curves["fp16"].losses, rel=1e-4)
+    assert found[0].scales == [2.0**12] * STEPS
+    assert curves["bf16"].scales == curves["fp32"].scales == [1.0] * STEPS
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_what_no_scale_helps_ends_with_numbers_that_are_not_finite(ranks, layout):
+    """A weight that overflows fp16 itself."""
+    one = job("fp16", layout)
+    broken = {**weights(), "final_norm.bias": torch.full((16,), 1e30, dtype=torch.float64)}
+    for seen, statistics, after in ranks.run(parse_job_spec(one).layout, attempts, one, broken, batches()[0], 2.0**3):
+        assert not statistics.finite
+        assert [scale for scale, _, _ in seen] == [8.0, 4.0, 2.0, 1.0]
+        assert torch.equal(after, seen[0][2])
+
+
+def test_the_scale_grows_after_many_good_steps(monkeypatch):
+    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 3)
+    scale = LossScale(dynamic=True)
+    assert scale.value == loss_scale.INITIAL == 2.0**16
+    for _ in range(3):
+        assert scale.value == 2.0**16
+        scale.after_finite()
+    assert scale.value == 2.0**17
+    scale.after_finite()
+    scale.after_finite()
+    assert scale.after_overflow()
+    assert scale.value == 2.0**16
+    scale.after_finite()
+    scale.after_finite()
+    assert scale.value == 2.0**16, "an overflow begins the count anew"
+    scale.after_finite()
+    assert scale.value == 2.0**17
+
+
+def test_the_scale_does_not_fall_below_one():
+    scale = LossScale(dynamic=True)
+    assert [scale.after_overflow() for _ in range(17)] == [True] * 16 + [False]
+    assert scale.value == 1.0
+
+
+def test_without_fp16_there_is_no_scale():
+    scale = LossScale(dynamic=False)
+    for _ in range(5000):
+        scale.after_finite()
+    assert not scale.after_overflow()
+    assert scale.value == 1.0
+
+
+# What is not finite.
+
+
+@pytest.mark.parametrize(
+    ("precision", "poison"), [("fp32", "gradient"), ("fp32", "weight"), ("bf16", "gradient")], ids=str
+)
+@pytest.mark.parametrize(
+    ("layout", "zero"),
+    [((1, 1, 1), 1), ((1, 1, 2), 0), ((1, 1, 2), 1), ((2, 1, 1), 1), ((1, 2, 1), 1), ((2, 2, 2), 1)],
+    ids=str,
+)
+def test_a_step_that_is_not_finite_somewhere_changes_nothing_anywhere(ranks, precision, poison, layout, zero):
+    one = job(precision, layout, zero=zero)
+    arguments = (poisoned_steps, one, weights(), batches()[:3])
+    found = ranks.run(parse_job_spec(one).layout, *arguments, poison)
+    without = ranks.run(parse_job_spec(one).layout, *arguments, None)
+    for (seen, after), (_, expected) in zip(found, without, strict=True):
+        assert seen == [(True, True), (False, False), (True, True)]
+        assert torch.equal(after, expected), "as if the step had not been, AdamW's clock included"
