@@ -122,11 +122,6 @@ def _logits(model: ModelConfig, vocabulary: int) -> int:
     return 2 * model.sequence_length * model.hidden_size * vocabulary
 
 
-def attention_is_explicit(spec: JobSpec) -> bool:
-    """Whether attention is written out as batched matrix products."""
-    return spec.train.attention == "explicit" or (spec.train.attention == "auto" and spec.model.dropout > 0)
-
-
 def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
     """FLOPs of one step over `sequences` (default: the global batch)."""
     model, layout = spec.model, spec.layout
@@ -141,7 +136,7 @@ def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
         again_dense, again_attention = passes * copied, passes * core
         again_paper = passes * (_layer_products(model, 1) + core)
     elif layout.recompute == "selective" and "core_attention" in layout.recompute_modules:
-        again_attention = passes * (core // 2 if attention_is_explicit(spec) else core)
+        again_attention = passes * (core // 2 if spec.attention_is_explicit else core)
         again_paper = passes * 3 * core
     return StepFlops(
         model_full=3 * batch * (dense + attention),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from workers.accounting import attention_is_explicit, padded_vocabulary
+from workers.accounting import padded_vocabulary
 from workers.config import JobSpec, ModelConfig
 from workers.parallel.recompute import recomputed
 from workers.parallel.schedules import schedule
@@ -67,7 +67,7 @@ def _core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
     """What is kept of core attention beside its inputs and its result."""
     model, width = spec.model, _width(spec)
     heads = spec.train.micro_batch_size * model.heads // spec.layout.tensor
-    if not attention_is_explicit(spec):
+    if not spec.attention_is_explicit:
         return {} if recompute else {"log_sums": heads * model.sequence_length * WIDE}
     terms = {"dropout_keys": heads * 4} if model.dropout > 0 else {}
     if recompute:
@@ -80,12 +80,9 @@ def _core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
 
 
 def _qkv_columns(spec: JobSpec) -> int:
-    """Columns of q, k and v on a rank. Written-out attention repeats keys and values for all heads that share them."""
+    """Columns of q, k and v on a rank."""
     model, t = spec.model, spec.layout.tensor
-    heads, key_values = model.heads // t, max(1, model.key_value_heads // t)
-    if attention_is_explicit(spec):
-        key_values = heads
-    return (heads + 2 * key_values) * model.head_size
+    return (model.heads // t + 2 * max(1, model.key_value_heads // t)) * model.head_size
 
 
 def layer_bytes(spec: JobSpec, modules: Collection[str] = ()) -> int:

@@ -296,6 +296,11 @@ class JobSpec(Section):
         return -(-share // self.train.micro_batch_size)
 
     @property
+    def attention_is_explicit(self) -> bool:
+        """Whether attention is written out: asked for, or needed by dropout that does not depend on the layout."""
+        return self.train.attention == "explicit" or (self.train.attention == "auto" and self.model.dropout > 0)
+
+    @property
     def vocabulary_size(self) -> int:
         """Number of token ids, without padding."""
         return self.model.vocabulary_size or BYTE_VOCABULARY

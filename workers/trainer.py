@@ -205,6 +205,7 @@ class Trainer:
             "mfu_full": flops.model_full / available,
             "mfu_causal": flops.model_causal / available,
             "hfu_full": flops.hardware_full / available,
+            "hfu_paper": flops.hardware_paper / available,
             "memory_bytes": statistics.memory_bytes,
         }
 

@@ -13,7 +13,6 @@ from rank_programs import micro_batches
 from torch.utils.flop_counter import FlopCounterMode
 
 from workers.accounting import (
-    attention_is_explicit,
     core_attention_forward,
     forward_flops,
     parameter_count,
@@ -204,13 +203,6 @@ def test_causal_counts_half_of_the_attention():
 def test_flops_do_not_depend_on_a_layout_that_divides_the_model():
     assert step_flops(job(tensor=2, pipeline=2, data=2)) == step_flops(job())
     assert step_flops(uneven(tensor=4)).model_full == step_flops(uneven()).model_full
-
-
-def test_the_engine_writes_attention_out_where_the_arithmetic_says():
-    for attention, dropout in itertools.product(("auto", "sdpa", "explicit"), (0.0, 0.1)):
-        if (attention, dropout) != ("sdpa", 0.1):
-            found = spec(model={"dropout": dropout}, train={"attention": attention})
-            assert attention_is_explicit(found) == gpt.attention_is_explicit(found)
 
 
 def published(hidden: int, heads: int, layers: int, length: int = 2048, batch: int = 1, **parallel) -> JobSpec:

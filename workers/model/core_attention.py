@@ -1,6 +1,6 @@
 """Core attention, softmax(q k^T / sqrt(d)) v under a causal mask: by torch's fused kernels, or written out.
 
-Shapes: s sequence, b micro-batch, a heads of this rank, d head size; n = b a.
+Shapes: s sequence, b micro-batch, a heads of this rank, g key-value heads, d head size; n = b g.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def fused_attention(
 ) -> torch.Tensor:
     """[s, b, a, d] by scaled_dot_product_attention; keys and values may have fewer heads (g divides a).
 
-    Its kernels keep no s x s tensor for backward, so recomputing it saves one output of size s b h alone.
+    Its kernels keep no s x s tensor for backward, and their result is the next product's input, so recomputing it
+    saves no more than the log-sums of the softmax: one fp32 number a token and head.
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbad, k_sbgd, v_sbgd))
     grouped = q.shape[1] != k.shape[1]
@@ -41,8 +42,8 @@ def fused_attention(
 
 def explicit_attention(
     q_sbad: torch.Tensor,
-    k_sbad: torch.Tensor,
-    v_sbad: torch.Tensor,
+    k_sbgd: torch.Tensor,
+    v_sbgd: torch.Tensor,
     recompute: bool,
     rate: float,
     head_keys_ba: torch.Tensor | None,
@@ -54,10 +55,13 @@ def explicit_attention(
     head each (arXiv:2205.05198, section 4.1: 5 a s^2 b bytes in 16 bits).
     """
     s, b, a, d = q_sbad.shape
-    q, k, v = (x.reshape(s, b * a, d).transpose(0, 1) for x in (q_sbad, k_sbad, v_sbad))
+    n = b * k_sbgd.shape[2]
+    # All queries of the heads that share keys and values are rows of one product: [n, a/g s, d] with [n, s, d].
+    q = q_sbad.reshape(s, n, -1, d).permute(1, 2, 0, 3).reshape(n, -1, d)
+    k, v = (x.reshape(s, n, d).transpose(0, 1) for x in (k_sbgd, v_sbgd))
     keys_n = head_keys_ba.reshape(-1) if head_keys_ba is not None else None
-    context_nsd = _ExplicitAttention.apply(q, k, v, rate, keys_n, recompute, comm)
-    return context_nsd.transpose(0, 1).view(s, b, a, d)
+    context = _ExplicitAttention.apply(q, k, v, rate, keys_n, recompute, comm)
+    return context.view(b, a, s, d).permute(2, 0, 1, 3)
 
 
 class _ExplicitAttention(torch.autograd.Function):
@@ -78,7 +82,7 @@ class _ExplicitAttention(torch.autograd.Function):
             ctx.save_for_backward(q, k, v, keys_n, None, None, None)
         else:
             ctx.save_for_backward(q, k, v, keys_n, softmax, mask, weights)
-        return torch.bmm(weights, v)
+        return torch.bmm(weights.view(*q.shape[:2], -1), v)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -86,11 +90,12 @@ class _ExplicitAttention(torch.autograd.Function):
         if ctx.recompute:
             with ctx.comm.parts.part("recompute"):
                 softmax, mask, weights = _attention_weights(q, k, ctx.rate, keys_n)
-        grad_v = torch.bmm(weights.transpose(1, 2), grads[0])
-        grad = torch.bmm(grads[0], v.transpose(1, 2))
+        rows = (*q.shape[:2], k.shape[1])
+        grad_v = torch.bmm(weights.view(rows).transpose(1, 2), grads[0])
+        grad = torch.bmm(grads[0], v.transpose(1, 2)).view_as(softmax)
         if mask is not None:
             grad.mul_(mask).mul_(1.0 / (1.0 - ctx.rate))
-        grad_scores = torch._softmax_backward_data(grad, softmax, -1, softmax.dtype)
+        grad_scores = torch._softmax_backward_data(grad, softmax, -1, softmax.dtype).view(rows)
         scale = 1.0 / math.sqrt(q.shape[-1])
         grad_q = _scaled_product(grad_scores, k, scale)
         grad_k = _scaled_product(grad_scores.transpose(1, 2), q, scale)
@@ -104,11 +109,12 @@ def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> to
 def _attention_weights(
     q: torch.Tensor, k: torch.Tensor, rate: float, keys_n: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(softmax, mask of dropout, softmax after dropout), [n, s, s] each; without dropout the last is the first."""
-    s = q.shape[1]
-    scores = _scaled_product(q, k.transpose(1, 2), 1.0 / math.sqrt(q.shape[-1]))
+    """(softmax, mask of dropout, softmax after dropout), [b a, s, s] each; without dropout the last is the first."""
+    s = k.shape[1]
+    scores = _scaled_product(q, k.transpose(1, 2), 1.0 / math.sqrt(q.shape[-1])).view(-1, s, s)
     future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
     softmax = torch.softmax(scores.masked_fill_(future, float("-inf")), -1)
+    del scores  # its memory is wanted for the mask
     if keys_n is None:
         return softmax, None, softmax
     positions = torch.arange(s, dtype=torch.int32, device=q.device)

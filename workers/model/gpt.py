@@ -78,7 +78,7 @@ class Attention(nn.Module):
         model, t = spec.model, region.tensor_size
         h, d = model.hidden_size, model.head_size
         self.region, self.place, self.rate = region, place, model.dropout
-        self.explicit = attention_is_explicit(spec)
+        self.explicit = spec.attention_is_explicit
         self.heads, self.head_size = model.heads // t, d
         self.key_value_heads = max(1, model.key_value_heads // t)
         self.fused = model.key_value_heads == model.heads
@@ -121,8 +121,6 @@ class Attention(nn.Module):
             first = self.region.comm.index("tensor") * self.heads
             heads = torch.arange(first, first + self.heads, dtype=torch.int32, device=q.device)
             keys_ba = derived_keys(derived_keys(run.keys_b, self.place).unsqueeze(1), heads)
-        if self.key_value_heads < self.heads:
-            k, v = (x.repeat_interleave(self.heads // self.key_value_heads, dim=2) for x in (k, v))
         return explicit_attention(q, k, v, recompute, self.rate, keys_ba, self.region.comm)
 
 
@@ -275,11 +273,6 @@ class GPTStage(nn.Module):
         """This rank's parameters under the names of the whole model."""
         renamed = {"output.weight": "embedding.token.weight"} if self.has_tied_copy else None
         return [shard for chunk in self.chunks for shard in named_shards(chunk, renamed)]
-
-
-def attention_is_explicit(spec: JobSpec) -> bool:
-    """Whether attention is written out: asked for, or needed by dropout that does not depend on the layout."""
-    return spec.train.attention == "explicit" or (spec.train.attention == "auto" and spec.model.dropout > 0)
 
 
 def residual_std(model: ModelConfig) -> float:
