@@ -65,7 +65,8 @@ class Engine:
         """One optimizer step over this replica's micro-batches of a global batch of `sequences`.
 
         Where an fp16 gradient overflows the step is tried again with a smaller loss scale, so no sample is passed
-        over. Statistics that are not finite mean that nothing was updated.
+        over; what no scale cures comes back after as many attempts as the scale can be halved. Statistics that are not
+        finite mean that nothing was updated.
         """
         # A mean over all positions in backward; the optimizer corrects for positions without a target.
         positions = sequences * self.spec.model.sequence_length

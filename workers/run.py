@@ -80,7 +80,13 @@ def train(spec: JobSpec, launcher: Launcher | None, metrics: Path | None, checkp
     with MetricsFile(metrics if comm.rank == 0 else None, spec.train.steps) as sink:
         reporter = Reporter(sink.write)
         places = Places(checkpoints=str(checkpoints) if checkpoints else None)
-        trainer = Trainer(spec, comm, reporter, measure_peak_flops(device.type).flops, places)
+        trainer = Trainer(
+            spec,
+            comm,
+            reporter,
+            measure_peak_flops(device.type, "fp32" if spec.train.precision == "fp32" else "bf16").flops,
+            places,
+        )
         trainer.restore(_resume_from(checkpoints))
         trainer.train()
         reporter.close()

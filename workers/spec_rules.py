@@ -339,6 +339,7 @@ FITTING: tuple[Rule, ...] = (
     _interleaving_fits_batches,
     _ramp_reaches_the_batch,
     _attention_can_drop_out,
+    _compiled_blocks_are_plain,
     _recomputation_is_whole,
     _vocabulary_holds_tokenizer,
     _paths_match_source,

@@ -181,7 +181,8 @@ class Trainer:
         return every > 0 and step % every == 0
 
     def _part_means(self) -> dict[str, float]:
-        """Where the time of the step that is being measured went: seconds by part, as the mean over ranks."""
+        """Where the time of the step that is being measured went: seconds by part, as the mean over ranks. Validation
+        comes after it, and `snapshot` is the time of the snapshot before this one."""
         seconds: dict[str, float] = dict(self.comm.parts.end().items())
         seconds["snapshot"] = self._snapshot_seconds
         shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=self.comm.device)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import layouts, metrics, nanogpt
+from benchmarks import bubbles, layouts, metrics, nanogpt, step, step_gpu
 from benchmarks.report import deliver
 
 
@@ -35,3 +35,25 @@ def test_layouts_agree_for_a_step() -> None:
 def test_every_row_reaches_the_reader() -> None:
     report = metrics.measure(argparse.Namespace(seed=1, warm_up=1, steps=12))
     assert report.figures["rows_read"].value == report.figures["rows_sent"].value == 11
+
+
+def test_all_schedules_are_timed_and_take_at_least_what_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bubbles, "MICRO_BATCHES", (4,))
+    report = bubbles.measure(argparse.Namespace(seed=1, repetitions=1, wait=0.002))
+    for kind in ("gpipe", "1f1b", "interleaved", "zbh1", "zbv"):
+        assert report.figures[f"{kind}_m4_step"].value >= report.figures[f"{kind}_m4_simulated"].value
+
+
+def test_a_step_is_timed_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "SIZES", {"tiny": step.Size(1, 32, 2, 8, 2, 256)})
+    report = step.measure(argparse.Namespace(seed=1, rounds=1, seconds=0.01))
+    for name in ("tiny_engine_to_plain", "tiny_engine_to_transformers", "host_time_parallel_to_plain"):
+        assert report.figures[name].value > 0
+
+
+def test_the_gpu_benchmark_says_that_it_needs_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step_gpu.torch.cuda, "is_available", lambda: False)
+    assert step_gpu.main([]) == 1
+    assert "needs a GPU and found none" in capsys.readouterr().err

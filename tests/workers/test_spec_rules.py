@@ -94,6 +94,16 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "train.attention", "with dropout, attention must be explicit", "explicit",
     ),
     (
+        "compiled dropout",
+        {"train": {"compile": True}, "model": {"dropout": 0.1}},
+        "train.compile", "compiled blocks know sdpa attention without dropout alone", "false",
+    ),
+    (
+        "compiled recomputation",
+        {"train": {"compile": True}, "parallel": {"recompute": "selective", "recompute_modules": ["norm"]}},
+        "parallel.recompute_modules", "the compiler itself chooses", "[core_attention]",
+    ),
+    (
         "nothing to recompute",
         {"parallel": {"recompute": "selective", "recompute_modules": []}},
         "parallel.recompute_modules", "needs at least one of core_attention", "[core_attention]",

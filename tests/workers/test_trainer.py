@@ -1,15 +1,19 @@
 """What a trainer owes a job beyond its steps."""
 
+import math
 import shutil
 
+import pytest
 import torch
 from engine_specs import spec
 
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm import Comm
+from workers.errors import NonFiniteError
 from workers.messages import Resume
 from workers.parallel.grid import RankGrid
 from workers.reporter import Reporter
+from workers.step_parts import PARTS
 from workers.trainer import Places, Trainer
 
 
@@ -34,3 +38,66 @@ def test_last_step_is_saved_though_a_rank_died_while_it_was_being_saved(tmp_path
     second.restore(Resume("snapshot", 2))
     second.train()
     assert [manifest.step for _, manifest in whole_checkpoints(places.checkpoints)] == [2]
+
+
+def _two_step_job(tmp_path, **recovery):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
+    return spec(data={"paths": [str(corpus)]}, train={"steps": 3}, recovery=recovery)
+
+
+def _poison(trainer):
+    """Make the next loss not finite."""
+    slot = next(slot for slot in trainer.engine.flat.slots if slot.entry.name == "final_norm.weight")
+    trainer.engine.flat.parameters[slot.start] = float("inf")
+    return trainer.engine.flat.parameters.clone()
+
+
+def test_a_step_that_is_not_finite_fails_the_job_and_names_its_samples(tmp_path):
+    trainer = _trainer(_two_step_job(tmp_path), Places())
+    trainer.restore(Resume())
+    trainer.train_step()
+    before = _poison(trainer)
+    with pytest.raises(NonFiniteError, match=r"step 2 has loss nan .*samples 8 to 15.*nothing was updated"):
+        trainer.train_step()
+    assert trainer.step == 1
+    assert torch.equal(trainer.engine.flat.parameters, before)
+
+
+def test_a_step_that_is_not_finite_can_pass_without_an_update(tmp_path):
+    told = []
+    job = _two_step_job(tmp_path, nonfinite="skip")
+    comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"))
+    reporter = Reporter(told.extend)
+    trainer = Trainer(job, comm, reporter, 1e9, Places())
+    trainer.restore(Resume())
+    trainer.train_step()
+    good = trainer.engine.flat.parameters.clone()
+    before = _poison(trainer)
+    trainer.train_step()
+    assert trainer.step == 2
+    assert torch.equal(trainer.engine.flat.parameters, before)
+    trainer.engine.flat.parameters.copy_(good)
+    assert trainer.train_step().finite
+    reporter.close()
+    (event,) = (message["data"] for message in told if message["kind"] == "event")
+    assert (event["type"], event["step"]) == ("step_skipped", 2)
+    assert (event["first_sample"], event["last_sample"]) == (8, 15)
+    losses = [message["data"]["loss"] for message in told if message["kind"] == "metrics"]
+    assert [math.isfinite(loss) for loss in losses] == [True, False, True]
+
+
+def test_every_kth_row_says_where_the_time_went(tmp_path):
+    told = []
+    job = _two_step_job(tmp_path).model_copy(deep=True)
+    job = job.model_copy(update={"train": job.train.model_copy(update={"time_parts_every": 2})})
+    reporter = Reporter(told.extend)
+    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, Places())
+    trainer.restore(Resume())
+    trainer.train()
+    reporter.close()
+    rows = [message["data"] for message in told if message["kind"] == "metrics"]
+    assert [("forward_seconds" in row) for row in rows] == [False, True, False]
+    parts = {name: value for name, value in rows[1].items() if name.endswith("_seconds") and name != "step_seconds"}
+    assert set(parts) == {f"{part}_seconds" for part in (*PARTS, "snapshot")}
+    assert 0 < sum(parts.values()) <= rows[1]["step_seconds"]
