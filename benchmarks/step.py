@@ -164,7 +164,7 @@ def _layers() -> dict[str, Callable[[], object]]:
     spec = parse_job_spec(document)
     region = Region(FakedComm(RankGrid(spec.layout), 0, torch.device("cpu")), True, WeightGradients())
     layer = Layer(spec, region, 0)
-    FlatParameters(named_shards(layer), Sharing(2, 1, False), torch.device("cpu"))
+    FlatParameters(named_shards(layer), Sharing(1, False), torch.device("cpu"))
     plain = PlainLayer(spec.model)
     x_sbh = torch.randn(8 // 2, 1, 32, requires_grad=True)
     x_bsh = torch.randn(1, 8, 32, requires_grad=True)

@@ -33,8 +33,11 @@ _DIRECTIONS = ("pipeline_up", "pipeline_down")
 
 
 class Handle(Protocol):
-    """A communication under way; its tensors must not be touched before `wait` has returned, which raises PeerLost
-    when the other side is gone."""
+    """A communication under way; its tensors must not be touched before `wait` has returned.
+
+    On a CPU `wait` raises PeerLost when the other side is gone. With NCCL only the compute stream waits, and a lost
+    peer ends the process through NCCL's watchdog.
+    """
 
     def wait(self) -> None: ...
 
@@ -73,10 +76,6 @@ class _Staged:
         self._work.wait()
         self._finish()
 
-    @property
-    def done(self) -> bool:
-        return isinstance(self._work, Operation) and self._work.done
-
 
 class _Timed:
     """A handle whose wait counts as a part of the step."""
@@ -89,11 +88,17 @@ class _Timed:
             self._work.wait()
 
 
+_DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+
 @contextmanager
 def _naming_lost_peers() -> Iterator[None]:
-    """Turn the backends' RuntimeErrors into PeerLost: inside a collective they mean that a peer went away."""
+    """Turn the backends' RuntimeErrors into PeerLost: inside a collective they mean that a peer went away, unless it is
+    the device that speaks."""
     try:
         yield
+    except _DEVICE_ERRORS:
+        raise
     except RuntimeError as error:
         raise PeerLost(f"communication failed: {str(error).splitlines()[0]}") from error
 
@@ -134,6 +139,7 @@ class Comm:
             )
             if not self._by_links:
                 self._connect_groups()
+                self._open_channels()
             # Checkpoints are written by a thread of their own, whose messages must not mix with a step's.
             self.checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
@@ -147,14 +153,30 @@ class Comm:
 
     def _connect_groups(self) -> None:
         self._groups["world"] = dist.group.WORLD
-        named: list[tuple[str, Axis]] = [(axis, axis) for axis in AXES if axis not in ("world", "pipeline")]
+        # A group's name counts the groups that its members have made before, so all must have made as many: the
+        # embedding's, which ranks between the ends do not have, comes last.
+        named: list[tuple[str, Axis]] = [("tensor", "tensor"), ("data", "data")]
         named += [(direction, "pipeline") for direction in _DIRECTIONS]
-        for name, axis in named:
+        for name, axis in (*named, ("embedding", "embedding")):
             if self.size(axis) > 1:
                 # Only the members meet, and order along the axis is the order of ranks.
                 self._groups[name] = dist.new_group(
                     self._ranks[axis], timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True, group_desc=name
                 )
+
+    def _open_channels(self) -> None:
+        """Use every NCCL communicator once, in one order on all ranks: each is made at its first use, in which its
+        members' hosts wait for each other, and a step has no place for that."""
+        probe = torch.zeros(1, device=self.device)
+        for axis in ("world", "tensor", "data", "embedding"):
+            self.all_reduce(axis, probe)
+        mine, stages = self.index("pipeline"), self.size("pipeline")
+        for source, to in ((a, b) for a in range(stages) for b in range(stages) if (a - b) % stages in (1, stages - 1)):
+            if mine == source:
+                self.send(to, probe).wait()
+            elif mine == to:
+                self.receive(source, probe).wait()
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Leave this generation."""
@@ -287,7 +309,7 @@ class Comm:
         """Start receiving into `tensor` from rank `stage` of the same pipeline."""
         peer = self._ranks["pipeline"][stage]
         if self._links is not None:
-            host = tensor.cpu()
+            host = torch.empty(tensor.shape, dtype=tensor.dtype) if self._staged else tensor
             work = self._links.receive(peer, AXES.index("pipeline"), host)
             waiting = _Arriving(work, self._links, self.parts)
             return _Staged(waiting, lambda: tensor.copy_(host)) if self._staged else waiting
@@ -298,7 +320,9 @@ class Comm:
 
     def barrier(self) -> None:
         """Wait until every rank of the generation is here."""
-        self.all_reduce("world", torch.zeros(1, device=self.device))
+        here = torch.zeros(1, device=self.device)
+        self.all_reduce("world", here)
+        here.item()  # on a GPU only this makes the host wait
 
 
 class Transfer(Handle, Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from workers.comm import Comm
@@ -27,7 +29,7 @@ class Engine:
         with torch.device(comm.device):
             self.model = GPTStage(spec, comm)
         tied_across_stages = spec.model.tie_embeddings and comm.size("embedding") > 1
-        sharing = Sharing(layout.tensor, layout.data, tied_across_stages)
+        sharing = Sharing(layout.data, tied_across_stages)
         self.flat = FlatParameters(
             self.model.named_shards(), sharing, comm.device, dtype, layout.bucket_megabytes * 1e6
         )
@@ -65,11 +67,11 @@ class Engine:
         """One optimizer step over this replica's micro-batches of a global batch of `sequences`.
 
         Where an fp16 gradient overflows the step is tried again with a smaller loss scale, so no sample is passed
-        over; what no scale cures comes back after as many attempts as the scale can be halved. Statistics that are not
-        finite mean that nothing was updated.
+        over. Statistics that are not finite mean that nothing was changed, the loss scale included.
         """
         # A mean over all positions in backward; the optimizer corrects for positions without a target.
         positions = sequences * self.spec.model.sequence_length
+        scale_before = self.loss_scale.state.clone()
         while True:
             self.reduction.begin(len(batch))
             scale = self.loss_scale.value / positions
@@ -78,7 +80,9 @@ class Engine:
             if statistics.finite:
                 self.loss_scale.after_finite()
                 return statistics
-            if not self.loss_scale.after_overflow():
+            # A loss that is not finite itself has nothing to do with the scale of its gradients.
+            if not math.isfinite(statistics.loss) or not self.loss_scale.after_overflow():
+                self.loss_scale.state.copy_(scale_before)
                 return statistics
 
     def state(self) -> list[torch.Tensor]:

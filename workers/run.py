@@ -71,7 +71,9 @@ def train(spec: JobSpec, launcher: Launcher | None, metrics: Path | None, checkp
     device = pick_device(spec, launcher.local_rank if launcher else 0)
     # Every rank looks before the first of them can write.
     generation = next_generation(checkpoints) if checkpoints else 1
-    comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device)
+    # More processes than GPUs share them, which NCCL does not allow.
+    shared = device.type == "cuda" and launcher is not None and launcher.local_world_size > torch.cuda.device_count()
+    comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device, shared_device=shared)
     comm.generation = generation
     if launcher is not None and launcher.world_size > 1:
         is_host = launcher.rank == 0 and not launcher.store_is_running

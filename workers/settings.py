@@ -13,6 +13,8 @@ class Launcher:
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int
+    """Processes on this machine."""
     host: str
     """Host of the rendezvous store."""
     port: int
@@ -29,6 +31,7 @@ def read_launcher() -> Launcher | None:
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         host=os.environ.get("MASTER_ADDR", "127.0.0.1"),
         port=int(os.environ.get("MASTER_PORT", "29500")),
         store_is_running=os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",

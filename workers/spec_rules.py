@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from workers.config import BYTE_VOCABULARY, JobSpec
 from workers.spec_problems import Problem
 
+# More steps of a ramp than anybody looks at; each is kept in memory.
+MOST_INCREMENTS = 10_000
+
 Rule = Callable[[JobSpec], Iterator[Problem]]
 
 
@@ -191,6 +194,15 @@ def _ramp_reaches_the_batch(spec: JobSpec) -> Iterator[Problem]:
             "train.batch_ramp.start",
             f"the ramp starts at {ramp.start}, above global_batch_size ({batch})",
             str(batch),
+        )
+    elif (batch - ramp.start) // ramp.increment > MOST_INCREMENTS:
+        unit = _interleaving_unit(spec)
+        least = -(-(batch - ramp.start) // (MOST_INCREMENTS * unit))
+        fitting = min(d for d in _divisors((batch - ramp.start) // unit) if d >= least)
+        yield Problem(
+            "train.batch_ramp.increment",
+            f"increments of {ramp.increment} make more than {MOST_INCREMENTS} of them",
+            str(fitting * unit),
         )
     elif (batch - ramp.start) % ramp.increment:
         yield Problem(

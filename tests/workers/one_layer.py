@@ -81,7 +81,7 @@ class OneLayer:
         self.spec, self.comm = spec, lone_rank(spec)
         self.layer = Layer(spec, Region(self.comm, spec.layout.sequence_parallel_on, WeightGradients()), 0)
         self.dtype = getattr(torch, spec.train.dtype)
-        sharing = Sharing(spec.layout.tensor, 1, False)
+        sharing = Sharing(1, False)
         self.flat = FlatParameters(named_shards(self.layer), sharing, CPU, self.dtype)
         self.flat.parameters.normal_(0.0, 0.02)
         self.keys: torch.Tensor | None = None

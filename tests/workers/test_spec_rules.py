@@ -84,6 +84,11 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "train.batch_ramp.increment", "increments of 4 do not lead from 2 to global_batch_size (8)", "3",
     ),
     (
+        "ramp of too many steps",
+        {"train": {"global_batch_size": 40008, "batch_ramp": {"start": 8, "increment": 1, "samples": 10**9}}},
+        "train.batch_ramp.increment", "increments of 1 make more than 10000 of them", "4",
+    ),
+    (
         "interleaving",
         {"parallel": {"schedule": "interleaved", "pipeline": 2}, "train": {"global_batch_size": 7}},
         "train.global_batch_size", "7 must be a multiple of data x pipeline x micro_batch_size (1 x 2 x 1)", "6",

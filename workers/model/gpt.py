@@ -256,6 +256,8 @@ class GPTStage(nn.Module):
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Compile each layer as a block of its own; equal ones share the result. Parameters must not move any more."""
+        # Training and evaluation, whole and smaller micro-batches, recomputed or not: each is a variant of its own.
+        torch._dynamo.config.recompile_limit = 32
         for chunk in self.chunks:
             assert isinstance(chunk, GPTChunk)
             for layer in chunk.layers.values():

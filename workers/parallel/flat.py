@@ -41,7 +41,6 @@ class Slot:
 class Sharing:
     """How a stage's parameters are shared, which decides where they lie."""
 
-    tensor_size: int
     replicas: int
     """Data-parallel size (d)."""
     tied_across_stages: bool

@@ -137,7 +137,8 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x = ctx.saved_tensors[0] if ctx.again is None else _recomputed(ctx.again, ctx.region.comm)
+        again, ctx.again = ctx.again, None  # it holds what nobody needs any more
+        x = ctx.saved_tensors[0] if again is None else _recomputed(again, ctx.region.comm)
         grad_x = column_backward(grads, x, ctx.weights, ctx.biases, ctx.region)
         return (grad_x, None, None, *(None for _ in range(2 * len(ctx.weights))))
 
@@ -159,6 +160,7 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (kept,), again, region = ctx.saved_tensors, ctx.again, ctx.region
+        ctx.again = None  # it holds what nobody needs any more
 
         def input_of() -> torch.Tensor:
             return kept if again is None else _recomputed(again, region.comm)

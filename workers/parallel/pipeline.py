@@ -49,6 +49,8 @@ class _Step:
     recomputed: frozenset[tuple[int, int]]
     loss_sum: torch.Tensor
     valid_tokens: torch.Tensor
+    dropout_keys: tuple[torch.Tensor, ...]
+    """Of each micro-batch's samples; none without dropout."""
     messages: dict[tuple[str, int, int], _Receiving] = field(default_factory=dict)
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     """Leaves of the graphs, whose .grad goes to the virtual stage before."""
@@ -120,7 +122,13 @@ class Pipeline:
 
     def _step(self, batch: list[MicroBatch], loss_scale: float, again: frozenset[tuple[int, int]]) -> _Step:
         zeros = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
-        return _Step(batch, loss_scale, again, zeros[0], zeros[1])
+        sizes = [len(each.samples) for each in batch]
+        samples = [sample for each in batch for sample in each.samples]
+        keys: tuple[torch.Tensor, ...] = ()
+        if self.spec.model.dropout > 0.0:
+            # All at once: on a GPU a copy from the host may wait for the device.
+            keys = sample_keys(self.spec.train.seed, samples, self.comm.device).split(sizes)
+        return _Step(batch, loss_scale, again, zeros[0], zeros[1], keys)
 
     def _run(self, actions: list[Action], held: _Step) -> tuple[torch.Tensor, torch.Tensor]:
         runners: dict[str, Callable[[Action, _Step], None]] = {
@@ -171,9 +179,7 @@ class Pipeline:
 
     def _forward_pass(self, action: Action, held: _Step) -> ForwardPass:
         training, layout, rate = torch.is_grad_enabled(), self.spec.layout, self.spec.model.dropout
-        keys = None
-        if training and rate > 0.0:
-            keys = sample_keys(self.spec.train.seed, held.batch[action.micro_batch].samples, self.comm.device)
+        keys = held.dropout_keys[action.micro_batch] if training and rate > 0.0 else None
         if (action.micro_batch, action.chunk) not in held.recomputed:
             return ForwardPass(keys)
         if layout.recompute == "full":
@@ -223,8 +229,9 @@ class Pipeline:
 
     def _backward_weight(self, action: Action, held: _Step) -> None:
         with self.comm.parts.part("backward"), torch.no_grad():
-            for task in held.weight_tasks.pop((action.chunk, action.micro_batch)):
-                task()
+            tasks = deque(held.weight_tasks.pop((action.chunk, action.micro_batch)))
+            while tasks:  # each frees what it held
+                tasks.popleft()()
 
     def _send_forward(self, action: Action, held: _Step) -> None:
         _, behind = self.places[action.chunk]

@@ -35,10 +35,15 @@ class GradientReduction:
         self._awaited: dict[nn.Parameter, int] = {}
         self._incomplete: list[int] = []
         self._next = len(flat.buckets) - 2
-        self._started: list[tuple[int, Handle]] = []
+        self._started: list[Handle] = []
+        self._under_way = False
 
     def begin(self, micro_batches: int) -> None:
-        """A step of so many micro-batches begins."""
+        """A step of so many micro-batches begins, whatever became of the one before."""
+        if self._under_way:
+            self._started.clear()
+            self.flat.gradients.zero_()
+        self._under_way = True
         self._awaited = {parameter: uses * micro_batches for parameter, uses in self.uses.items()}
         self._incomplete = [0] * len(self.flat.buckets)
         for parameter in self._awaited:
@@ -64,7 +69,7 @@ class GradientReduction:
             for number in range(self._next, -1, -1):
                 self._start(number)
             self._start(len(self.flat.buckets) - 1)
-            for _, work in self._started:
+            for work in self._started:
                 work.wait()
             self._started.clear()
         return self.reduced
@@ -75,7 +80,12 @@ class GradientReduction:
         length = (end - start) // self.comm.size("data")
         out = self.reduced[first : first + length]
         _, work = self.comm.start_reduce_scatter("data", self.flat.gradients[start:end], out)
-        self._started.append((number, work))
+        self._started.append(work)
+
+    def end(self) -> None:
+        """The gradients have been used: clear them for the next step."""
+        self.flat.gradients.zero_()
+        self._under_way = False
 
     def gather(self, parts: list[torch.Tensor], into: torch.Tensor) -> None:
         """Bring every replica's `parts`, one a bucket, into the flat buffer `into`."""

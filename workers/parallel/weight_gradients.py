@@ -69,7 +69,8 @@ class WeightGradients:
         total_vh = main_grad(weight)
         if total_vh.is_cuda:
             # index_add_ adds in no fixed order there; this one sorts first.
-            total_vh.add_(torch.ops.aten.embedding_dense_backward(grads_nh, rows_n, total_vh.shape[0], -1, False))
+            wide_nh = grads_nh.to(total_vh.dtype)
+            total_vh.add_(torch.ops.aten.embedding_dense_backward(wide_nh, rows_n, total_vh.shape[0], -1, False))
         else:
             total_vh.index_add_(0, rows_n, grads_nh.to(total_vh.dtype))
         self._added(weight)

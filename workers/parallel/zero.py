@@ -78,13 +78,28 @@ class ZeroOptimizer:
         self.exp_avg_sq = flat.gradients.new_zeros(length)
         self._groups = self._decay_groups()
         self._adamw = torch.optim.AdamW(
-            [{"params": [parameter], "weight_decay": decay} for parameter, decay, _ in self._groups],
+            [
+                {"params": [view for view, decay, _ in self._groups if decay == rate], "weight_decay": rate}
+                for rate in dict.fromkeys(decay for _, decay, _ in self._groups)
+            ],
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,
             fused=True,
         )
         self.set_step(0)
+        self._elsewhere = self._rows_answered_for_elsewhere()
+
+    def _rows_answered_for_elsewhere(self) -> torch.Tensor | None:
+        """Which rows of ALIGNMENT elements of the owned ranges another rank of the replica counts: bool, or None."""
+        others = self.flat.not_answered_for(self.comm.index("tensor"))
+        if not others:
+            return None
+        rows = torch.zeros(self.flat.size // ALIGNMENT, dtype=torch.bool)
+        for start, end in others:
+            rows[start // ALIGNMENT : end // ALIGNMENT] = True
+        mine = [rows[start // ALIGNMENT : end // ALIGNMENT] for start, end in self.owned]
+        return torch.cat(mine).to(self.flat.gradients.device)
 
     def _decay_groups(self) -> list[tuple[torch.nn.Parameter, float, slice]]:
         """The held ranges cut where weight decay begins or ends: (view, decay, slice of the moments)."""
@@ -136,9 +151,10 @@ class ZeroOptimizer:
                 parameter.grad = gradient[where]
             self._adamw.step()
             self.publish_parameters()
-            self.flat.gradients.zero_()
-            total, tokens, _, *memory = agreed.tolist()
-        return StepStatistics(total / max(tokens, 1.0), float(norm), int(max(memory)))
+            self.reduction.end()
+            # The one place of a step where the host waits for the device.
+            total, tokens, found, *memory = torch.cat([agreed[:2], norm.view(1), agreed[3:]]).tolist()
+        return StepStatistics(total / max(tokens, 1.0), found, int(max(memory)))
 
     def _norm_and_divisor(self, agreed: torch.Tensor, loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient's norm, and what the sums in the buffer are divided by, clipping included. Tells AdamW whether
@@ -192,15 +208,17 @@ class ZeroOptimizer:
                 self.flat.gradients[slot.start : slot.end] = total
 
     def _sum_copied(self, slots: list[Slot]) -> None:
-        """Sum over the tensor ranks that hold the same part: each adds its own in that part's place."""
+        """Sum over the tensor ranks that hold the same part: each adds its own in that part's place, in one message."""
+        if not slots:
+            return
         index, size = self.comm.index("tensor"), self.comm.size("tensor")
-        for slot in slots:
-            mine = self.flat.gradients[slot.start : slot.end]
-            copies = slot.entry.shard.copies
-            places = mine.new_zeros(size // copies, len(mine))
-            places[index // copies] = mine
-            self.comm.all_reduce("tensor", places)
-            mine.copy_(places[index // copies])
+        copies = slots[0].entry.shard.copies  # of key-value heads, the only ones there are
+        mine = torch.cat([self.flat.gradients[slot.start : slot.end] for slot in slots])
+        places = mine.new_zeros(size // copies, len(mine))
+        places[index // copies] = mine
+        self.comm.all_reduce("tensor", places)
+        for slot, total in zip(slots, places[index // copies].split([s.end - s.start for s in slots]), strict=True):
+            self.flat.gradients[slot.start : slot.end] = total
 
     def _agree(self, gradient: torch.Tensor, loss: Loss, memory_bytes: int) -> torch.Tensor:
         """One reduction over all ranks: loss, tokens, squared norm, and each rank's memory in its own place."""
@@ -213,17 +231,6 @@ class ZeroOptimizer:
 
     def _counted_square(self, gradient: torch.Tensor) -> torch.Tensor:
         """Squared norm of the parameters that this rank answers for: each global parameter is counted once."""
-        square = _square(gradient)
-        position = 0
-        for part in self.owned:
-            for other in self.flat.not_answered_for(self.comm.index("tensor")):
-                start, end = overlap(part, other)
-                if end > start:
-                    square = square - _square(gradient[position + start - part[0] : position + end - part[0]])
-            position += part[1] - part[0]
-        return square
-
-
-def _square(gradient: torch.Tensor) -> torch.Tensor:
-    # Short rows, summed in fp64: as exact as squaring in fp64, and forty times as fast on a CPU.
-    return torch.linalg.vector_norm(gradient.view(-1, ALIGNMENT), dim=1).double().square().sum()
+        # Short rows, summed in fp64: as exact as squaring in fp64, and forty times as fast on a CPU.
+        rows = torch.linalg.vector_norm(gradient.view(-1, ALIGNMENT), dim=1).double().square()
+        return rows.sum() if self._elsewhere is None else rows.masked_fill(self._elsewhere, 0.0).sum()

@@ -53,10 +53,10 @@ def model_of(described: list, tensor_size: int, index: int) -> list[NamedShard]:
     return flat_order
 
 
-def flat_of(entries: list[NamedShard], replicas: int, tensor_size: int = 1) -> FlatParameters:
+def flat_of(entries: list[NamedShard], replicas: int) -> FlatParameters:
     """Flat buffers, in small buckets, that hold the parameters' values."""
     values = {entry.name: entry.parameter.detach().clone() for entry in entries}
-    flat = FlatParameters(entries, Sharing(tensor_size, replicas, False), CPU, bucket_bytes=1024)
+    flat = FlatParameters(entries, Sharing(replicas, False), CPU, bucket_bytes=1024)
     for slot in flat.slots:
         slot.entry.parameter.data.copy_(values[slot.entry.name])
     return flat
@@ -72,7 +72,7 @@ def state_of(flat: FlatParameters, held: list[Range], values: torch.Tensor) -> t
 def test_every_element_is_owned_exactly_once_and_holds_its_value(described, tensor_size, replicas, everything_held):
     seen = {f"p{n}": torch.zeros(case[0]) for n, case in enumerate(described) if not case[3]}
     for index in range(tensor_size):
-        flat = flat_of(model_of(described, tensor_size, index), replicas, tensor_size)
+        flat = flat_of(model_of(described, tensor_size, index), replicas)
         for replica in range(replicas):
             owned = flat.parts(replica)
             held = [(0, flat.size)] if everything_held else owned
@@ -89,7 +89,7 @@ def test_every_element_is_owned_exactly_once_and_holds_its_value(described, tens
 @given(tensors(), st.integers(1, 4), st.integers(1, 5))
 def test_what_a_rank_needs_is_all_of_its_own_part(described, tensor_size, replicas):
     for index in range(tensor_size):
-        flat = flat_of(model_of(described, tensor_size, index), replicas, tensor_size)
+        flat = flat_of(model_of(described, tensor_size, index), replicas)
         found = torch.zeros(flat.size)
         for replica in range(replicas):
             held = flat.parts(replica)
@@ -117,7 +117,7 @@ def test_a_range_of_a_matrix_is_at_most_three_rectangles(described, replicas):
 @settings(deadline=None)
 @given(tensors(), st.integers(1, 4), st.integers(1, 5))
 def test_flat_buffers_group_parameters_by_what_happens_to_them(described, tensor_size, replicas):
-    flat = flat_of(model_of(described, tensor_size, 0), replicas, tensor_size)
+    flat = flat_of(model_of(described, tensor_size, 0), replicas)
     unit = ALIGNMENT * replicas
     assert all(start % unit == 0 and end % unit == 0 and start < end for start, end in flat.buckets)
     assert [start for start, _ in flat.buckets] == [0, *(end for _, end in flat.buckets[:-1])]

@@ -188,16 +188,15 @@ def test_the_loss_scale_does_not_change_what_is_learned(ranks, curves):
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_what_no_scale_helps_ends_with_numbers_that_are_not_finite(ranks, layout):
-    """A weight that overflows fp16 itself."""
+    """A weight that overflows fp16 itself: the loss is lost already, so a smaller scale is not even tried."""
     one = job("fp16", layout)
     broken = {**weights(), "final_norm.bias": torch.full((16,), 1e30, dtype=torch.float64)}
     for seen, statistics, after in ranks.run(parse_job_spec(one).layout, attempts, one, broken, batches()[0], 2.0**3):
         assert not statistics.finite
-        assert [scale for scale, _, _ in seen] == [8.0, 4.0, 2.0, 1.0]
+        assert [scale for scale, _, _ in seen] == [8.0]
         assert torch.equal(after, seen[0][2])
 
 
-@pytest.mark.xfail(reason="the scale stays at 1, at which small gradients of all later steps are lost", strict=True)
 def test_what_no_scale_helps_leaves_the_scale_as_it_was(ranks):
     broken = {**weights(), "final_norm.bias": torch.full((16,), 1e30, dtype=torch.float64)}
     (rank,) = ranks.run(parse_job_spec(job("fp16")).layout, run_precise, [job("fp16")], broken, batches()[:1])
