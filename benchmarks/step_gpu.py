@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace) -> Report:
     for name, size in SIZES.items():
         chosen = _tiny(size) if options.rehearse else size
         _measure_size(report, name, chosen, options, device, peak.flops, products)
-    if not options.rehearse:
+    if "gpt_1b3_mfu_causal" in report.figures and not options.rehearse:
         reached = report.figures["gpt_1b3_mfu_causal"].value >= GOAL_MFU_CAUSAL
         report.add("gpt_1b3_mfu_causal_reaches_goal", reached, "bool", True)
     _measure_pairs(report, _tiny(PAIRED) if options.rehearse else PAIRED, options.seed, device)
@@ -149,8 +149,9 @@ def _measure_size(
         prefix = name if contestant == "manta" else f"{name}_{contestant}"
         try:
             seconds, memory = _timed(make, options.steps, device)
-        except (ImportError, torch.OutOfMemoryError) as error:
-            report.settings[f"{prefix}_left_out"] = str(error).splitlines()[0]
+        except Exception as error:  # noqa: BLE001 - one contestant's failure must not lose the others' figures
+            lines = str(error).splitlines() or [""]
+            report.settings[f"{prefix}_left_out"] = f"{type(error).__name__}: {lines[0]}"
             continue
         tokens = spec.train.global_batch_size * spec.model.sequence_length
         report.add(f"{prefix}_step", round(1e3 * seconds, 2), "ms")
@@ -165,7 +166,17 @@ def _timed(make: Callable[[], Callable[[], object]], steps: int, device: torch.d
     """Median seconds of a step after warm-up, and the most memory that was allocated, in bytes."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step = make()
+    try:
+        seconds = _step_seconds(make(), steps, device)
+    finally:
+        torch.compiler.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return statistics.median(seconds), torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+
+
+def _step_seconds(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
     for _ in range(3):
         step()
     seconds = []
@@ -175,13 +186,7 @@ def _timed(make: Callable[[], Callable[[], object]], steps: int, device: torch.d
         step()
         _settle(device)
         seconds.append(time.perf_counter() - began)
-    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    del step
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return statistics.median(seconds), memory
+    return seconds
 
 
 def _settle(device: torch.device) -> None:
