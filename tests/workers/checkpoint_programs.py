@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from engine_specs import document
 
 from workers.checkpoint import durable
+from workers.checkpoint.checksums import SummingFile
 from workers.checkpoint.pieces import pieces_of
 from workers.comm import Comm
 from workers.engine import Engine
@@ -32,9 +37,12 @@ def job(corpus: str, parallel: dict[str, Any], **sections: dict[str, Any]) -> di
     return document(model=model, data={"paths": [corpus]}, train=train, parallel=parallel, **sections)
 
 
-def trainer_of(comm: Comm, document: dict[str, Any], folder: str | Path) -> Trainer:
-    """A rank's trainer that keeps its checkpoints in `folder`, and tells nobody anything."""
-    return Trainer(parse_job_spec(document), comm, Reporter(_told_to_nobody), 1e12, Places("test", None, str(folder)))
+def trainer_of(
+    comm: Comm, document: dict[str, Any], folder: str | Path, tell: Callable[[list[dict[str, Any]]], None] | None = None
+) -> Trainer:
+    """A rank's trainer that keeps its checkpoints in `folder`."""
+    reporter = Reporter(tell or (lambda messages: None))
+    return Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", None, str(folder)))
 
 
 def lone(document: dict[str, Any], folder: str | Path, generation: int = 1) -> Trainer:
@@ -42,10 +50,6 @@ def lone(document: dict[str, Any], folder: str | Path, generation: int = 1) -> T
     comm = Comm(RankGrid(parse_job_spec(document).layout), 0, torch.device("cpu"))
     comm.generation = generation
     return trainer_of(comm, document, folder)
-
-
-def _told_to_nobody(messages: list[dict[str, Any]]) -> None:
-    pass
 
 
 def save(trainer: Trainer) -> None:
@@ -132,3 +136,24 @@ def load_damaged(comm: Comm, document: dict[str, Any], path: str) -> tuple[str, 
     except CheckpointError as error:
         return type(error).__name__, str(error), is_still(trainer, before)
     return "none", "", is_still(trainer, before)
+
+
+def save_on_a_full_disk(comm: Comm, document: dict[str, Any], folder: str) -> list[tuple[str, str]]:
+    """Save two steps; at the first one the last rank's disk is full. (type, message) of all events."""
+    told: list[dict[str, Any]] = []
+    trainer = trainer_of(comm, document, folder, told.extend)
+    trainer.restore(Resume())
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for step in (1, 2):
+        trainer.train_step()
+        if step == 1 and comm.rank == comm.size("world") - 1:
+            with patch.object(SummingFile, "write", full):
+                save(trainer)
+        else:
+            save(trainer)
+    comm.barrier()
+    trainer.reporter.close()
+    return [(each["data"]["type"], each["data"]["message"]) for each in told if each["kind"] == "event"]

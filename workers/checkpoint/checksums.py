@@ -105,8 +105,11 @@ class CheckedFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._sums.size}[whence]
-        return self._position
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._sums.size}[whence]
+        if position < 0:
+            raise ValueError(f"{self._file.name} has no byte {position}")
+        self._position = position
+        return position
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         """Fill `buffer`, less only at the end of the file. Raises DamagedCheckpoint."""

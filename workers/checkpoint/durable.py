@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -86,19 +87,23 @@ def load(path: str, pieces: list[Piece], length: int) -> tuple[Manifest, dict[st
     """
     manifest = manifest_of(Path(path))
     parts = {kind: torch.zeros(length) for kind in KINDS}
-    reader = _SortedReader(path)
-    reader.fs = _CheckedFiles(manifest)
+    reader = _CheckingReader(path, manifest)
     try:
-        dcp.load({}, storage_reader=reader, planner=_PieceLoadPlanner(path, pieces, parts), no_dist=True)
-    except dcp.CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        for cause in causes:
-            if isinstance(cause, CheckpointError):
-                raise cause from None
-        reasons = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
+        metadata = reader.read_metadata()
+        planner = _PieceLoadPlanner(path, pieces, parts, metadata)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+    except CheckpointError:
+        raise
+    except Exception as error:
         kind = DamagedCheckpoint if manifest.blocks is None else CheckpointError
-        raise kind(f"the checkpoint at {path} cannot be read: {reasons}") from error
+        raise kind(f"the checkpoint at {path} cannot be read: {_sentence(error)}") from error
     return manifest, parts
+
+
+def _sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class _SummingFiles(FileSystem):
@@ -139,14 +144,28 @@ class _CheckedFiles(FileSystem):
             except CheckpointError:
                 raise
             except Exception as error:
-                what = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
                 if self._manifest.blocks is None:  # nobody has looked at these bytes before
-                    raise damaged(file, f"makes no sense at byte {stream.tell()} ({what})") from None
-                raise CheckpointError(f"{file} is as it was written, and cannot be read ({what})") from error
+                    raise damaged(file, f"makes no sense at byte {stream.tell()} ({_sentence(error)})") from None
+                raise CheckpointError(f"{file} is as it was written, but cannot be read: {_sentence(error)}") from error
 
 
-class _SortedReader(dcp.FileSystemReader):
-    """Reads each file from its beginning to its end, so that each block is read once."""
+class _CheckingReader(dcp.FileSystemReader):
+    """Reads what was checked, and each file from its beginning to its end, so that each block is read once.
+
+    It is used without `dcp.load`, which logs tracebacks of what it cannot read and goes on without.
+    """
+
+    def __init__(self, path: str, manifest: Manifest):
+        super().__init__(path)
+        self.fs = _CheckedFiles(manifest)
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """The catalogue of all rectangles."""
+        with self.fs.create_stream(Path(self.path) / ".metadata", "rb") as stream:
+            found = pickle.load(stream)
+            if not isinstance(found, Metadata):
+                raise TypeError(f"it holds a {type(found).__name__}")
+        return found
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan in the order of what is on disk."""
@@ -199,21 +218,18 @@ class _PieceSavePlanner(SavePlanner):
 class _PieceLoadPlanner(LoadPlanner):
     """Reads the parts of stored rectangles that fall into this rank's."""
 
-    def __init__(self, path: str, pieces: list[Piece], parts: dict[str, torch.Tensor]):
-        self._path, self._pieces, self._parts = path, pieces, parts
+    def __init__(self, path: str, pieces: list[Piece], parts: dict[str, torch.Tensor], metadata: Metadata):
+        self._path, self._pieces, self._parts, self._metadata = path, pieces, parts, metadata
         self._views: Views = {_index(kind, p): p.view(part) for kind, part in parts.items() for p in pieces}
-        self._metadata: Metadata | None = None
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Keep the catalogue."""
-        self._metadata = metadata
+        """Nothing to keep: the catalogue was given."""
 
     def create_local_plan(self) -> LoadPlan:
         """All overlaps of wanted and stored rectangles. Raises CheckpointError when a wanted element is not there."""
         return LoadPlan([read for kind in self._parts for piece in self._pieces for read in self._reads(kind, piece)])
 
     def _reads(self, kind: str, piece: Piece) -> list[ReadItem]:
-        assert self._metadata is not None
         index = _index(kind, piece)
         stored = self._metadata.state_dict_metadata.get(index.fqn)
         if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != piece.shape:

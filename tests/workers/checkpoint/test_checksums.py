@@ -60,6 +60,8 @@ def test_reading_anywhere_gives_the_content(content, reads, with_sums):
                 assert file.tell() == start + len(content[start : start + length])
             assert file.seek(0, io.SEEK_END) == len(content)
             assert file.seek(-len(content), io.SEEK_CUR) == 0
+            with pytest.raises(ValueError, match="has no byte -1"):
+                file.seek(-1)
             assert file.read() == content
 
 

@@ -35,14 +35,6 @@ def job(corpus: str, layout: tuple[int, int, int], **sections) -> dict:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    """Some text."""
-    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    path.write_text("".join(f"{n} and {n * n}\n" for n in range(500)))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def written(ranks, corpus, tmp_path_factory):
     """(folder, what each rank of the writing layout ended with)."""
     folder = tmp_path_factory.mktemp("checkpoints")

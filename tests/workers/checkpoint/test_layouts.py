@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import load as dcp_load
 
 from workers.checkpoint import durable
-from workers.checkpoint.catalog import manifest_of, whole_checkpoints
+from workers.checkpoint.catalog import manifest_of, verify, whole_checkpoints
 from workers.checkpoint.pieces import Piece, pieces_of
 from workers.comm import Comm
 from workers.config import ParallelConfig
@@ -22,7 +22,7 @@ from workers.engine import Engine
 from workers.parallel.grid import RankGrid
 from workers.spec_reading import parse_job_spec
 
-SMALL = {"bucket_megabytes": 0.002}
+SMALL = {"bucket_megabytes": 0.004}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {},
     "t2 without sequence parallelism": {"tensor": 2, "sequence_parallel": False},
@@ -80,14 +80,6 @@ def newest(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    """Some text."""
-    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    path.write_text("".join(f"{n} and {n * n}\n" for n in range(500)))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def first(ranks, corpus, tmp_path_factory) -> Written:
     """A checkpoint after two steps in one layout."""
     return written_by(WRITER, TIED, ranks, corpus, tmp_path_factory.mktemp("first"))
@@ -133,6 +125,9 @@ def assert_kept(written: Written, resaved: Resaved) -> None:
     assert_is(written.content, (each for rank in resaved.found for each in rank.loaded))
     model = {name: tensor for name, tensor in written.content.items() if name.startswith("model.")}
     assert_is(model, (each for rank in resaved.found for each in rank.computing))
+    manifest = verify(resaved.path)
+    assert manifest.blocks is not None
+    assert manifest.files.keys() == manifest.blocks.keys()
     saved = by_torch(resaved.path)
     assert saved.keys() == written.content.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in written.content.items())

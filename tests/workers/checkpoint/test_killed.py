@@ -1,0 +1,60 @@
+"""A job that is killed again and again while it saves: a whole checkpoint is always there, and goes on to the bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+from checkpoint_programs import job, lone
+
+from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
+from workers.messages import Resume
+
+ROOT = Path(__file__).parents[3]
+
+
+def killed_while_saving(config: Path, folder: Path, seconds: float) -> None:
+    """Start the job, let it get to a new checkpoint and `seconds` further, and kill it."""
+    generation = next_generation(folder)
+    command = [sys.executable, "-m", "workers.run", str(config), "--checkpoints", str(folder)]
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
+    ) as job:
+        deadline = time.monotonic() + 60
+        while not any(made.generation == generation for _, made in whole_checkpoints(folder)):
+            assert job.poll() is None, "it ended by itself"
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        time.sleep(seconds)
+        job.send_signal(signal.SIGKILL)
+        assert job.wait() == -signal.SIGKILL
+
+
+def test_the_newest_checkpoint_is_always_whole_and_gives_the_same_next_step(corpus, tmp_path):
+    config, folder, draw = tmp_path / "job.yaml", tmp_path / "checkpoints", random.Random(7)
+    document = job(corpus, {}, model={"hidden_size": 16}, train={"steps": 2000}, checkpoint={"every_steps": 0})
+    config.write_text(yaml.safe_dump({**document, "checkpoint": {"every_steps": 1, "keep": 2}}))
+    never_interrupted, expected = lone(document, tmp_path / "none"), [(0.0, 0.0)]
+    never_interrupted.restore(Resume())
+    reached = 0
+    for _ in range(3):
+        killed_while_saving(config, folder, draw.uniform(0, 0.1))
+        path, passed_over = newest_usable(folder)
+        assert path == whole_checkpoints(folder)[-1][0]
+        assert all("manifest.json is missing, so its save was interrupted" in reason for reason in passed_over)
+        step = whole_checkpoints(folder)[-1][1].step
+        assert step > reached, "it went on from where it was"
+        reached = step
+        while len(expected) <= step + 1:
+            found = never_interrupted.train_step()
+            expected.append((found.loss, found.grad_norm))
+        resumed = lone(document, tmp_path / "none")
+        resumed.restore(Resume("checkpoint", step, str(path)))
+        found = resumed.train_step()
+        assert (found.loss, found.grad_norm) == expected[step + 1]
