@@ -16,11 +16,11 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from workers.checkpoint.catalog import next_generation, whole_checkpoints
+from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
 from workers.comm import Comm
 from workers.config import JobSpec
 from workers.device_peak import measure_peak_flops
-from workers.errors import MantaError
+from workers.errors import CheckpointError, MantaError
 from workers.messages import Resume
 from workers.parallel.grid import RankGrid
 from workers.reporter import Reporter
@@ -89,19 +89,32 @@ def train(spec: JobSpec, launcher: Launcher | None, metrics: Path | None, checkp
             measure_peak_flops(device.type, "fp32" if spec.train.precision == "fp32" else "bf16").flops,
             places,
         )
-        trainer.restore(_resume_from(checkpoints))
+        _restore(trainer, checkpoints)
         trainer.train()
         reporter.close()
     comm.close()
     return trainer
 
 
-def _resume_from(checkpoints: Path | None) -> Resume:
-    whole = whole_checkpoints(checkpoints) if checkpoints else []
-    if not whole:
-        return Resume()
-    path, manifest = whole[-1]
-    return Resume("checkpoint", manifest.step, str(path))
+def _restore(trainer: Trainer, checkpoints: Path | None) -> None:
+    """Go on from the newest checkpoint that is not damaged; from the start where none was ever whole. Raises
+    CheckpointError when all that were are damaged now."""
+    path: Path | None = None
+    passed_over: list[str] = []
+    if checkpoints is not None:
+        any_whole = bool(whole_checkpoints(checkpoints))
+
+        def use(path: Path, step: int) -> None:
+            trainer.restore(Resume("checkpoint", step, str(path)))
+
+        path, passed_over = newest_usable(checkpoints, use)
+        if path is None and any_whole:
+            raise CheckpointError("; ".join(passed_over))
+    if trainer.comm.rank == 0:
+        for reason in passed_over:
+            print(f"passed over: {reason}", file=sys.stderr)
+    if path is None:
+        trainer.restore(Resume())
 
 
 def pick_device(spec: JobSpec, local_rank: int) -> torch.device:
