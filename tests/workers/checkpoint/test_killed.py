@@ -26,7 +26,7 @@ def killed_while_saving(config: Path, folder: Path, seconds: float) -> None:
     with subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
     ) as job:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not any(made.generation == generation for _, made in whole_checkpoints(folder)):
             assert job.poll() is None, "it ended by itself"
             assert time.monotonic() < deadline
