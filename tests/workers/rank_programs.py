@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from plain_gpt import PlainGPT, PlainStage
-from torch.distributed import pipelining
 
 from workers.checkpoint.pieces import Piece, pieces_of
 from workers.comm import Comm
@@ -31,7 +30,7 @@ from workers.spec_reading import parse_job_spec
 from workers.trainer import Places, Trainer
 
 START = Resume()
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, torch.Tensor]  # or arrays, which travel faster
 Placed = tuple[str, tuple[int, ...], torch.Tensor]
 """A rectangle of a global tensor: name, offsets, values."""
 
@@ -46,6 +45,24 @@ class Steps:
     """Complete gradient of the last step, this rank's part, where the job's beta1 is 0 (else its first moment)."""
     parameters: list[Placed]
     """All parameters of this rank after the last step."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "gradients": _arrays(self.gradients), "parameters": _arrays(self.parameters)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for kind in ("gradients", "parameters"):
+            state[kind] = [(name, offsets, torch.as_tensor(values)) for name, offsets, values in state[kind]]
+        vars(self).update(state)
+
+
+def _arrays(placed: list[Placed]) -> list[tuple[str, tuple[int, ...], Any]]:
+    """For the way between processes: a tensor's pickle takes many times as long as an array's."""
+    return [(name, offsets, values.numpy()) for name, offsets, values in placed]
+
+
+def light(weights: Weights) -> dict[str, Any]:
+    """The weights as arrays, for a quicker way to the ranks."""
+    return {name: tensor.numpy() for name, tensor in weights.items()}
 
 
 @contextmanager
@@ -84,7 +101,7 @@ def _loaded(comm: Comm, spec: JobSpec, weights: Weights, dtype: torch.dtype | No
     start = torch.zeros(engine.flat.size, dtype=torch.float64)
     for piece in everything:
         where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.sizes, strict=True))
-        piece.view(start).copy_(weights[piece.name][where])
+        piece.view(start).copy_(torch.as_tensor(weights[piece.name][where]))
     engine.optimizer.load_parameters(start)
     return engine, everything
 
@@ -331,6 +348,8 @@ def torch_pipeline(
 def _torch_pipeline(
     comm: Comm, kind: str, spec: JobSpec, weights: Weights, windows: torch.Tensor
 ) -> tuple[float, Weights]:
+    from torch.distributed import pipelining  # two seconds, which the other programs need not wait
+
     rank, ranks, chunks = comm.index("pipeline"), comm.size("pipeline"), spec.layout.virtual_stages
     numbers = [chunk * ranks + rank for chunk in range(chunks)]
     if kind == "ZBVZeroBubble":

@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_specs import axes, document
 from plain_gpt import NO_TARGET, PlainGPT, one_thread, random_weights
-from rank_programs import Steps, assemble, run_steps
+from rank_programs import Steps, assemble, light, run_steps
 
 from workers.spec_reading import parse_job_spec
 
@@ -111,8 +111,8 @@ def check(ranks_of_job: list[Steps], mask: Any, description: object) -> None:
 def test_loss_and_gradient_are_means_over_the_valid_tokens_of_the_global_batch(ranks, layout):
     cases = [(size, mask) for size in MICRO_BATCH_SIZES[:: 1 if layout == (1, 1, 1) else 2] for mask in MASKS]
     jobs = [job(layout, size) for size, _ in cases]
-    batches = [[batch(mask)] for _, mask in cases]
-    found = ranks.run(parse_job_spec(jobs[0]).layout, run_steps, jobs, [weights()] * len(jobs), batches, torch.float64)
+    batches, starts = [[batch(mask)] for _, mask in cases], [light(weights())] * len(cases)
+    found = ranks.run(parse_job_spec(jobs[0]).layout, run_steps, jobs, starts, batches, torch.float64)
     for number, (size, mask) in enumerate(cases):
         check([rank[number] for rank in found], mask, (size, mask.__name__))
 
@@ -125,7 +125,7 @@ def test_every_schedule_takes_micro_batches_of_different_sizes(ranks, schedule):
     for mask in (a_few_missing, padded_ends):
         batches = [[batch(mask)]] * len(jobs)
         layout = parse_job_spec(jobs[0]).layout
-        found = ranks.run(layout, run_steps, jobs, [weights()] * len(jobs), batches, torch.float64)
+        found = ranks.run(layout, run_steps, jobs, [light(weights())] * len(jobs), batches, torch.float64)
         for number in range(len(jobs)):
             check([rank[number] for rank in found], mask, schedule)
 
@@ -134,7 +134,7 @@ def test_a_batch_without_any_target_has_no_loss_and_no_gradient(ranks):
     nothing = torch.full((10, 9), NO_TARGET)
     for layout in ((1, 1, 1), (2, 2, 2)):
         one = job(layout, 2, weight_decay=0.0)
-        found = ranks.run(parse_job_spec(one).layout, run_steps, [one], [weights()], [[nothing]], torch.float64)
+        found = ranks.run(parse_job_spec(one).layout, run_steps, [one], [light(weights())], [[nothing]], torch.float64)
         for rank in found:
             assert rank[0].losses == [0.0]
             assert rank[0].grad_norms == [0.0]
@@ -150,7 +150,7 @@ def test_steps_of_different_sizes_follow_the_same_curve_however_they_are_cut(ran
     for layout in ((1, 1, 1), (1, 1, 4), (1, 2, 2), (2, 2, 2)):
         jobs = [job(layout, size, len(sizes), **optimizer) for size in (1, 2, 3)]
         found = ranks.run(
-            parse_job_spec(jobs[0]).layout, run_steps, jobs, [weights()] * 3, [batches] * 3, torch.float64
+            parse_job_spec(jobs[0]).layout, run_steps, jobs, [light(weights())] * 3, [batches] * 3, torch.float64
         )
         for number, size in enumerate((1, 2, 3)):
             curves[layout, size] = [(rank[number].losses, rank[number].grad_norms) for rank in found]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from engine_specs import axes, document
 from plain_gpt import PlainGPT, one_thread, random_weights
-from rank_programs import assemble, evaluate, run_steps
+from rank_programs import assemble, evaluate, light, run_steps
 
 from workers.model.gpt import EMBEDDING_PLACE, PLACES_A_LAYER
 from workers.parallel.dropout import derived_keys, dropout, kept, sample_keys
@@ -246,7 +246,7 @@ def test_every_layout_drops_what_a_plain_model_with_the_same_masks_drops(ranks, 
     described = jobs_of(layout)
     models, jobs = [model for model, _ in described], [each for _, each in described]
     found = ranks.run(
-        parse_job_spec(jobs[0]).layout, run_steps, jobs, [weights(m) for m in models], [batches()] * len(jobs),
+        parse_job_spec(jobs[0]).layout, run_steps, jobs, [light(weights(m)) for m in models], [batches()] * len(jobs),
         torch.float64,
     )  # fmt: skip
     for number, model in enumerate(models):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from engine_specs import document
 from plain_gpt import NO_TARGET, PlainGPT, one_thread, random_weights
-from rank_programs import Steps, assemble, run_steps
+from rank_programs import Steps, assemble, light, run_steps
 
 from workers.config import RecomputeModule
 from workers.spec_reading import parse_job_spec
@@ -67,10 +67,9 @@ RULES: tuple[Callable[..., bool], ...] = (
     # Interleaving takes as many micro-batches as stages at a time.
     lambda schedule, pipeline, micro_batches: "interleaved" not in schedule or micro_batches % pipeline == 0,
     lambda schedule, pipeline, batch_divides: "interleaved" not in schedule or pipeline == 1 or batch_divides,
-    # As many as that are needed only to fill four stages where each has several chunks.
-    lambda schedule, pipeline, micro_batches: (
-        micro_batches < 8 or (pipeline == 4 and schedule in ("interleaved x 2", "interleaved x 3", "zb-v"))
-    ),
+    # More show nothing new; eight are needed only to fill four stages of two chunks.
+    lambda pipeline, micro_batches: micro_batches <= 2 * pipeline,
+    lambda schedule, micro_batches: micro_batches < 8 or schedule in ("interleaved x 2", "zb-v"),
     # With one sequence less than divides, somebody has less than the others.
     lambda data, micro_batch_size, batch_divides: batch_divides or data * micro_batch_size > 1,
 )
@@ -78,6 +77,9 @@ RULES: tuple[Callable[..., bool], ...] = (
 # Standard deviation of the weights: at 0.2, the default, a plain fp32 loop itself strays further than fp32's tolerance
 # in the deepest models.
 SPREAD = 0.03
+# Gradients that are smaller than this part of the global norm are judged as if they were as large: in fp32 1e-9 of the
+# norm may be rounding.
+FLOOR = 5e-4
 
 
 @functools.cache
@@ -254,13 +256,14 @@ def compare(ranks: Any, numbers: list[int], dtype: torch.dtype, tolerance: float
     rows = [covering_array()[number] for number in numbers]
     jobs, expected = [job(row) for row in rows], [references()[number] for number in numbers]
     layout = parse_job_spec(jobs[0]).layout
-    found = ranks.run(layout, run_steps, jobs, [r[0] for r in expected], [[windows(row)] for row in rows], dtype)
-    for number, (weights, loss, gradients) in enumerate(expected):
+    weights = [light(start) for start, _, _ in expected]
+    found = ranks.run(layout, run_steps, jobs, weights, [[windows(row)] for row in rows], dtype)
+    for number, (start, loss, gradients) in enumerate(expected):
         steps = [rank[number] for rank in found]
         check(rows[number], steps, loss, gradients, tolerance)
-        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
         after = assemble(shapes, [placed for rank in steps for placed in rank.parameters])
-        assert not any(torch.equal(after[name].double(), weights[name]) for name in weights), "a step changes all"
+        assert not any(torch.equal(after[name].double(), start[name]) for name in start), "a step changes all"
 
 
 def check(row: Row, steps: list[Steps], loss: float, gradients: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -273,4 +276,4 @@ def check(row: Row, steps: list[Steps], loss: float, gradients: dict[str, torch.
         assert rank.grad_norms[0] == pytest.approx(norm, rel=tolerance), row
     for name, expected in gradients.items():
         error = (whole[name].double() - expected).norm().item()
-        assert error <= tolerance * expected.norm().item() + 1e-9 * norm * (tolerance / 2e-6), (name, row)
+        assert error <= tolerance * max(expected.norm().item(), FLOOR * norm), (name, row)
