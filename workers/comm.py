@@ -200,8 +200,7 @@ class Comm:
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool = False) -> None:
         """Sum of `tensor` over `axis` in place, or its element-wise maximum with `largest`."""
         if self._sizes[axis] > 1:
-            with self.parts.part(_PART.get(axis, "other")):
-                self._start_all_reduce(axis, tensor, largest).wait()
+            self._timed(axis, self._start_all_reduce(axis, tensor, largest)).wait()
 
     def start_all_reduce(self, axis: Axis, tensor: torch.Tensor) -> Handle:
         """Begin to sum `tensor` over `axis` in place. Nothing else may be started along the axis before its wait."""
@@ -211,9 +210,8 @@ class Comm:
 
     def all_gather(self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Concatenation of every rank's `tensor` along dimension 0, into `out` where it is given."""
-        with self.parts.part(_PART.get(axis, "other")):
-            out, work = self._start_all_gather(axis, tensor, out)
-            work.wait()
+        out, work = self._start_all_gather(axis, tensor, out)
+        self._timed(axis, work).wait()
         return out
 
     def start_all_gather(
@@ -225,9 +223,8 @@ class Comm:
 
     def reduce_scatter(self, axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's slice along dimension 0 of the sum of every rank's `tensor`."""
-        with self.parts.part(_PART.get(axis, "other")):
-            out, work = self._start_reduce_scatter(axis, tensor, None)
-            work.wait()
+        out, work = self._start_reduce_scatter(axis, tensor, None)
+        self._timed(axis, work).wait()
         return out
 
     def start_reduce_scatter(

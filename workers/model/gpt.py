@@ -59,11 +59,9 @@ class Dropout:
     def __init__(self, rate: float, place: int, region: Region):
         self.rate, self.place, self.region = rate, place, region
 
-    def __call__(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
-        """[s or s/t, b, h] -> the same."""
-        if self.rate == 0.0 or run.keys_b is None:
-            return x
-        return dropout(x, derived_keys(run.keys_b, self.place), self.rate, first_position(self.region, x.shape[0]))
+    def __call__(self, x: torch.Tensor, keys_b: torch.Tensor) -> torch.Tensor:
+        """[s or s/t, b, h] -> the same, for samples with these keys."""
+        return dropout(x, derived_keys(keys_b, self.place), self.rate, first_position(self.region, x.shape[0]))
 
 
 class Attention(nn.Module):
@@ -157,18 +155,18 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """[s or s/t, b, h] -> the same."""
-        normed, again = self._normed(self.attention_norm, x, run)
-        x = x + self.attention_dropout(self.attention(normed, run, again), run)
-        normed, again = self._normed(self.mlp_norm, x, run)
-        return x + self.mlp_dropout(self.mlp(normed, run, again), run)
+        attended = self.attention(self.attention_norm(x), run, self._again(self.attention_norm, x, run))
+        x = x + (attended if run.keys_b is None else self.attention_dropout(attended, run.keys_b))
+        found = self.mlp(self.mlp_norm(x), run, self._again(self.mlp_norm, x, run))
+        return x + (found if run.keys_b is None else self.mlp_dropout(found, run.keys_b))
 
     @staticmethod
-    def _normed(norm: LayerNorm, x: torch.Tensor, run: ForwardPass) -> tuple[torch.Tensor, Again | None]:
-        """norm(x), and how to have it again in backward, where it is not to be kept."""
+    def _again(norm: LayerNorm, x: torch.Tensor, run: ForwardPass) -> Again | None:
+        """How to have norm(x) again in backward, where it is not kept."""
         if "norm" not in run.recompute:
-            return norm(x), None
+            return None
         kept = x.detach()
-        return norm(x), lambda: norm(kept)
+        return lambda: norm(kept)
 
 
 class Embedding(nn.Module):
@@ -183,7 +181,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_sb: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """Tokens [s, b] -> [s or s/t, b, h]."""
-        return self.dropout(self.position(self.token(tokens_sb)), run)
+        x = self.position(self.token(tokens_sb))
+        return x if run.keys_b is None else self.dropout(x, run.keys_b)
 
 
 class GPTChunk(nn.Module):

@@ -37,7 +37,7 @@ def column_forward(
 ) -> tuple[torch.Tensor, ...]:
     """x W^T + b for one or more W that are split over their rows; x is gathered once."""
     whole = region.comm.all_gather("tensor", x.contiguous()) if region.sequence_parallel else x
-    return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return tuple([F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
 
 
 def column_backward(
@@ -58,8 +58,8 @@ def column_backward(
     if region.sequence_parallel and not store.keeping:
         gathering = comm.start_all_gather("tensor", x.contiguous())
     grad_ni = grads_no[0] @ weights[0]
-    for grad_no, weight in zip(grads_no[1:], weights[1:], strict=True):
-        grad_ni.addmm_(grad_no, weight)
+    for number in range(1, len(weights)):
+        grad_ni.addmm_(grads_no[number], weights[number])
     grad_x = grad_ni.view(*grads[0].shape[:-1], -1)
     reducing = None
     if region.sequence_parallel:
@@ -140,7 +140,7 @@ class _ColumnParallel(torch.autograd.Function):
         again, ctx.again = ctx.again, None  # it holds what nobody needs any more
         x = ctx.saved_tensors[0] if again is None else _recomputed(again, ctx.region.comm)
         grad_x = column_backward(grads, x, ctx.weights, ctx.biases, ctx.region)
-        return (grad_x, None, None, *(None for _ in range(2 * len(ctx.weights))))
+        return (grad_x, None, None, *[None] * (2 * len(ctx.weights)))
 
 
 class _RowParallel(torch.autograd.Function):
