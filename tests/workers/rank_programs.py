@@ -312,6 +312,9 @@ def poisoned_steps(
     last = all(comm.index(axis) == comm.size(axis) - 1 for axis in ("tensor", "pipeline"))
     usual, value = engine.optimizer.step, None
 
+    def state() -> torch.Tensor:
+        return torch.cat([_bits(engine), engine.loss_scale.state.double()])
+
     def poisoned_step(*arguments: Any) -> StepStatistics:
         if comm.rank == comm.size("world") - 1:
             flat.gradients[flat.slots[-1].start] = float("nan")
@@ -325,12 +328,12 @@ def poisoned_steps(
             value = flat.parameters[0].clone()
             flat.parameters[0] = float("inf")
         engine.optimizer.step = poisoned_step if now == "gradient" else usual
-        before = _bits(engine)
+        before = state()
         finite = _step(comm, engine, windows, number).finite
-        seen.append((finite, not torch.equal(before, _bits(engine))))
+        seen.append((finite, not torch.equal(before, state())))
         if now == "weight" and last:
             flat.parameters[0] = value
-    return seen, _bits(engine)
+    return seen, state()
 
 
 def torch_pipeline(

@@ -240,7 +240,9 @@ def test_without_fp16_there_is_no_scale():
 
 
 @pytest.mark.parametrize(
-    ("precision", "poison"), [("fp32", "gradient"), ("fp32", "weight"), ("bf16", "gradient")], ids=str
+    ("precision", "poison"),
+    [("fp32", "gradient"), ("fp32", "weight"), ("bf16", "gradient"), ("fp16", "gradient")],
+    ids=str,
 )
 @pytest.mark.parametrize(
     ("layout", "zero"),
@@ -254,4 +256,4 @@ def test_a_step_that_is_not_finite_somewhere_changes_nothing_anywhere(ranks, pre
     without = ranks.run(parse_job_spec(one).layout, *arguments, None)
     for (seen, after), (_, expected) in zip(found, without, strict=True):
         assert seen == [(True, True), (False, False), (True, True)]
-        assert torch.equal(after, expected), "as if the step had not been, AdamW's clock included"
+        assert torch.equal(after, expected), "as if the step had not been, AdamW's clock and the loss scale included"
