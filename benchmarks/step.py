@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.faked_comm import FakedComm
+from benchmarks.hugging_face import gpt2_like
 from benchmarks.plain_gpt import Layer as PlainLayer
 from benchmarks.plain_gpt import PlainLoop
 from benchmarks.report import Report, deliver, parser
@@ -121,27 +122,12 @@ def _contestants(size: Size, seed: int) -> dict[str, Callable[[], object]]:
         "engine": step,
         "engine_measured": measured_step,
         "plain": lambda: plain.step(batch, LEARNING_RATE),
-        "transformers": _transformers_step(size, tokens_sb.t().contiguous()),
+        "transformers": _transformers_step(spec, tokens_sb.t().contiguous()),
     }
 
 
-def _transformers_step(size: Size, tokens_bs: torch.Tensor) -> Callable[[], object]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=size.vocabulary_size,
-        n_positions=size.sequence_length,
-        n_embd=size.hidden_size,
-        n_layer=size.layers,
-        n_head=size.heads,
-        activation_function="gelu",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    model = GPT2LMHeadModel(config)
+def _transformers_step(spec: JobSpec, tokens_bs: torch.Tensor) -> Callable[[], object]:
+    model = gpt2_like(spec)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step() -> float:

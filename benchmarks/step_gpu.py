@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.hugging_face import gpt2_like
 from benchmarks.local_ranks import LocalRanks
 from benchmarks.report import Report, deliver, parser
 from workers.accounting import parameter_count, step_flops
@@ -49,14 +50,13 @@ class Size:
     sequence_length: int
     micro_batch_size: int
     micro_batches: int = 1
-    kv_heads: int | None = None
     ffn_hidden_size: int | None = None
     vocabulary_size: int = 50304
     recompute: str = "none"
 
     def document(self, seed: int, compiled: bool, **parallel: Any) -> dict[str, Any]:
         """The job of this model."""
-        keys = ("layers", "hidden_size", "heads", "sequence_length", "kv_heads", "ffn_hidden_size", "vocabulary_size")
+        keys = ("layers", "hidden_size", "heads", "sequence_length", "ffn_hidden_size", "vocabulary_size")
         return {
             "model": {key: getattr(self, key) for key in keys},
             "data": {"source": "python-stdlib"},
@@ -75,7 +75,7 @@ class Size:
 SIZES = {
     "gpt_125m": Size(12, 768, 12, 1024, micro_batch_size=32),
     "gpt_1b3": Size(24, 2048, 16, 2048, micro_batch_size=8),
-    "gpt_8b_wide": Size(10, 4096, 32, 4096, micro_batch_size=2, kv_heads=8, ffn_hidden_size=14336),
+    "gpt_8b_wide": Size(10, 4096, 32, 4096, micro_batch_size=2, ffn_hidden_size=14336),
 }
 PAIRED = Size(4, 512, 8, 256, micro_batch_size=4, micro_batches=4, vocabulary_size=8192)
 
@@ -120,7 +120,6 @@ def _tiny(size: Size) -> Size:
         layers=2,
         hidden_size=64,
         heads=4,
-        kv_heads=2 if size.kv_heads else None,
         ffn_hidden_size=160 if size.ffn_hidden_size else None,
         sequence_length=32,
         micro_batch_size=2,
@@ -231,30 +230,9 @@ def _manta(spec: JobSpec, device: torch.device) -> Callable[[], object]:
 
 
 def _transformers(spec: JobSpec, device: torch.device) -> Callable[[], object]:
-    """GPT-2 of the same shape with fp32 weights, bf16 autocast, torch.compile and fused AdamW. Its key-value heads
-    are as many as its heads, so it is left out for a model with fewer. Raises ImportError without transformers."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model_config = spec.model
-    if model_config.key_value_heads != model_config.heads:
-        raise ImportError("transformers' GPT-2 has no grouped key-value heads")
-    config = GPT2Config(
-        vocab_size=spec.vocabulary_size,
-        n_positions=model_config.sequence_length,
-        n_embd=model_config.hidden_size,
-        n_layer=model_config.layers,
-        n_head=model_config.heads,
-        n_inner=model_config.ffn_size,
-        activation_function="gelu",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation="sdpa",
-    )
-    model = GPT2LMHeadModel(config).to(device)
+    """GPT-2 of the same shape with fp32 weights, bf16 autocast, torch.compile and fused AdamW. Raises ImportError
+    without transformers."""
+    model = gpt2_like(spec).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     compiled = torch.compile(model)
     tokens_bs = _tokens(spec, device).t().contiguous()

@@ -210,8 +210,8 @@ class Comm:
 
     def all_gather(self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Concatenation of every rank's `tensor` along dimension 0, into `out` where it is given."""
-        out, work = self._start_all_gather(axis, tensor, out)
-        self._timed(axis, work).wait()
+        out, work = self.start_all_gather(axis, tensor, out)
+        work.wait()
         return out
 
     def start_all_gather(
@@ -223,8 +223,8 @@ class Comm:
 
     def reduce_scatter(self, axis: Axis, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's slice along dimension 0 of the sum of every rank's `tensor`."""
-        out, work = self._start_reduce_scatter(axis, tensor, None)
-        self._timed(axis, work).wait()
+        out, work = self.start_reduce_scatter(axis, tensor)
+        work.wait()
         return out
 
     def start_reduce_scatter(
