@@ -21,6 +21,7 @@ from workers.compat import all_gather_single, reduce_scatter_single
 from workers.errors import PeerLost
 from workers.links import Links, Operation, address_towards
 from workers.parallel.grid import Axis, RankGrid
+from workers.progress import Progress
 from workers.step_parts import Part, StepParts
 
 # A dead peer is noticed through its process long before this; it only bounds a wait that nobody supervises.
@@ -111,6 +112,8 @@ class Comm:
         host memory, over the links."""
         self.grid, self.rank, self.device = grid, rank, device
         self.parts = StepParts(device)
+        self.progress = Progress()
+        """Where this rank stands, for whoever watches it."""
         self.generation = 0
         self._by_links = device.type == "cpu" or shared_device
         self._staged = shared_device and device.type != "cpu"
@@ -125,6 +128,8 @@ class Comm:
 
     def connect(self, store: dist.Store, generation: int, store_host: str) -> None:
         """Meet the other ranks of `generation` through `store` on `store_host`. Raises PeerLost."""
+        self.progress.belongs_to(generation)
+        self.progress.at("connecting")
         self.generation = generation
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
         with _naming_lost_peers():
@@ -147,7 +152,7 @@ class Comm:
         near = {peer for axis in AXES if axis != "world" for peer in self._ranks[axis]}
         # Sums over all ranks go through rank 0, so everybody knows it and it knows everybody.
         peers = set(self._ranks["world"]) if self.rank == 0 else near | {0}
-        self._links = Links(self.rank, peers, store, generation, host)
+        self._links = Links(self.rank, peers, store, generation, host, self.progress)
         for channel, axis in enumerate(AXES):
             self._collectives[axis] = Collectives(self._links, channel, self._ranks[axis], star=axis == "world")
 
@@ -188,6 +193,11 @@ class Comm:
         self._collectives.clear()
         self._groups.clear()
         self.checkpoint_group = None
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time spent waiting for other ranks in this generation; 0 on GPUs, whose host does not know."""
+        return self._links.idle_seconds if self._links is not None else 0.0
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along `axis`."""
@@ -238,6 +248,7 @@ class Comm:
         return _Timed(work, self.parts, _PART.get(axis, "other")) if self.parts.measuring else work
 
     def _start_all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool) -> Handle:
+        self.progress.entered(axis)
         if self._links is not None:
             host = tensor.cpu()
             work = self._collectives[axis].start_all_reduce(host, maximum if largest else add)
@@ -254,6 +265,7 @@ class Comm:
             return (tensor, _Done()) if out is None else (out.copy_(tensor), _Done())
         if out is None:
             out = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
+        self.progress.entered(axis)
         return out, self._transform(
             out,
             tensor,
@@ -269,6 +281,7 @@ class Comm:
             return (tensor, _Done()) if out is None else (out.copy_(tensor), _Done())
         if out is None:
             out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+        self.progress.entered(axis)
         return out, self._transform(
             out,
             tensor,
@@ -295,6 +308,7 @@ class Comm:
     def send(self, stage: int, tensor: torch.Tensor) -> Transfer:
         """Start sending `tensor` to rank `stage` of the same pipeline; never blocks. Messages between two ranks in one
         direction arrive in the order in which they were sent."""
+        self.progress.entered("sent")
         peer = self._ranks["pipeline"][stage]
         if self._links is not None:
             return self._links.send(peer, AXES.index("pipeline"), tensor.cpu())
@@ -304,6 +318,7 @@ class Comm:
 
     def receive(self, stage: int, tensor: torch.Tensor) -> Handle:
         """Start receiving into `tensor` from rank `stage` of the same pipeline."""
+        self.progress.entered("received")
         peer = self._ranks["pipeline"][stage]
         if self._links is not None:
             host = torch.empty(tensor.shape, dtype=tensor.dtype) if self._staged else tensor

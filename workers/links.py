@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from workers.errors import MantaError, PeerLost
+from workers.progress import CONNECTING_CHANNEL, Progress
 
 _HELLO = struct.Struct("<QQ")  # generation, rank
 _HEADER = struct.Struct("<QQ")  # channel, payload bytes
@@ -32,9 +33,15 @@ class Operation:
     """A send or a receive under way."""
 
     def __init__(
-        self, links: Links, link: _Link, header: bytes | bytearray, payload: memoryview, expected: bytes | None
+        self,
+        links: Links,
+        link: _Link,
+        channel: int,
+        header: bytes | bytearray,
+        payload: memoryview,
+        expected: bytes | None,
     ):
-        self._links, self.link = links, link
+        self._links, self.link, self.channel = links, link, channel
         self.buffers = [memoryview(header), payload]
         self.header, self.expected = header, expected
         self.done = False
@@ -100,12 +107,21 @@ class _Link:
 class Links:
     """All connections of one rank in one generation."""
 
-    def __init__(self, rank: int, peers: Iterable[int], store: dist.Store, generation: int, host: str):
+    def __init__(
+        self,
+        rank: int,
+        peers: Iterable[int],
+        store: dist.Store,
+        generation: int,
+        host: str,
+        progress: Progress | None = None,
+    ):
         """Connect to `peers`, meeting them through `store` (already prefixed by generation). `host` is this rank's
-        address. Raises PeerLost when a peer goes away meanwhile."""
+        address; `progress` is told for whom it waits. Raises PeerLost when a peer goes away meanwhile."""
         self.rank, self.generation = rank, generation
         self.idle_seconds = 0.0
         """Time spent waiting without anything to move, since the links were made."""
+        self._progress = progress or Progress()
         self._links: dict[int, _Link] = {}
         others = sorted(peer for peer in peers if peer != rank)
         with socket.create_server((host, 0), backlog=_BACKLOG) as listener:
@@ -113,8 +129,10 @@ class Links:
             for peer in (peer for peer in others if peer < rank):
                 self._links[peer] = _Link(peer, self._call(store, peer))
             self._answer(listener, {peer for peer in others if peer > rank})
+        self._progress.moved()
 
     def _call(self, store: dist.Store, peer: int) -> socket.socket:
+        self._progress.waits_for(peer, CONNECTING_CHANNEL, sending=False)
         host, port = store.get(f"address/{peer}").decode().rsplit(":", 1)
         try:
             connection = socket.create_connection((host, int(port)))
@@ -130,6 +148,7 @@ class Links:
         with selectors.DefaultSelector() as doors:
             doors.register(listener, selectors.EVENT_READ)
             while awaited:
+                self._progress.waits_for(min(awaited), CONNECTING_CHANNEL, sending=False)
                 for key, _ in doors.select():
                     if key.fileobj is listener:
                         connection = listener.accept()[0]
@@ -162,7 +181,7 @@ class Links:
     def send(self, peer: int, channel: int, tensor: torch.Tensor) -> Operation:
         """Start sending the contiguous CPU `tensor`, which must not change until the operation is done."""
         link, payload = self._links[peer], _bytes_of(tensor)
-        operation = Operation(self, link, _HEADER.pack(channel, len(payload)), payload, None)
+        operation = Operation(self, link, channel, _HEADER.pack(channel, len(payload)), payload, None)
         link.sends.append(operation)
         if len(link.sends) == 1:
             link.push()
@@ -172,7 +191,7 @@ class Links:
         """Start receiving into the contiguous CPU `tensor`."""
         link, payload = self._links[peer], _bytes_of(tensor)
         expected = _HEADER.pack(channel, len(payload))
-        operation = Operation(self, link, bytearray(_HEADER.size), payload, expected)
+        operation = Operation(self, link, channel, bytearray(_HEADER.size), payload, expected)
         link.receives.append(operation)
         return operation
 
@@ -192,9 +211,11 @@ class Links:
                         raise PeerLost("this generation's connections were closed")
                     waiting[descriptor] = link
                     poll.register(descriptor, events)
+            self._progress.waits_for(operation.link.peer, operation.channel, operation.expected is None)
             began = time.perf_counter()
             ready = poll.poll()
             self.idle_seconds += time.perf_counter() - began
+            self._progress.moved()
             for descriptor, _ in ready:
                 waiting[descriptor].push()
                 waiting[descriptor].pull()

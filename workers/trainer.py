@@ -66,6 +66,8 @@ class Trainer:
 
     def restore(self, resume: Resume) -> None:
         """Bring the state to committed step `resume.step`. Raises CheckpointError when it cannot be had."""
+        self.comm.progress.belongs_to(self.comm.generation)
+        self.comm.progress.at("restoring")
         if resume.source == "start":
             self.engine.initialise(self.spec.train.seed)
         elif resume.source == "snapshot" and self.snapshots is not None:
@@ -84,18 +86,22 @@ class Trainer:
 
     def train(self) -> None:
         """Run all steps that are left, and save what the last generation did not get to save."""
+        self.comm.progress.at("checkpoint")
         if self.checkpoints is not None and self.checkpoints.is_missing(self.step):
             self.checkpoints.start(self.step)
         while self.step < self.spec.train.steps:
             self.train_step()
+        self.comm.progress.at("checkpoint")
         if self.checkpoints is not None:
             self.checkpoints.finish()
         self.comm.barrier()
+        self.comm.progress.at("done")
 
     def train_step(self) -> StepStatistics:
         """One step: compute, agree, update, keep, report. Raises NonFiniteError when the policy is to fail."""
         began, parts = time.perf_counter(), self.comm.parts
         step = self.step + 1
+        self.comm.progress.begin_step(step, self.comm.idle_seconds)
         if self._measures(step):
             parts.begin()
         rate = learning_rate(self.spec.train.optimizer, step, self.spec.train.steps)
@@ -106,6 +112,7 @@ class Trainer:
         if not statistics.finite:
             self._pass_over(step, statistics)
         self.step = step
+        self.comm.progress.commit(step, self.comm.idle_seconds)
         more = self._part_means() if parts.measuring else {}
         if self._validates(step):
             more["validation_loss"] = self.validate()
@@ -115,6 +122,7 @@ class Trainer:
 
         self._keep_and_report(step, row)
         if self.checkpoints is not None and self.checkpoints.due(step):
+            self.comm.progress.at("checkpoint")
             self.checkpoints.start(step)
         return statistics
 
@@ -149,6 +157,7 @@ class Trainer:
 
         if self.snapshots is not None and step % self.spec.checkpoint.snapshot_every_steps == 0:
             began = time.perf_counter()
+            self.comm.progress.at("snapshot")
             self.snapshots.save(step, note)
             self._snapshot_seconds = time.perf_counter() - began
         else:
@@ -164,6 +173,7 @@ class Trainer:
 
     def validate(self) -> float:
         """Mean loss over the validation batches, in nats a token; the same on every rank."""
+        self.comm.progress.at("validation")
         sums = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
         for index in range(self.batches.validation_batches()):
             total, tokens = self.engine.pipeline.evaluate(self.batches.validation(index))

@@ -23,8 +23,10 @@ from workers.device_peak import measure_peak_flops
 from workers.errors import CheckpointError, DataError, NonFiniteError, PeerLost, SharedMemoryError
 from workers.messages import Failure, LaunchOrder
 from workers.parallel.grid import RankGrid
+from workers.progress import Progress
 from workers.reporter import Reporter
 from workers.spec_reading import parse_job_spec
+from workers.stacks import answer_with_stacks
 from workers.trainer import Places, Trainer
 
 EXIT_FAILED, EXIT_PEER_LOST, EXIT_ORPHANED = 1, 75, 76
@@ -67,6 +69,9 @@ def _build(order: LaunchOrder, reporter: Reporter) -> Trainer:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     comm = Comm(RankGrid(spec.layout), order.rank, device)
+    if order.snapshot_folder is not None:
+        answer_with_stacks(order.snapshot_folder, order.rank)
+        comm.progress = Progress.shared(order.snapshot_folder, order.rank)
     if comm.size("world") > 1:
         if order.store_host is None or order.store_port is None:
             raise ValueError("a job of several ranks needs a rendezvous store in its launch order")

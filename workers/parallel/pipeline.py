@@ -25,6 +25,7 @@ from workers.parallel.dropout import sample_keys
 from workers.parallel.recompute import recomputed
 from workers.parallel.schedules import Action, forward_only, neighbours, schedule
 from workers.parallel.weight_gradients import Task, WeightGradients
+from workers.progress import Phase
 
 Key = tuple[int, int]
 """(chunk, micro-batch)."""
@@ -141,7 +142,9 @@ class Pipeline:
             "backward_weight": self._backward_weight,
             "send_backward": self._send_backward,
         }
+        progress, training = self.comm.progress, torch.is_grad_enabled()
         for action in actions:
+            progress.at(_phase_of(action) if training else "validation", action.micro_batch)
             runners[action.kind](action, held)
         for send, _ in held.sends:
             send.wait()
@@ -277,3 +280,7 @@ class Pipeline:
         if not self.scatters:
             return message.buffer
         return self.comm.all_gather("tensor", message.buffer).view(message.shape)
+
+
+def _phase_of(action: Action) -> Phase:
+    return "forward" if action.kind in ("receive_forward", "forward", "send_forward") else "backward"

@@ -136,10 +136,14 @@ class ZeroOptimizer:
         Every rank is inside this call when any of them updates its parameters. Where the loss or the norm is not
         finite nothing is updated on any rank, which is decided on the device.
         """
+        progress = self.comm.progress
+        progress.at("reduction")
         self._finish_tail()
         gradient = self.reduction.finish()
         with self.comm.parts.part("optimizer"):
+            progress.at("agreement")
             agreed = self._agree(gradient, loss, memory_bytes)
+            progress.at("optimizer")
             norm, divisor = self._norm_and_divisor(agreed, loss.scale)
             gradient.div_(divisor)
             if len(gradient) < len(self.exp_avg):  # stage 0

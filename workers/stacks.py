@@ -1,0 +1,92 @@
+"""Where a process stands: its Python stacks, asked for by a signal, and what the kernel says about it.
+
+The signal's handler is C and needs no interpreter lock, so a trainer answers also while something holds that lock. A
+stopped process cannot answer; of it there is only what /proc tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import signal
+from pathlib import Path
+
+from workers.paths import rank_stem
+
+STACKS_SIGNAL = signal.SIGUSR2
+MOST_CHARACTERS = 16_000
+_ANSWER_SECONDS = 1.0
+_LOOK_SECONDS = 0.02
+
+
+def stacks_path(folder: str | Path, rank: int) -> Path:
+    """The file into which `rank` writes its stacks when asked to."""
+    return Path(folder) / f"{rank_stem(rank)}.stacks"
+
+
+def answer_with_stacks(folder: str | Path, rank: int) -> None:
+    """In the trainer: from now on STACKS_SIGNAL makes this process write the stacks of all its threads."""
+    path = stacks_path(folder, rank)
+    with contextlib.suppress(OSError):  # without room in shared memory there are no stacks, and that is all
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # open as long as the process lives
+        faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True)
+
+
+async def take_stacks(pid: int, path: Path) -> str:
+    """The stacks of all threads of process `pid`, which answers into `path`; what the kernel knows where it does not
+    answer within a second. At most MOST_CHARACTERS."""
+    text = await _asked(pid, path) if _state_letter(pid) not in ("T", "t", "Z", "X", "") else ""
+    return (text or from_kernel(pid))[-MOST_CHARACTERS:]
+
+
+async def _asked(pid: int, path: Path) -> str:
+    before = _size(path)
+    if before is None:
+        return ""  # it has not come to where it would answer: the signal would end it
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, STACKS_SIGNAL)
+    seen = before
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            while True:  # there is no event for a file that has grown and grows no more
+                await asyncio.sleep(_LOOK_SECONDS)
+                now = _size(path) or 0
+                if now > before and now == seen:
+                    break
+                seen = now
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(before)
+        return file.read().decode(errors="replace")
+    return ""
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _state_letter(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def from_kernel(pid: int) -> str:
+    """What /proc tells about process `pid` and may be read: its state, and where in the kernel it waits."""
+    found = []
+    for name in ("status", "wchan", "stack", "syscall"):
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace").strip()
+            if name == "status":
+                kept = ("State", "Threads", "SigPnd", "ShdPnd", "SigBlk", "voluntary_ctxt", "nonvoluntary_ctxt")
+                text = "\n".join(line for line in text.splitlines() if line.startswith(kept))
+            if text and text != "0":
+                found.append(f"{name}: {text}" if "\n" not in text else text)
+    return "\n".join(found)
