@@ -19,7 +19,9 @@ from workers.messages import LaunchOrder
 from workers.paths import Paths, rank_stem, zygote_socket
 from workers.rank_log import RankLog
 from workers.report_buffer import ReportBuffer
+from workers.stacks import stacks_path, take_stacks
 from workers.trainer_run import TrainerRun
+from workers.watch import Watch
 from workers.zygote_client import fork
 
 ZYGOTE_WAIT_SECONDS = 60.0
@@ -41,6 +43,7 @@ class Agent:
         self._reports = ReportBuffer()
         self._generation = 0
         self._run: TrainerRun | None = None
+        self._watch: Watch | None = None
         self._lock = asyncio.Lock()
 
     async def describe(self) -> dict[str, Any]:
@@ -75,7 +78,41 @@ class Agent:
             socket_path = zygote_socket(self._runtime_folder, host.node)
             process = await fork(socket_path, "trainer", order, environment, timeout=ZYGOTE_WAIT_SECONDS)
             self._run = TrainerRun(launch, process, self._reports, self._log)
+            self._begin_watch(self._run, launch)
             return {"pid": process.pid}
+
+    def _begin_watch(self, run: TrainerRun, order: LaunchOrder) -> None:
+        if self._snapshot_folder is None:
+            return
+        compiles = bool(order.spec.get("train", {}).get("compile", False))
+
+        def tell(data: dict[str, Any]) -> None:
+            self._reports.add("stalled", self._generation, self._rank, data)
+
+        self._watch = Watch(run.process.pid, self._rank, self._snapshot_folder, compiles, tell)
+        run.beside(self._watch.run())
+
+    async def progress(self) -> dict[str, Any] | None:
+        """Where the trainer stands (see `Watch.describe`); None when none runs, or none is watched."""
+        if self._run is None or self._run.ended or self._watch is None:
+            return None
+        return self._watch.describe() if self._watch.look() else None
+
+    async def stacks(self, pid: int) -> str:
+        """The stacks of all threads of the trainer `pid`, or what the kernel tells about a process that does not
+        answer; empty when it is not this agent's. They are written into the rank's log too."""
+        if self._run is None or self._run.ended or self._run.process.pid != pid or self._snapshot_folder is None:
+            return ""
+        found = await take_stacks(pid, stacks_path(self._snapshot_folder, self._rank))
+        self._log.write(self._generation, "agent", found.splitlines())
+        return found
+
+    async def condemn(self, pid: int, kind: str, message: str) -> bool:
+        """SIGKILL the trainer `pid`; its exit report says why. False when it is not this agent's, or has ended."""
+        if self._run is None or self._run.ended or self._run.process.pid != pid:
+            return False
+        self._run.condemn(kind, message)
+        return True
 
     def _refuse_stale(self, order: LaunchOrder) -> None:
         if (order.job, order.rank) != (self._job, self._rank):

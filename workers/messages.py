@@ -66,10 +66,12 @@ class LaunchOrder:
 class Report:
     """One message of a trainer, or of its agent about it, to the control plane."""
 
-    kind: Literal["started", "metrics", "event", "failure", "finished", "exit"]
+    kind: Literal["started", "metrics", "event", "stalled", "failure", "finished", "exit"]
     """started: trainer is up; metrics: `data.rows`, one per committed step; event: something to tell (`data.type`,
     `data.message`, more); failure: the trainer is about to exit (`data` as `Failure`); finished: last step committed;
-    exit: the process is gone (`data.code` or `data.signal`), added by the agent, always the last of its generation."""
+    stalled: it stands still for longer than it may, or moves on after it did (`data` as `Watch.describe`), added by the
+    agent; exit: the process is gone (`data.code` or `data.signal`; `data.condemned`, where its agent killed it for
+    something: `kind` and `message`), added by the agent, always the last of its generation."""
     generation: int
     rank: int
     time: float

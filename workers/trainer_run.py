@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Coroutine
 from typing import Any
 
 from workers.messages import LaunchOrder
@@ -25,12 +26,18 @@ class TrainerRun:
         self.process, self.generation = process, order.generation
         self._rank, self._reports, self._log = order.rank, reports, log
         self._stderr = LineSplitter()
+        self._condemned: dict[str, str] | None = None
         self._watching = asyncio.create_task(self._watch(), name=f"trainer {process.pid}")
 
     @property
     def ended(self) -> bool:
         """Whether the process is gone and its exit has been reported."""
         return self._watching.done()
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` for as long as the process lives."""
+        self._beside = asyncio.create_task(work, name=f"beside trainer {self.process.pid}")
+        self._watching.add_done_callback(lambda _: self._beside.cancel())
 
     async def wait(self) -> Exit:
         """How the process ended, after its `exit` report was made."""
@@ -40,6 +47,11 @@ class TrainerRun:
         """SIGKILL the process and wait until it is reaped and reported."""
         self.process.kill()
         return await self.wait()
+
+    def condemn(self, kind: str, message: str) -> None:
+        """SIGKILL the process, and have its `exit` report say in `condemned` why: `kind` and `message`."""
+        self._condemned = {"kind": kind, "message": message}
+        self.process.kill()
 
     async def _watch(self) -> Exit:
         pumps = [
@@ -52,7 +64,9 @@ class TrainerRun:
         for pump in late:
             pump.cancel()
         await asyncio.gather(*late, return_exceptions=True)
-        data = {**found.to_json(), "last_output": list(self._stderr.tail)}
+        data: dict[str, Any] = {**found.to_json(), "last_output": list(self._stderr.tail)}
+        if self._condemned is not None:
+            data["condemned"] = self._condemned
         self._reports.add("exit", self.generation, self._rank, data)
         self.process.close()
         return found

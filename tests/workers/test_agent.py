@@ -195,3 +195,26 @@ def test_stopped_trainer_dies_with_its_agent(zygote, tmp_path, gone):
     pid, torch, ray = found.stdout.split()
     assert gone(int(pid))
     assert (torch, ray) == ("False", "False"), "the agent must stay light"
+
+
+def test_standstill_is_reported_its_stacks_are_told_and_its_end_says_why(make_agent, go):
+    async def body():
+        agent = make_agent()
+        assert await agent.progress() is None
+        answer = await agent.launch(order(4, reports=1, wait=True, stop=True))
+        stalled = []
+        while not stalled:
+            stalled = [report for report in await agent.reports(0, 20.0) if report["kind"] == "stalled"]
+        assert stalled[0]["generation"] == 4
+        assert stalled[0]["data"]["stopped"]
+        assert (await agent.progress())["overdue"]
+        assert await agent.stacks(answer["pid"] + 1) == ""
+        assert "stopped" in await agent.stacks(answer["pid"])
+        assert not await agent.condemn(answer["pid"] + 1, "hung", "of another")
+        assert await agent.condemn(answer["pid"], "hung", "stood still")
+        exits = [report for report in await until_exit(agent) if report["kind"] == "exit"]
+        assert exits[0]["data"]["condemned"] == {"kind": "hung", "message": "stood still"}
+        assert await agent.progress() is None
+        await agent.close()
+
+    go(body)

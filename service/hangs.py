@@ -1,0 +1,153 @@
+"""Whose fault it is that a job stands still: a pure function of what all agents see of their ranks.
+
+Ranks that wait name the rank that they wait for, so what they say is a graph, and the culprit is where its paths end:
+a rank that waits for nobody, or whose process is stopped, and has stood still for longer than its own agent allows.
+Where the backend does not tell who waits for whom (NCCL), a rank counts as waiting for every peer that has entered
+fewer of the collectives that they share: the culprit did not enter the one in which the others wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+AXES = ("tensor", "pipeline", "data", "embedding", "world")
+"""Axes in the order of the channels' numbers, and the names of their counts."""
+Group = Callable[[str, int], Sequence[int]]
+"""Ranks that share an axis with a rank: (axis, rank) -> ranks."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """One rank as its agent sees it."""
+
+    rank: int
+    answered: bool = True
+    """Whether its agent answered at all."""
+    overdue: bool = False
+    """Whether it has stood still for longer than its agent allows."""
+    stopped: bool = False
+    """Whether its process is stopped by a signal."""
+    waits_for: int | None = None
+    """Rank without which it cannot go on."""
+    step: int = 0
+    """Step that it computes."""
+    counts: Mapping[str, int] | None = None
+    """Collectives entered by axis."""
+    heartbeat: int | None = None
+    """Grows with every change."""
+
+    @classmethod
+    def of(cls, rank: int, answer: Mapping[str, Any] | None) -> Look:
+        """From what an agent's `progress` answered; None: it did not answer."""
+        if answer is None:
+            return cls(rank, answered=False)
+        record = answer["record"] or {}
+        return cls(
+            rank,
+            overdue=answer["overdue"],
+            stopped=answer["stopped"],
+            waits_for=record.get("waits_for"),
+            step=record.get("step", 0),
+            counts=record.get("counts"),
+            heartbeat=record.get("heartbeat"),
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is at fault."""
+
+    kind: Literal["nobody", "ranks", "gang"]
+    """nobody: nothing stands still that should not, or what does may yet go on; ranks: these; gang: something does,
+    and what is known names nobody, so all must go."""
+    ranks: tuple[int, ...] = ()
+    """The culprits; all ranks for `gang`."""
+    why: str = ""
+    """For people."""
+
+
+def find_culprits(looks: Sequence[Look], group: Group) -> Verdict:
+    """Who keeps the job from going on, by one look at all its ranks, in the order of ranks."""
+    overdue = [look for look in looks if look.overdue]
+    if not overdue:
+        return Verdict("nobody")
+    edges = _edges(looks, group)
+    roots: set[int] = set()
+    cycles: list[list[int]] = []
+    for look in overdue:
+        path = _path(look.rank, edges)
+        if path[-1] in path[:-1]:
+            cycles.append(path[path.index(path[-1]) : -1])
+        else:
+            roots.add(path[-1])
+    guilty = sorted(root for root in roots if looks[root].overdue or not looks[root].answered)
+    if guilty:
+        return _among_roots(looks, guilty, set(edges.values()))
+    if roots:
+        return Verdict("nobody", why=f"{_names(sorted(roots))} may still go on")
+    return _least(looks, sorted({rank for cycle in cycles for rank in cycle}), "they wait for each other")
+
+
+def waiting_for(looks: Sequence[Look], culprit: int, group: Group) -> list[int]:
+    """Ranks that cannot go on without `culprit`, directly or through others."""
+    edges = _edges(looks, group)
+    return [look.rank for look in looks if look.rank != culprit and culprit in _path(look.rank, edges)]
+
+
+def _edges(looks: Sequence[Look], group: Group) -> dict[int, int]:
+    told = {look.rank: look.waits_for for look in looks if look.waits_for is not None and not look.stopped}
+    if told:
+        return told
+    return {look.rank: to for look in looks if look.overdue and (to := _behind(look, looks, group)) is not None}
+
+
+def _behind(look: Look, looks: Sequence[Look], group: Group) -> int | None:
+    """The peer that is furthest behind `look` in the collectives that they share."""
+    lag: dict[int, int] = {}
+    for axis in AXES:
+        for peer in group(axis, look.rank):
+            mine, its = look.counts, looks[peer].counts
+            if mine is not None and its is not None and its[axis] < mine[axis] and not look.stopped:
+                lag[peer] = max(lag.get(peer, 0), mine[axis] - its[axis])
+    return max(lag, key=lambda peer: (lag[peer], -peer)) if lag else None
+
+
+def _path(start: int, edges: Mapping[int, int]) -> list[int]:
+    """From `start` along the edges to their end; the last is one of those before it where they go round."""
+    path = [start]
+    while path[-1] in edges and path[-1] not in path[:-1]:
+        path.append(edges[path[-1]])
+    return path
+
+
+def _among_roots(looks: Sequence[Look], guilty: list[int], awaited: set[int]) -> Verdict:
+    sure = [rank for rank in guilty if looks[rank].stopped or rank in awaited]
+    if sure or len(guilty) == 1:
+        ranks = tuple(sure or guilty)
+        return Verdict("ranks", ranks, _reason(looks[ranks[0]], bool(sure)))
+    return _least(looks, guilty, "none of them waits for another")
+
+
+def _reason(look: Look, awaited: bool) -> str:
+    if not look.answered:
+        return "others wait for it, and its agent does not answer"
+    if look.stopped:
+        return "its process is stopped"
+    return "others wait for it, and it waits for nobody" if awaited else "it stands still and waits for nobody"
+
+
+def _least(looks: Sequence[Look], ranks: list[int], why: str) -> Verdict:
+    """The one rank of `ranks` with the least progress; the whole gang where there is none."""
+    progress = {rank: (looks[rank].step, (looks[rank].counts or {}).get("world", 0)) for rank in ranks}
+    last = [rank for rank in ranks if progress[rank] == min(progress.values())]
+    if len(last) == 1:
+        return Verdict("ranks", tuple(last), f"of {_names(ranks)} it got least far, and {why}")
+    everybody = tuple(look.rank for look in looks)
+    return Verdict("gang", everybody, f"{_names(last)} stand still and {why}; which of them is at fault cannot be told")
+
+
+def _names(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{' and more' if len(ranks) > 8 else ''}"
