@@ -202,11 +202,11 @@ def test_standstill_is_reported_its_stacks_are_told_and_its_end_says_why(make_ag
         agent = make_agent()
         assert await agent.progress() is None
         answer = await agent.launch(order(4, reports=1, wait=True, stop=True))
-        stalled = []
-        while not stalled:
-            stalled = [report for report in await agent.reports(0, 20.0) if report["kind"] == "stalled"]
-        assert stalled[0]["generation"] == 4
-        assert stalled[0]["data"]["stopped"]
+        (told,) = await agent.reports(0, 20.0)
+        assert told["kind"] == "event"
+        (stalled,) = await agent.reports(told["sequence"], 20.0)
+        assert (stalled["kind"], stalled["generation"]) == ("stalled", 4)
+        assert stalled["data"]["stopped"]
         assert (await agent.progress())["overdue"]
         assert await agent.stacks(answer["pid"] + 1) == ""
         assert "stopped" in await agent.stacks(answer["pid"])
