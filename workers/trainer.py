@@ -25,6 +25,7 @@ from workers.learning_rate import learning_rate
 from workers.messages import Resume
 from workers.parallel.zero import StepStatistics
 from workers.reporter import Reporter
+from workers.step_clock import StepClock
 
 # Rows of metrics kept in a snapshot: more steps than are ever under way to the database.
 JOURNAL_ROWS = 256
@@ -55,6 +56,7 @@ class Trainer:
             self.checkpoints = Checkpointer(places.checkpoints, places.job, spec, self.engine, comm, reporter.event)
         self.step = 0
         """Last committed step."""
+        self.clock = StepClock()
         self._snapshot_seconds = 0.0
         self._journal: deque[bytes] = deque(maxlen=JOURNAL_ROWS)
 
@@ -86,16 +88,24 @@ class Trainer:
 
     def train(self) -> None:
         """Run all steps that are left, and save what the last generation did not get to save."""
+        self.clock.restart()
         self.comm.progress.at("checkpoint")
         if self.checkpoints is not None and self.checkpoints.is_missing(self.step):
-            self.checkpoints.start(self.step)
+            self._save_checkpoint(self.step)
         while self.step < self.spec.train.steps:
             self.train_step()
         self.comm.progress.at("checkpoint")
         if self.checkpoints is not None:
-            self.checkpoints.finish()
+            with self.clock.waiting("checkpoint_stall"):
+                self.checkpoints.finish()
         self.comm.barrier()
         self.comm.progress.at("done")
+
+    def _save_checkpoint(self, step: int) -> None:
+        if self.checkpoints is not None:
+            self.comm.progress.at("checkpoint")
+            with self.clock.waiting("checkpoint_stall"):
+                self.checkpoints.start(step)
 
     def train_step(self) -> StepStatistics:
         """One step: compute, agree, update, keep, report. Raises NonFiniteError when the policy is to fail."""
@@ -105,7 +115,7 @@ class Trainer:
         if self._measures(step):
             parts.begin()
         rate = learning_rate(self.spec.train.optimizer, step, self.spec.train.steps)
-        with parts.part("data"):
+        with parts.part("data"), self.clock.waiting("data_wait"):
             batch = self.batches.training(step)
         sequences = self.batches.plan.size(step)
         statistics = self.engine.step(batch, sequences, rate, memory_in_use(self.comm.device))
@@ -122,8 +132,7 @@ class Trainer:
 
         self._keep_and_report(step, row)
         if self.checkpoints is not None and self.checkpoints.due(step):
-            self.comm.progress.at("checkpoint")
-            self.checkpoints.start(step)
+            self._save_checkpoint(step)
         return statistics
 
     def _pass_over(self, step: int, statistics: StepStatistics) -> None:
@@ -151,19 +160,24 @@ class Trainer:
         def note() -> bytes:
             if self.comm.rank > 0:
                 return b""
-            made.append(make_row())
+            made.append(make_row() | self._when())
             self._journal.append(json.dumps(made[0]).encode())
             return b"\n".join(self._journal)
 
         if self.snapshots is not None and step % self.spec.checkpoint.snapshot_every_steps == 0:
             began = time.perf_counter()
             self.comm.progress.at("snapshot")
-            self.snapshots.save(step, note)
+            with self.clock.waiting("snapshot_stall"):
+                self.snapshots.save(step, note)
             self._snapshot_seconds = time.perf_counter() - began
         else:
             note()
         for row in made:
             self.reporter.metrics(row)
+
+    def _when(self) -> dict[str, Any]:
+        """When and by which generation the step was committed, and where the seconds since the one before went."""
+        return {"time": time.time(), "generation": self.comm.generation, "seconds": self.clock.lap()}
 
     def _report_again(self, note: bytes) -> None:
         """Report the rows that came with a snapshot; the receiver knows most of them already."""

@@ -56,7 +56,7 @@ def run(argument: dict[str, Any], control: socket.socket) -> int:
         print(f"generation {order.generation}: rank {order.rank} is done with step {trainer.step}", flush=True)
     except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported, nothing goes on
         return _fail(error, order, trainer, reporter)
-    reporter.send("finished", {"step": trainer.step})
+    reporter.send("finished", {"step": trainer.step, "seconds": trainer.clock.lap()})
     reporter.close()
     return 0
 

@@ -19,7 +19,8 @@ from workers.checkpoint.catalog import whole_checkpoints
 ROOT = Path(__file__).parents[2]
 NAMES = {
     "step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu_full",
-    "mfu_causal", "hfu_full", "hfu_paper", "memory_bytes",
+    "mfu_causal", "hfu_full", "hfu_paper", "memory_bytes", "time",
+    "generation", "seconds",
 }  # fmt: skip
 
 

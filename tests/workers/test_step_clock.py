@@ -1,0 +1,82 @@
+"""Every second of a rank is in exactly one lap, and in one wait of it at most."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.step_clock import WAITS, StepClock
+
+
+class Hands:
+    """A clock that moves when told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def hands():
+    return Hands()
+
+
+def test_waits_are_told_from_the_rest(hands):
+    clock = StepClock(hands)
+    with clock.waiting("data_wait"):
+        hands.now += 2
+    hands.now += 5
+    assert clock.lap() == {"wall": 7, "data_wait": 2, "snapshot_stall": 0, "checkpoint_stall": 0}
+    assert clock.lap()["wall"] == 0
+
+
+def test_wait_that_goes_on_is_cut_in_two(hands):
+    clock = StepClock(hands)
+    with clock.waiting("snapshot_stall"):
+        hands.now += 3
+        assert clock.lap()["snapshot_stall"] == 3
+        hands.now += 1
+    assert clock.lap() == {"wall": 1, "data_wait": 0, "snapshot_stall": 1, "checkpoint_stall": 0}
+
+
+def test_wait_that_raises_is_over(hands):
+    clock = StepClock(hands)
+    with pytest.raises(ValueError, match="no data"), clock.waiting("data_wait"):
+        hands.now += 1
+        raise ValueError("no data")
+    hands.now += 4
+    assert clock.lap()["data_wait"] == 1
+
+
+def test_what_was_before_a_restart_belongs_to_nobody(hands):
+    clock = StepClock(hands)
+    with clock.waiting("data_wait"):
+        hands.now += 9
+    clock.restart()
+    hands.now += 1
+    assert clock.lap() == {"wall": 1, "data_wait": 0, "snapshot_stall": 0, "checkpoint_stall": 0}
+
+
+moves = st.one_of(st.floats(0, 10), st.just("lap"), st.sampled_from(WAITS), st.just("end"))
+
+
+@given(st.lists(moves, max_size=40))
+def test_laps_sum_to_the_time_and_no_lap_waits_longer_than_it_lasts(happened):
+    hands = Hands()
+    clock, laps, contexts = StepClock(hands), [], []
+    for move in happened:
+        if isinstance(move, float):
+            hands.now += move
+        elif move == "lap":
+            laps.append(clock.lap())
+        elif move == "end" and contexts:
+            contexts.pop().__exit__(None, None, None)
+        elif move in WAITS:
+            contexts.append(clock.waiting(move))
+            contexts[-1].__enter__()
+    laps.append(clock.lap())
+    assert sum(lap["wall"] for lap in laps) == pytest.approx(hands.now - 100.0)
+    for lap in laps:
+        assert all(lap[wait] >= 0 for wait in WAITS)
+        assert sum(lap[wait] for wait in WAITS) <= lap["wall"] + 1e-9
