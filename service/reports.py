@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from sqlalchemy.orm import Session
 
 from service.states import JobState
-from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks
+from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks, recoveries
+from service.store.generations import TrainedStep
+from service.store.tables import Recovery
+
+# The one that ships metrics; the ledger follows its time.
+REPORTING_RANK = 0
 
 
 class ReportWriter:
@@ -20,29 +26,85 @@ class ReportWriter:
 
     async def take(self, report: dict[str, Any]) -> None:
         """Store one report. Reports seen before, and those of replaced generations, change nothing."""
-        operations = {"metrics": self._metrics, "event": self._event, "started": self._started, "exit": self._exit}
+        operations = {
+            "metrics": self._metrics,
+            "event": self._event,
+            "started": self._started,
+            "finished": self._finished,
+            "exit": self._exit,
+        }
         operation = operations.get(report["kind"])
         if operation is not None:
             await self._store.write_async(lambda session: operation(session, report))
 
     def _metrics(self, session: Session, report: dict[str, Any]) -> None:
         rows = report["data"]["rows"]
+        committed = jobs.get(session, self._job_id).step
         stored = metrics.record(session, self._job_id, self._generation, report["rank"], report["sequence"], rows)
-        newest = max(row["step"] for row in rows)
-        if stored and not self._stepped and newest > self._resume_step:
+        own = [row for row in rows if row["step"] > self._resume_step]
+        if stored and own and not self._stepped:
             self._stepped = True
-            self._first_step(session, newest)
+            self._first_step(session, own[0], committed)
 
-    def _first_step(self, session: Session, step: int) -> None:
-        if not generations.mark_first_step(session, self._job_id, self._generation):
+    def _first_step(self, session: Session, row: dict[str, Any], committed: int) -> None:
+        """`row` is of the generation's first step; `committed` was the job's last step before."""
+        step, at = row["step"], float(row.get("time") or time.time())
+        if not generations.mark_first_step(session, self._job_id, self._generation, at):
             return
         if jobs.get(session, self._job_id).state in (JobState.STARTING, JobState.RECOVERING):
             jobs.transition(session, self._job_id, JobState.RUNNING)
         message = f"generation {self._generation} committed its first step, {step}"
         events.append(session, self._job_id, "first_step", message, generation=self._generation, step=step)
+        redone = max(0, committed - self._resume_step)
+        over = recoveries.end(session, self._job_id, self._generation, at, redone)
+        if over is not None:
+            self._tell_recovered(session, over, step)
+
+    def _tell_recovered(self, session: Session, over: Recovery, step: int) -> None:
+        timeline = recoveries.timeline(over)
+        phases = timeline.phases()
+        told = ", ".join(f"{phase.replace('_', '-')} {seconds or 0.0:.2f}" for phase, seconds in phases.items())
+        message = (
+            f"recovered in {timeline.total_seconds or 0.0:.2f} s ({told}), {over.steps_redone} committed steps are "
+            "done again"
+        )
+        data = {
+            "seconds": phases,
+            "total_seconds": timeline.total_seconds,
+            "steps_redone": over.steps_redone,
+            "source": over.source,
+            "resume_step": over.resume_step,
+            "forked": over.forked,
+            "kept": over.kept,
+        }
+        events.append(
+            session,
+            self._job_id,
+            "recovered",
+            message,
+            generation=self._generation,
+            rank=over.rank,
+            step=step,
+            data=data,
+        )
 
     def _started(self, session: Session, report: dict[str, Any]) -> None:
-        ranks.set_state(session, self._job_id, self._generation, report["rank"], "running", pid=report["data"]["pid"])
+        """`report` is made once the rank has its state; it may say `connected_at`, when it had its groups."""
+        data = report["data"]
+        ranks.set_state(session, self._job_id, self._generation, report["rank"], "running", pid=data["pid"])
+        connected_at = data.get("connected_at")
+        recoveries.note_latest(
+            session, self._job_id, self._generation, connected_at=connected_at, restored_at=report["time"]
+        )
+
+    def _finished(self, session: Session, report: dict[str, Any]) -> None:
+        """The last step was committed before; what came after it, such as the last checkpoint, is told here."""
+        seconds = report["data"].get("seconds")
+        if seconds is None or report["rank"] != REPORTING_RANK:
+            return
+        if jobs.accept_report(session, self._job_id, self._generation, report["rank"], report["sequence"]):
+            step = TrainedStep.of(seconds, report["time"], counts=False)
+            generations.add_training(session, self._job_id, self._generation, step)
 
     def _exit(self, session: Session, report: dict[str, Any]) -> None:
         ranks.set_state(session, self._job_id, self._generation, report["rank"], "exited")

@@ -3,7 +3,7 @@
 from service.store.database import Store
 from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound, StoreUnusable
 from service.store.paging import Page
-from service.store.tables import Checkpoint, Event, Generation, Job, Metric, Rank
+from service.store.tables import Checkpoint, Event, Generation, Job, Metric, Rank, Recovery, StateChange
 
 __all__ = [
     "Checkpoint",
@@ -17,6 +17,8 @@ __all__ = [
     "Metric",
     "Page",
     "Rank",
+    "Recovery",
+    "StateChange",
     "Store",
     "StoreUnusable",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import select
@@ -10,6 +11,33 @@ from sqlalchemy.orm import Session
 
 from service.store import jobs
 from service.store.tables import Generation
+from workers.step_clock import WAITS, Wait
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """Where the time of one committed step went, by the rank that reports."""
+
+    at: float
+    """When it was committed, Unix seconds."""
+    wall: float
+    """Seconds since the commit before, or since its generation began to train; waits included."""
+    waits: dict[Wait, float]
+    """Seconds of each wait; together they are no longer than `wall`."""
+    redone: bool = False
+    """Whether the step had been committed before."""
+    counts: bool = True
+    """Whether it is a step, not what came after the last one."""
+
+    @classmethod
+    def of(cls, seconds: dict[str, Any], at: float, redone: bool = False, counts: bool = True) -> TrainedStep:
+        """The step of which a report says `seconds`, as `workers.step_clock` makes them."""
+        wall = left = max(0.0, float(seconds.get("wall", 0.0)))
+        waits: dict[Wait, float] = {}
+        for name in WAITS:
+            waits[name] = min(max(0.0, float(seconds.get(name, 0.0))), left)
+            left -= waits[name]
+        return cls(at, wall, waits, redone, counts)
 
 
 def begin(
@@ -69,6 +97,25 @@ def end(
         row.ended_at = time.time() if at is None else at
         if outcome is not None:
             row.data = {**row.data, "outcome": outcome}
+
+
+def add_training(session: Session, job_id: str, generation: int, step: TrainedStep) -> None:
+    """Add a committed step, or the end of the loop, to the running sums of the generation that it was made by."""
+    row = session.get(Generation, (job_id, generation))
+    if row is None:
+        return
+    if row.trained_from is None:
+        row.trained_from = step.at - step.wall
+    row.trained_until = max(step.at, row.trained_until or step.at)
+    if step.redone:
+        row.redo_seconds += step.wall
+        row.redone_steps += int(step.counts)
+        return
+    row.committed_steps += int(step.counts)
+    row.compute_seconds += step.wall - sum(step.waits.values())
+    row.data_wait_seconds += step.waits["data_wait"]
+    row.snapshot_stall_seconds += step.waits["snapshot_stall"]
+    row.checkpoint_stall_seconds += step.waits["checkpoint_stall"]
 
 
 def of_job(session: Session, job_id: str) -> list[Generation]:

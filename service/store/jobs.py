@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from service.states import FINAL, JobState, after_action, can, is_final
-from service.store import events
+from service.store import events, state_changes
 from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
 from service.store.ids import is_job_id, next_job_id
 from service.store.paging import Page, decode_cursor
@@ -41,6 +41,7 @@ def create(
                 session.add(job)
         except IntegrityError:
             continue  # another control plane took the key or the id between the look and the insert: look again
+        state_changes.append(session, job.id, JobState.QUEUED, job.created_at)
         events.append(session, job.id, "submitted", f"job {job.name!r} was submitted")
         return job, True
     raise RuntimeError(f"no free job id after {_CREATE_ATTEMPTS} attempts")
@@ -106,9 +107,10 @@ def transition(
         job.started_at = now
     if is_final(to):
         job.finished_at = now
+    state_changes.append(session, job_id, to, now)
     told = f"{state} -> {to}" + (f": {message}" if message else "")
     data = {"from": state.value, "to": to.value, "reason": reason}
-    events.append(session, job_id, "state_changed", told, generation=job.generation, step=job.step, data=data)
+    events.append(session, job_id, "state_changed", told, generation=job.generation, step=job.step, data=data, at=now)
     return job
 
 
@@ -151,22 +153,6 @@ def queue_position(session: Session, job: Job) -> int | None:
     return (count or 0) + 1
 
 
-def goodput(session: Session, job_id: str) -> float | None:
-    """Seconds of committed steps / seconds since the job first left the queue, 0 to 1; None before the first step.
-
-    Raises JobNotFound.
-    """
-    return goodput_of(get(session, job_id), time.time())
-
-
-def goodput_of(job: Job, now: float) -> float | None:
-    """As `goodput`, at Unix time `now`, for a job that was read already."""
-    if job.step == 0 or job.started_at is None:
-        return None
-    wall = (now if job.finished_at is None else job.finished_at) - job.started_at
-    return min(1.0, job.compute_seconds / wall) if wall > 0 else None
-
-
 def accept_report(session: Session, job_id: str, generation: int, rank: int, sequence: int) -> bool:
     """Whether a report is new: of the job's generation (fencing), and with a sequence number not stored before.
 
@@ -202,7 +188,6 @@ def _new_job(session: Session, spec: JobSpec, idempotency_key: str | None, diges
         idempotency_key=idempotency_key,
         body_digest=digest,
         metrics={},
-        compute_seconds=0.0,
         report_cursor={},
         created_at=now,
         updated_at=now,

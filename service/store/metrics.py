@@ -11,7 +11,8 @@ from sqlalchemy import ColumnElement, Select, func, select
 from sqlalchemy.orm import Session
 
 from service.numbers import number
-from service.store import jobs
+from service.store import generations, jobs
+from service.store.generations import TrainedStep
 from service.store.tables import METRIC_NAMES, Job, Metric
 
 _NOT_METRICS = frozenset({"step", "time", "generation", "rank", "job"})
@@ -33,10 +34,12 @@ def record(
 ) -> int:
     """Store the metrics of committed steps from one report, exactly once; returns how many rows were stored.
 
-    Each row holds `step`, optionally `time` (Unix seconds), and numbers by metric name; names without a column are
-    kept as extra ones. A row for a step that is there already adds to it, or replaces it where the row comes from a
-    higher generation, which has redone the step. Returns 0, and changes nothing, when the report is of a lower
-    generation than the job's or was stored before. Raises JobNotFound.
+    Each row holds `step` and numbers by metric name; names without a column are kept as extra ones. It may hold
+    `time` (Unix seconds of its commit), `generation` (the one that committed it, which may have ended: what it had
+    not shipped is reported by the next; default: the reporting one) and `seconds` (since the commit before: `wall`
+    and its parts by wait). A row for a step that is there already adds to it, replaces it where it comes from a
+    higher generation, which has redone the step, and is dropped where it comes from a lower one. Returns 0, and
+    changes nothing, when the report is of a lower generation than the job's or was stored before. Raises JobNotFound.
     """
     if not jobs.accept_report(session, job_id, generation, rank, sequence):
         return 0
@@ -92,24 +95,36 @@ def recent_step_seconds(session: Session, job_id: str) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _store(session: Session, job: Job, generation: int, row: dict[str, Any]) -> None:
-    """Insert or update one step's row, and bring the job's step, latest metrics and compute time up to date."""
-    step = int(row["step"])
-    values = _numbers_of(row)
+def _store(session: Session, job: Job, reporting: int, row: dict[str, Any]) -> None:
+    """Insert or update one step's row, and bring the job's step, latest metrics and ledger up to date."""
+    step, generation = int(row["step"]), int(row.get("generation") or reporting)
+    at = float(row.get("time") or time.time())
     stored = session.get(Metric, (job.id, step))
-    counted = 0.0 if stored is None else stored.step_seconds or 0.0
-    if stored is None or stored.generation < generation:
+    if stored is not None and stored.generation > generation:
+        return
+    values = _numbers_of(row)
+    # In one generation only a roll-back does a step again; the same row twice has the same time.
+    done_again = stored is not None and (stored.generation < generation or ("time" in row and stored.time < at))
+    if stored is None or done_again:
+        # A rank whose clock is ahead has still committed the step before we heard of it.
+        trained = _trained(row, values, min(at, time.time()), redone=done_again or step <= job.step)
+        generations.add_training(session, job.id, generation, trained)
         stored = _emptied(stored or Metric(job_id=job.id, step=step))
+        stored.generation, stored.time = generation, at
         session.add(stored)
-    stored.generation = generation
-    stored.time = float(row.get("time") or time.time())
     for name in METRIC_NAMES:
         if name in values:
             setattr(stored, name, float(values[name]))
     stored.extra = {**stored.extra, **{name: value for name, value in values.items() if name not in METRIC_NAMES}}
-    job.compute_seconds += (stored.step_seconds or 0.0) - counted
     job.step = max(job.step, step)
     job.metrics = {**job.metrics, **values, "step": step}
+
+
+def _trained(row: dict[str, Any], values: dict[str, float | int], at: float, redone: bool) -> TrainedStep:
+    """The step's time; a row that does not tell it took `step_seconds`, all of them computing."""
+    known = row.get("seconds")
+    seconds = known if isinstance(known, dict) else {"wall": values.get("step_seconds", 0.0)}
+    return TrainedStep.of(seconds, at, redone)
 
 
 def _numbers_of(row: dict[str, Any]) -> dict[str, float | int]:

@@ -78,8 +78,6 @@ class Job(Base):
     """What a queued job lacks, such as `{"needed": 8, "available": 4, "resource": "manta_slot"}`."""
     metrics: Mapped[dict[str, Any]] = mapped_column(Numbers, default=dict)
     """Latest known value of every metric, with the `step` of the newest row."""
-    compute_seconds: Mapped[float] = mapped_column(Real, default=0.0)
-    """Sum of `step_seconds` over committed steps; a step that was redone counts once."""
     report_cursor: Mapped[dict[str, int]] = mapped_column(Document, default=dict)
     """Rank (as text) -> sequence number of the last report of this generation that was stored."""
     created_at: Mapped[float] = mapped_column(Real)
@@ -90,6 +88,22 @@ class Job(Base):
     """When it reached a final state."""
     updated_at: Mapped[float] = mapped_column(Real)
     """When this row last changed."""
+
+
+class StateChange(Base):
+    """A job's entry into a state, its submission included."""
+
+    __tablename__ = "state_changes"
+    __table_args__ = (Index(None, "job_id", "id"),)
+
+    id: Mapped[int] = mapped_column(BigKey, primary_key=True, autoincrement=True)
+    """Grows with time."""
+    job_id: Mapped[str] = _job_key(primary=False)
+    """The job."""
+    time: Mapped[float] = mapped_column(Real)
+    """When."""
+    state: Mapped[str] = mapped_column(String(16))
+    """The `JobState` that it entered."""
 
 
 class Generation(Base):
@@ -113,8 +127,71 @@ class Generation(Base):
     """When its first step was committed."""
     ended_at: Mapped[float | None] = mapped_column(Real)
     """When it ended."""
+    trained_from: Mapped[float | None] = mapped_column(Real)
+    """When its training loop began, by the reporting rank; the state was there by then."""
+    trained_until: Mapped[float | None] = mapped_column(Real)
+    """When its last step was committed or, if it was the job's last, when its checkpoint was on disk."""
+    committed_steps: Mapped[int] = mapped_column(BigInteger, default=0)
+    """Steps that it was the first to commit."""
+    redone_steps: Mapped[int] = mapped_column(BigInteger, default=0)
+    """Steps that it committed again."""
+    compute_seconds: Mapped[float] = mapped_column(Real, default=0.0)
+    """Running sum over the steps that it was the first to commit; with the four below, all of its training time."""
+    data_wait_seconds: Mapped[float] = mapped_column(Real, default=0.0)
+    """Of those steps, waiting for data."""
+    snapshot_stall_seconds: Mapped[float] = mapped_column(Real, default=0.0)
+    """Of those steps, held up by snapshots."""
+    checkpoint_stall_seconds: Mapped[float] = mapped_column(Real, default=0.0)
+    """Of those steps, held up by durable checkpoints."""
+    redo_seconds: Mapped[float] = mapped_column(Real, default=0.0)
+    """Steps that it committed again."""
     data: Mapped[dict[str, Any]] = mapped_column(Document, default=dict)
     """More about it."""
+
+
+class Recovery(Base):
+    """How a generation came about that a failure made necessary."""
+
+    __tablename__ = "recoveries"
+
+    job_id: Mapped[str] = _job_key()
+    """The job."""
+    generation: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """The generation that it began."""
+    kind: Mapped[str] = mapped_column(String(32))
+    """Kind of the culprit's failure, such as killed, hung or exception."""
+    rank: Mapped[int]
+    """The culprit."""
+    cause: Mapped[str] = mapped_column(Text)
+    """What happened to it, in one sentence."""
+    node: Mapped[str | None] = mapped_column(String(200))
+    """Node that it ran on."""
+    forked: Mapped[list[int]] = mapped_column(Document, default=list)
+    """Ranks that got a new process."""
+    kept: Mapped[int] = mapped_column(default=0)
+    """Number of ranks that kept theirs."""
+    source: Mapped[str] = mapped_column(String(32))
+    """Where the state came from, such as memory, snapshot, replica or checkpoint."""
+    resume_step: Mapped[int] = mapped_column(BigInteger)
+    """Committed step that the state belongs to."""
+    steps_redone: Mapped[int | None] = mapped_column(BigInteger)
+    """Steps above it that had been committed before; known with the first step."""
+    wait_seconds: Mapped[float] = mapped_column(Real, default=0.0)
+    """How long it was held back because the same thing kept happening."""
+    failed_at: Mapped[float | None] = mapped_column(Real)
+    """When it happened, as well as is known."""
+    noticed_at: Mapped[float] = mapped_column(Real)
+    """When the control plane noticed."""
+    rested_at: Mapped[float | None] = mapped_column(Real)
+    """When all ranks had come to rest or were gone."""
+    launched_at: Mapped[float | None] = mapped_column(Real)
+    """When all ranks had their orders."""
+    connected_at: Mapped[float | None] = mapped_column(Real)
+    """When the last rank had its groups."""
+    restored_at: Mapped[float | None] = mapped_column(Real)
+    """When the last rank had its state."""
+    first_step_at: Mapped[float | None] = mapped_column(Real)
+    """When the next step was committed."""
 
 
 class Rank(Base):

@@ -5,8 +5,10 @@ import time
 
 import pytest
 
+from service.recovery_timeline import RecoveryTimeline
 from service.reports import ReportWriter
-from service.store import checkpoints, events, generations, jobs, metrics, ranks
+from service.store import checkpoints, events, generations, jobs, metrics, ranks, recoveries
+from service.store.recoveries import Beginning
 
 
 @pytest.fixture
@@ -82,6 +84,41 @@ def test_first_step_of_a_job_being_cancelled_leaves_it_so(store, started, take):
     store.write(lambda s: jobs.request_cancel(s, started.id))
     take("metrics", 1, rows=[row(5)])
     assert read(store, lambda s: jobs.get(s, started.id)).state == "CANCELLING"
+
+
+def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_phase_took(store, started, take):
+    def recover(session):
+        number = generations.begin(session, started.id, "rank 0 was killed", True, "snapshot", 4)
+        timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0, rested_at=102.0)
+        known = Beginning("killed", 0, "rank 0 was killed", timeline, forked=(0,), source="snapshot", resume_step=4)
+        recoveries.begin(session, started.id, number, known)
+        return number
+
+    take("metrics", 1, rows=[row(5), row(6)])
+    number = store.write(recover)
+    writer = ReportWriter(store, started.id, number, resume_step=4)
+
+    def tell(kind, sequence, at, **data):
+        report = {"kind": kind, "generation": number, "rank": 0, "time": at, "sequence": sequence, "data": data}
+        asyncio.run(writer.take(report))
+
+    tell("started", 1, 104.0, pid=7, connected_at=102.5)
+    tell("metrics", 2, 105.0, rows=[{**row(step), "time": 100.0 + step} for step in (5, 6)])
+    (told,) = [e for e in read(store, lambda s: events.page(s, started.id)).items if e.type == "recovered"]
+    phases = {"detect": 1, "rest": 1, "re_form": 0.5, "restore": 1.5, "redo": 1}
+    assert (told.data["seconds"], told.data["total_seconds"]) == (phases, 5)
+    assert (told.data["steps_redone"], told.data["forked"], told.generation, told.step) == (2, [0], number, 5)
+    assert "recovered in 5.00 s (detect 1.00, rest 1.00, re-form 0.50" in told.message
+    (found,) = read(store, lambda s: recoveries.of_job(s, started.id))
+    assert (found.steps_redone, found.first_step_at) == (2, 105.0)
+
+
+def test_what_follows_the_last_step_belongs_to_the_training_once(store, started, take):
+    take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
+    for _ in range(2):
+        take("finished", 2, step=5, seconds={"wall": 1.5, "checkpoint_stall": 1.0})
+    (found,) = read(store, lambda s: generations.of_job(s, started.id))
+    assert (found.committed_steps, found.compute_seconds, found.checkpoint_stall_seconds) == (1, 2.5, 1.0)
 
 
 def test_rank_is_running_with_its_pid_until_it_has_exited(store, started, take):

@@ -7,16 +7,16 @@ import threading
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import inspect
+from sqlalchemy import inspect, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.schema import CreateTable
 
 from service.states import JobState
-from service.store import JobNotFound, Store, StoreUnusable, events, jobs
+from service.store import JobNotFound, Store, StoreUnusable, events, jobs, ledgers
 from service.store.tables import Base
 
-TABLES = {"jobs", "generations", "ranks", "events", "metrics", "checkpoints"}
+TABLES = {"jobs", "generations", "ranks", "events", "metrics", "checkpoints", "state_changes", "recoveries"}
 
 
 def tables_of(store):
@@ -42,6 +42,44 @@ def test_migrating_twice_keeps_what_is_there(store, submit):
     store.migrate()
     with store.read() as session:
         assert jobs.get(session, job.id).name == "small"
+
+
+def test_jobs_of_an_older_manta_keep_their_ledger(store, submit):
+    job = submit()
+    at = job.created_at
+    store.migrate("base")
+    store.migrate("0001")
+
+    def old_rows(session):
+        columns = (
+            "id, name, state, spec, step, steps, generation, restarts, priority, metrics, compute_seconds, "
+            "report_cursor, created_at, started_at, updated_at"
+        )
+        values = f"'{job.id}', 'old', 'RUNNING', '{{}}', 3, 9, 2, 1, 0, '{{}}', 4.0, '{{}}', {at}, {at + 5}, {at}"
+        session.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
+        for state, later in (("STARTING", 5), ("RUNNING", 8)):
+            told = f"'{job.id}', {at + later}, 'state_changed', 'told', '{{\"to\": \"{state}\"}}'"
+            session.connection().exec_driver_sql(
+                f"INSERT INTO events (job_id, time, type, message, data) VALUES ({told})"
+            )
+        for number, began in ((1, 5), (2, 20)):
+            row = f"'{job.id}', {number}, 'c', 'start', 0, {at + began}, '{{}}'"
+            names = "job_id, generation, cause, resume_source, resume_step, started_at, data"
+            session.execute(text(f"INSERT INTO generations ({names}) VALUES ({row})"))
+        for step, generation, later in ((1, 1, 10), (2, 1, 12), (3, 2, 26)):
+            row = f"'{job.id}', {step}, {generation}, {at + later}, {2.0 if generation == 1 else 4.0}, '{{}}'"
+            session.execute(
+                text(f"INSERT INTO metrics (job_id, step, generation, time, step_seconds, extra) VALUES ({row})")
+            )
+
+    store.write(old_rows)
+    store.migrate()
+    with store.read() as session:
+        found = ledgers.of_job(session, job.id, at + 26)
+    assert found.seconds["queue"] == pytest.approx(5)
+    assert found.seconds["start"] == pytest.approx(3)
+    assert found.seconds["compute"] == pytest.approx(4 + 4)
+    assert sum(found.seconds.values()) == pytest.approx(26)
 
 
 def test_every_table_is_valid_for_postgresql():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from service.ledger import STEP_CLASSES
 from service.states import JobState
 from service.store import generations, jobs, metrics
 
@@ -64,13 +65,69 @@ def test_a_later_row_of_the_same_generation_adds_to_the_step(store, running, rec
     assert read(store, running, ["loss", "validation_loss"]).series == {"loss": [3.0], "validation_loss": [4.0]}
 
 
-def test_a_redone_step_replaces_the_row_and_its_time_counts_once(store, running, record):
-    record(1, [{"step": 1, "loss": 3.0, "step_seconds": 1.0}, {"step": 2, "loss": 2.5, "step_seconds": 1.0, "x": 1}])
+def test_a_redone_step_replaces_the_row(store, running, record):
+    record(1, [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5, "x": 1}])
     store.write(lambda session: generations.begin(session, running.id, "rank_died", True, "snapshot", 1))
-    record(1, [{"step": 2, "loss": 2.0, "step_seconds": 3.0}], generation=2)
+    record(1, [{"step": 2, "loss": 2.0}], generation=2)
     assert read(store, running, ["loss", "x"]).series == {"loss": [3.0, 2.0], "x": [None, None]}
+
+
+def lap(step, at, generation=1, **seconds):
+    """A row that says when its step was committed, by which generation, and where its second went."""
+    return {"step": step, "time": at, "generation": generation, "seconds": {"wall": 1.0, **seconds}}
+
+
+def sums(store, job):
+    """Per generation: (first and last moment of training, new steps, redone steps, seconds by class)."""
     with store.read() as session:
-        assert jobs.get(session, running.id).compute_seconds == 4.0
+        rows = generations.of_job(session, job.id)
+    return [
+        ((row.trained_from, row.trained_until), row.committed_steps, row.redone_steps,
+         {name: getattr(row, f"{name}_seconds") for name in STEP_CLASSES if getattr(row, f"{name}_seconds")})
+        for row in rows
+    ]  # fmt: skip
+
+
+def test_sums_of_a_generation_grow_with_its_steps(store, running, record):
+    record(1, [lap(1, 11.0, data_wait=0.25), lap(2, 12.0, snapshot_stall=0.25)])
+    record(2, [lap(3, 13.0, checkpoint_stall=0.5), {"step": 4, "time": 14.0, "step_seconds": 1.0}])
+    seconds = {"compute": 3.0, "data_wait": 0.25, "snapshot_stall": 0.25, "checkpoint_stall": 0.5}
+    assert sums(store, running) == [((10.0, 14.0), 4, 0, seconds)]
+
+
+def test_waits_longer_than_their_step_and_negative_ones_are_cut(store, running, record):
+    record(1, [lap(1, 11.0, data_wait=0.75, snapshot_stall=9.0, checkpoint_stall=-1.0)])
+    assert sums(store, running)[0][3] == {"data_wait": 0.75, "snapshot_stall": 0.25}
+
+
+def test_steps_done_again_are_redo_and_new_ones_compute(store, running, record):
+    record(1, [lap(step, 10.0 + step) for step in (1, 2, 3)])
+    store.write(lambda session: generations.begin(session, running.id, "rank_died", True, "snapshot", 1))
+    record(1, [lap(step, 20.0 + step, 2, data_wait=0.5) for step in (2, 3, 4)], generation=2)
+    assert sums(store, running) == [
+        ((10.0, 13.0), 3, 0, {"compute": 3.0}),
+        ((21.0, 24.0), 1, 2, {"compute": 0.5, "data_wait": 0.5, "redo": 2.0}),
+    ]
+
+
+def test_rows_that_a_later_generation_reports_belong_to_the_one_that_made_them(store, running, record):
+    record(1, [lap(1, 11.0), lap(2, 12.0)])
+    store.write(lambda session: generations.begin(session, running.id, "rank_died", True, "snapshot", 3))
+    record(1, [lap(2, 12.0), lap(3, 13.0), lap(4, 24.0, 2)], generation=2)
+    assert [entry[1:3] for entry in sums(store, running)] == [(3, 0), (1, 0)]
+    assert sums(store, running)[0][0] == (10.0, 13.0)
+    record(2, [lap(4, 13.5, 1)], generation=2)  # a step that was lost, and whose row turns up late
+    assert [entry[1:3] for entry in sums(store, running)] == [(3, 0), (1, 0)]
+
+
+def test_step_that_a_roll_back_does_again_is_redo(store, running, record):
+    record(1, [lap(1, 11.0), lap(2, 12.0), lap(1, 13.0)])
+    assert sums(store, running) == [((10.0, 13.0), 2, 1, {"compute": 2.0, "redo": 1.0})]
+
+
+def test_clock_of_a_rank_that_is_ahead_does_not_train_in_the_future(store, running, record):
+    record(1, [lap(1, time.time() + 500)])
+    assert sums(store, running)[0][0][1] <= time.time()
 
 
 def test_going_back_to_an_older_checkpoint_does_not_take_steps_back(store, running, record):
@@ -131,16 +188,10 @@ def test_downsampling_works_without_losses(store, running, record):
     assert 5 <= len(found.steps) <= 10
 
 
-def test_goodput_is_committed_time_over_time_since_the_start(store, running, record):
-    with store.read() as session:
-        assert jobs.goodput(session, running.id) is None
+def test_recent_steps_say_how_long_one_takes(store, running, record):
     record(1, [{"step": 1, "step_seconds": 2.0}, {"step": 2, "step_seconds": 4.0}])
     with store.read() as session:
-        job = jobs.get(session, running.id)
         assert metrics.recent_step_seconds(session, running.id) == 3.0
-    assert jobs.goodput_of(job, job.started_at + 8.0) == 0.75
-    job.finished_at = job.started_at + 12.0
-    assert jobs.goodput_of(job, job.started_at + 100.0) == 0.5
 
 
 def test_the_first_and_last_rows_are_found(store, running, record):

@@ -1,0 +1,227 @@
+"""Where every second of a job went, from its submission to its end or to now. Pure Python.
+
+The time line is painted in three layers. States of the job are the ground. On it lie the generations: a recovery's
+phases, then the training loop from its begin to its last commit, then what came after that. Waiting in the queue and
+pauses lie on top of everything but training. Every second gets the colour of the highest layer, so the classes sum to
+the wall time whatever the rows say; the seconds of a training loop are shared out in proportion to the sums that its
+steps reported, which differ from the painted length only where clocks do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from service.recovery_timeline import RecoveryTimeline
+from service.states import JobState, is_final
+
+LedgerClass = Literal[
+    "queue",
+    "start",
+    "compute",
+    "data_wait",
+    "snapshot_stall",
+    "checkpoint_stall",
+    "detect",
+    "re_form",
+    "restore",
+    "redo",
+    "idle_without_capacity",
+    "pause",
+]
+CLASSES: tuple[LedgerClass, ...] = LedgerClass.__args__  # type: ignore[attr-defined]
+STEP_CLASSES: tuple[LedgerClass, ...] = ("compute", "data_wait", "snapshot_stall", "checkpoint_stall", "redo")
+"""What the seconds of a training loop are made of."""
+
+# A step that is under way counts as compute for as long as so many mean steps, then as a failure yet to be noticed.
+PATIENCE_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Change:
+    """A job's entry into a state."""
+
+    at: float
+    state: str
+
+
+@dataclass(frozen=True)
+class Training:
+    """One generation, with the running sums of its training loop. Times are Unix seconds."""
+
+    began_at: float
+    ended_at: float | None = None
+    trained_from: float | None = None
+    """When its loop began; None before its first committed step."""
+    trained_until: float | None = None
+    """When its last step was committed."""
+    steps: int = 0
+    """Steps that it committed, for the first time or again."""
+    seconds: Mapping[LedgerClass, float] | None = None
+    """Sums over its steps by class, of STEP_CLASSES."""
+    recovery: RecoveryTimeline | None = None
+    """How it came about, if a failure made it necessary."""
+    outcome: str | None = None
+    """State that the job ended in with it."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The answer."""
+
+    began_at: float
+    """When the job was submitted."""
+    until: float
+    """When it ended, or now."""
+    closed: bool
+    """Whether the job is over, so that nothing will change any more."""
+    seconds: Mapping[LedgerClass, float]
+    """Every class; they sum to `wall_seconds`."""
+
+    @property
+    def wall_seconds(self) -> float:
+        """From submission to the end, or to now."""
+        return self.until - self.began_at
+
+    @property
+    def goodput(self) -> float | None:
+        """Compute / (wall - queue - pause), 0 to 1; None before the first committed step."""
+        able = self.wall_seconds - self.seconds["queue"] - self.seconds["pause"]
+        compute = self.seconds["compute"]
+        return min(1.0, compute / able) if compute > 0 and able > 0 else None
+
+
+Label = LedgerClass | int | None
+"""A class, or the place of a generation whose training this is, or None where this layer says nothing."""
+
+
+class _Layer:
+    """A function of time that is constant between marks."""
+
+    def __init__(self, until: float):
+        self._until = until
+        self.times: list[float] = []
+        self._labels: list[Label] = []
+
+    def mark(self, at: float | None, label: Label) -> None:
+        """From `at` on, `label`. Time only goes forward: a mark before the last one counts from there on."""
+        if at is None:
+            return
+        self.times.append(max(self.times[-1] if self.times else at, min(at, self._until)))
+        self._labels.append(label)
+
+    def at(self, moment: float) -> Label:
+        """The label at `moment`."""
+        place = bisect_right(self.times, moment) - 1
+        return self._labels[place] if place >= 0 else None
+
+
+def ledger(changes: Sequence[Change], trainings: Sequence[Training], now: float) -> Ledger:
+    """The ledger of a job with these state changes, its submission first, and these generations, in order.
+
+    `now` is Unix seconds; it is the end of a ledger whose job is not over. Raises ValueError without any change.
+    """
+    if not changes:
+        raise ValueError("a job without any state change has no ledger")
+    closed = is_final(changes[-1].state)
+    began_at = changes[0].at
+    until = max(began_at, *(change.at for change in changes), *([] if closed else [now]))
+    states, generations = _state_layer(changes, trainings, until), _generation_layer(trainings, changes, until)
+    seconds: dict[LedgerClass, float] = dict.fromkeys(CLASSES, 0.0)
+    trained = [0.0] * len(trainings)
+    edges = sorted({began_at, until, *(at for at in (*states.times, *generations.times) if began_at <= at <= until)})
+    for start, end in itertools.pairwise(edges):
+        label = _above(generations.at(start), states.at(start))
+        if isinstance(label, int):
+            trained[label] += end - start
+        else:
+            seconds[label] += end - start
+    for training, length in zip(trainings, trained, strict=True):
+        for name, part in _shared(training.seconds or {}, length).items():
+            seconds[name] += part
+    return Ledger(began_at, until, closed, seconds)
+
+
+def _above(generation: Label, state: Label) -> LedgerClass | int:
+    """The layer that is seen."""
+    if isinstance(generation, int):
+        return generation
+    if generation is None or state in ("queue", "pause", "idle_without_capacity"):
+        assert state is not None and not isinstance(state, int)
+        return state
+    return generation
+
+
+def _state_layer(changes: Sequence[Change], trainings: Sequence[Training], until: float) -> _Layer:
+    layer = _Layer(until)
+    first = min((training.began_at for training in trainings), default=None)
+    for change in changes:
+        layer.mark(change.at, _class_of_state(JobState(change.state), first is not None and first < change.at))
+    return layer
+
+
+def _class_of_state(state: JobState, has_run: bool) -> LedgerClass:
+    """What a second in `state` is where nothing more is known."""
+    if state == JobState.QUEUED:
+        return "idle_without_capacity" if has_run else "queue"
+    if state == JobState.STARTING:
+        return "re_form" if has_run else "start"
+    if state == JobState.RUNNING:
+        return "detect"
+    # Whoever cancels, pauses, or retries after the end, stops the job on purpose.
+    return "pause" if is_final(state) or state.value in ("CANCELLING", "PAUSING", "PAUSED") else "re_form"
+
+
+def _generation_layer(trainings: Sequence[Training], changes: Sequence[Change], until: float) -> _Layer:
+    layer = _Layer(until)
+    for place, training in enumerate(trainings):
+        recovery = training.recovery
+        if recovery is not None:
+            layer.mark(recovery.began_at, "detect")
+            layer.mark(recovery.noticed_at, "re_form")
+        layer.mark(training.began_at, None if recovery is None else "re_form")
+        if recovery is not None:
+            layer.mark(recovery.connected_at, "restore")
+        if training.trained_from is not None and training.trained_until is not None:
+            # Its steps cannot have taken longer than the loop.
+            length = sum((training.seconds or {}).values())
+            layer.mark(min(training.trained_from, training.trained_until - length), place)
+            after = trainings[place + 1] if place + 1 < len(trainings) else None
+            for at, label in _after_training(training, changes, length, after):
+                layer.mark(at, label)
+    return layer
+
+
+def _after_training(
+    training: Training, changes: Sequence[Change], length: float, after: Training | None
+) -> list[tuple[float, Label]]:
+    """What the time after a generation's last commit is, until the next generation says more."""
+    done = training.trained_until
+    assert done is not None
+    if training.outcome == JobState.SUCCEEDED:
+        return [(done, "start")]  # processes end and places are given back
+    if after is not None and after.recovery is not None:  # which knows when it was lost
+        return [(done, "redo")]
+    state = next((change.state for change in reversed(changes) if change.at <= done), None)
+    if state == "RESIZING":
+        return [(done, None)]  # it came to rest on purpose
+    noticed = _next((change.at for change in changes if change.state != JobState.RUNNING), done)
+    if after is None and training.ended_at is None and noticed is None:  # a step is under way
+        return [(done, "compute"), (done + PATIENCE_STEPS * length / max(1, training.steps), None)]
+    # It was under way, and is lost.
+    return [(done, "redo"), *([] if noticed is None else [(noticed, None)])]
+
+
+def _next(times: Iterable[float], after: float) -> float | None:
+    return min((at for at in times if at >= after), default=None)
+
+
+def _shared(sums: Mapping[LedgerClass, float], length: float) -> dict[LedgerClass, float]:
+    """`length` seconds in proportion to `sums`."""
+    total = sum(sums.values())
+    if total <= 0:
+        return {"compute": length}
+    return {name: length * part / total for name, part in sums.items()}

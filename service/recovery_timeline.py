@@ -1,0 +1,70 @@
+"""When the phases of one recovery began and ended. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PHASES = ("detect", "rest", "re_form", "restore", "redo")
+"""In order: until it is noticed; until every rank rests or is gone; until all have their groups again; until all have
+their state; until the next step, usually the interrupted one, is committed."""
+
+
+@dataclass
+class RecoveryTimeline:
+    """Unix seconds; None for what has not happened or is not known. Whoever lives through a recovery fills it in."""
+
+    noticed_at: float
+    """The control plane heard of it."""
+    failed_at: float | None = None
+    """It happened, as well as is known: the culprit's exit as its agent saw it, or a hung rank's last progress."""
+    rested_at: float | None = None
+    """The last rank came to rest or was gone."""
+    launched_at: float | None = None
+    """Every rank had its order for the next generation."""
+    connected_at: float | None = None
+    """The last rank had its groups."""
+    restored_at: float | None = None
+    """The last rank had its state."""
+    first_step_at: float | None = None
+    """The next step was committed."""
+
+    def phases(self) -> dict[str, float | None]:
+        """Seconds of each phase. None from the first one that has not ended; a phase whose own end is not known is
+        counted with the one that follows. Clocks of several machines may disagree: no phase is negative, and those
+        of a recovery that is over sum to the time from `began_at` to `first_step_at`."""
+        ends = (self.noticed_at, self.rested_at, self.connected_at, self.restored_at, self.first_step_at)
+        seconds: dict[str, float | None] = dict.fromkeys(PHASES)
+        last = self.began_at
+        for place, (phase, end) in enumerate(zip(PHASES, ends, strict=True)):
+            later = [known for known in ends[place:] if known is not None]
+            if not later:
+                break
+            until = last if end is None else max(last, min(end, *later))
+            seconds[phase] = until - last
+            last = until
+        return seconds
+
+    @property
+    def began_at(self) -> float:
+        """When it happened; where that is not known or lies after its being noticed, when it was noticed."""
+        return self.noticed_at if self.failed_at is None else min(self.failed_at, self.noticed_at)
+
+    @property
+    def total_seconds(self) -> float | None:
+        """From the failure to the next committed step; None before that."""
+        return None if self.first_step_at is None else max(0.0, self.first_step_at - self.began_at)
+
+    def to_json(self) -> dict[str, float | None]:
+        """The times by name."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_times(cls, times: Mapping[str, float | None]) -> RecoveryTimeline:
+        """From the times by name. Raises KeyError without `noticed_at`."""
+        noticed = times["noticed_at"]
+        assert noticed is not None
+        return cls(noticed, *(times.get(name) for name in _OPTIONAL))
+
+
+_OPTIONAL = ("failed_at", "rested_at", "launched_at", "connected_at", "restored_at", "first_step_at")

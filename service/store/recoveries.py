@@ -1,0 +1,107 @@
+"""All queries about recoveries: how generations came about that a failure made necessary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from service.recovery_timeline import RecoveryTimeline
+from service.store.paging import Page
+from service.store.tables import Recovery
+
+_TIMES = ("failed_at", "noticed_at", "rested_at", "launched_at", "connected_at", "restored_at", "first_step_at")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What is known of a recovery when the generation that it leads to begins."""
+
+    kind: str
+    """Kind of the culprit's failure."""
+    rank: int
+    """The culprit."""
+    cause: str
+    """What happened to it, in one sentence."""
+    timeline: RecoveryTimeline
+    """Its times so far."""
+    node: str | None = None
+    """Node that the culprit ran on."""
+    forked: Sequence[int] = field(default_factory=tuple)
+    """Ranks that get a new process."""
+    kept: int = 0
+    """Number of ranks that keep theirs."""
+    source: str = "start"
+    """Where the state comes from."""
+    resume_step: int = 0
+    """Committed step that it belongs to."""
+    wait_seconds: float = 0.0
+    """How long it was held back."""
+
+
+def begin(session: Session, job_id: str, generation: int, known: Beginning) -> None:
+    """Note that `generation` is begun to recover from a failure; in the transaction that begins it."""
+    row = Recovery(
+        job_id=job_id,
+        generation=generation,
+        kind=known.kind,
+        rank=known.rank,
+        cause=known.cause,
+        node=known.node,
+        forked=list(known.forked),
+        kept=known.kept,
+        source=known.source,
+        resume_step=known.resume_step,
+        wait_seconds=known.wait_seconds,
+        **known.timeline.to_json(),
+    )
+    session.add(row)
+    session.flush()
+
+
+def note_latest(session: Session, job_id: str, generation: int, **times: float | None) -> None:
+    """Note when ranks reached a point of the recovery, such as `connected_at`, in Unix seconds: the latest of all
+    counts. Changes nothing where the generation was not begun by a failure, or has committed a step."""
+    row = session.get(Recovery, (job_id, generation))
+    if row is None or row.first_step_at is not None:
+        return
+    for name, at in times.items():
+        known = getattr(row, name)
+        if at is not None and (known is None or at > known):
+            setattr(row, name, at)
+
+
+def note_replaced(session: Session, job_id: str, generation: int, forked: Sequence[int], kept: int) -> None:
+    """Note which ranks got a new process and how many kept theirs, once the launches have told."""
+    row = session.get(Recovery, (job_id, generation))
+    if row is not None:
+        row.forked, row.kept = list(forked), kept
+
+
+def end(session: Session, job_id: str, generation: int, at: float, steps_redone: int) -> Recovery | None:
+    """Note that the recovery is over: its generation committed a step at Unix time `at`. `steps_redone`: committed
+    steps that are done again. Only the first call counts; returns None otherwise, or where there was no recovery."""
+    row = session.get(Recovery, (job_id, generation))
+    if row is None or row.first_step_at is not None:
+        return None
+    row.first_step_at, row.steps_redone = at, steps_redone
+    return row
+
+
+def of_job(session: Session, job_id: str) -> list[Recovery]:
+    """All recoveries of a job, oldest first."""
+    return list(session.scalars(select(Recovery).where(Recovery.job_id == job_id).order_by(Recovery.generation)))
+
+
+def page(session: Session, job_id: str, after_generation: int = 0, limit: int = 100) -> Page[Recovery]:
+    """A job's recoveries that began a generation above `after_generation`, oldest first."""
+    own = select(Recovery).where(Recovery.job_id == job_id, Recovery.generation > after_generation)
+    rows = list(session.scalars(own.order_by(Recovery.generation).limit(limit + 1)))
+    return Page.of(rows, limit, lambda row: str(row.generation))
+
+
+def timeline(row: Recovery) -> RecoveryTimeline:
+    """The times of a recovery."""
+    return RecoveryTimeline.from_times({name: getattr(row, name) for name in _TIMES})

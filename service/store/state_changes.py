@@ -1,0 +1,19 @@
+"""All queries about the states that a job was in, and when."""
+
+from __future__ import annotations
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from service.states import JobState
+from service.store.tables import StateChange
+
+
+def append(session: Session, job_id: str, state: JobState, at: float) -> None:
+    """Note that a job entered `state` at Unix time `at`."""
+    session.add(StateChange(job_id=job_id, time=at, state=state.value))
+
+
+def of_job(session: Session, job_id: str) -> list[StateChange]:
+    """A job's states, oldest first; the first is its submission."""
+    return list(session.scalars(select(StateChange).where(StateChange.job_id == job_id).order_by(StateChange.id)))

@@ -1,0 +1,126 @@
+"""The ledger of a job as its rows tell it, and its recoveries."""
+
+import time
+
+import pytest
+
+from service.recovery_timeline import RecoveryTimeline
+from service.states import JobState
+from service.store import JobNotFound, events, generations, jobs, ledgers, metrics, recoveries, state_changes
+from service.store.recoveries import Beginning
+
+
+def begin(store, job, *arguments):
+    return store.write(lambda session: generations.begin(session, job.id, "test", *arguments))
+
+
+def move(store, job, *states):
+    for state in states:
+        store.write(lambda session, to=state: jobs.transition(session, job.id, to))
+
+
+def book(store, job, now=None):
+    with store.read() as session:
+        return ledgers.of_job(session, job.id, now or time.time())
+
+
+def test_every_state_is_noted_when_it_is_entered(store, started):
+    move(store, started, JobState.RUNNING, JobState.SUCCEEDED)
+    with store.read() as session:
+        changes = state_changes.of_job(session, started.id)
+        job = jobs.get(session, started.id)
+        told = events.page(session, started.id).items
+    assert [change.state for change in changes] == ["QUEUED", "STARTING", "RUNNING", "SUCCEEDED"]
+    assert (changes[0].time, changes[1].time, changes[-1].time) == (job.created_at, job.started_at, job.finished_at)
+    assert [event.time for event in told if event.type == "state_changed"] == [change.time for change in changes[1:]]
+
+
+def test_ledger_of_a_job_closes_with_it(store, started):
+    assert not book(store, started).closed
+    begin(store, started, False)
+    at = time.time()
+    row = {"step": 1, "time": at, "generation": 1, "seconds": {"wall": 0.001, "data_wait": 0.0004}}
+    store.write(lambda session: metrics.record(session, started.id, 1, 0, 1, [row]))
+    move(store, started, JobState.RUNNING, JobState.SUCCEEDED)
+    found = book(store, started, at + 1000)
+    with store.read() as session:
+        job = jobs.get(session, started.id)
+    assert found.closed
+    assert (found.began_at, found.until) == (job.created_at, job.finished_at)
+    assert sum(found.seconds.values()) == pytest.approx(found.wall_seconds)
+    assert found.seconds["data_wait"] == pytest.approx(0.0004, rel=0.05)
+    assert 0 < found.goodput < 1
+
+
+def test_there_is_no_ledger_of_no_job(store):
+    with pytest.raises(JobNotFound), store.read() as session:
+        ledgers.of_job(session, "job_000000000000", 0.0)
+
+
+@pytest.fixture
+def recovering(store, started):
+    """A job whose second generation is begun to recover from a killed rank."""
+    begin(store, started, False)
+    move(store, started, JobState.RUNNING, JobState.RECOVERING)
+
+    def recover(session):
+        number = generations.begin(session, started.id, "rank 3 was killed", True, "snapshot", 7)
+        timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0, rested_at=102.0)
+        known = Beginning("killed", 3, "rank 3 was killed", timeline, "n1", (3,), 7, "snapshot", 7)
+        recoveries.begin(session, started.id, number, known)
+
+    store.write(recover)
+    return started
+
+
+def row_of(store, job):
+    with store.read() as session:
+        (row,) = recoveries.of_job(session, job.id)
+    return row
+
+
+def test_recovery_is_kept_with_what_was_replaced(store, recovering):
+    row = row_of(store, recovering)
+    assert (row.generation, row.kind, row.rank, row.node, row.forked, row.kept) == (2, "killed", 3, "n1", [3], 7)
+    store.write(lambda session: recoveries.note_replaced(session, recovering.id, 2, [3, 5], 6))
+    row = row_of(store, recovering)
+    assert (row.forked, row.kept) == ([3, 5], 6)
+
+
+def test_a_phase_ends_when_the_last_rank_has_ended_it(store, recovering):
+    for connected, restored in ((103.0, 105.0), (104.0, 104.5), (None, 104.7)):
+        store.write(
+            lambda session, c=connected, r=restored: recoveries.note_latest(
+                session, recovering.id, 2, connected_at=c, restored_at=r
+            )
+        )
+    ended = store.write(lambda session: recoveries.end(session, recovering.id, 2, 106.0, 1))
+    assert recoveries.timeline(ended).phases() == {"detect": 1, "rest": 1, "re_form": 2, "restore": 1, "redo": 1}
+
+
+def test_a_recovery_ends_once_and_then_stays_as_it_is(store, recovering):
+    assert store.write(lambda session: recoveries.end(session, recovering.id, 2, 106.0, 1)) is not None
+    assert store.write(lambda session: recoveries.end(session, recovering.id, 2, 109.0, 5)) is None
+    store.write(lambda session: recoveries.note_latest(session, recovering.id, 2, restored_at=120.0))
+    row = row_of(store, recovering)
+    assert (row.first_step_at, row.steps_redone, row.restored_at) == (106.0, 1, None)
+
+
+def test_generations_that_no_failure_began_have_no_recovery(store, started):
+    begin(store, started, False)
+    store.write(lambda session: recoveries.note_latest(session, started.id, 1, restored_at=1.0))
+    assert store.write(lambda session: recoveries.end(session, started.id, 1, 2.0, 0)) is None
+    with store.read() as session:
+        assert recoveries.page(session, started.id).items == []
+
+
+def test_recoveries_come_in_pages(store, recovering):
+    for _ in range(3):
+        number = begin(store, recovering, True)
+        known = Beginning("killed", 0, "again", RecoveryTimeline(1.0))
+        store.write(lambda session, n=number, k=known: recoveries.begin(session, recovering.id, n, k))
+    with store.read() as session:
+        first = recoveries.page(session, recovering.id, limit=3)
+        rest = recoveries.page(session, recovering.id, first.items[-1].generation, limit=3)
+    assert [row.generation for row in (*first.items, *rest.items)] == [2, 3, 4, 5]
+    assert (first.next_cursor is None, rest.next_cursor) == (False, None)

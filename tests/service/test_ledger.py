@@ -1,0 +1,171 @@
+"""Every second of a job belongs to exactly one class, whatever happened to it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.ledger import CLASSES, PATIENCE_STEPS, STEP_CLASSES, Change, Training, ledger
+from service.recovery_timeline import RecoveryTimeline
+from service.states import TRANSITIONS, JobState
+
+NOW = 1000.0
+
+
+def states(**times):
+    """Changes from names and times, such as `QUEUED=0, STARTING=5`; a number behind a name is left out."""
+    return [Change(at, name.rstrip("0123456789")) for name, at in times.items()]
+
+
+def spent(changes, trainings, now=NOW):
+    """The classes that have any time."""
+    found = ledger(changes, trainings, now)
+    assert sum(found.seconds.values()) == pytest.approx(found.wall_seconds)
+    return {name: pytest.approx(seconds) for name, seconds in found.seconds.items() if seconds}
+
+
+def steps(began, start, end, ended=None, **more):
+    """A generation that began at `began` and committed steps from `start` to `end`, all computing."""
+    seconds = more.pop("seconds", {"compute": end - start})
+    return Training(began, ended, start, end, more.pop("count", 10), seconds, **more)
+
+
+def test_undisturbed_job_waits_starts_computes_and_gives_back():
+    changes = states(QUEUED=0, STARTING=10, RUNNING=17, SUCCEEDED=101)
+    found = ledger(changes, [steps(11, 16, 100, 100.5, outcome="SUCCEEDED")], NOW)
+    assert found.closed
+    assert {name: value for name, value in found.seconds.items() if value} == {"queue": 10, "start": 7, "compute": 84}
+    assert found.goodput == 84 / 91
+
+
+def test_steps_are_shared_out_by_what_they_waited_for():
+    seconds = {"compute": 60.0, "data_wait": 10.0, "snapshot_stall": 4.0, "checkpoint_stall": 6.0, "redo": 4.0}
+    changes = states(QUEUED=0, STARTING=10, RUNNING=17, SUCCEEDED=100)
+    assert spent(changes, [steps(11, 16, 100, 100, seconds=seconds)]) == {"queue": 10, "start": 6, **seconds}
+
+
+def test_failure_costs_the_step_under_way_and_each_phase_of_the_recovery():
+    timeline = RecoveryTimeline(51, 50, rested_at=51.5, launched_at=51.6, connected_at=52, restored_at=53)
+    changes = states(QUEUED=0, STARTING=0, RUNNING=11, RECOVERING=51, RUNNING2=55, SUCCEEDED=100)
+    first, second = steps(1, 10, 48, 51.5), steps(51.5, 53, 100, 100, recovery=timeline, outcome="SUCCEEDED")
+    assert spent(changes, [first, second]) == {
+        "start": 10, "compute": 38 + 47, "redo": 2, "detect": 1, "re_form": 1, "restore": 1
+    }  # fmt: skip
+
+
+def test_failure_that_is_given_up_is_told_from_the_states_alone():
+    changes = states(QUEUED=0, STARTING=0, RUNNING=11, RECOVERING=51, FAILED=53)
+    assert spent(changes, [steps(1, 10, 48, 53, outcome="FAILED")]) == {
+        "start": 10, "compute": 38, "redo": 3, "re_form": 2
+    }  # fmt: skip
+
+
+def test_job_that_lost_its_places_waits_without_capacity_and_forms_anew():
+    changes = states(QUEUED=0, STARTING=5, RUNNING=11, RECOVERING=50, QUEUED2=52, STARTING2=90, RUNNING2=95)
+    trainings = [steps(6, 10, 50, 90), steps(90, 94, 1000)]
+    assert spent(changes, trainings) == {
+        "queue": 5, "start": 5, "compute": 40 + 906, "re_form": 2 + 4, "idle_without_capacity": 38
+    }  # fmt: skip
+    assert ledger(changes, trainings, NOW).goodput == pytest.approx(946 / 995)
+
+
+def test_pause_and_what_follows_a_cancel_do_not_count_against_goodput():
+    changes = states(QUEUED=0, STARTING=0, RUNNING=10, CANCELLING=50, CANCELLED=60)
+    found = ledger(changes, [steps(0, 10, 50, 60, outcome="CANCELLED")], NOW)
+    assert found.seconds["pause"] == 10
+    assert found.goodput == 40 / 50
+
+
+def test_step_under_way_counts_as_compute_until_it_takes_far_too_long():
+    changes = states(QUEUED=0, STARTING=0, RUNNING=10)
+    running = [steps(0, 10, 20, count=10)]
+    assert spent(changes, running, now=25) == {"start": 10, "compute": 15}
+    assert spent(changes, running, now=100) == {
+        "start": 10, "compute": 10 + PATIENCE_STEPS, "detect": 80 - PATIENCE_STEPS
+    }  # fmt: skip
+
+
+def test_step_under_way_is_lost_as_soon_as_a_failure_is_noticed():
+    changes = states(QUEUED=0, STARTING=0, RUNNING=10, RECOVERING=23)
+    assert spent(changes, [steps(0, 10, 20)], now=25) == {"start": 10, "compute": 10, "redo": 3, "re_form": 2}
+
+
+def test_nothing_is_known_of_a_job_that_waits_but_that_it_waits():
+    found = ledger(states(QUEUED=100), [], 130)
+    assert (found.seconds["queue"], found.goodput, found.closed) == (30, None, False)
+
+
+def test_clock_of_a_rank_that_is_ahead_makes_nothing_negative():
+    changes = states(QUEUED=0, STARTING=0, RUNNING=10, SUCCEEDED=30)
+    assert spent(changes, [steps(1, 25, 45, 30)]) == {"start": 10, "detect": 15, "compute": 5}
+    assert spent(changes, [steps(1, -20, 0, 30, outcome="SUCCEEDED")]) == {"start": 30}
+
+
+def test_a_job_without_any_state_has_no_ledger():
+    with pytest.raises(ValueError, match="no ledger"):
+        ledger([], [], NOW)
+
+
+pauses = st.floats(0, 100, allow_nan=False)
+maybe = st.one_of(st.none(), st.floats(-200, 1200, allow_nan=False))
+
+
+@st.composite
+def histories(draw):
+    """Any walk through the states, and generations with times that need make no sense at all."""
+    at, state = draw(pauses), JobState.QUEUED
+    changes = [Change(at, state)]
+    for _ in range(draw(st.integers(0, 12))):
+        if not TRANSITIONS[state]:
+            break
+        at, state = at + draw(pauses), draw(st.sampled_from(sorted(TRANSITIONS[state])))
+        changes.append(Change(at, state))
+    trainings = []
+    for _ in range(draw(st.integers(0, 6))):
+        timeline = RecoveryTimeline(draw(st.floats(0, 1000)), *(draw(maybe) for _ in range(6)))
+        sums = st.dictionaries(st.sampled_from(STEP_CLASSES), st.floats(0, 300), max_size=5)
+        trainings.append(
+            Training(
+                draw(st.floats(-100, 1100)), draw(maybe), draw(maybe), draw(maybe), draw(st.integers(0, 50)),
+                draw(sums), draw(st.sampled_from([None, timeline])),
+                draw(st.sampled_from([None, "SUCCEEDED", "FAILED"])),
+            )
+        )  # fmt: skip
+    return changes, trainings, draw(st.floats(0, 2000))
+
+
+@given(histories())
+def test_classes_sum_to_the_wall_time_and_none_is_negative(history):
+    found = ledger(*history)
+    assert set(found.seconds) == set(CLASSES)
+    assert all(seconds >= 0 for seconds in found.seconds.values())
+    assert sum(found.seconds.values()) == pytest.approx(found.wall_seconds, rel=1e-9, abs=1e-6)
+    assert found.goodput is None or 0 <= found.goodput <= 1
+
+
+lengths = st.floats(0.01, 30, allow_nan=False)
+
+
+@given(
+    st.floats(0, 50), lengths, st.lists(st.tuples(*[lengths] * 8), min_size=1, max_size=6), st.floats(0.1, 1)
+)  # fmt: skip
+def test_orderly_history_is_told_to_the_second(queue, start, lives, share):
+    """Generations that each train, lose a step, are noticed, rest, form anew and restore: no second is misplaced."""
+    now, expected = queue + start, {"queue": queue, "start": start, "compute": 0.0, "data_wait": 0.0}
+    changes, trainings, timeline, began = [Change(0, "QUEUED"), Change(queue, "STARTING")], [], None, queue
+    for train, lost, unseen, rest, order, connect, restore, silent in lives:
+        done = now + train
+        changes.append(Change(min(now + silent, done), "RUNNING"))
+        sums = {"compute": train * share, "data_wait": train * (1 - share)}
+        noticed = done + lost + unseen
+        trainings.append(Training(began, noticed + rest, now, done, 3, sums, timeline))
+        changes.append(Change(noticed, "RECOVERING"))
+        began = noticed + rest
+        now = began + order + connect + restore
+        timeline = RecoveryTimeline(noticed, done + lost, began, began + order, began + order + connect, now)
+        parts = {"compute": sums["compute"], "data_wait": sums["data_wait"], "redo": lost, "detect": unseen,
+                 "re_form": rest + order + connect, "restore": restore}  # fmt: skip
+        expected = {name: expected.get(name, 0.0) + parts.get(name, 0.0) for name in (*expected, *parts)}
+    trainings.append(Training(began, None, None, None, recovery=timeline))
+    found = ledger(changes, trainings, now)
+    assert {name: seconds for name, seconds in found.seconds.items() if name in expected} == pytest.approx(expected)
+    assert sum(expected.values()) == pytest.approx(found.wall_seconds)
