@@ -174,6 +174,17 @@ def checkpoints(job_id: str, limit: int = 100, cursor: str | None = None) -> Cal
     return Call(schemas.Items[schemas.Checkpoint], "GET", _job(job_id, "/checkpoints"), parameters)
 
 
+def ledger(job_id: str) -> Call[schemas.Ledger]:
+    """Where every second of a job went."""
+    return Call(schemas.Ledger, "GET", _job(job_id, "/ledger"))
+
+
+def recoveries(job_id: str, limit: int = 100, cursor: str | None = None) -> Call[schemas.Items[schemas.Recovery]]:
+    """A page of a job's recoveries, oldest first."""
+    parameters = {"limit": limit, "cursor": cursor}
+    return Call(schemas.Items[schemas.Recovery], "GET", _job(job_id, "/recoveries"), parameters)
+
+
 def cluster() -> Call[schemas.Cluster]:
     """The machines and what runs on them."""
     return Call(schemas.Cluster, "GET", "/v1/cluster")

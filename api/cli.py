@@ -22,6 +22,7 @@ from workers.errors import MantaError
 from workers.spec_problems import SpecError
 from workers.spec_reading import read_document
 
+MOST_RECOVERIES = 1000
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
 
@@ -210,6 +211,22 @@ def ranks(job: JobId, url: Url = None, as_json: Json = False) -> None:
     with connect(url) as client:
         page = client.ranks(job)
     _show(page, as_json, lambda console: render.rank_table(console, page.items))
+
+
+@app.command()
+def ledger(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Show where every second of a job went."""
+    with connect(url) as client:
+        found = client.ledger(job)
+    _show(found, as_json, lambda console: render.ledger_page(console, found))
+
+
+@app.command()
+def recoveries(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """List a job's recoveries: what failed, what was replaced, and how long each phase took."""
+    with connect(url) as client:
+        page = client.recoveries(job, limit=MOST_RECOVERIES)
+    _show(page, as_json, lambda console: render.recovery_table(console, page.items))
 
 
 @app.command()

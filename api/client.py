@@ -24,10 +24,12 @@ from api.schemas import (
     Health,
     Items,
     Job,
+    Ledger,
     LogLine,
     MetricSeries,
     Problem,
     Rank,
+    Recovery,
     Stream,
 )
 from api.sse import EventParser
@@ -163,6 +165,14 @@ class MantaClient:
     def checkpoints(self, job_id: str, limit: int = 100, cursor: str | None = None) -> Items[Checkpoint]:
         """A page of durable checkpoints, those of the highest step first."""
         return self.send(calls.checkpoints(job_id, limit, cursor))
+
+    def ledger(self, job_id: str) -> Ledger:
+        """Where every second of a job went."""
+        return self.send(calls.ledger(job_id))
+
+    def recoveries(self, job_id: str, limit: int = 100, cursor: str | None = None) -> Items[Recovery]:
+        """A page of a job's recoveries, oldest first."""
+        return self.send(calls.recoveries(job_id, limit, cursor))
 
     def cluster(self) -> Cluster:
         """The machines and what runs on them."""

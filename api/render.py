@@ -169,6 +169,42 @@ def checkpoint_table(console: Console, checkpoints: Sequence[schemas.Checkpoint]
     table(console, ("STEP", "STATE", "SIZE", "BEGUN", "PATH"), rows, "no checkpoints yet")
 
 
+def class_name(name: str) -> str:
+    """A class of the ledger, or a phase of a recovery, in words."""
+    return {"re_form": "re-form"}.get(name, name.replace("_", " "))
+
+
+def ledger_page(console: Console, found: schemas.Ledger) -> None:
+    """What `manta ledger` says: every class that has any time, the largest first."""
+    wall = found.wall_seconds
+    rows = [
+        (class_name(name), figure(spent, 2), percent(spent / wall) if wall > 0 else "-")
+        for name, spent in sorted(found.seconds.items(), key=lambda entry: -entry[1])
+        if spent > 0
+    ]
+    ends = "in all" if found.closed else "so far"
+    table(console, ("CLASS", "SECONDS", "SHARE"), [*rows, (ends, figure(wall, 2), "")], "")
+    console.print(f"goodput {percent(found.goodput)} = compute / (wall - queue - pause)", highlight=False)
+
+
+def recovery_table(console: Console, recoveries: Sequence[schemas.Recovery]) -> None:
+    """The table of `manta recoveries`; phases in seconds."""
+    rows = [
+        (entry.generation, moment(entry.time), entry.cause, replaced(entry), f"{entry.source} {entry.resume_step}",
+         "-" if entry.steps_redone is None else entry.steps_redone,
+         *(figure(seconds, 2) for seconds in entry.seconds.values()), figure(entry.total_seconds, 2))
+        for entry in recoveries
+    ]  # fmt: skip
+    headings = ("GEN", "TIME", "CAUSE", "REPLACED", "FROM", "REDONE", "DETECT", "REST", "RE-FORM", "RESTORE", "REDO",
+                "TOTAL")  # fmt: skip
+    table(console, headings, rows, "nothing has failed yet")
+
+
+def replaced(entry: schemas.Recovery) -> str:
+    """How many ranks got a new process."""
+    return f"{len(entry.forked)} of {len(entry.forked) + entry.kept}"
+
+
 def node_table(console: Console, cluster: schemas.Cluster) -> None:
     """The table of `manta nodes`."""
     rows = [

@@ -128,7 +128,7 @@ class Job(Answer):
     metrics: LatestMetrics
     """Latest known numbers."""
     goodput: float | None
-    """Share of the time since its start that went into committed steps, 0 to 1."""
+    """Compute / (wall - queue - pause) by the job's ledger, 0 to 1; null before the first committed step."""
     queue: Queue
     """Its place in the queue."""
     created_at: Time
@@ -251,6 +251,58 @@ class Checkpoint(Answer):
     """Size on disk, once complete."""
     created_at: Time
     """When its saving began."""
+
+
+class Ledger(Answer):
+    """Where every second of a job went, from its submission to its end, or to now."""
+
+    seconds: dict[str, float]
+    """By class: queue, start, compute, data_wait, snapshot_stall, checkpoint_stall, detect, re_form, restore, redo,
+    idle_without_capacity, pause. They sum to `wall_seconds`."""
+    wall_seconds: float
+    """From `began_at` to `until`."""
+    goodput: float | None
+    """Compute / (wall - queue - pause), 0 to 1; null before the first committed step."""
+    closed: bool
+    """Whether the job is over, so that nothing will change any more."""
+    began_at: Time
+    """When the job was submitted."""
+    until: Time
+    """When it ended, or now."""
+
+
+class Recovery(Answer):
+    """How one generation came about that a failure made necessary."""
+
+    generation: int
+    """The generation that it began."""
+    time: Time
+    """When the failure happened."""
+    kind: str
+    """Kind of the failure, such as killed, hung, agent_lost or exception."""
+    rank: int
+    """The culprit."""
+    node: str | None
+    """Node that the culprit ran on."""
+    cause: str
+    """What happened to it, in one sentence."""
+    forked: list[int]
+    """Ranks that got a new process."""
+    kept: int
+    """Number of ranks that kept theirs."""
+    source: str
+    """Where the state came from, such as memory, snapshot, replica or checkpoint."""
+    resume_step: int
+    """Committed step that the state belongs to."""
+    steps_redone: int | None
+    """Committed steps that were done again; null before the first one of this generation."""
+    wait_seconds: float
+    """How long it was held back because the same failure kept coming."""
+    seconds: dict[str, float | None]
+    """By phase: detect, rest, re_form, restore, redo; null where a phase has not ended. `redo` ends with the next
+    committed step."""
+    total_seconds: float | None
+    """From the failure to the next committed step; null before that."""
 
 
 class RunningRank(Answer):

@@ -10,7 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.store import Job, Store, jobs
+from service.ledger import Ledger
+from service.store import Job, Store, jobs, ledgers
 
 _GAUGES = {
     "manta_job_loss": ("loss", "Training loss of the last committed step, nats per token"),
@@ -31,34 +32,38 @@ class JobCollector(Collector):
         with self._store.read() as session:
             counts = jobs.count_by_state(session)
             unfinished = jobs.unfinished(session)
+            books = {job.id: ledgers.of_job(session, job.id, time.time()) for job in unfinished}
         by_state = GaugeMetricFamily("manta_jobs", "Jobs by state", labels=["state"])
         for state, count in counts.items():
             by_state.add_metric([state.value], count)
         yield by_state
-        yield from _job_metrics(unfinished)
+        yield from _job_metrics(unfinished, books)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: the names are unique by construction, and registering must not read the database."""
         return []
 
 
-def _job_metrics(unfinished: list[Job]) -> Iterable[Metric]:
+def _job_metrics(unfinished: list[Job], books: dict[str, Ledger]) -> Iterable[Metric]:
     step = GaugeMetricFamily("manta_job_step", "Last committed step", labels=["job"])
-    goodput = GaugeMetricFamily("manta_job_goodput_ratio", "Share of time in committed steps, 0 to 1", labels=["job"])
+    goodput = GaugeMetricFamily("manta_job_goodput_ratio", "Compute / (wall - queue - pause), 0 to 1", labels=["job"])
+    # A gauge: what a step was is only known once it is committed, so time may still move to another class.
+    spent = GaugeMetricFamily("manta_job_ledger_seconds", "Time since submission by class", labels=["job", "class"])
     restarts = CounterMetricFamily("manta_job_restarts", "Automatic restarts", labels=["job"])
     gauges = {name: GaugeMetricFamily(name, text, labels=["job"]) for name, (_, text) in _GAUGES.items()}
-    now = time.time()
     for job in unfinished:
         step.add_metric([job.id], job.step)
         restarts.add_metric([job.id], job.restarts)
-        share = jobs.goodput_of(job, now)
-        if share is not None:
-            goodput.add_metric([job.id], share)
+        book = books[job.id]
+        if book.goodput is not None:
+            goodput.add_metric([job.id], book.goodput)
+        for kind, seconds in book.seconds.items():
+            spent.add_metric([job.id, kind], seconds)
         for name, (key, _) in _GAUGES.items():
             value = job.metrics.get(key)
             if value is not None:
                 gauges[name].add_metric([job.id], value)
-    return [step, goodput, restarts, *gauges.values()]
+    return [step, goodput, spent, restarts, *gauges.values()]
 
 
 class RequestTimer:

@@ -9,9 +9,10 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from api import schemas
+from service.ledger import Ledger
 from service.logs import LogLine
 from service.states import JobState
-from service.store import jobs, metrics, tables
+from service.store import jobs, ledgers, metrics, recoveries, tables
 from workers.config import JobSpec, ParallelConfig
 from workers.parallel.grid import RankGrid
 
@@ -49,7 +50,7 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
         generation=job.generation,
         restarts=job.restarts,
         metrics=schemas.LatestMetrics(latest={**known, **job.metrics}),
-        goodput=jobs.goodput_of(job, time.time()),
+        goodput=ledgers.of_job(session, job.id, time.time()).goodput,
         queue=schemas.Queue(position=jobs.queue_position(session, job), waiting_for=job.waiting_for),
         created_at=moment(job.created_at),
         started_at=_moment_or_none(job.started_at),
@@ -110,6 +111,39 @@ def rank_view(row: tables.Rank) -> schemas.Rank:
         pid=row.pid,
         generation=row.generation,
         state=row.state,
+    )
+
+
+def ledger_view(found: Ledger) -> schemas.Ledger:
+    """A ledger."""
+    return schemas.Ledger(
+        seconds={str(name): spent for name, spent in found.seconds.items()},
+        wall_seconds=found.wall_seconds,
+        goodput=found.goodput,
+        closed=found.closed,
+        began_at=moment(found.began_at),
+        until=moment(found.until),
+    )
+
+
+def recovery_view(row: tables.Recovery) -> schemas.Recovery:
+    """A recovery."""
+    timeline = recoveries.timeline(row)
+    return schemas.Recovery(
+        generation=row.generation,
+        time=moment(timeline.began_at),
+        kind=row.kind,
+        rank=row.rank,
+        node=row.node,
+        cause=row.cause,
+        forked=row.forked,
+        kept=row.kept,
+        source=row.source,
+        resume_step=row.resume_step,
+        steps_redone=row.steps_redone,
+        wait_seconds=row.wait_seconds,
+        seconds=timeline.phases(),
+        total_seconds=timeline.total_seconds,
     )
 
 

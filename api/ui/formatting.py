@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from api.progress import duration, figure, percent
-from api.render import layout_name, size
-from api.schemas import Checkpoint, Cluster, Event, Job, LogLine, Rank
+from api.render import class_name, layout_name, replaced, size
+from api.schemas import Checkpoint, Cluster, Event, Job, Ledger, LogLine, Rank, Recovery
 from service.states import JobState
 
 UNKNOWN = "–"
@@ -224,6 +224,40 @@ def checkpoint_row(checkpoint: Checkpoint) -> tuple[str, str, str, str, str]:
     """Step, state, size, time and folder of a checkpoint."""
     stored = UNKNOWN if checkpoint.bytes is None else size(checkpoint.bytes)
     return f"{checkpoint.step:,}", checkpoint.state, stored, clock(checkpoint.created_at), checkpoint.path
+
+
+def ledger_rows(ledger: Ledger) -> list[tuple[str, float, str, str]]:
+    """Name, share from 0 to 1, duration and colour of each class of the ledger that has any time, in its order."""
+    wall = ledger.wall_seconds
+    return [
+        (class_name(name), spent / wall, duration(spent) if spent >= 60 else f"{spent:.1f} s", _ledger_tone(name))
+        for name, spent in ledger.seconds.items()
+        if spent > 0 and wall > 0
+    ]
+
+
+def _ledger_tone(name: str) -> str:
+    if name == "compute":
+        return "good"
+    if name in ("detect", "re_form", "restore", "redo", "idle_without_capacity"):
+        return "bad"
+    return {"queue": "idle", "pause": "idle", "start": "busy"}.get(name, "warn")
+
+
+def ledger_note(ledger: Ledger | None) -> str:
+    """The ledger in one line."""
+    if ledger is None:
+        return ""
+    ends = "in all" if ledger.closed else "so far"
+    return f"{duration(ledger.wall_seconds)} {ends}, goodput {ratio(ledger.goodput)}"
+
+
+def recovery_row(recovery: Recovery) -> tuple[str, ...]:
+    """Time, generation, cause, what was replaced, source, phases and total of a recovery."""
+    phases = " + ".join(UNKNOWN if spent is None else f"{spent:.2f}" for spent in recovery.seconds.values())
+    total = UNKNOWN if recovery.total_seconds is None else f"{recovery.total_seconds:.2f} s"
+    source = f"{recovery.source}, step {recovery.resume_step:,}"
+    return clock(recovery.time), str(recovery.generation), recovery.cause, replaced(recovery), source, phases, total
 
 
 def log_text(lines: Iterable[LogLine], with_rank: bool) -> str:

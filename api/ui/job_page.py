@@ -11,7 +11,7 @@ from api.client import ApiError, AsyncMantaClient, ServiceUnreachable
 from api.schemas import Job
 from api.ui import charts, formatting
 from api.ui.components import Badge, Bar, Figures, Table, Words, frame, panel
-from api.ui.job_parts import EventList, LogView, RankGrid
+from api.ui.job_parts import EventList, LedgerBar, LogView, RankGrid
 from api.ui.live import Live
 from api.ui.polling import JobFeed
 from service.states import JobState, after_action
@@ -41,6 +41,13 @@ class JobPage:
                     self._throughput = ui.echart(charts.throughput_options({})).classes("chart throughput-chart")
             with panel("Ranks", "columns are pipeline stages, lines are tensor ranks"):
                 self._ranks = RankGrid()
+            with panel("Time") as head:
+                with head:
+                    self._ledger_note = Words("note")
+                self._ledger = LedgerBar()
+            with panel("Recoveries", "newest first, UTC; phases in seconds: detect + rest + re-form + restore + redo"):
+                parts = ("Time", "Gen.", "Cause", "Replaced", "State from", "Phases", "Total")
+                self._recoveries = Table(parts, "Nothing has failed.", "recoveries")
             with ui.element("div").classes("columns"):
                 with panel("Events", "newest first, UTC"):
                     self._events = EventList()
@@ -63,6 +70,10 @@ class JobPage:
         self._ranks.show(feed.ranks)
         self._events.show(feed.events)
         self._checkpoints.show([formatting.checkpoint_row(checkpoint) for checkpoint in feed.checkpoints])
+        if feed.ledger is not None:
+            self._ledger_note.show(formatting.ledger_note(feed.ledger))
+            self._ledger.show(formatting.ledger_rows(feed.ledger))
+        self._recoveries.show([formatting.recovery_row(recovery) for recovery in feed.recoveries])
         self._log.show()
         return feed.done
 

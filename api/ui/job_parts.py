@@ -82,6 +82,30 @@ class RankGrid:
                                 self._boxes[cell.rank] = RankBox(cell)
 
 
+class LedgerBar:
+    """Every second of the job as one bar, with its classes named below."""
+
+    def __init__(self) -> None:
+        self._bar = ui.element("div").classes("ledger-bar")
+        self._names = ui.element("div").classes("ledger-names")
+        self._shown: list[tuple[str, float, str, str]] = []
+
+    def show(self, rows: list[tuple[str, float, str, str]]) -> None:
+        """Show `rows` of name, share, duration and colour."""
+        if rows == self._shown:
+            return
+        self._shown = rows
+        self._bar.clear()
+        self._names.clear()
+        with self._bar:
+            for name, share, spent, tone in rows:
+                part = ui.element("div").classes(f"ledger-part tone-{tone}").style(f"flex-grow: {share:.6f}")
+                part.props["title"] = f"{name}: {spent}"
+        with self._names:
+            for name, share, spent, tone in rows:
+                ui.label(f"{name} {spent} ({share:.1%})").classes(f"ledger-name tone-{tone}")
+
+
 class EventList:
     """Events, newest first; new ones are put on top, the others stay as they are."""
 

@@ -6,7 +6,7 @@ from collections import deque
 
 from api import calls
 from api.client import AsyncMantaClient
-from api.schemas import Checkpoint, Event, Job, LogLine, MetricSeries, Rank
+from api.schemas import Checkpoint, Event, Job, Ledger, LogLine, MetricSeries, Rank, Recovery
 from api.ui.charts import restart_steps
 from service.states import is_final
 
@@ -15,6 +15,8 @@ MAX_POINTS = 1000
 METRICS = ("loss", "validation_loss", "tokens_per_second", "mfu_full")
 EVENTS_SHOWN = 200
 LOG_LINES_SHOWN = 100
+RECOVERIES_READ = 1000
+RECOVERIES_SHOWN = 20
 _OVERLAP = 8  # steps asked for again, since a step's validation loss may come after its other metrics
 _ALL_POINTS = 10_000
 _PAGE = 1000
@@ -80,6 +82,9 @@ class JobFeed:
         """Steps at which a recovery began."""
         self.ranks: list[Rank] = []
         self.checkpoints: list[Checkpoint] = []
+        self.ledger: Ledger | None = None
+        self.recoveries: list[Recovery] = []
+        """The newest, newest first."""
         self.log = LogTail()
         self._client = client
         self._cursor: str | None = None
@@ -108,6 +113,9 @@ class JobFeed:
         if moved or self._turn % _SLOW_TURN == 0:
             self.ranks = (await self._client.send(calls.ranks(self.job_id))).items
             self.checkpoints = (await self._client.send(calls.checkpoints(self.job_id))).items
+            self.ledger = await self._client.send(calls.ledger(self.job_id))
+            found = await self._client.send(calls.recoveries(self.job_id, RECOVERIES_READ))
+            self.recoveries = found.items[: -RECOVERIES_SHOWN - 1 : -1]
         await self.log.poll(self._client, self.job_id)
         self._turn += 1
         self._complete = not (self._events_behind or self.log.behind)

@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from api.cli import app
 from service.logs import log_file, log_folder
-from service.store import checkpoints, events, generations, ranks
+from service.recovery_timeline import RecoveryTimeline
+from service.store import checkpoints, events, generations, ranks, recoveries
+from service.store.recoveries import Beginning
 
 
 @pytest.fixture
@@ -44,6 +46,10 @@ def job(service):
         generation = generations.begin(session, job_id, "submitted", False)
         ranks.replace(session, job_id, [{**place, "generation": generation, "state": "running"}])
         checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
+        failed = Beginning(
+            "killed", 3, "rank 3 [odd] was killed", RecoveryTimeline(101.0), "node-a", (3,), 7, "snapshot", 40
+        )
+        recoveries.begin(session, job_id, generation, failed)
         events.append(session, job_id, "told", "something [odd] happened", step=3)
 
     service.store.write(prepare)
@@ -100,6 +106,8 @@ def test_following_a_submission_ends_as_the_job_does(manta, service, spec_file, 
         (["events", "JOB"], ["submitted", "something [odd] happened", "step 3"]),
         (["metrics", "JOB"], ["LOSS", "3.5000", "25.0%", "1,000"]),
         (["checkpoints", "JOB"], ["5", "saving", "/somewhere/5"]),
+        (["ledger", "JOB"], ["SHARE", "so far", "goodput"]),
+        (["recoveries", "JOB"], ["rank 3 [odd] was killed", "1 of 8", "snapshot 40", "RE-FORM"]),
         (["ranks", "JOB"], ["node-a", "4242", "running"]),
         (["nodes"], ["127.0.0.1", "alive", "16"]),
     ],

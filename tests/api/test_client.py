@@ -33,6 +33,8 @@ def test_a_job_from_submission_to_its_end(service, client, document):
     assert [entry.id for entry in client.jobs(state="QUEUED").items] == [job.id]
     assert client.cancel(job.id).state == "CANCELLED"
     assert [event.type for event in client.events(job.id).items] == ["submitted", "state_changed"]
+    assert sum(client.ledger(job.id).seconds.values()) >= 0
+    assert client.recoveries(job.id).items == []
     assert client.logs(job.id).items == client.ranks(job.id).items == client.checkpoints(job.id).items == []
     assert client.cluster().nodes[0].ranks[0].rank == 0
     assert client.ready().status == "ready"

@@ -1,9 +1,14 @@
 """Metrics, events, logs, ranks, checkpoints and the cluster, over HTTP."""
 
 import json
+import time
+
+import pytest
 
 from service.logs import log_file, log_folder
-from service.store import checkpoints, events, generations, ranks
+from service.recovery_timeline import RecoveryTimeline
+from service.store import checkpoints, events, generations, ranks, recoveries
+from service.store.recoveries import Beginning
 
 
 def write_log(service, job_id, rank, *texts):
@@ -82,6 +87,58 @@ def test_ranks_and_checkpoints_are_shown_as_stored(service):
     assert set(saved[0]) == {"id", "step", "state", "path", "bytes", "created_at"}
 
 
+CLASSES = [
+    "queue", "start", "compute", "data_wait", "snapshot_stall", "checkpoint_stall", "detect", "re_form", "restore",
+    "redo", "idle_without_capacity", "pause",
+]  # fmt: skip
+
+
+def test_the_ledger_says_where_every_second_went(service):
+    job = service.submit()
+    path = f"/v1/jobs/{job['id']}/ledger"
+    waiting = service.http.get(path).json()
+    assert list(waiting["seconds"]) == CLASSES
+    assert (waiting["closed"], waiting["goodput"], waiting["began_at"]) == (False, None, job["created_at"])
+    service.move(job["id"], "STARTING", "RUNNING")
+    row = {"step": 1, "time": time.time(), "seconds": {"wall": 0.002, "data_wait": 0.001}}
+    service.report(job["id"], [row])
+    service.move(job["id"], "SUCCEEDED")
+    ended, shown = service.http.get(path).json(), service.http.get(f"/v1/jobs/{job['id']}").json()
+    assert set(ended) == {"seconds", "wall_seconds", "goodput", "closed", "began_at", "until"}
+    assert sum(ended["seconds"].values()) == pytest.approx(ended["wall_seconds"])
+    assert (ended["closed"], ended["until"], ended["goodput"]) == (True, shown["finished_at"], shown["goodput"])
+    assert service.http.get("/v1/jobs/job_000000000000/ledger").json()["code"] == "job_not_found"
+
+
+def fail_once(service, job_id):
+    """Two generations, the second one begun because rank 3 of the first was killed."""
+
+    def operation(session):
+        generations.begin(session, job_id, "submitted", False)
+        number = generations.begin(session, job_id, "rank 3 was killed", True)
+        timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0, rested_at=102.0)
+        known = Beginning("killed", 3, "rank 3 was killed", timeline, "n1", (3,), 7, "snapshot", 40)
+        recoveries.begin(session, job_id, number, known)
+
+    service.store.write(operation)
+
+
+def test_recoveries_say_what_failed_what_was_replaced_and_for_how_long(service):
+    job = service.submit()
+    path = f"/v1/jobs/{job['id']}/recoveries"
+    assert service.http.get(path).json() == {"items": [], "next_cursor": None}
+    fail_once(service, job["id"])
+    (found,) = service.http.get(path).json()["items"]
+    assert found == {
+        "generation": 2, "time": "1970-01-01T00:01:40.000000Z", "kind": "killed", "rank": 3, "node": "n1",
+        "cause": "rank 3 was killed", "forked": [3], "kept": 7, "source": "snapshot", "resume_step": 40,
+        "steps_redone": None, "wait_seconds": 0.0, "total_seconds": None,
+        "seconds": {"detect": 1, "rest": 1, "re_form": None, "restore": None, "redo": None},
+    }  # fmt: skip
+    assert service.http.get("/v1/jobs/job_000000000000/recoveries").json()["code"] == "job_not_found"
+    assert service.http.get(path, params={"cursor": "nonsense!"}).status_code == 422
+
+
 def test_the_cluster_is_what_the_control_plane_says(service):
     node = service.http.get("/v1/cluster").json()["nodes"][0]
     assert (node["total"], node["free"], node["ranks"]) == (16, 15, [{"job": "job_000000000001", "rank": 0}])
@@ -110,6 +167,7 @@ def test_prometheus_sees_unfinished_jobs(service):
     assert f'manta_job_loss{{job="{running["id"]}"}} 2.5' in text
     assert f'manta_job_mfu_full_ratio{{job="{running["id"]}"}} 0.25' in text
     assert f'manta_job_goodput_ratio{{job="{running["id"]}"}}' in text
+    assert f'manta_job_ledger_seconds{{class="redo",job="{running["id"]}"}} 0.0' in text
     assert f'manta_job_restarts_total{{job="{running["id"]}"}} 0.0' in text
     assert done["id"] not in text
     assert 'route="/v1/jobs/{job_id}",status="404"' in text

@@ -18,8 +18,10 @@ import uvicorn
 from api.app import create_app
 from api.ui import mount
 from service.logs import log_file, log_folder
+from service.recovery_timeline import RecoveryTimeline
 from service.states import JobState
-from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks
+from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks, recoveries, state_changes
+from service.store.recoveries import Beginning
 from workers.config import JobSpec
 
 STEPS, DONE, CRASHED_AT = 400, 200, 120
@@ -116,6 +118,20 @@ def _run(session: Any, job_id: str, home: Path) -> None:
     metrics.record(session, job_id, second, 0, 1, [row(step, now) for step in range(CRASHED_AT + 1, DONE + 1)])
     _checkpoint(session, job_id, second, 150, home)
     ranks.replace(session, job_id, places(second))
+    _backdate(session, job_id, now)
+
+
+def _backdate(session: Any, job_id: str, now: float) -> None:
+    """Let what was stored just now have happened over the last minutes."""
+    for change, ago in zip(state_changes.of_job(session, job_id), (140, 131, 127, 59, 55), strict=True):
+        change.time = now - ago
+    first, second = generations.of_job(session, job_id)
+    first.started_at, first.trained_from, first.trained_until = now - 131, now - 127, now - 60
+    first.ended_at = second.started_at = now - 58.4
+    second.trained_from, second.trained_until = now - 56, now - 1
+    times = RecoveryTimeline(now - 59.3, now - 59.6, now - 58.6, now - 58.3, now - 57, now - 56, now - 55)
+    died = Beginning("killed", 5, "rank 5 was killed by signal 9", times, "n1", (5,), 7, "snapshot", CRASHED_AT)
+    recoveries.begin(session, job_id, second.generation, died)
 
 
 def _commit(session: Any, job_id: str, steps: Iterable[int]) -> None:

@@ -19,6 +19,7 @@ CHROMIUM = shutil.which("chromium")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
              "--disable-sync", "--no-first-run", "--disable-quic"]  # fmt: skip
 SERVER = Path(__file__).with_name("sample.py")
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(SERVER.parents[3])}
 SECONDS = 20_000  # milliseconds; machines that run tests are slow at times
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs the system's Chromium")
@@ -58,7 +59,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Sample]]:
 
     def start(*options: str) -> Sample:
         command = [sys.executable, str(SERVER), str(tmp_path), *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"PATH": "/usr/bin:/bin"})
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
         store = Store(f"sqlite:///{tmp_path}/manta.db")
         started.append((process, store))
         assert process.stdout is not None
@@ -106,6 +107,10 @@ def test_a_job_is_followed_live(serve, browser):
     expect(page.locator(".rank").first).to_contain_text("stage 0, tensor 0")
     expect(page.locator(".events tbody tr").first).to_contain_text("RECOVERING -> RUNNING")
     expect(page.locator(".checkpoints tbody tr")).to_have_count(3)
+    expect(page.locator(".ledger-name", has_text="compute")).to_be_visible()
+    expect(page.locator(".ledger-part")).to_have_count(7)
+    expect(page.locator(".recoveries tbody tr")).to_contain_text("rank 5 was killed by signal 9")
+    expect(page.locator(".recoveries tbody tr")).to_contain_text("1 of 8")
     expect(page.locator(".log-text")).to_contain_text("[7] step 146")
 
     page.evaluate("window.sameDocument = true")

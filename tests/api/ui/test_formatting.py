@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from api.schemas import Cluster, Event, Job, LatestMetrics, LogLine, Queue, Rank
+from api.schemas import Cluster, Event, Job, LatestMetrics, Ledger, LogLine, Queue, Rank, Recovery
 from api.ui import formatting
 
 NOW = datetime(2026, 1, 2, 12, 0, tzinfo=UTC)
@@ -95,6 +95,34 @@ def test_a_rank_that_is_nowhere_yet_has_dashes():
 def test_context_ranks_have_lines_of_their_own():
     first, second = formatting.rank_cells([make_rank(0), make_rank(1, tensor=0, context=1)])
     assert (first.line, second.line, second.place) == (0, 1, "stage 0, tensor 0, ctx 1")
+
+
+def make_ledger(**changes: Any) -> Ledger:
+    values = {"seconds": {"queue": 10.0, "start": 0.0, "compute": 180.0, "re_form": 10.0}, "wall_seconds": 200.0,
+              "goodput": 0.947, "closed": False, "began_at": NOW, "until": NOW}  # fmt: skip
+    return Ledger.model_validate({**values, **changes})
+
+
+def test_the_ledger_names_what_took_time_and_its_share():
+    assert formatting.ledger_rows(make_ledger()) == [
+        ("queue", 0.05, "10.0 s", "idle"),
+        ("compute", 0.9, "3m00s", "good"),
+        ("re-form", 0.05, "10.0 s", "bad"),
+    ]
+    assert formatting.ledger_rows(make_ledger(wall_seconds=0.0, seconds={"queue": 0.0})) == []
+    assert formatting.ledger_note(make_ledger()) == "3m20s so far, goodput 94.7%"
+    assert formatting.ledger_note(make_ledger(closed=True, goodput=None)) == "3m20s in all, goodput –"
+
+
+def test_a_recovery_is_a_row_with_its_phases():
+    phases = {"detect": 0.25, "rest": 0.5, "re_form": 0.125, "restore": None, "redo": None}
+    recovery = Recovery(
+        generation=2, time=NOW, kind="killed", rank=3, node="n1", cause="rank 3 was killed", forked=[3], kept=7,
+        source="snapshot", resume_step=1500, steps_redone=None, wait_seconds=0.0, seconds=phases, total_seconds=None,
+    )  # fmt: skip
+    assert formatting.recovery_row(recovery) == (
+        "01-02 12:00:00", "2", "rank 3 was killed", "1 of 8", "snapshot, step 1,500", "0.25 + 0.50 + 0.12 + – + –", "–"
+    )  # fmt: skip
 
 
 def test_events_and_logs():

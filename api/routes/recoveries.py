@@ -1,0 +1,24 @@
+"""A job's recoveries: what failed, what was replaced, and how long each phase took."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from api import schemas, views
+from api.parameters import Control, Cursor, JobId, Limit
+from service.store import jobs, recoveries
+from service.store.paging import decode_number
+
+router = APIRouter(prefix="/v1/jobs/{job_id}/recoveries", tags=["recoveries"])
+
+
+@router.get("")
+def list_recoveries(
+    control: Control, job_id: JobId, limit: Limit = 100, cursor: Cursor = None
+) -> schemas.Items[schemas.Recovery]:
+    """A job's recoveries, oldest first."""
+    after = 0 if cursor is None else decode_number(cursor)
+    with control.store.read() as session:
+        jobs.get(session, job_id)
+        page = recoveries.page(session, job_id, after, limit)
+    return schemas.Items(items=[views.recovery_view(row) for row in page.items], next_cursor=page.next_cursor)
