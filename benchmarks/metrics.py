@@ -106,7 +106,7 @@ def _trainer(document: dict[str, Any], control: socket.socket, folder: str) -> T
 class Stopwatch:
     """Times what a trainer does for the metrics of each step, and can turn it off.
 
-    That is: making the row and the journal, writing the journal beside the snapshot, and the reporter's calls.
+    That is: making the row and the journal. The rest is done by the thread that copies the snapshot.
     """
 
     def __init__(self, trainer: Trainer):
@@ -114,33 +114,23 @@ class Stopwatch:
         self.spent: list[float] = []
         """Seconds for each reported step."""
         self.reporting = True
-        self._current = 0.0
-        self._save, self._keep_and_report = trainer.snapshots.save, trainer._keep_and_report
+        self._in_start = 0.0
+        self._start, self._keep_and_report = trainer.snapshots.start, trainer._keep_and_report
         trainer._keep_and_report = self._keep  # type: ignore[method-assign]
-        trainer.snapshots.save = self._save_timed  # type: ignore[method-assign]
-        trainer.snapshots._write_note = self._timed(trainer.snapshots._write_note)  # type: ignore[method-assign]
-        trainer.reporter.metrics = self._timed(trainer.reporter.metrics)  # type: ignore[method-assign]
+        trainer.snapshots.start = self._start_timed  # type: ignore[method-assign]
 
-    def _timed(self, call: Callable[P, R]) -> Callable[P, R]:
-        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
-            began = time.perf_counter()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._current += time.perf_counter() - began
-
-        return timed
-
-    def _save_timed(self, step: int, note: Callable[[], bytes] = bytes) -> None:
-        self._save(step, self._timed(note))
+    def _start_timed(self, step: int, note: bytes = b"", then: Callable[[], object] | None = None) -> None:
+        began = time.perf_counter()
+        self._start(step, note, then)
+        self._in_start = time.perf_counter() - began
 
     def _keep(self, step: int, make_row: Callable[[], dict[str, Any]]) -> None:
         if not self.reporting:
-            self._save(step)
+            self._start(step)
             return
-        self._current = 0.0
+        began = time.perf_counter()
         self._keep_and_report(step, make_row)
-        self.spent.append(self._current)
+        self.spent.append(time.perf_counter() - began - self._in_start)
 
 
 def _race(trainer: Trainer, watch: Stopwatch, warm_up: int, steps: int) -> tuple[list[float], list[float]]:

@@ -13,7 +13,7 @@ from api.cli_service import start_service, stop_service
 from api.client import MantaClient
 from api.schemas import Job
 from service.states import is_final
-from workers.checkpoint.snapshot import committed_steps, snapshot_path
+from workers.checkpoint.snapshot import steps_kept
 from workers.errors import MantaError
 from workers.paths import Paths
 
@@ -51,7 +51,7 @@ class OwnService:
     def committed(self, job_id: str, ranks: int) -> int:
         """The newest step that any rank has committed, out of shared memory; 0 before the first."""
         folder = self.paths.snapshot_folder(job_id)
-        return max((max(committed_steps(snapshot_path(folder, rank)), default=0) for rank in range(ranks)), default=0)
+        return max((step for rank in range(ranks) for step in steps_kept(folder, rank)), default=0)
 
     def curve(self, job_id: str) -> dict[int, Any]:
         """Loss by step."""

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from benchmarks.own_service import JobWentWrong, OwnService
-from workers.checkpoint.snapshot import committed_steps, snapshot_path
+from workers.checkpoint.snapshot import steps_kept
 
 WATCH_SECONDS = 0.002
 ASK_SECONDS = 0.01
@@ -34,9 +34,9 @@ def visibility_seconds(service: OwnService, document: dict[str, Any], seconds: f
 
 
 def _watch(service: OwnService, job_id: str, commits: dict[int, float], stop: threading.Event) -> None:
-    path = snapshot_path(service.paths.snapshot_folder(job_id), 0)
+    folder = service.paths.snapshot_folder(job_id)
     while not stop.wait(WATCH_SECONDS):
-        steps, now = committed_steps(path), time.monotonic()
+        steps, now = steps_kept(folder, 0), time.monotonic()
         if steps and steps[-1] > 0:
             commits.setdefault(steps[-1], now)
 

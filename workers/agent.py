@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoint.snapshot import committed_steps, snapshot_path
+from workers.checkpoint.snapshot import steps_kept
 from workers.errors import MantaError
 from workers.host import this_host
 from workers.messages import LaunchOrder
@@ -130,11 +130,12 @@ class Agent:
                 "before it started."
             )
 
-    async def snapshot_steps(self) -> list[int]:
-        """Committed steps whose state is whole in this rank's shared memory, ascending."""
+    async def snapshot_steps(self, layout: str | None = None) -> list[int]:
+        """Committed steps whose state is whole in this rank's shared memory, ascending; with `layout`, the tag of one,
+        only those of that layout."""
         if self._snapshot_folder is None:
             return []
-        return committed_steps(snapshot_path(self._snapshot_folder, self._rank))
+        return steps_kept(self._snapshot_folder, self._rank, layout)
 
     async def reports(self, after: int, timeout: float) -> list[dict[str, Any]]:
         """Reports with a sequence above `after`, as JSON: at once if there are any, else within `timeout` seconds.

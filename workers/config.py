@@ -242,8 +242,10 @@ class CheckpointConfig(Section):
     """Steps between durable checkpoints; the last step is always saved. 0: no durable checkpoint at all."""
     keep: Steps = 3
     """Newest durable checkpoints kept; older ones are deleted after a newer one is complete."""
-    snapshot_every_steps: Steps = 1
-    """Steps between snapshots in shared memory; the most that a crash makes a job redo."""
+    snapshot_every_steps: Steps | Literal["auto"] = "auto"
+    """Steps between snapshots in shared memory; the most that a crash makes a job redo. auto: 1, or more where making
+    sure of each would take the training thread over 1 ms and over 1% of a step's time; `snapshot_every_steps` in the
+    metrics is what it is at a step."""
 
 
 class RecoveryConfig(Section):

@@ -10,19 +10,22 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-RESUME_START, RESUME_SNAPSHOT, RESUME_CHECKPOINT = "start", "snapshot", "checkpoint"
+RESUME_START, RESUME_SNAPSHOT, RESUME_MEMORY, RESUME_CHECKPOINT = "start", "snapshot", "memory", "checkpoint"
 
 
 @dataclass(frozen=True)
 class Resume:
     """Where a gang's state comes from when its trainers start."""
 
-    source: Literal["start", "snapshot", "checkpoint"] = "start"
-    """start: fresh initialisation; snapshot: this rank's file in shared memory; checkpoint: a durable one."""
+    source: Literal["start", "snapshot", "memory", "checkpoint"] = "start"
+    """start: fresh initialisation; snapshot: this rank's file in shared memory; memory: files in shared memory of
+    another layout's ranks; checkpoint: a durable one."""
     step: int = 0
     """Committed step that the state belongs to; training goes on with step + 1."""
     path: str | None = None
     """Folder of the durable checkpoint."""
+    paths: tuple[str, ...] = ()
+    """For memory: the other layout's snapshot files on this rank's node, together all of the state."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class LaunchOrder:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> LaunchOrder:
         """From a JSON object as `to_json` makes it. Raises TypeError on unknown or missing fields."""
-        return cls(**{**document, "resume": Resume(**document["resume"])})
+        resume = {**document["resume"], "paths": tuple(document["resume"].get("paths", ()))}
+        return cls(**{**document, "resume": Resume(**resume)})
 
 
 @dataclass(frozen=True)

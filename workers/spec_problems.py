@@ -42,6 +42,9 @@ def _sentence(problem: Problem) -> str:
     return f"{problem.path}: {problem.rule}{tail}" if problem.path else f"{problem.rule}{tail}"
 
 
+_UNION_MEMBERS = ("ParallelConfig", "constrained-int", "literal['auto']")
+"""What pydantic adds to the path of a field that takes one thing or another."""
+
 _TYPE_NAMES = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -59,7 +62,7 @@ def problems_of(error: ValidationError) -> list[Problem]:
     """Pydantic's findings in our words, one per field."""
     problems: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
-        location = [part for part in item["loc"] if part not in ("ParallelConfig", "literal['auto']")]
+        location = [part for part in item["loc"] if part not in _UNION_MEMBERS]
         path = ".".join(str(part) for part in location)
         if item["type"] == "literal_error" and location == ["parallel"]:
             continue  # the mapping side of the union reports what is wrong

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 
 from workers.accounting import step_flops
 from workers.checkpoint.checkpointer import Checkpointer
-from workers.checkpoint.snapshot import Snapshots, fingerprint
+from workers.checkpoint.pace import Pace
+from workers.checkpoint.reshard import describe, restore_from_snapshots
+from workers.checkpoint.snapshot import Snapshots, fingerprint, layout_tag, remove_other_layouts
 from workers.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import Batches
@@ -50,6 +53,7 @@ class Trainer:
         self.spec, self.comm, self.reporter, self.peak_flops = spec, comm, reporter, peak_flops
         self.engine = Engine(spec, comm)
         self.batches = Batches(spec, comm.index("data"), comm.device, self.engine.model.reads_tokens)
+        self._places, self._pace = places, Pace(spec.checkpoint.snapshot_every_steps)
         self.snapshots = self._open_snapshots(places)
         self.checkpoints: Checkpointer | None = None
         if places.checkpoints is not None:
@@ -57,23 +61,32 @@ class Trainer:
         self.step = 0
         """Last committed step."""
         self.clock = StepClock()
-        self._snapshot_seconds = 0.0
         self._journal: deque[bytes] = deque(maxlen=JOURNAL_ROWS)
 
     def _open_snapshots(self, places: Places) -> Snapshots | None:
         if places.snapshots is None:
             return None
-        identity = fingerprint(self.spec.model_dump(mode="json"), self.comm.rank)
-        return Snapshots(places.snapshots, self.comm.rank, self.engine.state(), identity)
+        spec, rank = self.spec.model_dump(mode="json"), self.comm.rank
+        table = describe(places.job, spec["parallel"], self.engine, self.comm)
+        identity, layout = fingerprint(spec, rank), layout_tag(spec)
+        snapshots = Snapshots(places.snapshots, rank, self.engine.state(), identity, layout, table)
+        self.engine.optimizer.before_update = self._finish_snapshot
+        return snapshots
 
     def restore(self, resume: Resume) -> None:
         """Bring the state to committed step `resume.step`. Raises CheckpointError when it cannot be had."""
         self.comm.progress.belongs_to(self.comm.generation)
         self.comm.progress.at("restoring")
+        if self.snapshots is not None:
+            self.snapshots.finish()  # what follows changes the state
+        self._pace.begin()
+        note = b""
         if resume.source == "start":
             self.engine.initialise(self.spec.train.seed)
         elif resume.source == "snapshot" and self.snapshots is not None:
-            self._report_again(self.snapshots.load(resume.step))
+            note = self.snapshots.load(resume.step)
+        elif resume.source == "memory":
+            note = restore_from_snapshots(self.engine, self.comm, resume.paths, resume.step)
         elif resume.source == "checkpoint" and self.checkpoints is not None and resume.path is not None:
             self.checkpoints.restore(resume.path)
         else:
@@ -82,9 +95,13 @@ class Trainer:
             self.engine.optimizer.publish_parameters()
         self.engine.optimizer.set_step(resume.step)
         self.step = resume.step
+        self._report_again(note)
         if self.snapshots is not None and resume.source != "snapshot":
             self.snapshots.clear()
-            self.snapshots.save(self.step)
+            self.snapshots.save(self.step, b"\n".join(self._journal))
+        if self._places.snapshots is not None:
+            self.comm.barrier()  # every rank has read what it needs of other layouts, and has a snapshot of its own
+            remove_other_layouts(self._places.snapshots, layout_tag(self.spec.model_dump(mode="json")))
 
     def train(self) -> None:
         """Run all steps that are left, and save what the last generation did not get to save."""
@@ -94,6 +111,8 @@ class Trainer:
             self._save_checkpoint(self.step)
         while self.step < self.spec.train.steps:
             self.train_step()
+        if self.snapshots is not None:
+            self.snapshots.finish()
         self.comm.progress.at("checkpoint")
         if self.checkpoints is not None:
             with self.clock.waiting("checkpoint_stall"):
@@ -133,6 +152,8 @@ class Trainer:
         self._keep_and_report(step, row)
         if self.checkpoints is not None and self.checkpoints.due(step):
             self._save_checkpoint(step)
+        if self.snapshots is not None:
+            self._pace.note_step(step, time.perf_counter() - began, self.comm)
         return statistics
 
     def _pass_over(self, step: int, statistics: StepStatistics) -> None:
@@ -155,33 +176,32 @@ class Trainer:
     def _keep_and_report(self, step: int, make_row: Callable[[], dict[str, Any]]) -> None:
         """Snapshot the step and report its row. The snapshot holds the rows of the last steps too: a process that is
         killed takes the rows with it that it had not shipped yet."""
-        made: list[dict[str, Any]] = []
-
-        def note() -> bytes:
-            if self.comm.rank > 0:
-                return b""
-            made.append(make_row() | self._when())
-            self._journal.append(json.dumps(made[0]).encode())
-            return b"\n".join(self._journal)
-
-        if self.snapshots is not None and step % self.spec.checkpoint.snapshot_every_steps == 0:
-            began = time.perf_counter()
+        report: Callable[[], None] | None = None
+        if self.comm.rank == 0:
+            row = make_row() | self._when()
+            self._journal.append(json.dumps(row).encode())
+            report = partial(self.reporter.metrics, row)
+        if self.snapshots is not None and self._pace.due(step):
             self.comm.progress.at("snapshot")
             with self.clock.waiting("snapshot_stall"):
-                self.snapshots.save(step, note)
-            self._snapshot_seconds = time.perf_counter() - began
-        else:
-            note()
-        for row in made:
-            self.reporter.metrics(row)
+                self.snapshots.start(step, b"\n".join(self._journal), report)
+        elif report is not None:
+            report()
+
+    def _finish_snapshot(self) -> None:
+        """The state is about to change: make sure of the snapshot that was begun."""
+        self.comm.progress.at("snapshot")
+        with self.clock.waiting("snapshot_stall"):
+            if self.snapshots is not None and self.snapshots.finish():
+                self._pace.note_stall(self.snapshots.stall_seconds)
 
     def _when(self) -> dict[str, Any]:
         """When and by which generation the step was committed, and where the seconds since the one before went."""
         return {"time": time.time(), "generation": self.comm.generation, "seconds": self.clock.lap()}
 
     def _report_again(self, note: bytes) -> None:
-        """Report the rows that came with a snapshot; the receiver knows most of them already."""
-        for line in note.splitlines():
+        """Report the rows that came with a snapshot, of rank 0; the receiver knows most of them already."""
+        for line in note.splitlines() if self.comm.rank == 0 else ():
             self._journal.append(line)
             self.reporter.metrics(json.loads(line))
 
@@ -208,7 +228,7 @@ class Trainer:
         """Where the time of the step that is being measured went: seconds by part, as the mean over ranks. Validation
         comes after it, and `snapshot` is the time of the snapshot before this one."""
         seconds: dict[str, float] = dict(self.comm.parts.end().items())
-        seconds["snapshot"] = self._snapshot_seconds
+        seconds["snapshot"] = self.snapshots.stall_seconds if self.snapshots is not None else 0.0
         shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=self.comm.device)
         self.comm.all_reduce("world", shared)
         means = (shared / self.comm.size("world")).tolist()
@@ -219,6 +239,9 @@ class Trainer:
         plan, length = self.batches.plan, self.spec.model.sequence_length
         flops = step_flops(self.spec, plan.size(step))
         available = seconds * self.peak_flops * self.comm.size("world")
+        kept: dict[str, float] = {}
+        if self.snapshots is not None:
+            kept = {"snapshot_every_steps": self._pace.every, "snapshot_stall_seconds": self.snapshots.stall_seconds}
         return {
             "step": step,
             "loss": statistics.loss,
@@ -232,6 +255,7 @@ class Trainer:
             "hfu_full": flops.hardware_full / available,
             "hfu_paper": flops.hardware_paper / available,
             "memory_bytes": statistics.memory_bytes,
+            **kept,
         }
 
 

@@ -1,5 +1,6 @@
 """A job's way through the real service: from REST to its end, however it ends."""
 
+import mmap
 import os
 import shutil
 import signal
@@ -9,7 +10,8 @@ import pytest
 
 from api.client import ApiError
 from service.states import is_final
-from workers.checkpoint.snapshot import NOTE_BYTES, SLOTS, snapshot_path
+from workers.checkpoint.snapshot import kept_files
+from workers.checkpoint.snapshot_file import SLOTS, SnapshotFile
 
 MIDDLE = 10
 
@@ -120,12 +122,12 @@ def test_corpus_that_is_not_there_fails_the_job_before_it_is_placed(manta, tmp_p
 
 
 def test_exception_that_repeats_at_the_same_step_is_the_users(manta, kill):
-    # Rank 0 reads notes of its own from its snapshot; here they are damaged, so it fails whenever it resumes.
+    # Rank 0 reads notes of its own from its snapshot; here they make no sense, so it fails whenever it resumes.
     job = manta.submit(manta.spec(steps=10_000))
     manta.until_step(job, 1)
     first = manta.pids(job)[0]
     os.kill(first, signal.SIGSTOP)
-    damage_notes(snapshot_path(manta.paths.snapshot_folder(job), 0))
+    replace_notes(kept_files(manta.paths.snapshot_folder(job))[0].path)
     kill(first)
     ended = until_final(manta, job)
     assert (ended.state, ended.reason) == ("FAILED", "user_error")
@@ -136,13 +138,13 @@ def test_exception_that_repeats_at_the_same_step_is_the_users(manta, kill):
     assert manta.leftovers(job) == []
 
 
-def damage_notes(path):
-    """Overwrite the notes at the end of both slots."""
-    size = path.stat().st_size
-    with path.open("r+b") as file:
-        for end in (size, size - (size - 4096) // SLOTS):
-            file.seek(end - NOTE_BYTES)
-            file.write(b"this is no JSON")
+def replace_notes(path):
+    """Put notes in both slots that make no sense, with sums as if the trainer had written them."""
+    file = SnapshotFile.open(path, mmap.ACCESS_WRITE)
+    for slot in range(SLOTS):
+        file.write_note(slot, b"this is no JSON")
+        file.seal(slot, file.step(slot), list(file.sums(slot)))
+    file.close()
 
 
 def test_checkpoint_that_cannot_be_written_is_an_event_and_no_more(manta):

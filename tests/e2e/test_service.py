@@ -11,7 +11,7 @@ import pytest
 
 from api.cli_service import start_service, stop_service
 from service.ray_head import MARK
-from workers.checkpoint.snapshot import committed_steps, snapshot_path
+from workers.checkpoint.snapshot import steps_kept
 from workers.paths import Paths
 
 MIDDLE = 20
@@ -19,7 +19,7 @@ MIDDLE = 20
 
 def snapshot_step(manta, job):
     """The newest step in rank 0's shared memory."""
-    return max(committed_steps(snapshot_path(manta.paths.snapshot_folder(job), 0)))
+    return max(steps_kept(manta.paths.snapshot_folder(job), 0))
 
 
 def test_training_never_notices_that_the_service_is_killed(manta):

@@ -16,6 +16,7 @@ from engine_specs import document
 from workers.checkpoint import durable
 from workers.checkpoint.checksums import SummingFile
 from workers.checkpoint.pieces import pieces_of
+from workers.checkpoint.snapshot import kept_files
 from workers.comm import Comm
 from workers.engine import Engine
 from workers.errors import CheckpointError
@@ -124,6 +125,67 @@ def load_and_save(comm: Comm, document: dict[str, Any], path: str, step: int, fo
 def _train(trainer: Trainer, steps: int) -> list[tuple[float, float]]:
     found = [trainer.train_step() for _ in range(steps)]
     return [(statistics.loss, statistics.grad_norm) for statistics in found]
+
+
+def train_and_snapshot(comm: Comm, document: dict[str, Any], folder: str, steps: int) -> Found:
+    """Train `steps` from the start, with snapshots in `folder`."""
+    trainer = snapshotted(comm, document, folder)
+    trainer.restore(Resume())
+    _train(trainer, steps)
+    assert trainer.snapshots is not None
+    trainer.snapshots.wait_for_sums()
+    comm.barrier()
+    return _look(trainer)
+
+
+def snapshotted(comm: Comm, document: dict[str, Any], folder: str, told: list[Any] | None = None) -> Trainer:
+    """A rank's trainer that keeps snapshots in `folder` and no checkpoints."""
+    reporter = Reporter((told if told is not None else []).extend)
+    return Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", folder))
+
+
+@dataclass
+class Resharded(Found):
+    """What one rank of a new layout found in the snapshots of an old one."""
+
+    paths: tuple[str, ...]
+    """All snapshot files after its first one."""
+    rows: list[int]
+    """Steps of the rows that it reported before any step of its own."""
+
+
+def load_from_memory(
+    comm: Comm, document: dict[str, Any], paths: tuple[str, ...], step: int, folder: str, more: int
+) -> Resharded:
+    """Go on from the snapshot files `paths` of another layout, with snapshots in `folder`, for `more` steps."""
+    told: list[dict[str, Any]] = []
+    trainer = snapshotted(comm, document, folder, told)
+    trainer.restore(Resume("memory", step, paths=paths))
+    found = _look(trainer)
+    comm.barrier()
+    left = tuple(str(each.path) for each in kept_files(folder))
+    comm.barrier()
+    found.statistics += _train(trainer, more)
+    assert trainer.snapshots is not None
+    trainer.snapshots.wait_for_sums()
+    comm.barrier()
+    trainer.reporter.close()
+    rows = [each["data"]["step"] for each in told if each["kind"] == "metrics"]
+    return Resharded(found.loaded, found.computing, found.loss_scale, found.statistics, left, rows)
+
+
+def fail_to_load_from_memory(
+    comm: Comm, document: dict[str, Any], paths: tuple[str, ...], step: int, folder: str
+) -> tuple[str, str, bool]:
+    """Try it with files that will not do: (class of the error, its message, whether the state is unchanged)."""
+    trainer = snapshotted(comm, document, folder)
+    trainer.engine.initialise(1)
+    before = bits(trainer)
+    try:
+        trainer.restore(Resume("memory", step, paths=paths))
+    except CheckpointError as error:
+        return type(error).__name__, str(error), is_still(trainer, before)
+    return "none", "", is_still(trainer, before)
 
 
 def load_damaged(comm: Comm, document: dict[str, Any], path: str) -> tuple[str, str, bool]:

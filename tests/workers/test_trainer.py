@@ -2,12 +2,14 @@
 
 import math
 import shutil
+import threading
 
 import pytest
 import torch
 from engine_specs import spec
 
 from workers.checkpoint.catalog import whole_checkpoints
+from workers.checkpoint.snapshot import steps_kept
 from workers.comm import Comm
 from workers.errors import NonFiniteError
 from workers.messages import Resume
@@ -101,3 +103,64 @@ def test_every_kth_row_says_where_the_time_went(tmp_path):
     parts = {name: value for name, value in rows[1].items() if name.endswith("_seconds") and name != "step_seconds"}
     assert set(parts) == {f"{part}_seconds" for part in (*PARTS, "snapshot")}
     assert 0 < sum(parts.values()) <= rows[1]["step_seconds"]
+
+
+def test_the_snapshot_of_a_step_is_whole_before_the_next_update_and_only_then(tmp_path):
+    """Held up until the next step asks for it, the copy is still that of the step before."""
+    trainer = _trainer(_two_step_job(tmp_path), Places(snapshots=str(tmp_path / "shared")))
+    trainer.restore(Resume())
+    trainer.train_step()
+    committed = [tensor.clone() for tensor in trainer.engine.state()]
+    trainer.snapshots.finish()
+    trainer.snapshots.clear()
+    let_go, finish = threading.Event(), trainer.engine.optimizer.before_update
+    seen = []
+
+    def before_update():
+        assert all(torch.equal(now, then) for now, then in zip(trainer.engine.state(), committed, strict=True))
+        seen.append(steps_kept(tmp_path / "shared", 0))
+        let_go.set()
+        finish()
+        seen.append(steps_kept(tmp_path / "shared", 0))
+
+    trainer.engine.optimizer.before_update = before_update
+    trainer.snapshots._copier.submit(let_go.wait, 30)
+    trainer.snapshots.start(1)
+    trainer.train_step()
+    assert seen == [[], [1]]
+    loaded = _trainer(trainer.spec, Places(snapshots=str(tmp_path / "shared")))
+    loaded.snapshots.load(1)
+    assert all(torch.equal(now, then) for now, then in zip(loaded.engine.state(), committed, strict=True))
+
+
+def _rows(job, places):
+    told = []
+    reporter = Reporter(told.extend)
+    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, places)
+    trainer.restore(Resume())
+    trainer.train()
+    reporter.close()
+    return [message["data"] for message in told if message["kind"] == "metrics"], trainer.engine.state()
+
+
+def test_snapshots_change_no_bit_and_their_cost_is_in_every_row(tmp_path):
+    job = _two_step_job(tmp_path)
+    (plain, state), (kept, kept_state) = (
+        _rows(job, Places()),
+        _rows(job, Places(snapshots=str(tmp_path / "shared"))),
+    )
+    assert [row["loss"] for row in plain] == [row["loss"] for row in kept]
+    assert all(torch.equal(a, b) for a, b in zip(state, kept_state, strict=True))
+    assert [row["step"] for row in kept] == [1, 2, 3], "each once, in order"
+    assert [row["snapshot_every_steps"] for row in kept] == [1, 1, 1]
+    assert all(0 < row["snapshot_stall_seconds"] < row["step_seconds"] for row in kept[1:])
+    assert "snapshot_every_steps" not in plain[0]
+    assert steps_kept(tmp_path / "shared", 0) == [2, 3]
+
+
+def test_a_number_of_steps_between_snapshots_is_kept_to(tmp_path):
+    job = _two_step_job(tmp_path)
+    every = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"snapshot_every_steps": 2})})
+    rows, _ = _rows(every, Places(snapshots=str(tmp_path / "shared")))
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert steps_kept(tmp_path / "shared", 0) == [0, 2]

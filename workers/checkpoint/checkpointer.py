@@ -15,8 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from workers.checkpoint import catalog, durable
+from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.catalog import Manifest
-from workers.checkpoint.checksums import DamagedCheckpoint, FileSums
+from workers.checkpoint.checksums import FileSums
 from workers.checkpoint.pieces import pieces_of
 from workers.comm import Comm
 from workers.config import JobSpec
@@ -26,16 +27,14 @@ from workers.errors import CheckpointError
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Reports an event: type, step, message, data."""
 
-# Of a rank's error message, for the ranks that did not meet the error themselves.
-MESSAGE_BYTES = 2048
-
 
 class Checkpointer:
     """The durable checkpoints of one rank. All ranks call the same methods at the same steps."""
 
     def __init__(self, folder: str, job: str, spec: JobSpec, engine: Engine, comm: Comm, event: Event):
         self.folder, self.job, self.spec = folder, job, spec
-        self.optimizer, self.loss_scale, self.comm, self.event = engine.optimizer, engine.loss_scale, comm, event
+        self.engine, self.optimizer, self.loss_scale = engine, engine.optimizer, engine.loss_scale
+        self.comm, self.event = comm, event
         optimizer = engine.optimizer
         flat, held, tensor_index = optimizer.flat, optimizer.held, comm.index("tensor")
         self._owned = pieces_of(flat, held, optimizer.owned, owned_only=True, tensor_index=tensor_index)
@@ -82,28 +81,8 @@ class Checkpointer:
             manifest, parts = durable.load(path, self._needed, len(self.optimizer.exp_avg))
         except CheckpointError as error:
             problem = error
-        self._agree(problem)
-        model = parts["model"].split([len(part) for part in self.optimizer.parameters])
-        for live, read in zip(self.optimizer.state(), [*model, parts["exp_avg"], parts["exp_avg_sq"]], strict=True):
-            live.copy_(read)
-        if self.loss_scale.dynamic and manifest.loss_scale is not None:
-            self.loss_scale.state.copy_(torch.tensor(manifest.loss_scale))
-
-    def _agree(self, problem: CheckpointError | None) -> None:
-        """Raise the problem of the first rank that has one, on all ranks; return when there is none."""
-        world = self.comm.size("world")
-        first = torch.tensor([0 if problem is None else world - self.comm.rank], device=self.comm.device)
-        self.comm.all_reduce("world", first, largest=True)
-        if not first.item():
-            return
-        told = torch.zeros(1 + MESSAGE_BYTES, dtype=torch.int32, device=self.comm.device)
-        if problem is not None and world - self.comm.rank == first.item():
-            text = str(problem).encode()[:MESSAGE_BYTES]
-            told[0] = isinstance(problem, DamagedCheckpoint)
-            told[1 : 1 + len(text)] = torch.tensor(list(text))
-        self.comm.all_reduce("world", told)
-        message = bytes(told[1:].tolist()).rstrip(b"\0").decode(errors="replace")
-        raise (DamagedCheckpoint if told[0] else CheckpointError)(message) from problem
+        agree(self.comm, problem)
+        take_over(self.engine, parts, manifest.loss_scale)
 
     def _parts(self) -> dict[str, torch.Tensor]:
         optimizer = self.optimizer

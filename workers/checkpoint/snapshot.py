@@ -1,57 +1,87 @@
 """Snapshots of one rank's state in the node's shared memory, which survive the death of the trainer.
 
-A rank has one file with two slots. A slot's marker is cleared before its data is overwritten and set after the last
-byte, so a process killed at any moment leaves at least one whole slot. No rank can be two commits ahead of another
-(every step has a reduction over all ranks), so two slots always hold a common step. The reading of markers is pure
-Python, for agents that have no torch.
+A rank has one file with two slots (`snapshot_file.py`). The state rests during forward and backward: a thread copies
+it then, and before the next update `finish` makes sure of the copy. All ranks do so before they agree on that update,
+so once any rank updates for step s + 1, every rank's snapshot of s is whole, and two slots always hold a common step.
+Another thread sums each copy after that, for whoever reads it.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import mmap
-import os
-import shutil
-import struct
-import sys
+import re
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workers.errors import CheckpointError, SharedMemoryError
+from workers.checkpoint.checksums import DamagedCheckpoint
+from workers.checkpoint.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile, committed_steps
+from workers.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
 
-_MAGIC = b"MANTASNP"
-_HEADER = struct.Struct("<8s16sQ")  # magic, fingerprint, payload bytes
-_MARKER = struct.Struct("<Q")  # committed step + 1; 0: being written
-_NOTE_LENGTH = struct.Struct("<Q")
-_MARKERS_AT = 64
-_DATA_AT = 4096
-NOTE_BYTES = 256 * 1024
-SLOTS = 2
+_NAME = re.compile(r"(replica-)?rank-(\d{5,})\.(?:([0-9a-f]{8})\.)?snapshot")
 
 
-def snapshot_path(folder: str | Path, rank: int) -> Path:
-    """The snapshot file of `rank`."""
-    return Path(folder) / f"rank-{rank:05d}.snapshot"
+def snapshot_path(folder: str | Path, rank: int, layout: str = "") -> Path:
+    """The snapshot file of `rank` in the layout with tag `layout` (`layout_tag`). Each layout has files of its own, so
+    a new one can be written while the old one is read."""
+    tag = f".{layout}" if layout else ""
+    return Path(folder) / f"rank-{rank:05d}{tag}.snapshot"
 
 
-def committed_steps(path: str | Path) -> list[int]:
-    """Steps whose state is whole in the file at `path`, ascending; none when there is no usable file."""
-    try:
-        with Path(path).open("rb") as file:
-            head = file.read(_DATA_AT)
-    except FileNotFoundError:
-        return []
-    if len(head) < _DATA_AT or head[: len(_MAGIC)] != _MAGIC:
-        return []
-    markers = [_MARKER.unpack_from(head, _MARKERS_AT + 8 * slot)[0] for slot in range(SLOTS)]
-    return sorted(marker - 1 for marker in markers if marker > 0)
+def replica_path(folder: str | Path, rank: int, layout: str) -> Path:
+    """The copy of the snapshot file of `rank` that another rank's node keeps."""
+    path = snapshot_path(folder, rank, layout)
+    return path.with_name(f"replica-{path.name}")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A snapshot file of a job, by its name."""
+
+    path: Path
+    rank: int
+    layout: str
+    """Tag of the layout."""
+    is_replica: bool
+    """Whether the rank lives on another node."""
+
+
+def kept_files(folder: str | Path) -> list[Kept]:
+    """All snapshot files of a job on this node."""
+    folder = Path(folder)
+    found = [(path, _NAME.fullmatch(path.name)) for path in (sorted(folder.iterdir()) if folder.is_dir() else [])]
+    return [Kept(path, int(match[2]), match[3] or "", match[1] is not None) for path, match in found if match]
+
+
+def steps_kept(folder: str | Path, rank: int, layout: str | None = None) -> list[int]:
+    """Committed steps of `rank` that are whole in its own files on this node, ascending; with `layout`, the tag of
+    one, only those of that layout."""
+    own = [file for file in kept_files(folder) if file.rank == rank and not file.is_replica]
+    wanted = [file.path for file in own if layout in (None, file.layout)]
+    return sorted({step for path in wanted for step in committed_steps(path)})
+
+
+def remove_other_layouts(folder: str | Path, layout: str) -> None:
+    """Remove the files of all layouts but the one with tag `layout`, once nobody needs them any more."""
+    for file in kept_files(folder):
+        if file.layout != layout:
+            file.path.unlink(missing_ok=True)
+
+
+def layout_tag(spec: dict[str, Any]) -> str:
+    """Eight hexadecimal digits that tell the layout of a job, a JobSpec as JSON, from its other layouts."""
+    text = json.dumps(spec["parallel"], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def fingerprint(spec: dict[str, Any], rank: int) -> bytes:
@@ -60,133 +90,189 @@ def fingerprint(spec: dict[str, Any], rank: int) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def memory_available() -> int:
-    """Bytes of memory that can be had without swapping, by the kernel's own estimate."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return sys.maxsize
-
-
-@dataclass(frozen=True)
-class _Mapping:
-    file: mmap.mmap
-    slots: list[list[torch.Tensor]]
-    """For each slot, a tensor over its memory for each tensor of the state."""
-
-
 class Snapshots:
-    """The snapshot file of one rank, mapped; copies `state` (1-D tensors) in and out."""
+    """The snapshot file of one rank, mapped; copies `state` (1-D tensors) in and out.
 
-    def __init__(self, folder: str | Path, rank: int, state: list[torch.Tensor], identity: bytes):
-        """Open the rank's file, or make it. Raises SharedMemoryError when there is no room for both slots.
+    All methods are called on the training thread.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        rank: int,
+        state: list[torch.Tensor],
+        identity: bytes,
+        layout: str = "",
+        table: dict[str, Any] | None = None,
+    ):
+        """Open the rank's file, or make it. `table` says what `state` consists of (`reshard.describe`). Raises
+        SharedMemoryError when there is no room for both slots.
 
         Each slot also holds a note: up to NOTE_BYTES that belong to the same step.
         """
-        self.path, self.state = snapshot_path(folder, rank), state
-        self._payload = sum(tensor.numel() * tensor.element_size() for tensor in state)
-        header = _HEADER.pack(_MAGIC, identity, self._payload)
-        if not self._fits(header):
-            self._create(header)
-        self._mapping = self._map()
+        self.path, self.state = snapshot_path(folder, rank, layout), state
+        payload = sum(tensor.numel() * tensor.element_size() for tensor in state)
+        form = Form(identity, payload, json.dumps(table or {}, separators=(",", ":"), sort_keys=True).encode())
+        self._unusable: CheckpointError | None = None
+        """Why the file that was there is not used."""
+        self._file = self._opened(form) or SnapshotFile.create(self.path, form)
+        self._slots = [self._views(slot) for slot in range(SLOTS)]
+        """For each slot, a tensor over its memory for each tensor of the state."""
+        self.stall_seconds = 0.0
+        """For how long the last snapshot held the training thread up."""
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
+        self._summer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot-sums")
+        self._copying: Future[None] | None = None
+        self._summing: Future[None] | None = None
+        self._stalled = 0.0
+        self._turns = [0] * SLOTS
+        """How often each slot was begun: a sum that took too long is of nothing."""
+        self._lock = threading.Lock()
 
-    def _fits(self, header: bytes) -> bool:
+    def _opened(self, form: Form) -> SnapshotFile | None:
+        if not self.path.exists():
+            return None
         try:
-            with self.path.open("rb") as file:
-                return file.read(len(header)) == header and self.path.stat().st_size == self._size
-        except FileNotFoundError:
-            return False
+            found = SnapshotFile.open(self.path, mmap.ACCESS_WRITE)
+        except CheckpointError as error:
+            self._unusable = error
+            return None
+        if found.form == form:
+            return found
+        found.close()
+        self._unusable = CheckpointError(f"{self.path} was of another job or layout")
+        return None
 
-    @property
-    def _slot_size(self) -> int:
-        return -(-(self._payload + _NOTE_LENGTH.size + NOTE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-    @property
-    def _size(self) -> int:
-        return _DATA_AT + SLOTS * self._slot_size
-
-    def _create(self, header: bytes) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.path.unlink(missing_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            if self._size > memory_available():  # shared memory may be promised more than the machine has
-                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-            # Reserved now: a write into shared memory that is full would kill the process instead of failing.
-            os.posix_fallocate(descriptor, 0, self._size)
-            os.pwrite(descriptor, header, 0)
-        except OSError as error:
-            self.path.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                raise
-            free = min(shutil.disk_usage(self.path.parent).free, memory_available())
-            raise SharedMemoryError(
-                f"no room in shared memory for the snapshots: {self.path.parent} has {free} bytes free, this rank "
-                f"needs {self._size}; enlarge it or use a layout with less state per rank"
-            ) from error
-        finally:
-            os.close(descriptor)
-
-    def _map(self) -> _Mapping:
+    def _views(self, slot: int) -> list[torch.Tensor]:
         import torch
 
-        with self.path.open("r+b") as file:
-            mapped = mmap.mmap(file.fileno(), self._size)
-        slots = []
-        for slot in range(SLOTS):
-            position, views = _DATA_AT + slot * self._slot_size, []
-            for tensor in self.state:
-                views.append(torch.frombuffer(mapped, dtype=tensor.dtype, count=tensor.numel(), offset=position))
-                position += tensor.numel() * tensor.element_size()
-            slots.append(views)
-        return _Mapping(mapped, slots)
+        position, views = self._file.form.payload_at(slot), []
+        for tensor in self.state:
+            views.append(torch.frombuffer(self._file.memory, dtype=tensor.dtype, count=tensor.numel(), offset=position))
+            position += tensor.numel() * tensor.element_size()
+        return views
 
-    def _marker(self, slot: int, value: int) -> None:
-        _MARKER.pack_into(self._mapping.file, _MARKERS_AT + 8 * slot, value)
-
-    def _note_at(self, slot: int) -> int:
-        return _DATA_AT + (slot + 1) * self._slot_size - _NOTE_LENGTH.size - NOTE_BYTES
-
-    def save(self, step: int, note: Callable[[], bytes] = bytes) -> None:
-        """Copy the state of committed step `step` into the older slot, with what `note` says once that is done.
+    def start(self, step: int, note: bytes = b"", then: Callable[[], object] | None = None) -> None:
+        """Begin to copy the state of committed step `step` into the older slot, and return. The state must not change
+        before `finish`. Once the copy is whole, `then` is called, on another thread.
 
         Raises ValueError for a note of more than NOTE_BYTES.
         """
-        markers = [_MARKER.unpack_from(self._mapping.file, _MARKERS_AT + 8 * slot)[0] for slot in range(SLOTS)]
-        slot = markers.index(min(markers))
-        self._marker(slot, 0)
-        for view, tensor in zip(self._mapping.slots[slot], self.state, strict=True):
-            view.copy_(tensor)
-        self._write_note(slot, note())
-        self._marker(slot, step + 1)
-
-    def _write_note(self, slot: int, note: bytes) -> None:
+        began = time.perf_counter()
+        self.finish()
         if len(note) > NOTE_BYTES:
             raise ValueError(f"a note of {len(note)} bytes does not fit into {NOTE_BYTES}")
-        at = self._note_at(slot)
-        _NOTE_LENGTH.pack_into(self._mapping.file, at, len(note))
-        start = at + _NOTE_LENGTH.size
-        self._mapping.file[start : start + len(note)] = note
+        self._unusable = None
+        self._copying = self._copier.submit(self._copy, step, note, then, _event_of(self.state))
+        self._stalled = time.perf_counter() - began
+
+    def finish(self) -> bool:
+        """Return once the copy that was begun is whole, and whether there was one; raises what kept it from that."""
+        if self._copying is None:
+            return False
+        began, copying, self._copying = time.perf_counter(), self._copying, None
+        copying.result()
+        self.stall_seconds = self._stalled + time.perf_counter() - began
+        return True
+
+    def save(self, step: int, note: bytes = b"") -> None:
+        """`start` and `finish`."""
+        self.start(step, note)
+        self.finish()
+
+    def _copy(self, step: int, note: bytes, then: Callable[[], object] | None, ready: Any) -> None:
+        slot = self._file.oldest()
+        turn = self._begin(slot)
+        _copy_beside(self._slots[slot], self.state, ready)
+        self._file.write_note(slot, note)
+        self._file.commit(slot, step)
+        if then is not None:
+            then()
+        self._summing = self._summer.submit(self._seal, slot, step, turn)
+
+    def _begin(self, slot: int) -> int:
+        with self._lock:
+            self._turns[slot] += 1
+            self._file.begin(slot)
+            return self._turns[slot]
+
+    def _seal(self, slot: int, step: int, turn: int) -> None:
+        sums = []
+        for found in self._file.sums(slot):
+            if self._turns[slot] != turn:
+                return
+            sums.append(found)
+        with self._lock:
+            if self._turns[slot] == turn:
+                self._file.seal(slot, step, sums)
 
     def load(self, step: int) -> bytes:
         """Copy the state of `step` back and return its note. Forgets a newer one, which not all ranks committed.
 
-        Raises CheckpointError when the file does not hold that step.
+        Raises CheckpointError when the file does not hold that step, DamagedCheckpoint naming file and byte when it
+        is not what was written. Then the state is as it was, and a damaged step is not offered again.
         """
-        markers = [_MARKER.unpack_from(self._mapping.file, _MARKERS_AT + 8 * slot)[0] for slot in range(SLOTS)]
-        if step + 1 not in markers:
-            raise CheckpointError(f"{self.path} holds no snapshot of step {step}")
-        slot = markers.index(step + 1)
-        for view, tensor in zip(self._mapping.slots[slot], self.state, strict=True):
-            tensor.copy_(view)
-        for other, marker in enumerate(markers):
-            if marker > step + 1:
-                self._marker(other, 0)
-        at = self._note_at(slot)
-        start = at + _NOTE_LENGTH.size
-        return bytes(self._mapping.file[start : start + _NOTE_LENGTH.unpack_from(self._mapping.file, at)[0]])
+        self.finish()
+        try:
+            slot = self._file.slot_of(step)
+        except CheckpointError as error:
+            raise (self._unusable or error) from error
+        try:
+            sealed = self._file.check(slot)
+        except DamagedCheckpoint:
+            self._begin(slot)
+            raise
+        _copy_beside(self.state, self._slots[slot], None)
+        for other in range(SLOTS):
+            newer = self._file.step(other)
+            if newer is not None and newer > step:
+                self._begin(other)
+        if not sealed:
+            self._summing = self._summer.submit(self._seal, slot, step, self._turns[slot])
+        return self._file.note(slot)
+
+    def wait_for_sums(self) -> None:
+        """Return once the newest copy has its sums."""
+        self.finish()
+        if self._summing is not None:
+            self._summing.result()
 
     def clear(self) -> None:
         """Forget everything: the job starts from another state than these."""
+        self.finish()
         for slot in range(SLOTS):
-            self._marker(slot, 0)
+            self._begin(slot)
+
+    def close(self) -> None:
+        """Finish, end the threads and let go of the file, which stays."""
+        self.finish()
+        self._copier.shutdown()
+        self._summer.shutdown()
+        self._slots = []
+        self._file.close()
+
+
+def _event_of(state: list[torch.Tensor]) -> Any:
+    """On a GPU, an event after all work on the state so far; else None."""
+    import torch
+
+    if not state or not state[0].is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(state[0].device))
+    return event
+
+
+def _copy_beside(targets: list[torch.Tensor], sources: list[torch.Tensor], ready: Any) -> None:
+    """Copy each source into its target. `ready`: a GPU's event to wait for, on a stream beside that of the training
+    thread, so that no copy waits for the forward pass that was queued before it."""
+    import torch
+
+    beside: AbstractContextManager[Any] = nullcontext()
+    if ready is not None:
+        stream = torch.cuda.Stream(sources[0].device)
+        stream.wait_event(ready)
+        beside = torch.cuda.stream(stream)
+    with torch.no_grad(), beside:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)

@@ -9,6 +9,7 @@ With 16-bit compute the parts are fp32 master weights, rounded into the paramete
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,8 @@ class ZeroOptimizer:
         )
         self.set_step(0)
         self._elsewhere = self._rows_answered_for_elsewhere()
+        self.before_update: Callable[[], object] = lambda: None
+        """Called before a rank agrees to an update: the last moment at which the state is what it was."""
 
     def _rows_answered_for_elsewhere(self) -> torch.Tensor | None:
         """Which rows of ALIGNMENT elements of the owned ranges another rank of the replica counts: bool, or None."""
@@ -140,6 +143,7 @@ class ZeroOptimizer:
         progress.at("reduction")
         self._finish_tail()
         gradient = self.reduction.finish()
+        self.before_update()
         with self.comm.parts.part("optimizer"):
             progress.at("agreement")
             agreed = self._agree(gradient, loss, memory_bytes)

@@ -1,0 +1,349 @@
+"""The file of one rank's snapshots: what lies where, which steps are whole, and whether they are as they were written.
+Pure Python, for agents that have no torch.
+
+    head      magic, version, identity, sizes, sums of itself and of the table; markers and seals of the slots
+    table     JSON: what the payload consists of
+    slots     payload (the state), note, CRC-32 of each block of both
+
+A slot's marker names its step. It is cleared before the slot is overwritten and set after the last byte, so a process
+that is killed at any moment leaves at least one whole slot. Its seal comes later: the sum of the slot's sums. What a
+reader makes of a slot without one is written in docs/decisions/0005.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import shutil
+import struct
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint, unreadable
+from workers.errors import CheckpointError, SharedMemoryError
+
+SLOTS = 2
+NOTE_BYTES = 256 * 1024
+"""Most that a slot's note can hold."""
+
+_MAGIC, _VERSION = b"MANTASNP", 2
+_HEAD = struct.Struct("<8sI16sQII")  # magic, version, identity, bytes of payload, bytes of table, its CRC-32
+_SUM = struct.Struct("<I")
+_WORD = struct.Struct("<Q")
+_SEAL = struct.Struct("<QQ")  # marker, CRC-32 of marker and sums
+_MARKERS_AT, _SEALS_AT, _TABLE_AT = 128, 256, 4096
+_STEP_BITS = 40
+
+
+def damaged_at(path: Path, at: int, problem: str) -> DamagedCheckpoint:
+    """The error for byte `at` of the snapshot file at `path`."""
+    return DamagedCheckpoint(f"the snapshot file {path} is damaged at byte {at}: {problem}")
+
+
+def _marker_of(step: int) -> int:
+    """One word, so that it is there as a whole or not at all: step + 1 and 24 bits of its sum. 0: no step."""
+    number = step + 1
+    return number | (zlib.crc32(_WORD.pack(number)) & 0xFFFFFF) << _STEP_BITS
+
+
+def _step_of(marker: int) -> int | None:
+    """The step of a marker; None for none, or for one that was never written."""
+    step = (marker & ((1 << _STEP_BITS) - 1)) - 1
+    return step if step >= 0 and _marker_of(step) == marker else None
+
+
+def _aligned(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def memory_available() -> int:
+    """Bytes of memory that can be had without swapping, by the kernel's own estimate."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return sys.maxsize
+
+
+@dataclass(frozen=True)
+class Form:
+    """Where everything lies in a file; what is equal in two files that fit each other."""
+
+    identity: bytes
+    """16 bytes that tell apart states that do not fit each other."""
+    payload: int
+    """Bytes of the state."""
+    table: bytes = b"{}"
+    """JSON: what the payload consists of."""
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first bytes of the file."""
+        fields = _HEAD.pack(_MAGIC, _VERSION, self.identity, self.payload, len(self.table), zlib.crc32(self.table))
+        return fields + _SUM.pack(zlib.crc32(fields))
+
+    @cached_property
+    def blocks(self) -> int:
+        """Number of sums of a slot: of the blocks of its payload, and of its note."""
+        return -(-self.payload // BLOCK_BYTES) + 1
+
+    @cached_property
+    def data_at(self) -> int:
+        """First byte of the first slot."""
+        return _aligned(_TABLE_AT + len(self.table))
+
+    @cached_property
+    def slot_size(self) -> int:
+        """Bytes from one slot to the next."""
+        return _aligned(self.payload + _WORD.size + NOTE_BYTES + _SUM.size * self.blocks)
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.data_at + SLOTS * self.slot_size
+
+    def payload_at(self, slot: int) -> int:
+        """First byte of the state in `slot`."""
+        return self.data_at + slot * self.slot_size
+
+    def note_at(self, slot: int) -> int:
+        """First byte of the note's length; the note follows."""
+        return self.payload_at(slot) + self.payload
+
+    def sums_at(self, slot: int) -> int:
+        """First byte of the sums."""
+        return self.note_at(slot) + _WORD.size + NOTE_BYTES
+
+    @classmethod
+    def of(cls, path: Path, head: bytes) -> Form:
+        """The form by the first bytes of a file, its table left out. Raises DamagedCheckpoint."""
+        length = _HEAD.size + _SUM.size
+        if len(head) < length:
+            raise damaged_at(path, len(head), "it is cut off")
+        magic, version, identity, payload, table, _ = _HEAD.unpack_from(head)
+        if magic != _MAGIC or _SUM.unpack_from(head, _HEAD.size)[0] != zlib.crc32(head[: _HEAD.size]):
+            raise damaged_at(path, 0, f"its first {length} bytes are not what was written")
+        if version != _VERSION:
+            raise CheckpointError(f"{path} has format {version} of snapshots, this program reads {_VERSION}")
+        return cls(identity, payload, bytes(table))
+
+
+def committed_steps(path: str | Path) -> list[int]:
+    """Steps whose state is whole in the file at `path`, ascending; none when there is no usable file."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            head = file.read(mmap.PAGESIZE)
+            size = os.fstat(file.fileno()).st_size
+        if Form.of(path, head).size != size:
+            return []
+    except (FileNotFoundError, CheckpointError):
+        return []
+    markers = (_WORD.unpack_from(head, _MARKERS_AT + _WORD.size * slot)[0] for slot in range(SLOTS))
+    return sorted(step for marker in markers if (step := _step_of(marker)) is not None)
+
+
+class SnapshotFile:
+    """A snapshot file, mapped. One process writes it, others may read it meanwhile."""
+
+    def __init__(self, path: Path, form: Form, descriptor: int, access: int = mmap.ACCESS_WRITE):
+        """Takes over `descriptor`, of a file of `form`; see `create` and `open`."""
+        self.path, self.form, self.descriptor = path, form, descriptor
+        self.memory = mmap.mmap(descriptor, form.size, access=access)
+
+    @classmethod
+    def create(cls, path: Path, form: Form) -> SnapshotFile:
+        """A new file without any step, in place of what is there. Raises SharedMemoryError when there is no room."""
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            if form.size > memory_available():  # shared memory may be promised more than the machine has
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            # Reserved now: a write into shared memory that is full would kill the process instead of failing.
+            os.posix_fallocate(descriptor, 0, form.size)
+            os.pwrite(descriptor, form.table, _TABLE_AT)
+            os.pwrite(descriptor, form.head, 0)
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            free = min(shutil.disk_usage(path.parent).free, memory_available())
+            raise SharedMemoryError(
+                f"no room in shared memory for the snapshots: {path.parent} has {free} bytes free, this rank "
+                f"needs {form.size}; enlarge it or use a layout with less state per rank"
+            ) from error
+        return cls(path, form, descriptor)
+
+    @classmethod
+    def open(cls, path: Path, access: int = mmap.ACCESS_READ) -> SnapshotFile:
+        """The file at `path`. Raises DamagedCheckpoint where head, table or size are not what was written,
+        CheckpointError where there is none."""
+        try:
+            descriptor = os.open(path, os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"there is no snapshot file {path}") from error
+        except OSError as error:
+            raise unreadable(path, error) from error
+        try:
+            return cls(path, _form_of_file(path, descriptor), descriptor, access)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def close(self) -> None:
+        """Let go of the file; its memory stays mapped as long as something points into it."""
+        os.close(self.descriptor)
+        with contextlib.suppress(BufferError):
+            self.memory.close()
+
+    def table(self) -> dict[str, Any]:
+        """What the payload consists of."""
+        found: dict[str, Any] = json.loads(self.form.table)
+        return found
+
+    # Markers and seals.
+
+    def _marker(self, slot: int) -> int:
+        found: int = _WORD.unpack_from(self.memory, _MARKERS_AT + _WORD.size * slot)[0]
+        return found
+
+    def _seal(self, slot: int) -> tuple[int, int]:
+        found: tuple[int, int] = _SEAL.unpack_from(self.memory, _SEALS_AT + _SEAL.size * slot)
+        return found
+
+    def step(self, slot: int) -> int | None:
+        """The step that is whole in `slot`."""
+        return _step_of(self._marker(slot))
+
+    def is_sealed(self, slot: int) -> bool:
+        """Whether the sums of the slot's step are complete."""
+        marker = self._marker(slot)
+        return marker != 0 and self._seal(slot)[0] == marker
+
+    def oldest(self) -> int:
+        """The slot whose loss costs least."""
+        steps = [self.step(slot) for slot in range(SLOTS)]
+        return min(range(SLOTS), key=lambda slot: (steps[slot] is not None, steps[slot] or 0))
+
+    def slot_of(self, step: int) -> int:
+        """The slot that holds `step`. Raises CheckpointError when none does, DamagedCheckpoint for a file that is cut
+        off and when nobody can tell because of a damaged marker."""
+        size = os.fstat(self.descriptor).st_size
+        if size != self.form.size:
+            raise damaged_at(self.path, size, f"it should have {self.form.size} bytes")
+        markers = [self._marker(slot) for slot in range(SLOTS)]
+        for slot, marker in enumerate(markers):
+            if _step_of(marker) == step:
+                return slot
+        for slot, marker in enumerate(markers):
+            if marker and _step_of(marker) is None:
+                raise damaged_at(self.path, _MARKERS_AT + _WORD.size * slot, "a slot's marker is not what was written")
+        raise CheckpointError(f"{self.path} holds no snapshot of step {step}")
+
+    def begin(self, slot: int) -> None:
+        """The slot is about to be overwritten: it holds nothing."""
+        _WORD.pack_into(self.memory, _MARKERS_AT + _WORD.size * slot, 0)
+        _SEAL.pack_into(self.memory, _SEALS_AT + _SEAL.size * slot, 0, 0)
+
+    def commit(self, slot: int, step: int) -> None:
+        """The slot holds all of `step`."""
+        _WORD.pack_into(self.memory, _MARKERS_AT + _WORD.size * slot, _marker_of(step))
+
+    # Content.
+
+    def write_note(self, slot: int, note: bytes) -> None:
+        """Put a note of at most NOTE_BYTES beside the state."""
+        at = self.form.note_at(slot)
+        _WORD.pack_into(self.memory, at, len(note))
+        self.memory[at + _WORD.size : at + _WORD.size + len(note)] = note
+
+    def note(self, slot: int) -> bytes:
+        """The note of a slot; check it before."""
+        at = self.form.note_at(slot)
+        length = min(_WORD.unpack_from(self.memory, at)[0], NOTE_BYTES)
+        return bytes(self.memory[at + _WORD.size : at + _WORD.size + length])
+
+    def _range(self, slot: int, block: int) -> tuple[int, int]:
+        """First byte of what a sum is of, and the first after it."""
+        if block == self.form.blocks - 1:
+            at = self.form.note_at(slot)
+            length = min(_WORD.unpack_from(self.memory, at)[0], NOTE_BYTES)
+            return at, at + _WORD.size + length
+        start = self.form.payload_at(slot) + block * BLOCK_BYTES
+        return start, min(start + BLOCK_BYTES, self.form.note_at(slot))
+
+    def sums(self, slot: int) -> Iterator[int]:
+        """CRC-32 of each block of the slot as it is now."""
+        with memoryview(self.memory) as memory:
+            for block in range(self.form.blocks):
+                start, end = self._range(slot, block)
+                with memory[start:end] as content:
+                    found = zlib.crc32(content)
+                yield found
+
+    def seal(self, slot: int, step: int, sums: list[int]) -> None:
+        """Note the sums of the slot's blocks, which hold `step`."""
+        packed, at = struct.pack(f"<{len(sums)}I", *sums), self.form.sums_at(slot)
+        self.memory[at : at + len(packed)] = packed
+        marker = _marker_of(step)
+        _SEAL.pack_into(self.memory, _SEALS_AT + _SEAL.size * slot, 0, _seal_sum(marker, packed))
+        _WORD.pack_into(self.memory, _SEALS_AT + _SEAL.size * slot, marker)
+
+    def sealed_sums(self, slot: int) -> tuple[int, ...] | None:
+        """What the blocks of the slot should sum to; None while that is not known. Raises DamagedCheckpoint."""
+        (marker, whole), at = self._seal(slot), self.form.sums_at(slot)
+        if marker == 0:
+            return None
+        packed = self.memory[at : at + _SUM.size * self.form.blocks]
+        if marker != self._marker(slot) or whole != _seal_sum(marker, packed):
+            raise damaged_at(self.path, _SEALS_AT + _SEAL.size * slot, f"the seal of slot {slot} does not fit its sums")
+        return struct.unpack(f"<{self.form.blocks}I", packed)
+
+    def check(self, slot: int) -> bool:
+        """Compare all of the slot with its sums; False where there are none yet. Raises DamagedCheckpoint, which names
+        the block."""
+        sums = self.sealed_sums(slot)
+        if sums is None:
+            return False
+        for block, found in enumerate(self.sums(slot)):
+            self._compare(slot, block, found, sums)
+        return True
+
+    def check_block(self, slot: int, block: int, sums: tuple[int, ...]) -> None:
+        """Compare one block of the payload with its sum. Raises DamagedCheckpoint."""
+        start, end = self._range(slot, block)
+        with memoryview(self.memory) as memory, memory[start:end] as content:
+            self._compare(slot, block, zlib.crc32(content), sums)
+
+    def _compare(self, slot: int, block: int, found: int, sums: tuple[int, ...]) -> None:
+        if found != sums[block]:
+            start, end = self._range(slot, block)
+            step = self.step(slot)
+            raise damaged_at(self.path, start, f"these {end - start} bytes of step {step} are not what was written")
+
+
+def _seal_sum(marker: int, packed: bytes) -> int:
+    return zlib.crc32(packed, zlib.crc32(_WORD.pack(marker)))
+
+
+def _form_of_file(path: Path, descriptor: int) -> Form:
+    """The form of an open file, table included. Raises DamagedCheckpoint."""
+    head = os.pread(descriptor, _HEAD.size + _SUM.size, 0)
+    bare = Form.of(path, head)
+    table = os.pread(descriptor, len(bare.table), _TABLE_AT)
+    form = Form(bare.identity, bare.payload, table)
+    size = os.fstat(descriptor).st_size
+    if size != bare.size:
+        raise damaged_at(path, min(size, bare.size), f"it has {size} bytes and should have {bare.size}")
+    if form.head != head:
+        raise damaged_at(path, _TABLE_AT, "its table is not what was written")
+    return form
