@@ -185,6 +185,7 @@ class Comm:
 
     def close(self) -> None:
         """Leave this generation."""
+        self.progress.at("resting")
         if self._links is not None:
             self._links.close()
             self._links = None
@@ -198,6 +199,11 @@ class Comm:
     def idle_seconds(self) -> float:
         """Time spent waiting for other ranks in this generation; 0 on GPUs, whose host does not know."""
         return self._links.idle_seconds if self._links is not None else 0.0
+
+    @property
+    def own_seconds(self) -> float:
+        """Time of the step so far that this rank did not wait for others; 0 on GPUs."""
+        return self.progress.own_seconds(self.idle_seconds) if self._by_links else 0.0
 
     def size(self, axis: Axis) -> int:
         """Number of ranks along `axis`."""

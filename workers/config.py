@@ -256,6 +256,12 @@ class RecoveryConfig(Section):
     the job fails and names the samples; skip: the step passes without an update, with an event. roll_back is not
     built."""
 
+    stragglers: Literal["ignore", "report", "replace"] = "report"
+    """What happens with a rank whose own work, without the time it waits for others, takes persistently longer than
+    that of its peers in the same stage. report: an event names it with the evidence; replace: its process is also
+    ended after the next committed step and replaced like a lost one, each rank at most once in ten minutes. Own work
+    is known on CPUs only."""
+
     max_restarts: Count = 20
     """Automatic restarts before the job fails with restarts_exhausted."""
 

@@ -29,6 +29,7 @@ from workers.messages import Resume
 from workers.parallel.zero import StepStatistics
 from workers.reporter import Reporter
 from workers.step_clock import StepClock
+from workers.stragglers import Stragglers
 
 # Rows of metrics kept in a snapshot: more steps than are ever under way to the database.
 JOURNAL_ROWS = 256
@@ -61,6 +62,8 @@ class Trainer:
         self.step = 0
         """Last committed step."""
         self.clock = StepClock()
+        stages = [comm.grid.coordinates(rank).pipeline for rank in range(comm.size("world"))]
+        self._stragglers = Stragglers(stages) if comm.rank == 0 and spec.recovery.stragglers != "ignore" else None
         self._journal: deque[bytes] = deque(maxlen=JOURNAL_ROWS)
 
     def _open_snapshots(self, places: Places) -> Snapshots | None:
@@ -142,6 +145,7 @@ class Trainer:
             self._pass_over(step, statistics)
         self.step = step
         self.comm.progress.commit(step, self.comm.idle_seconds)
+        self._name_stragglers(step, statistics)
         more = self._part_means() if parts.measuring else {}
         if self._validates(step):
             more["validation_loss"] = self.validate()
@@ -155,6 +159,10 @@ class Trainer:
         if self.snapshots is not None:
             self._pace.note_step(step, time.perf_counter() - began, self.comm)
         return statistics
+
+    def _name_stragglers(self, step: int, statistics: StepStatistics) -> None:
+        for found in self._stragglers.add(statistics.own_seconds) if self._stragglers is not None else ():
+            self.reporter.event("straggler", step, found.sentence, found.to_json())
 
     def _pass_over(self, step: int, statistics: StepStatistics) -> None:
         """A step whose numbers are not finite, and which has changed nothing: go on without it, or fail."""

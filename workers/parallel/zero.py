@@ -42,6 +42,8 @@ class StepStatistics:
     """Global L2 norm of the mean loss's gradient before clipping."""
     memory_bytes: int
     """Largest memory use of any rank."""
+    own_seconds: tuple[float, ...] = ()
+    """Of each rank: time of the step, up to its agreement, that it did not wait for others; 0 where it cannot know."""
 
     @property
     def finite(self) -> bool:
@@ -161,8 +163,9 @@ class ZeroOptimizer:
             self.publish_parameters()
             self.reduction.end()
             # The one place of a step where the host waits for the device.
-            total, tokens, found, *memory = torch.cat([agreed[:2], norm.view(1), agreed[3:]]).tolist()
-        return StepStatistics(total / max(tokens, 1.0), found, int(max(memory)))
+            total, tokens, found, *each = torch.cat([agreed[:2], norm.view(1), agreed[3:]]).tolist()
+        world = self.comm.size("world")
+        return StepStatistics(total / max(tokens, 1.0), found, int(max(each[:world])), tuple(each[world:]))
 
     def _norm_and_divisor(self, agreed: torch.Tensor, loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient's norm, and what the sums in the buffer are divided by, clipping included. Tells AdamW whether
@@ -229,11 +232,14 @@ class ZeroOptimizer:
             self.flat.gradients[slot.start : slot.end] = total
 
     def _agree(self, gradient: torch.Tensor, loss: Loss, memory_bytes: int) -> torch.Tensor:
-        """One reduction over all ranks: loss, tokens, squared norm, and each rank's memory in its own place."""
-        shared = torch.zeros(3 + self.comm.size("world"), dtype=torch.float64, device=gradient.device)
+        """One reduction over all ranks: loss, tokens, squared norm, and each rank's memory and own time in places of
+        their own."""
+        world, index = self.comm.size("world"), self.comm.index("world")
+        shared = torch.zeros(3 + 2 * world, dtype=torch.float64, device=gradient.device)
         shared[0], shared[1] = loss.total, loss.tokens
         shared[2] = self._counted_square(gradient)
-        shared[3 + self.comm.index("world")] = memory_bytes
+        shared[3 + index] = memory_bytes
+        shared[3 + world + index] = self.comm.own_seconds
         self.comm.all_reduce("world", shared)
         return shared
 

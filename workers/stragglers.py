@@ -1,0 +1,95 @@
+"""Ranks that are persistently slower than those that do the same work: a pure function of everybody's own time.
+
+Own time is the time of a step that a rank did not spend waiting for others, so a straggler shows in its own number
+and nowhere else. Compared are ranks of the same stage, which do equal work. Every rank's number travels in the sum on
+which the ranks agree anyway, so nobody needs to be asked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+RATIO = 1.5
+"""A rank is slow in a step that takes it so many times what the median of its stage takes,"""
+LEAST_SECONDS = 0.05
+"""and at least so much longer: less is not worth a word."""
+WINDOW, SLOW_STEPS = 24, 20
+"""A straggler is slow in so many of so many steps in a row."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """One rank that holds up the others."""
+
+    rank: int
+    own_seconds: float
+    """Its median own time over the window."""
+    usual_seconds: float
+    """The same of its stage."""
+    slow_steps: int
+    """Steps of the window in which it was slow."""
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        return (
+            f"rank {self.rank} holds up the others: its own work takes {self.own_seconds:.3f} s a step where its peers "
+            f"take {self.usual_seconds:.3f} s, in {self.slow_steps} of the last {WINDOW} steps"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The evidence, for the event's data."""
+        return {
+            "straggler": self.rank,
+            "own_seconds": round(self.own_seconds, 4),
+            "usual_seconds": round(self.usual_seconds, 4),
+            "slow_steps": self.slow_steps,
+            "window": WINDOW,
+        }
+
+
+class Stragglers:
+    """Watches the own times of all ranks, step by step."""
+
+    def __init__(self, stages: Sequence[int]):
+        """`stages`: the stage of each rank."""
+        self._stages = [[rank for rank, of in enumerate(stages) if of == stage] for stage in sorted(set(stages))]
+        self._window: deque[Sequence[float]] = deque(maxlen=WINDOW)
+        self._slow: deque[frozenset[int]] = deque(maxlen=WINDOW)
+        self._named: set[int] = set()
+
+    def add(self, own_seconds: Sequence[float]) -> list[Straggler]:
+        """Take every rank's own time in one more step; ranks that have become stragglers with it. A rank is named
+        again only after it has kept up for most of a window."""
+        self._window.append(own_seconds)
+        self._slow.append(frozenset(rank for stage in self._stages for rank in _slow_ones(stage, own_seconds)))
+        counts = {rank: sum(rank in slow for slow in self._slow) for rank in {*self._slow[-1], *self._named}}
+        self._named = {rank for rank in self._named if counts[rank] > WINDOW // 2}
+        found = sorted(rank for rank, count in counts.items() if count >= SLOW_STEPS and rank not in self._named)
+        self._named.update(found)
+        return [self._straggler(rank, counts[rank]) for rank in found]
+
+    def _straggler(self, rank: int, slow_steps: int) -> Straggler:
+        stage = next(stage for stage in self._stages if rank in stage)
+        usual = [_usual(stage, own) for own in self._window]
+        return Straggler(rank, _median([own[rank] for own in self._window]), _median(usual), slow_steps)
+
+
+def _slow_ones(stage: Sequence[int], own_seconds: Sequence[float]) -> list[int]:
+    if len(stage) < 2:
+        return []
+    usual = _usual(stage, own_seconds)
+    bound = max(RATIO * usual, usual + LEAST_SECONDS)
+    return [rank for rank in stage if own_seconds[rank] > bound]
+
+
+def _usual(stage: Sequence[int], own_seconds: Sequence[float]) -> float:
+    return _median([own_seconds[rank] for rank in stage])
+
+
+def _median(values: Sequence[float]) -> float:
+    """The lower one of the two in the middle, so that of two ranks the quicker one is the measure."""
+    return sorted(values)[(len(values) - 1) // 2]
