@@ -107,11 +107,15 @@ class Agent:
         self._log.write(self._generation, "agent", found.splitlines())
         return found
 
-    async def condemn(self, pid: int, kind: str, message: str) -> bool:
-        """SIGKILL the trainer `pid`; its exit report says why. False when it is not this agent's, or has ended."""
-        if self._run is None or self._run.ended or self._run.process.pid != pid:
+    async def condemn(self, pid: int, kind: str, message: str, after_commit: bool = False) -> bool:
+        """SIGKILL the trainer `pid`, after the next step that it commits with `after_commit`; its exit report says why.
+        False when it is not this agent's, has ended, or does not commit."""
+        run, watch = self._run, self._watch
+        if run is None or run.ended or run.process.pid != pid:
             return False
-        self._run.condemn(kind, message)
+        if after_commit and not (watch is not None and await watch.next_commit()):
+            return False
+        run.condemn(kind, message)
         return True
 
     def _refuse_stale(self, order: LaunchOrder) -> None:

@@ -29,6 +29,7 @@ LONG: Mapping[str, float] = {
     "starting": 60.0,
     "connecting": 60.0,
     "restoring": 300.0,
+    "snapshot": 30.0,
     "checkpoint": 300.0,
     "compiling": 600.0,
     "resting": math.inf,

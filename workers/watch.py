@@ -6,6 +6,7 @@ It reads the shared record a few times a second; the control plane hears nothing
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from workers.process_state import ProcessState, process_state
 from workers.progress import ProgressReader, Record, progress_path
 
 LOOK_SECONDS = 0.25
+COMMIT_LOOK_SECONDS = 0.01
+COMMIT_SECONDS = 60.0
 
 Tell = Callable[[dict[str, Any]], None]
 """Takes the data of a `stalled` report."""
@@ -68,6 +71,17 @@ class Watch:
                 return None
             self._reader = reader
         return self._reader.read()
+
+    async def next_commit(self) -> bool:
+        """Wait for the process to commit a step; False when it does not within COMMIT_SECONDS."""
+        before = self._record.commits if self._record is not None else 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COMMIT_SECONDS):
+                while self._record is None or self._record.commits == before:
+                    await asyncio.sleep(COMMIT_LOOK_SECONDS)
+                    self._record = self._read()
+                return True
+        return False
 
     @property
     def allowed(self) -> float:

@@ -46,7 +46,7 @@ def test_quick_steps_are_watched_closely_and_one_outlier_does_not_blind_the_watc
 
 @pytest.mark.parametrize("phase", sorted(LONG))
 def test_phases_that_are_long_by_nature_have_their_own_rule(phase):
-    assert allowed(phase, [0.02] * 32) == LONG[phase] >= 60.0
+    assert allowed(phase, [0.02] * 32) == LONG[phase] >= 30.0
 
 
 def test_rest_and_the_end_are_never_an_alarm():
