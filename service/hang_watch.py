@@ -123,7 +123,9 @@ class HangWatch:
         stacks = dict(zip(shown, await asyncio.gather(*(self._stacks(rank, answers) for rank in shown)), strict=True))
         if verdict.kind == "gang":
             evidence = [_evidence(rank, answers[rank], stacks.get(rank, "")) for rank in shown]
-            await self._tell("gang_hung", f"the whole gang is started anew: {verdict.why}", None, None, {"ranks": evidence})
+            await self._tell(
+                "gang_hung", f"the whole gang is started anew: {verdict.why}", None, None, {"ranks": evidence}
+            )
         for rank in verdict.ranks if verdict.kind == "ranks" else ():
             waiting = waiting_for(looks, rank, self._group)
             data = {
