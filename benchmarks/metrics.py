@@ -32,7 +32,7 @@ from workers.paths import SHARED_MEMORY
 from workers.reporter import Reporter
 from workers.spec_reading import parse_job_spec
 from workers.trainer import Places, Trainer
-from workers.trainer_process import _sink
+from workers.trainer_process import report_lines
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,7 +98,8 @@ def _trainer(document: dict[str, Any], control: socket.socket, folder: str) -> T
     spec = parse_job_spec(document)
     order = LaunchOrder("benchmark", 1, 0, spec.model_dump(mode="json"))
     comm = Comm(RankGrid(spec.layout), 0, torch.device("cpu"))
-    trainer = Trainer(spec, comm, Reporter(_sink(order, control)), 1e12, Places("benchmark", snapshots=folder))
+    reporter = Reporter(lambda messages: control.sendall(report_lines(order, messages)))
+    trainer = Trainer(spec, comm, reporter, 1e12, Places("benchmark", snapshots=folder))
     trainer.restore(Resume())
     return trainer
 

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from service.recovery import Death, describe_exit
+from service.recovery import Death, culprit_of, describe_exit
 
 POLL_SECONDS = 30.0
 # After the first rank that merely lost a peer, how long to wait for the death that explains it.
@@ -34,7 +34,10 @@ class Gang:
         """Ends that were not successes, in order of arrival."""
         self.finished: set[int] = set()
         """Ranks that committed the last step and exited."""
+        self.resting: dict[int, int | None] = {}
+        """Ranks that have left the generation and wait for the next, with the committed step that each holds."""
         self._failures: dict[int, dict[str, Any]] = {}
+        self._peers_lost: list[Death] = []
         self._said_finished: set[int] = set()
         self._stopping = False
         self._changed = asyncio.Event()
@@ -45,11 +48,21 @@ class Gang:
         """Whether no rank runs any more."""
         return len(self.finished) + len(self.deaths) == len(self.agents)
 
+    @property
+    def broken(self) -> bool:
+        """Whether the generation cannot go on: a rank has died, or has lost a peer."""
+        return bool(self.deaths or self.resting)
+
+    @property
+    def culprit(self) -> Death:
+        """The death behind it all; a lost connection where nobody has died."""
+        return culprit_of([*self.deaths, *self._peers_lost])
+
     async def wait(self, cancelled: asyncio.Event) -> None:
-        """Return when all ranks have finished, when one has died, or when `cancelled` is set."""
+        """Return when all ranks have finished, when one has died or come to rest, or when `cancelled` is set."""
         stop = asyncio.create_task(cancelled.wait())
         try:
-            while not (self.all_ended or self.deaths or cancelled.is_set()):
+            while not (self.all_ended or self.broken or cancelled.is_set()):
                 self._changed.clear()
                 change = asyncio.create_task(self._changed.wait())
                 await asyncio.wait({change, stop, *self._running()}, return_when=asyncio.FIRST_COMPLETED)
@@ -62,14 +75,23 @@ class Gang:
         """After a death that is only a consequence, give the death behind it a moment to be seen."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CULPRIT_SECONDS):
-                while all(death.kind == "peer_lost" for death in self.deaths) and not self.all_ended:
+                while self.culprit.kind == "peer_lost" and self._running():
                     self._changed.clear()
                     await self._changed.wait()
 
+    async def rest(self, grace: float) -> None:
+        """Bring every trainer that still runs to rest, and hear what each of them said before. One that takes longer
+        than `grace` seconds is killed."""
+        running = [agent for agent, watcher in zip(self.agents, self._watchers, strict=True) if not watcher.done()]
+        await self._leave(running, lambda agent: agent.rest.remote(self.generation, grace), grace + STOP_SECONDS)
+
     async def stop(self) -> None:
-        """Kill every trainer that still runs, and hear what each of them said before it ended."""
+        """Kill every trainer, and hear what each of them said before it ended."""
+        await self._leave(self.agents, lambda agent: agent.stop.remote(), STOP_SECONDS)
+
+    async def _leave(self, agents: list[Handle], ask: Callable[[Handle], Awaitable[Any]], seconds: float) -> None:
         self._stopping = True
-        await asyncio.gather(*(self._stop_agent(agent) for agent in self.agents))
+        await asyncio.gather(*(self._asked(ask, agent, seconds) for agent in agents))
         await asyncio.wait(self._watchers, timeout=STOP_SECONDS)
         self._raise_broken()
         for rank, watcher in enumerate(self._watchers):
@@ -91,10 +113,10 @@ class Gang:
             if watcher.done() and watcher.exception() is not None:
                 watcher.result()
 
-    async def _stop_agent(self, agent: Handle) -> None:
+    async def _asked(self, ask: Callable[[Handle], Awaitable[Any]], agent: Handle, seconds: float) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS):
-                await agent.stop.remote()
+            async with asyncio.timeout(seconds):
+                await ask(agent)
 
     async def _watch(self, rank: int) -> None:
         while True:
@@ -117,6 +139,11 @@ class Gang:
             self._failures[rank] = data
         elif kind == "finished":
             self._said_finished.add(rank)
+        elif kind == "resting":
+            self._peers_lost.append(Death(rank, "peer_lost", message=f"lost a peer: {data['message']}"))
+            self.resting[rank] = data["step"]
+            self._changed.set()
+            return True
         elif kind == "exit":
             self._end(rank, data)
             return True

@@ -15,6 +15,7 @@ from service.placement import (
     Unit,
     agent_name,
     bundle_of,
+    generation_of,
     job_of,
     node_daemon_name,
     placement_group_name,
@@ -29,6 +30,8 @@ from workers.paths import Paths
 AGENT_CONCURRENCY = 100
 CLOSE_SECONDS = 10.0
 DAEMON_SECONDS = 30.0
+# How long a new agent on a node that lives may take to come up.
+AGENT_SECONDS = 20.0
 
 Handle = Any
 """A Ray actor handle."""
@@ -100,20 +103,50 @@ class Gangs:
 
         Does not wait until they are up: calls to them do. `snapshots` False: they get no folder in shared memory.
         """
-        return await asyncio.to_thread(self._start_agents, job, generation, layout, unit, snapshots)
+        ranks = range(layout.world_size)
+        return await asyncio.to_thread(
+            self._start_agents, job, generation, generation, ranks, layout, unit, snapshots=snapshots
+        )
+
+    async def replace_agents(
+        self, job: str, generation: int, ranks: Sequence[int], layout: ParallelConfig, unit: Unit
+    ) -> list[Handle] | None:
+        """Start new agents for `ranks`, whose own are gone, where those were placed; their handles once they answer.
+        None when a placement group no longer stands, or they do not answer. `generation` names the new ones."""
+        states = await asyncio.to_thread(self._groups)
+        groups = {name: state for name, state in states.items() if job_of(name) == job}
+        placed = max((generation_of(name) for name in groups), default=0)
+        names = {placement_group_name(job, placed, bundle_of(layout, rank)[0]) for rank in ranks}
+        if any(groups.get(name) != "CREATED" for name in names):
+            return None
+        agents = await asyncio.to_thread(self._start_agents, job, placed, generation, ranks, layout, unit)
+        try:
+            async with asyncio.timeout(AGENT_SECONDS):
+                await asyncio.gather(*(_awaited(agent.describe.remote()) for agent in agents))
+        except (self._ray.exceptions.RayError, TimeoutError):
+            return None
+        return agents
 
     def _start_agents(
-        self, job: str, generation: int, layout: ParallelConfig, unit: Unit, snapshots: bool
+        self,
+        job: str,
+        placed: int,
+        generation: int,
+        ranks: Sequence[int],
+        layout: ParallelConfig,
+        unit: Unit,
+        snapshots: bool = True,
     ) -> list[Handle]:
+        """`placed`: the generation that the placement groups are named after, `generation`: that of the agents."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        groups = [
-            self._ray.util.get_placement_group(placement_group_name(job, generation, replica))
-            for replica in range(layout.data)
-        ]
+        groups = {
+            replica: self._ray.util.get_placement_group(placement_group_name(job, placed, replica))
+            for replica in {bundle_of(layout, rank)[0] for rank in ranks}
+        }
         resources: dict[str, Any] = {"num_gpus": 1} if unit == "GPU" else {"num_gpus": 0, "resources": {unit: 1}}
         folder = str(self._paths.snapshot_folder(job)) if snapshots else None
         agents = []
-        for rank in range(layout.world_size):
+        for rank in ranks:
             replica, bundle = bundle_of(layout, rank)
             options = self._agent_class.options(
                 **_detached(agent_name(job, generation, rank)),

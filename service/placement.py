@@ -98,3 +98,10 @@ def job_of(name: str) -> str | None:
     """The job to which an agent or a placement group belongs, by its name; None for other names."""
     parts = name.split("/")
     return parts[1] if len(parts) == 4 and parts[0] in ("replica", "agent") else None
+
+
+def generation_of(name: str) -> int:
+    """The generation in the name of an agent or a placement group. Raises ValueError for other names."""
+    if job_of(name) is None:
+        raise ValueError(f"{name!r} is no name of an agent or a placement group")
+    return int(name.split("/")[2])

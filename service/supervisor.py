@@ -15,7 +15,7 @@ from typing import Any
 from service.gang import Gang, Handle
 from service.gangs import Gangs, NotPlaced
 from service.placement import agent_name, unit_of
-from service.recovery import Death, GiveUp, choose_resume, culprit_of, decide, remember
+from service.recovery import Death, GiveUp, choose_resume, decide, remember
 from service.reports import ReportWriter
 from service.states import JobState, is_final
 from service.store import Store, checkpoints, events, generations, jobs, ranks
@@ -28,6 +28,9 @@ from workers.parallel.grid import RankGrid
 from workers.paths import Paths
 
 log = logging.getLogger(__name__)
+
+# A trainer that takes longer to come to rest after the loss of a peer is killed, and its rank forked anew.
+REST_SECONDS = 5.0
 
 
 @dataclass
@@ -59,6 +62,7 @@ class Supervisor:
         self._after: dict[int, int] = {}
         self._unusable: set[str] = set()
         self._failed_launches = 0
+        self._memory: dict[int, int | None] = {}
 
     def cancel(self) -> None:
         """The job is CANCELLING: stop it."""
@@ -97,18 +101,17 @@ class Supervisor:
         await gang.wait(self.cancelled)
         if self.cancelled.is_set():
             return gang
-        if not gang.deaths:
+        if not gang.broken:
             await self._succeed()
             return None
         await gang.wait_for_culprit()
-        await self._say_recovering()
-        await gang.stop()
-        agents_lost = any(death.kind == "agent_lost" for death in gang.deaths)
-        return await self._recover(culprit_of(gang.deaths), agents_lost)
+        await asyncio.gather(self._say_recovering(), gang.rest(REST_SECONDS))
+        self._memory = gang.resting
+        return await self._recover(gang.culprit, [death.rank for death in gang.deaths if death.kind == "agent_lost"])
 
-    async def _recover(self, culprit: Death, agents_lost: bool) -> Gang | None:
-        """The next generation after `culprit`'s death, on new agents if any was lost; None when the job is given
-        up."""
+    async def _recover(self, culprit: Death, agents_lost: list[int]) -> Gang | None:
+        """The next generation after `culprit`'s death, with new agents for the ranks whose own were lost; None when
+        the job is given up."""
         job = await self._job()
         data = {**remember(culprit), "traceback": culprit.traceback}
         await self._event("rank_lost", culprit.sentence, rank=culprit.rank, step=culprit.step, data=data)
@@ -121,7 +124,7 @@ class Supervisor:
         self._unusable.discard("snapshot")  # a generation that got past its start has made new ones
         if culprit.kind == "bad_checkpoint":
             self._unusable.add(await self._last_source(job))
-        if agents_lost:
+        if agents_lost and not await self._replace_agents(job, agents_lost):
             return await self._replace(job, decision.cause, remember(culprit))
         return await self._launch(decision.cause, counts=True, failure=remember(culprit))
 
@@ -136,6 +139,7 @@ class Supervisor:
 
     async def _replace(self, job: Job, cause: str, failure: dict[str, Any] | None = None) -> Gang | None:
         """Give up the placement, keep the snapshots, and place the whole gang anew."""
+        self._memory = {}
         await self.site.gangs.release(self.job_id, keep_snapshots=True)
         placed = job.generation + 1
         unit = unit_of(self.spec.resources.accelerator, await self.site.gangs.has_gpus())
@@ -144,6 +148,18 @@ class Supervisor:
         self._names = [agent_name(self.job_id, placed, rank) for rank in range(self.spec.layout.world_size)]
         self._after = {}
         return await self._launch(cause, counts=job.generation > 0, failure=failure)
+
+    async def _replace_agents(self, job: Job, lost: list[int]) -> bool:
+        """Start new agents for the ranks `lost` where they were placed; False when the job must be placed anew."""
+        if len(lost) == len(self._agents):
+            return False
+        layout, generation = self.spec.layout, job.generation + 1
+        unit = unit_of(self.spec.resources.accelerator, await self.site.gangs.has_gpus())
+        fresh = await self.site.gangs.replace_agents(self.job_id, generation, lost, layout, unit)
+        for rank, agent in zip(lost, fresh or [], strict=False):
+            self._agents[rank], self._names[rank] = agent, agent_name(self.job_id, generation, rank)
+            self._after.pop(rank, None)
+        return fresh is not None
 
     async def _adopt(self, job: Job) -> Gang | None:
         """Find the running gang by the names of its agents and go on watching it."""
@@ -190,17 +206,30 @@ class Supervisor:
             if not begun:  # else it was counted as a restart
                 self._failed_launches += 1
             first_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            return await self._recover(Death(0, "agent_lost", message=f"could not be launched ({first_line})"), True)
+            death = Death(0, "agent_lost", message=f"could not be launched ({first_line})")
+            return await self._recover(death, list(range(len(self._agents))))
         rows = [self._rank_row(order, where[order.rank], pids[order.rank]["pid"]) for order in orders]
         await self._write(lambda s: ranks.replace(s, self.job_id, rows))
+        kept = [rank for rank, answer in enumerate(pids) if answer["kept"]]
+        if kept:
+            await self._say_replaced(generation, kept)
         return gang
+
+    async def _say_replaced(self, generation: int, kept: list[int]) -> None:
+        started = [rank for rank in range(len(self._agents)) if rank not in kept]
+        message = f"generation {generation} goes on with {len(kept)} of {len(self._agents)} processes"
+        data = {"kept": kept, "started": started}
+        await self._write(
+            lambda s: events.append(s, self.job_id, "ranks_replaced", message, generation=generation, data=data)
+        )
 
     def _watch(self, generation: int, resume_step: int) -> Gang:
         writer = ReportWriter(self.site.store, self.job_id, generation, resume_step)
         return Gang(self.site.ray, self._agents, generation, self._after, writer.take)
 
     async def _choose_resume(self) -> Resume:
-        snapshots = await asyncio.gather(*(agent.snapshot_steps.remote() for agent in self._agents))
+        found = await asyncio.gather(*(agent.snapshot_steps.remote() for agent in self._agents))
+        snapshots = [{*steps, self._memory.get(rank)} - {None} for rank, steps in enumerate(found)]
         folder = self.paths.checkpoint_folder(self.job_id)
         whole = await asyncio.to_thread(whole_checkpoints, folder)
         await self._write(lambda s: checkpoints.reconcile(s, self.job_id, [(str(path), m.bytes) for path, m in whole]))
@@ -249,6 +278,7 @@ class Supervisor:
             resume=resume,
             device="cuda:0" if where["devices"] else "cpu",
             peak_flops=self.site.peaks.get(where["node"]),
+            in_place=not where["devices"],  # over NCCL a survivor cannot leave a collective
         )
 
     def _rank_row(self, order: LaunchOrder, where: dict[str, Any], pid: int) -> dict[str, Any]:

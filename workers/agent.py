@@ -60,17 +60,21 @@ class Agent:
             "devices": list(host.devices),
         }
 
-    async def launch(self, order: dict[str, Any]) -> dict[str, int]:
-        """Start the trainer of a new generation from `order`, a LaunchOrder as JSON. Answers `{"pid"}`.
+    async def launch(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Start the trainer of a new generation from `order`, a LaunchOrder as JSON. Answers `{"pid", "kept"}`.
 
-        A trainer that still runs is killed and reaped first. Raises StaleGeneration unless the order's generation
-        is above every earlier one, ZygoteUnavailable if the node's zygote does not answer.
+        A trainer at rest goes on with it (`kept`); any other that still runs is killed and reaped first. Raises
+        StaleGeneration unless the order's generation is above every earlier one, ZygoteUnavailable if the node's
+        zygote does not answer.
         """
         launch = LaunchOrder.from_json(order)
         self._refuse_stale(launch)
         self._generation = launch.generation  # from here on, older orders that wait for the lock are stale
         async with self._lock:
             self._refuse_replaced(launch)
+            if self._run is not None and self._run.at_rest and launch.in_place:
+                self._run.go(launch)
+                return {"pid": self._run.process.pid, "kept": True}
             if self._run is not None:
                 await self._run.stop()
             host = this_host()
@@ -79,7 +83,13 @@ class Agent:
             process = await fork(socket_path, "trainer", order, environment, timeout=ZYGOTE_WAIT_SECONDS)
             self._run = TrainerRun(launch, process, self._reports, self._log)
             self._begin_watch(self._run, launch)
-            return {"pid": process.pid}
+            return {"pid": process.pid, "kept": False}
+
+    async def rest(self, generation: int, grace: float) -> bool:
+        """Bring the trainer of `generation` to rest; whether it is. One that is not within `grace` seconds is killed,
+        so that this rank is out of the generation in any case."""
+        async with self._lock:
+            return self._run is not None and await self._run.rest(generation, grace)
 
     def _begin_watch(self, run: TrainerRun, order: LaunchOrder) -> None:
         if self._snapshot_folder is None:

@@ -8,6 +8,7 @@ communicator and a stream of its own. An axis of size 1 costs nothing, so a sing
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from workers.collectives import Collectives, add, maximum
 from workers.compat import all_gather_single, reduce_scatter_single
 from workers.errors import PeerLost
+from workers.exchange import Exchange
 from workers.links import Links, Operation, address_towards
 from workers.parallel.grid import Axis, RankGrid
 from workers.progress import Progress
@@ -121,38 +123,50 @@ class Comm:
         self._sizes = {axis: len(ranks) for axis, ranks in self._ranks.items()}
         self._indices = {axis: ranks.index(rank) for axis, ranks in self._ranks.items()}
         self._links: Links | None = None
+        self._over = -1
+        self._lock = threading.Lock()
         self._collectives: dict[str, Collectives] = {}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
-        self.checkpoint_group: dist.ProcessGroup | None = None
-        """Group of all ranks for the thread that writes checkpoints; None for a single rank."""
+        self.exchange = Exchange()
+        """Of all ranks, for the thread that writes checkpoints: its messages must not mix with a step's."""
+        self._beside: Links | None = None
 
     def connect(self, store: dist.Store, generation: int, store_host: str) -> None:
         """Meet the other ranks of `generation` through `store` on `store_host`. Raises PeerLost."""
         self.progress.belongs_to(generation)
         self.progress.at("connecting")
         self.generation = generation
+        self.raise_if_over()
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
+        host = address_towards(store_host)
         with _naming_lost_peers():
             if self._by_links:
-                self._connect_links(prefixed, generation, address_towards(store_host))
-            dist.init_process_group(
-                backend="gloo" if self._by_links else "cpu:gloo,cuda:nccl",
-                store=prefixed,
-                rank=self.rank,
-                world_size=self.grid.world_size,
-                timeout=COLLECTIVE_TIMEOUT,
-            )
-            if not self._by_links:
+                self._connect_links(prefixed, generation, host)
+            else:
+                dist.init_process_group(
+                    backend="nccl",
+                    store=prefixed,
+                    rank=self.rank,
+                    world_size=self.grid.world_size,
+                    timeout=COLLECTIVE_TIMEOUT,
+                )
                 self._connect_groups()
                 self._open_channels()
-            # Checkpoints are written by a thread of their own, whose messages must not mix with a step's.
-            self.checkpoint_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+            beside = dist.PrefixStore("exchange", prefixed)
+            self._beside = Links(self.rank, self._star(), beside, generation, host, self._is_over)
+            self.exchange = Exchange(self._beside, self.size("world"))
+        self.raise_if_over()
+
+    def _star(self) -> set[int]:
+        """Whom this rank talks to where everything goes through rank 0."""
+        return set(self._ranks["world"]) if self.rank == 0 else {0}
 
     def _connect_links(self, store: dist.Store, generation: int, host: str) -> None:
         near = {peer for axis in AXES if axis != "world" for peer in self._ranks[axis]}
         # Sums over all ranks go through rank 0, so everybody knows it and it knows everybody.
-        peers = set(self._ranks["world"]) if self.rank == 0 else near | {0}
-        self._links = Links(self.rank, peers, store, generation, host, self.progress)
+        self._links = Links(
+            self.rank, near | self._star(), store, generation, host, self._is_over, self.progress
+        )
         for channel, axis in enumerate(AXES):
             self._collectives[axis] = Collectives(self._links, channel, self._ranks[axis], star=axis == "world")
 
@@ -183,17 +197,39 @@ class Comm:
                 self.receive(source, probe).wait()
             torch.cuda.synchronize(self.device)
 
+    def end(self, generation: int) -> None:
+        """Called by another thread: all generations up to this one are over. Whoever communicates in one gets
+        PeerLost, at the latest with the next micro-batch, and cannot connect to one. Over NCCL a wait that has begun
+        is not ended: there the process is killed."""
+        with self._lock:
+            self._over = max(self._over, generation)
+            if self._is_over():
+                for links in (self._links, self._beside):
+                    if links is not None:
+                        links.interrupt()
+
+    def _is_over(self) -> bool:
+        return self.generation <= self._over
+
+    def raise_if_over(self) -> None:
+        """Raise PeerLost when the generation is over."""
+        if self._is_over():
+            raise PeerLost(f"generation {self.generation} is over")
+
     def close(self) -> None:
-        """Leave this generation."""
+        """Leave this generation; peers that are still in it notice at once. `connect` to a later one may follow."""
         self.progress.at("resting")
-        if self._links is not None:
-            self._links.close()
-            self._links = None
+        self.end(self.generation)  # frees the thread that writes checkpoints
+        with self._lock:
+            for links in (self._links, self._beside):
+                if links is not None:
+                    links.close()
+            self._links = self._beside = None
         if dist.is_initialized():
             dist.destroy_process_group()
         self._collectives.clear()
         self._groups.clear()
-        self.checkpoint_group = None
+        self.exchange = Exchange()
 
     @property
     def idle_seconds(self) -> float:

@@ -80,10 +80,20 @@ class Engine:
             if statistics.finite:
                 self.loss_scale.after_finite()
                 return statistics
+            self.optimizer.updating = True
             # A loss that is not finite itself has nothing to do with the scale of its gradients.
             if not math.isfinite(statistics.loss) or not self.loss_scale.after_overflow():
                 self.loss_scale.state.copy_(scale_before)
                 return statistics
+
+    @property
+    def settled(self) -> bool:
+        """Whether the state is that of the last committed step: a step that was broken off has not touched it."""
+        return not self.optimizer.updating
+
+    def settle(self) -> None:
+        """The state as it is now belongs to a committed step."""
+        self.optimizer.updating = False
 
     def state(self) -> list[torch.Tensor]:
         """Everything that a snapshot of this rank keeps, as 1-D tensors."""

@@ -9,13 +9,15 @@ Every message carries a header (channel, bytes). Both ends must agree on it: a m
 
 from __future__ import annotations
 
+import contextlib
 import select
 import selectors
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,8 @@ _HELLO = struct.Struct("<QQ")  # generation, rank
 _HEADER = struct.Struct("<QQ")  # channel, payload bytes
 _BUFFER_BYTES = 4 * 1024 * 1024  # asked of the kernel, which may grant less
 _BACKLOG = 4096
+# How often a rank that waits to be connected looks whether its generation is over: nothing else can wake it there.
+_LOOK = timedelta(seconds=0.1)
 
 
 class Operation:
@@ -114,11 +118,14 @@ class Links:
         store: dist.Store,
         generation: int,
         host: str,
+        is_over: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
     ):
         """Connect to `peers`, meeting them through `store` (already prefixed by generation). `host` is this rank's
-        address; `progress` is told for whom it waits. Raises PeerLost when a peer goes away meanwhile."""
+        address; `progress` is told for whom it waits. Raises PeerLost when a peer goes away meanwhile, and once
+        `is_over()`."""
         self.rank, self.generation = rank, generation
+        self._is_over = is_over
         self.idle_seconds = 0.0
         """Time spent waiting without anything to move, since the links were made."""
         self._progress = progress or Progress()
@@ -133,13 +140,26 @@ class Links:
 
     def _call(self, store: dist.Store, peer: int) -> socket.socket:
         self._progress.waits_for(peer, CONNECTING_CHANNEL, sending=False)
-        host, port = store.get(f"address/{peer}").decode().rsplit(":", 1)
+        host, port = self._address_of(peer, store).rsplit(":", 1)
         try:
             connection = socket.create_connection((host, int(port)))
             connection.sendall(_HELLO.pack(self.generation, self.rank))
         except OSError as error:
             raise PeerLost(f"rank {peer} cannot be reached at {host}:{port}: {error.strerror or error}") from error
         return connection
+
+    def _address_of(self, peer: int, store: dist.Store) -> str:
+        while True:
+            self._raise_if_over()
+            try:
+                store.wait([f"address/{peer}"], _LOOK)
+            except dist.DistStoreError:  # not there yet
+                continue
+            return store.get(f"address/{peer}").decode()
+
+    def _raise_if_over(self) -> None:
+        if self._is_over():
+            raise PeerLost("this generation is over")
 
     def _answer(self, listener: socket.socket, awaited: set[int]) -> None:
         """Take the calls of all `awaited` peers. Whoever says something else is turned away; whoever says nothing,
@@ -148,8 +168,9 @@ class Links:
         with selectors.DefaultSelector() as doors:
             doors.register(listener, selectors.EVENT_READ)
             while awaited:
+                self._raise_if_over()
                 self._progress.waits_for(min(awaited), CONNECTING_CHANNEL, sending=False)
-                for key, _ in doors.select():
+                for key, _ in doors.select(_LOOK.total_seconds()):
                     if key.fileobj is listener:
                         connection = listener.accept()[0]
                         heard[connection] = b""
@@ -219,6 +240,12 @@ class Links:
             for descriptor, _ in ready:
                 waiting[descriptor].push()
                 waiting[descriptor].pull()
+
+    def interrupt(self) -> None:
+        """Called by another thread: whoever waits here, and whoever will, gets PeerLost. The peers notice at once."""
+        for link in list(self._links.values()):
+            with contextlib.suppress(OSError):  # the peer was faster
+                link.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close all connections; the peers notice at once."""

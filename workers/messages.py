@@ -1,6 +1,7 @@
 """What crosses process borders between control plane, agent, zygote and trainer. Pure Python.
 
-A `LaunchOrder` goes down (control plane -> agent -> trainer), `Report`s come up. Both travel as JSON, one object
+A `LaunchOrder` goes down (control plane -> agent -> trainer; the first with the fork, later ones as a line on the
+control socket, as is the word to come to rest), `Report`s come up. Both travel as JSON, one object
 a line, and both carry the generation: a report of an older generation than the receiver's is refused.
 """
 
@@ -18,8 +19,8 @@ class Resume:
     """Where a gang's state comes from when its trainers start."""
 
     source: Literal["start", "snapshot", "memory", "checkpoint"] = "start"
-    """start: fresh initialisation; snapshot: this rank's file in shared memory; memory: files in shared memory of
-    another layout's ranks; checkpoint: a durable one."""
+    """start: fresh initialisation; snapshot: what the process still holds, else this rank's file in shared memory;
+    memory: files in shared memory of another layout's ranks; checkpoint: a durable one."""
     step: int = 0
     """Committed step that the state belongs to; training goes on with step + 1."""
     path: str | None = None
@@ -54,6 +55,8 @@ class LaunchOrder:
     """Torch device of the rank: cpu, or cuda:0 (its one visible GPU)."""
     peak_flops: float | None = None
     """Peak FLOP/s of one rank's device, for MFU; None: measured at start."""
+    in_place: bool = False
+    """Whether a trainer that loses a peer comes to rest and waits for the next order, instead of ending."""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
@@ -70,12 +73,14 @@ class LaunchOrder:
 class Report:
     """One message of a trainer, or of its agent about it, to the control plane."""
 
-    kind: Literal["started", "metrics", "event", "stalled", "failure", "finished", "exit"]
+    kind: Literal["started", "metrics", "event", "stalled", "resting", "failure", "finished", "exit"]
     """started: trainer is up; metrics: `data.rows`, one per committed step; event: something to tell (`data.type`,
-    `data.message`, more); failure: the trainer is about to exit (`data` as `Failure`); finished: last step committed;
-    stalled: it stands still for longer than it may, or moves on after it did (`data` as `Watch.describe`), added by the
-    agent; exit: the process is gone (`data.code` or `data.signal`; `data.condemned`, where its agent killed it for
-    something: `kind` and `message`), added by the agent, always the last of its generation."""
+    `data.message`, more); stalled: the trainer stands still for longer than it may, or moves on after it did (`data` as
+    `Watch.describe`), added by the agent; resting: the trainer has lost a peer, or was told to rest, and waits for the
+    next generation's order (`data.step`: the committed step that it holds or None, `data.message`: why); failure: the
+    trainer is about to exit (`data` as `Failure`); finished: last step committed; exit: the process is gone
+    (`data.code` or `data.signal`; `data.condemned`, where its agent killed it for something: `kind` and `message`),
+    added by the agent. The last of a generation is exit or resting."""
     generation: int
     rank: int
     time: float

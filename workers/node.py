@@ -33,6 +33,8 @@ class StoreUnavailable(MantaError):
 class _Store:
     generation: int
     process: ForkedProcess
+    host: str
+    port: int = 0
 
 
 class NodeDaemon:
@@ -84,7 +86,8 @@ class NodeDaemon:
         }
 
     async def start_store(self, job: str, generation: int) -> dict[str, Any]:
-        """Serve a fresh rendezvous store for `job`; an older one of the job is ended. Answers `{"host", "port"}`.
+        """Serve a rendezvous store for `job`: the one that it has here, where it still runs, since every generation
+        has keys of its own in it. Answers `{"host", "port"}`.
 
         Raises StoreUnavailable when it does not start, and when a newer generation has its store here already;
         ZygoteUnavailable if the zygote does not answer.
@@ -96,17 +99,21 @@ class NodeDaemon:
                     f"{job} has a store of generation {current.generation} here, so {generation} gets none; "
                     "read the job's current generation."
                 )
+            if current is not None and not current.process.ended:
+                current.generation = generation
+                return {"host": current.host, "port": current.port}
             await self._end_store(job)
             host = this_host().address
             process = await fork(self._socket_path, "store", {"host": host})
-            self._stores[job] = _Store(generation, process)
+            self._stores[job] = store = _Store(generation, process, host)
             line = await process.control.readline()
             if not line:
                 self._stores.pop(job)
                 raise StoreUnavailable(
                     await _last_words(process, f"The rendezvous store of {job} did not start on {host}")
                 )
-            return {"host": host, "port": json.loads(line)["port"]}
+            store.port = json.loads(line)["port"]
+            return {"host": host, "port": store.port}
 
     async def stop_store(self, job: str) -> None:
         """End the rendezvous store of `job`, if there is one here."""

@@ -20,7 +20,7 @@ class Reporter:
     def __init__(self, sink: Sink):
         self._sink = sink
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self._closing = threading.Event()
+        self._urgent = threading.Event()
         self._thread = threading.Thread(target=self._ship, name="reporter", daemon=True)
         self._thread.start()
 
@@ -33,21 +33,23 @@ class Reporter:
         self._put("event", {"type": kind, "step": step, "message": message, **data})
 
     def send(self, kind: str, data: dict[str, Any]) -> None:
-        """A message of another kind."""
+        """A message of another kind, which somebody waits for: it does not wait for a batch."""
         self._put(kind, data)
+        self._urgent.set()
 
     def _put(self, kind: str, data: dict[str, Any]) -> None:
         self._queue.put({"kind": kind, "time": time.time(), "data": data})
 
     def close(self, timeout: float = 5.0) -> None:
         """Ship what is queued and stop. Gives up after `timeout` seconds."""
-        self._closing.set()
         self._queue.put(None)
+        self._urgent.set()
         self._thread.join(timeout)
 
     def _ship(self) -> None:
         while True:
             batch = [self._queue.get()]
+            self._urgent.clear()
             while not self._queue.empty():
                 batch.append(self._queue.get())
             messages = [message for message in batch if message is not None]
@@ -58,4 +60,4 @@ class Reporter:
                 return  # nobody listens any more; the process is about to be told so
             if None in batch:
                 return
-            self._closing.wait(BATCH_SECONDS)
+            self._urgent.wait(BATCH_SECONDS)

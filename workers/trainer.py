@@ -61,6 +61,7 @@ class Trainer:
             self.checkpoints = Checkpointer(places.checkpoints, places.job, spec, self.engine, comm, reporter.event)
         self.step = 0
         """Last committed step."""
+        self._restored = False
         self.clock = StepClock()
         stages = [comm.grid.coordinates(rank).pipeline for rank in range(comm.size("world"))]
         self._stragglers = Stragglers(stages) if comm.rank == 0 and spec.recovery.stragglers != "ignore" else None
@@ -77,9 +78,14 @@ class Trainer:
         return snapshots
 
     def restore(self, resume: Resume) -> None:
-        """Bring the state to committed step `resume.step`. Raises CheckpointError when it cannot be had."""
+        """Bring the state to committed step `resume.step`; one that is there already stays. Raises CheckpointError
+        when it cannot be had."""
         self.comm.progress.belongs_to(self.comm.generation)
         self.comm.progress.at("restoring")
+        stays = resume.source == "snapshot" and self.settled_step == resume.step
+        if not stays:
+            self._restored = False
+            self._journal.clear()
         if self.snapshots is not None:
             self.snapshots.finish()  # what follows changes the state
         self._pace.begin()
@@ -87,7 +93,8 @@ class Trainer:
         if resume.source == "start":
             self.engine.initialise(self.spec.train.seed)
         elif resume.source == "snapshot" and self.snapshots is not None:
-            note = self.snapshots.load(resume.step)
+            if not stays:
+                note = self.snapshots.load(resume.step)
         elif resume.source == "memory":
             note = restore_from_snapshots(self.engine, self.comm, resume.paths, resume.step)
         elif resume.source == "checkpoint" and self.checkpoints is not None and resume.path is not None:
@@ -97,7 +104,7 @@ class Trainer:
         if resume.source != "start":
             self.engine.optimizer.publish_parameters()
         self.engine.optimizer.set_step(resume.step)
-        self.step = resume.step
+        self._commit(resume.step)
         self._report_again(note)
         if self.snapshots is not None and resume.source != "snapshot":
             self.snapshots.clear()
@@ -105,6 +112,21 @@ class Trainer:
         if self._places.snapshots is not None:
             self.comm.barrier()  # every rank has read what it needs of other layouts, and has a snapshot of its own
             remove_other_layouts(self._places.snapshots, layout_tag(self.spec.model_dump(mode="json")))
+
+    @property
+    def settled_step(self) -> int | None:
+        """The committed step to which the state belongs; None when an update was broken off."""
+        return self.step if self._restored and self.engine.settled else None
+
+    def _commit(self, step: int) -> None:
+        self.step, self._restored = step, True
+        self.engine.settle()
+
+    def rest(self) -> None:
+        """After PeerLost: end what goes on beside the training. What the broken step left behind is cleared by the
+        next one."""
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
 
     def train(self) -> None:
         """Run all steps that are left, and save what the last generation did not get to save."""
@@ -143,12 +165,13 @@ class Trainer:
         statistics = self.engine.step(batch, sequences, rate, memory_in_use(self.comm.device))
         if not statistics.finite:
             self._pass_over(step, statistics)
-        self.step = step
         self.comm.progress.commit(step, self.comm.idle_seconds)
         self._name_stragglers(step, statistics)
         more = self._part_means() if parts.measuring else {}
         if self._validates(step):
             more["validation_loss"] = self.validate()
+
+        self._commit(step)
 
         def row() -> dict[str, Any]:
             return self._row(step, statistics, rate, time.perf_counter() - began) | more

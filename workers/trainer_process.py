@@ -1,6 +1,7 @@
 """The trainer process: what the zygote's child runs for one rank of one generation.
 
-It reports over its control socket and dies with it: when the agent goes away, so does the trainer.
+It reports over its control socket and dies with it: when the agent goes away, so does the trainer. It may live through
+several generations: the first order comes with the fork, the others through the mailbox.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 import traceback
 from dataclasses import asdict
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from workers.comm import Comm
 from workers.device_peak import measure_peak_flops
 from workers.errors import CheckpointError, DataError, NonFiniteError, PeerLost, SharedMemoryError
+from workers.mailbox import Mailbox
 from workers.messages import Failure, LaunchOrder
 from workers.parallel.grid import RankGrid
 from workers.progress import Progress
@@ -29,7 +30,7 @@ from workers.spec_reading import parse_job_spec
 from workers.stacks import answer_with_stacks
 from workers.trainer import Places, Trainer
 
-EXIT_FAILED, EXIT_PEER_LOST, EXIT_ORPHANED = 1, 75, 76
+EXIT_FAILED, EXIT_PEER_LOST = 1, 75
 _KINDS: dict[type[BaseException], str] = {
     PeerLost: "peer_lost",
     SharedMemoryError: "no_shared_memory",
@@ -42,72 +43,137 @@ _KINDS: dict[type[BaseException], str] = {
 def run(argument: dict[str, Any], control: socket.socket) -> int:
     """Train as the LaunchOrder in `argument` says; returns the exit status.
 
-    Whatever goes wrong becomes a `failure` report, whose kind tells a culprit from a rank that only lost a peer.
+    Whatever goes wrong becomes a `failure` report, except for the loss of a peer where the order is to repair in
+    place: then the process comes to rest and goes on in the next generation.
     """
-    order = LaunchOrder.from_json(argument)
-    reporter = Reporter(_sink(order, control))
-    threading.Thread(target=_die_with, args=(control,), name="leash", daemon=True).start()
-    trainer: Trainer | None = None
+    life = Life(LaunchOrder.from_json(argument), control)
     try:
-        trainer = _build(order, reporter)
-        reporter.send("started", {"pid": os.getpid(), "resume": asdict(order.resume)})
-        print(f"generation {order.generation}: rank {order.rank} goes on after step {trainer.step}", flush=True)
-        trainer.train()
-        print(f"generation {order.generation}: rank {order.rank} is done with step {trainer.step}", flush=True)
+        while not life.live():
+            life.rest()
     except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported, nothing goes on
-        return _fail(error, order, trainer, reporter)
-    reporter.send("finished", {"step": trainer.step, "seconds": trainer.clock.lap()})
-    reporter.close()
-    return 0
+        return life.fail(error)
+    return life.finish()
 
 
-def _build(order: LaunchOrder, reporter: Reporter) -> Trainer:
+class Life:
+    """One rank in one process, through the generations that the process survives."""
+
+    def __init__(self, order: LaunchOrder, control: socket.socket):
+        self.order = order
+        self.reporter = Reporter(self._sink)
+        self._control = control
+        self._comm: Comm | None = None
+        self._trainer: Trainer | None = None
+        self._lost = ""
+        self._over = -1
+        self._mailbox = Mailbox(control, self._end)
+
+    def live(self) -> bool:
+        """Through the generation of the order to the job's last step; False when a peer was lost before that."""
+        try:
+            self._join()
+            trainer = self._trainer
+            assert trainer is not None
+            self.reporter.send("started", {"pid": os.getpid(), "resume": asdict(self.order.resume)})
+            self._print(f"goes on after step {trainer.step}")
+            trainer.train()
+            self._print(f"is done with step {trainer.step}")
+        except PeerLost as error:
+            if not self.order.in_place:
+                raise
+            self._lost = str(error)  # not the error, whose frames hold the broken step's activations
+            return False
+        return True
+
+    def rest(self) -> None:
+        """Leave the generation at once, so that whoever waits for this rank is freed; then wait for the next order."""
+        if self._comm is not None:
+            self._comm.close()
+        step = None
+        if self._trainer is not None:
+            self._trainer.rest()
+            step = self._trainer.settled_step
+        self._print(f"rests ({self._lost})")
+        self.reporter.send("resting", {"step": step, "message": self._lost})
+        self.order = self._mailbox.next_order(self.order.generation)
+
+    def finish(self) -> int:
+        """Say that the job's last step is committed."""
+        assert self._trainer is not None
+        self.reporter.send("finished", {"step": self._trainer.step, "seconds": self._trainer.clock.lap()})
+        self.reporter.close()
+        return 0
+
+    def fail(self, error: Exception) -> int:
+        """Say why the process ends before that."""
+        text = "".join(traceback.format_exception(error))
+        print(text, file=sys.stderr, flush=True)
+        kind = next((name for cls, name in _KINDS.items() if isinstance(error, cls)), "exception")
+        step = self._trainer.step if self._trainer is not None else self.order.resume.step
+        message = " ".join(str(error).split()) or type(error).__name__
+        failure = Failure(kind, step + 1, type(error).__name__, message, text)  # type: ignore[arg-type]
+        self.reporter.send("failure", asdict(failure))
+        self.reporter.close()
+        return EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED
+
+    def _join(self) -> None:
+        """Meet the ranks of the order's generation and bring the state to where they go on from."""
+        order = self.order
+        if self._comm is None:
+            self._comm = _comm_of(order)
+        self._comm.end(self._over)
+        if self._comm.size("world") > 1:
+            if order.store_host is None or order.store_port is None:
+                raise ValueError("a job of several ranks needs a rendezvous store in its launch order")
+            store = dist.TCPStore(order.store_host, order.store_port, is_master=False)
+            self._comm.connect(store, order.generation, order.store_host)
+        self._comm.generation = order.generation
+        if self._trainer is None:
+            self._trainer = _trainer_of(order, self._comm, self.reporter)
+        self._trainer.restore(order.resume)
+
+    def _end(self, generation: int) -> None:
+        self._over = max(self._over, generation)
+        if self._comm is not None:
+            self._comm.end(generation)
+
+    def _print(self, what: str) -> None:
+        print(f"generation {self.order.generation}: rank {self.order.rank} {what}", flush=True)
+
+    def _sink(self, messages: list[dict[str, Any]]) -> None:
+        self._control.sendall(report_lines(self.order, messages))
+
+
+def report_lines(order: LaunchOrder, messages: list[dict[str, Any]]) -> bytes:
+    """The reporter's `messages` as the agent reads them."""
+    lines = []
+    for kind, batch in _runs(messages):
+        common = {"kind": kind, "generation": order.generation, "rank": order.rank}
+        if kind == "metrics":
+            lines.append({**common, "time": time.time(), "data": {"rows": [item["data"] for item in batch]}})
+        else:
+            lines += [{**common, "time": item["time"], "data": item["data"]} for item in batch]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def _comm_of(order: LaunchOrder) -> Comm:
     # One computation thread, so that bits do not depend on the machine's load.
     torch.set_num_threads(1)
-    spec = parse_job_spec(order.spec)
     device = torch.device(order.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    comm = Comm(RankGrid(spec.layout), order.rank, device)
+    comm = Comm(RankGrid(parse_job_spec(order.spec).layout), order.rank, device)
     if order.snapshot_folder is not None:
         answer_with_stacks(order.snapshot_folder, order.rank)
         comm.progress = Progress.shared(order.snapshot_folder, order.rank)
-    if comm.size("world") > 1:
-        if order.store_host is None or order.store_port is None:
-            raise ValueError("a job of several ranks needs a rendezvous store in its launch order")
-        store = dist.TCPStore(order.store_host, order.store_port, is_master=False)
-        comm.connect(store, order.generation, order.store_host)
-    comm.generation = order.generation
-    peak = order.peak_flops or measure_peak_flops(device.type).flops
+    return comm
+
+
+def _trainer_of(order: LaunchOrder, comm: Comm, reporter: Reporter) -> Trainer:
+    spec = parse_job_spec(order.spec)
+    peak = order.peak_flops or measure_peak_flops(comm.device.type).flops
     checkpoints = order.checkpoint_folder if spec.checkpoint.every_steps else None
-    trainer = Trainer(spec, comm, reporter, peak, Places(order.job, order.snapshot_folder, checkpoints))
-    trainer.restore(order.resume)
-    return trainer
-
-
-def _fail(error: Exception, order: LaunchOrder, trainer: Trainer | None, reporter: Reporter) -> int:
-    text = "".join(traceback.format_exception(error))
-    print(text, file=sys.stderr, flush=True)
-    kind = next((name for cls, name in _KINDS.items() if isinstance(error, cls)), "exception")
-    step = trainer.step if trainer is not None else order.resume.step
-    message = " ".join(str(error).split()) or type(error).__name__
-    reporter.send("failure", asdict(Failure(kind, step + 1, type(error).__name__, message, text)))  # type: ignore[arg-type]
-    reporter.close()
-    return EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED
-
-
-def _sink(order: LaunchOrder, control: socket.socket) -> Any:
-    def send(messages: list[dict[str, Any]]) -> None:
-        lines = []
-        for kind, batch in _runs(messages):
-            common = {"kind": kind, "generation": order.generation, "rank": order.rank}
-            if kind == "metrics":
-                lines.append({**common, "time": time.time(), "data": {"rows": [item["data"] for item in batch]}})
-            else:
-                lines += [{**common, "time": item["time"], "data": item["data"]} for item in batch]
-        control.sendall("".join(json.dumps(line) + "\n" for line in lines).encode())
-
-    return send
+    return Trainer(spec, comm, reporter, peak, Places(order.job, order.snapshot_folder, checkpoints))
 
 
 def _runs(messages: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -118,13 +184,3 @@ def _runs(messages: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]
             runs.append((message["kind"], []))
         runs[-1][1].append(message)
     return runs
-
-
-def _die_with(control: socket.socket) -> None:
-    """Wait for the other end of `control` to close, then end the process at once: nobody would hear of its work."""
-    try:
-        while control.recv(4096):
-            continue
-    except OSError:
-        pass
-    os._exit(EXIT_ORPHANED)

@@ -1,4 +1,4 @@
-"""One trainer process under its agent: its reports, its output, its end."""
+"""One trainer process under its agent: its orders, its reports, its output, its end."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from workers.zygote_client import Exit, ForkedProcess
 DRAIN_SECONDS = 2.0
 """How long to read on after a trainer's end. Its channels close with it, unless a grandchild holds on to them."""
 CHUNK_BYTES = 65536
-KINDS = frozenset({"started", "metrics", "event", "failure", "finished"})
+KINDS = frozenset({"started", "metrics", "event", "resting", "failure", "finished"})
 
 
 class TrainerRun:
-    """The trainer of one generation. Its `exit` report comes last, after everything that it wrote has been read."""
+    """One trainer, through the generations that it survives. Its `exit` report comes last, after everything that it
+    wrote has been read."""
 
     def __init__(self, order: LaunchOrder, process: ForkedProcess, reports: ReportBuffer, log: RankLog):
         self.process, self.generation = process, order.generation
         self._rank, self._reports, self._log = order.rank, reports, log
+        self._resting = asyncio.Event()
         self._stderr = LineSplitter()
         self._condemned: dict[str, str] | None = None
         self._watching = asyncio.create_task(self._watch(), name=f"trainer {process.pid}")
@@ -42,6 +44,32 @@ class TrainerRun:
     async def wait(self) -> Exit:
         """How the process ended, after its `exit` report was made."""
         return await asyncio.shield(self._watching)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the trainer has left its generation and waits for an order."""
+        return self._resting.is_set() and not self.process.ended
+
+    async def rest(self, generation: int, grace: float) -> bool:
+        """Have the trainer leave `generation`; whether it is at rest. One that takes longer than `grace` seconds is
+        killed."""
+        if self.generation == generation and not self.at_rest:
+            self._tell({"do": "rest", "generation": generation})
+            resting = asyncio.create_task(self._resting.wait())
+            await asyncio.wait({resting, self._watching}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+            resting.cancel()
+        if not self.at_rest:
+            await self.stop()
+        return self.at_rest
+
+    def go(self, order: LaunchOrder) -> None:
+        """Hand the next generation's order to the trainer, which is at rest."""
+        self._resting.clear()
+        self.generation = order.generation
+        self._tell({"do": "go", "order": order.to_json()})
+
+    def _tell(self, word: dict[str, Any]) -> None:
+        self.process.control_writer.write(json.dumps(word).encode() + b"\n")
 
     async def stop(self) -> Exit:
         """SIGKILL the process and wait until it is reaped and reported."""
@@ -94,6 +122,8 @@ class TrainerRun:
             self._log.write(self.generation, "agent", [f"unreadable report ({error}): {line[:200]!r}"])
             return
         self._reports.add(kind, self.generation, self._rank, data, when)
+        if kind == "resting":
+            self._resting.set()
 
     async def _pump_output(self, stream: str, reader: asyncio.StreamReader, splitter: LineSplitter) -> None:
         chunk = b"start"

@@ -19,12 +19,15 @@ def test_killed_rank_costs_at_most_one_step(manta, undisturbed, kill):
     manta.until_generation(job, 2)
     manta.until_step(job, MIDDLE + 20)
     after = manta.pids(job)
-    assert not set(before) & set(after)
+    assert after[:3] == before[:3], "survivors keep their processes, the dead rank's own tensor peer included"
+    assert after[3] != before[3]
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == undisturbed
     assert (ended.restarts, ended.generation) == (1, 2)
     (lost,) = manta.events(job, "rank_lost")
     assert lost.rank == 3
+    (replaced,) = manta.events(job, "ranks_replaced")
+    assert replaced.data == {"kept": [0, 1, 2], "started": [3]}
     assert "SIGKILL" in lost.message
     assert at_most_one_step_redone(manta, job)
     states = [event.data["to"] for event in manta.events(job, "state_changed")]

@@ -51,6 +51,11 @@ class RankProcesses:
         self._processes: list[Any] = []
         self._connections: list[multiprocessing.connection.Connection] = []
 
+    @property
+    def port(self) -> int:
+        """Of the rendezvous store."""
+        return self._store.port
+
     def run(self, layout: ParallelConfig, program: Callable[..., Any], *arguments: Any, seconds: float = 90.0) -> list:
         """`program(comm, *arguments)` on every rank of `layout`: results by rank. Raises RankFailure."""
         self._start()

@@ -6,13 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_specs import axes
+from rank_processes import HOST
 
 from workers.comm import Comm
 from workers.config import ParallelConfig
 
 
-def sums_of_ranks(comm: Comm) -> dict[str, tuple[float, int]]:
+def sums_of_ranks(comm: Comm, port: int) -> dict[str, tuple[float, int]]:
     """Over each group, the sum of its members' ranks; the groups as they are made on GPUs, but over gloo."""
+    store = dist.PrefixStore(f"groups-{comm.generation}", dist.TCPStore(HOST, port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size("world"))
     comm._connect_groups()
     found = {}
     for name, group in comm._groups.items():
@@ -25,7 +28,7 @@ def sums_of_ranks(comm: Comm) -> dict[str, tuple[float, int]]:
 
 @pytest.mark.parametrize("layout", [(1, 3, 1), (2, 3, 1), (1, 4, 2), (2, 2, 2)], ids=str)
 def test_groups_meet_in_every_layout(ranks, layout):
-    for rank in ranks.run(ParallelConfig(**axes(layout)), sums_of_ranks):
+    for rank in ranks.run(ParallelConfig(**axes(layout)), sums_of_ranks, ranks.port):
         assert {"world", "pipeline_up", "pipeline_down"} <= set(rank)
         for name, (found, expected) in rank.items():
             assert found == expected, name

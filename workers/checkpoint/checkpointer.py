@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from workers.checkpoint import catalog, durable
 from workers.checkpoint.agreement import agree, take_over
@@ -22,7 +21,7 @@ from workers.checkpoint.pieces import pieces_of
 from workers.comm import Comm
 from workers.config import JobSpec
 from workers.engine import Engine
-from workers.errors import CheckpointError
+from workers.errors import CheckpointError, MantaError
 
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Reports an event: type, step, message, data."""
@@ -91,10 +90,10 @@ class Checkpointer:
 
     def _write(self, step: int, path: str, parts: dict[str, torch.Tensor], loss_scale: list[float] | None) -> None:
         try:
-            sums = durable.save(path, self._owned, parts, self.comm.checkpoint_group)
+            sums = durable.save(path, self._owned, parts, self.comm.exchange)
             if self.comm.rank == 0:
                 self._seal(step, path, sums, loss_scale)
-        except (OSError, RuntimeError, dcp.CheckpointException) as error:
+        except (OSError, RuntimeError, MantaError) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             message = f"checkpoint of step {step} failed: {reason}; training goes on"
             self._tell("checkpoint_failed", step, message, {"path": path})

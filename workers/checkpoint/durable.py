@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
@@ -38,11 +37,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from workers.checkpoint.catalog import Manifest, manifest_of
 from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile, checked, damaged
 from workers.checkpoint.pieces import Piece
 from workers.errors import CheckpointError
+from workers.exchange import Exchange
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
 
@@ -53,26 +54,39 @@ def _index(kind: str, piece: Piece) -> MetadataIndex:
     return MetadataIndex(f"{kind}.{piece.name}", torch.Size(piece.offsets))
 
 
-def save(
-    path: str, pieces: list[Piece], parts: dict[str, torch.Tensor], group: dist.ProcessGroup | None
-) -> dict[str, FileSums]:
+def save(path: str, pieces: list[Piece], parts: dict[str, torch.Tensor], ranks: Exchange) -> dict[str, FileSums]:
     """Write this rank's `pieces` of each part in `parts` (by KINDS, CPU tensors) below `path`, together with all
-    ranks of `group` (None: alone). On rank 0 what comes back are the sums of all files of all ranks.
+    `ranks`. On rank 0 what comes back are the sums of all files of all ranks.
 
-    Raises OSError, RuntimeError or what torch.distributed.checkpoint raises, on every rank.
+    Raises what the file system raised or, where there are several ranks, SharedWorkFailed on each of them.
     """
     files = _SummingFiles()
     writer = dcp.FileSystemWriter(path, sync_files=True)
     writer.fs = files
     planner = _PieceSavePlanner(pieces, parts)
-    dcp.save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    return files.sums if group is None else _gathered(files.sums, group)
+    catalogue: list[Metadata] = []
 
+    def plan() -> SavePlan:
+        writer.set_up_storage_writer(ranks.is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
 
-def _gathered(sums: dict[str, FileSums], group: dist.ProcessGroup) -> dict[str, FileSums]:
-    found: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-    dist.gather_object(sums, found, group=group, group_dst=0)
-    return {name: each for one in found or [] for name, each in one.items()}
+    def combine_plans(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = planner.create_global_plan(plans)
+        catalogue.append(metadata)
+        return writer.prepare_global_plan(plans)
+
+    def write() -> tuple[list[WriteResult], dict[str, FileSums]]:
+        written = writer.write_data(planner.finish_plan(mine), planner)
+        written.wait()
+        return written.value(), files.sums
+
+    def finish(results: list[tuple[list[WriteResult], dict[str, FileSums]]]) -> list[dict[str, FileSums]]:
+        writer.finish(catalogue[0], [written for written, _ in results])
+        together = {name: each for _, sums in results for name, each in sums.items()}
+        return [together | files.sums, *({} for _ in results[1:])]
+
+    mine = ranks.together(plan, combine_plans)
+    return ranks.together(write, finish)
 
 
 def load(path: str, pieces: list[Piece], length: int) -> tuple[Manifest, dict[str, torch.Tensor]]:

@@ -144,6 +144,7 @@ class Pipeline:
         }
         progress, training = self.comm.progress, torch.is_grad_enabled()
         for action in actions:
+            self.comm.raise_if_over()
             progress.at(_phase_of(action) if training else "validation", action.micro_batch)
             runners[action.kind](action, held)
         for send, _ in held.sends:

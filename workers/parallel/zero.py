@@ -90,6 +90,8 @@ class ZeroOptimizer:
             eps=config.epsilon,
             fused=True,
         )
+        self.updating = False
+        """Whether an update has begun that nobody has declared complete."""
         self.set_step(0)
         self._elsewhere = self._rows_answered_for_elsewhere()
         self.before_update: Callable[[], object] = lambda: None
@@ -159,6 +161,7 @@ class ZeroOptimizer:
                 group["lr"] = learning_rate
             for parameter, _, where in self._groups:
                 parameter.grad = gradient[where]
+            self.updating = True
             self._adamw.step()
             self.publish_parameters()
             self.reduction.end()

@@ -34,6 +34,7 @@ from workers.checkpoint.catalog import (
 from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError
+from workers.exchange import Exchange
 from workers.messages import Resume
 from workers.trainer import Trainer
 
@@ -143,7 +144,7 @@ def lengths(saved, reader) -> tuple[int, int]:
 
 def write(trainer: Trainer, path: Path) -> dict[str, FileSums]:
     """All of a save but its manifest."""
-    return durable.save(str(path), trainer.checkpoints._owned, trainer.checkpoints._parts(), None)
+    return durable.save(str(path), trainer.checkpoints._owned, trainer.checkpoints._parts(), Exchange())
 
 
 @settings(deadline=None, max_examples=40)
@@ -308,7 +309,7 @@ def test_a_save_that_fails_on_one_rank_is_none_on_all(ranks, corpus, tmp_path):
     assert [kind for kind, _ in first] == [
         "checkpoint_saving", "checkpoint_failed", "checkpoint_saving", "checkpoint_saved"
     ]  # fmt: skip
-    assert "checkpoint of step 1 failed: OSError: [Errno 28] No space left on device" in first[1][1]
+    assert "checkpoint of step 1 failed: rank 3: OSError: [Errno 28] No space left on device" in first[1][1]
     assert others == [[]] * 3
     ((path, manifest),) = whole_checkpoints(tmp_path)
     assert manifest.step == 2
