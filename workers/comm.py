@@ -164,9 +164,7 @@ class Comm:
     def _connect_links(self, store: dist.Store, generation: int, host: str) -> None:
         near = {peer for axis in AXES if axis != "world" for peer in self._ranks[axis]}
         # Sums over all ranks go through rank 0, so everybody knows it and it knows everybody.
-        self._links = Links(
-            self.rank, near | self._star(), store, generation, host, self._is_over, self.progress
-        )
+        self._links = Links(self.rank, near | self._star(), store, generation, host, self._is_over, self.progress)
         for channel, axis in enumerate(AXES):
             self._collectives[axis] = Collectives(self._links, channel, self._ranks[axis], star=axis == "world")
 
