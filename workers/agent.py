@@ -12,12 +12,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoint.snapshot import steps_kept
+from workers.checkpoint.snapshot import replica_path, steps_kept
+from workers.checkpoint.snapshot_file import committed_steps
 from workers.errors import MantaError
 from workers.host import this_host
 from workers.messages import LaunchOrder
 from workers.paths import Paths, rank_stem, zygote_socket
 from workers.rank_log import RankLog
+from workers.replica import ReplicaError, ReplicaServer, Replicator, fetch
 from workers.report_buffer import ReportBuffer
 from workers.stacks import stacks_path, take_stacks
 from workers.trainer_run import TrainerRun
@@ -45,6 +47,8 @@ class Agent:
         self._run: TrainerRun | None = None
         self._watch: Watch | None = None
         self._lock = asyncio.Lock()
+        self._replicas: ReplicaServer | None = None
+        self._replicator: Replicator | None = None
 
     async def describe(self) -> dict[str, Any]:
         """Where this rank is: `host`, `ip`, `node`, `pid` (the agent's), `trainer_pid`, `generation`, `devices`."""
@@ -151,6 +155,56 @@ class Agent:
             return []
         return steps_kept(self._snapshot_folder, self._rank, layout)
 
+    async def receive_replicas(self, token: str, generation: int) -> dict[str, Any]:
+        """Keep replicas of other ranks' snapshots, for callers who know `token` and are of `generation` or later, and
+        give them out again. Answers where: `{"host", "port"}`. Without shared memory there is nothing: `{}`.
+        Raises ReplicaError for an older generation than before."""
+        if self._snapshot_folder is None:
+            return {}
+        if self._replicas is None:
+            self._replicas = ReplicaServer(self._snapshot_folder, this_host().address, token, generation)
+        self._replicas.expect(token, generation)
+        host, port = self._replicas.address
+        return {"host": host, "port": port}
+
+    async def replicate_to(
+        self, partner: dict[str, Any], token: str, generation: int, layout: str, every: int = 1
+    ) -> None:
+        """Stream this rank's snapshots of the layout with tag `layout` to the agent that answered `partner` to
+        `receive_replicas`, from now on and instead of any other. `every`: see Replicator. Raises StaleGeneration."""
+        if generation < self._generation:
+            raise StaleGeneration(f"Generation {generation} of rank {self._rank} was replaced by {self._generation}.")
+        await self.stop_replication()
+        if self._snapshot_folder is not None and partner:
+            address = (str(partner["host"]), int(partner["port"]))
+            self._replicator = Replicator(self._snapshot_folder, self._rank, layout, address, token, generation, every)
+
+    async def stop_replication(self) -> None:
+        """Send no more snapshots; what the partner has stays there."""
+        replicator, self._replicator = self._replicator, None
+        if replicator is not None:
+            await asyncio.to_thread(replicator.stop)
+
+    async def replication(self) -> dict[str, Any] | None:
+        """How far this rank's replica is (`Replication`); None without a partner."""
+        return self._replicator.state.to_json() if self._replicator is not None else None
+
+    async def replica_steps(self, rank: int, layout: str) -> list[int]:
+        """Committed steps in the replica of `rank` that is kept on this node, ascending."""
+        if self._snapshot_folder is None:
+            return []
+        return committed_steps(replica_path(self._snapshot_folder, rank, layout))
+
+    async def fetch_snapshot(
+        self, rank: int, holder: dict[str, Any], token: str, generation: int, layout: str
+    ) -> list[int]:
+        """Bring the snapshots of `rank` that the agent `holder` (as `receive_replicas` answered) keeps to this node;
+        the steps that came whole. Raises ReplicaError, SharedMemoryError, OSError."""
+        if self._snapshot_folder is None:
+            raise ReplicaError("this agent was started without a folder in shared memory")
+        address = (str(holder["host"]), int(holder["port"]))
+        return await asyncio.to_thread(fetch, self._snapshot_folder, rank, layout, address, token, generation)
+
     async def reports(self, after: int, timeout: float) -> list[dict[str, Any]]:
         """Reports with a sequence above `after`, as JSON: at once if there are any, else within `timeout` seconds.
 
@@ -168,6 +222,10 @@ class Agent:
     async def close(self) -> None:
         """Stop for good: the trainer is gone, this rank's snapshots are removed. The agent may be killed then."""
         await self.stop()
+        await self.stop_replication()
+        if self._replicas is not None:
+            await asyncio.to_thread(self._replicas.close)
+            self._replicas = None
         self._log.close()
         if self._snapshot_folder is None:
             return

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workers.bell import bell_path, ring
 from workers.checkpoint.checksums import DamagedCheckpoint
 from workers.checkpoint.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile, committed_steps
 from workers.errors import CheckpointError
@@ -111,6 +112,7 @@ class Snapshots:
         Each slot also holds a note: up to NOTE_BYTES that belong to the same step.
         """
         self.path, self.state = snapshot_path(folder, rank, layout), state
+        self._bell = bell_path(folder, rank)
         payload = sum(tensor.numel() * tensor.element_size() for tensor in state)
         form = Form(identity, payload, json.dumps(table or {}, separators=(",", ":"), sort_keys=True).encode())
         self._unusable: CheckpointError | None = None
@@ -203,8 +205,10 @@ class Snapshots:
                 return
             sums.append(found)
         with self._lock:
-            if self._turns[slot] == turn:
-                self._file.seal(slot, step, sums)
+            if self._turns[slot] != turn:
+                return
+            self._file.seal(slot, step, sums)
+        ring(self._bell)
 
     def load(self, step: int) -> bytes:
         """Copy the state of `step` back and return its note. Forgets a newer one, which not all ranks committed.

@@ -251,8 +251,8 @@ class SnapshotFile:
 
     def begin(self, slot: int) -> None:
         """The slot is about to be overwritten: it holds nothing."""
-        _WORD.pack_into(self.memory, _MARKERS_AT + _WORD.size * slot, 0)
         _SEAL.pack_into(self.memory, _SEALS_AT + _SEAL.size * slot, 0, 0)
+        _WORD.pack_into(self.memory, _MARKERS_AT + _WORD.size * slot, 0)
 
     def commit(self, slot: int, step: int) -> None:
         """The slot holds all of `step`."""
@@ -266,18 +266,21 @@ class SnapshotFile:
         _WORD.pack_into(self.memory, at, len(note))
         self.memory[at + _WORD.size : at + _WORD.size + len(note)] = note
 
+    def note_size(self, slot: int) -> int:
+        """Bytes of the note and of its length."""
+        found: int = _WORD.unpack_from(self.memory, self.form.note_at(slot))[0]
+        return _WORD.size + min(found, NOTE_BYTES)
+
     def note(self, slot: int) -> bytes:
         """The note of a slot; check it before."""
         at = self.form.note_at(slot)
-        length = min(_WORD.unpack_from(self.memory, at)[0], NOTE_BYTES)
-        return bytes(self.memory[at + _WORD.size : at + _WORD.size + length])
+        return bytes(self.memory[at + _WORD.size : at + self.note_size(slot)])
 
     def _range(self, slot: int, block: int) -> tuple[int, int]:
         """First byte of what a sum is of, and the first after it."""
         if block == self.form.blocks - 1:
             at = self.form.note_at(slot)
-            length = min(_WORD.unpack_from(self.memory, at)[0], NOTE_BYTES)
-            return at, at + _WORD.size + length
+            return at, at + self.note_size(slot)
         start = self.form.payload_at(slot) + block * BLOCK_BYTES
         return start, min(start + BLOCK_BYTES, self.form.note_at(slot))
 
