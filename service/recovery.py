@@ -93,17 +93,23 @@ def remember(death: Death) -> dict[str, Any]:
     return {"kind": death.kind, "step": death.step, "exception": death.exception}
 
 
+def snapshot_source(step: int) -> str:
+    """What the snapshots of one step are called among the sources that cannot be used: the other slot may do."""
+    return f"snapshot of step {step}"
+
+
 def choose_resume(
     snapshots: Sequence[Iterable[int]], checkpoints: Sequence[tuple[int, str]], unusable: Iterable[str] = ()
 ) -> Resume:
     """The newest state that all ranks can reach.
 
     `snapshots`: for each rank the steps whole in its shared memory; `checkpoints`: (step, path) of the durable ones,
-    oldest first; `unusable`: paths that could not be read, or "snapshot". A snapshot wins over a checkpoint of the
-    same step, since it is nearer.
+    oldest first; `unusable`: paths that could not be read, "snapshot", or `snapshot_source` for those of one step. A
+    snapshot wins over a checkpoint of the same step, since it is nearer.
     """
     bad = set(unusable)
     common = set.intersection(*(set(steps) for steps in snapshots)) if snapshots and "snapshot" not in bad else set()
+    common = {step for step in common if snapshot_source(step) not in bad}
     usable = [(step, path) for step, path in checkpoints if path not in bad]
     newest = usable[-1] if usable else None
     if common and (newest is None or max(common) >= newest[0]):

@@ -15,7 +15,7 @@ from typing import Any
 from service.gang import Gang, Handle
 from service.gangs import Gangs, NotPlaced
 from service.placement import agent_name, unit_of
-from service.recovery import Death, GiveUp, choose_resume, decide, remember
+from service.recovery import Death, GiveUp, choose_resume, decide, remember, snapshot_source
 from service.reports import ReportWriter
 from service.states import JobState, is_final
 from service.store import Store, checkpoints, events, generations, jobs, ranks
@@ -121,9 +121,10 @@ class Supervisor:
         if isinstance(decision, GiveUp):
             await self._fail(decision)
             return None
-        self._unusable.discard("snapshot")  # a generation that got past its start has made new ones
         if culprit.kind == "bad_checkpoint":
             self._unusable.add(await self._last_source(job))
+        else:  # a generation that got past its start has made new ones
+            self._unusable = {source for source in self._unusable if not source.startswith("snapshot")}
         if agents_lost and not await self._replace_agents(job, agents_lost):
             return await self._replace(job, decision.cause, remember(culprit))
         return await self._launch(decision.cause, counts=True, failure=remember(culprit))
@@ -309,7 +310,9 @@ class Supervisor:
     async def _last_source(self, job: Job) -> str:
         """What the current generation resumed from, as `choose_resume` calls it."""
         current = await self._generation_row(job)
-        return str((current.data if current is not None else {}).get("resume_path") or "snapshot")
+        if current is None:
+            return "snapshot"
+        return str((current.data or {}).get("resume_path") or snapshot_source(current.resume_step))
 
     async def _outcome(self, job: Job) -> dict[str, Any] | None:
         """How the current generation ended the job, when another control plane knew but could not finish."""

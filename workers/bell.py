@@ -49,8 +49,8 @@ class Bell:
     def wait(self, timeout: float | None = None, connection: socket.socket | None = None) -> bool:
         """Return once it was rung since the last wait, or once something comes over `connection`, its end included; or
         after `timeout` seconds with False."""
-        others = [] if connection is None else [connection]
-        ready, _, _ = select.select([self._descriptor, *others], [], [], timeout)
+        watched = [self._descriptor] if connection is None else [self._descriptor, connection.fileno()]
+        ready, _, _ = select.select(watched, [], [], timeout)
         with contextlib.suppress(BlockingIOError):
             while os.read(self._descriptor, 4096):
                 continue

@@ -125,6 +125,8 @@ class Trainer:
     def rest(self) -> None:
         """After PeerLost: end what goes on beside the training. What the broken step left behind is cleared by the
         next one."""
+        if self.snapshots is not None:
+            self.snapshots.finish()  # before this rank says what it can go on from
         if self.checkpoints is not None:
             self.checkpoints.finish()
 

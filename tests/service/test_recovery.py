@@ -3,7 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.recovery import Death, GiveUp, Restart, choose_resume, culprit_of, decide, describe_exit, remember
+from service.recovery import (
+    Death,
+    GiveUp,
+    Restart,
+    choose_resume,
+    culprit_of,
+    decide,
+    describe_exit,
+    remember,
+    snapshot_source,
+)
 
 KINDS = ("exception", "peer_lost", "no_shared_memory", "bad_data", "bad_checkpoint", "killed", "agent_lost", "stopped")
 steps_of_ranks = st.lists(st.sets(st.integers(0, 6), max_size=2), max_size=4)
@@ -30,6 +40,11 @@ def test_resume_is_the_newest_state_that_all_ranks_can_reach(snapshots, saved, u
         assert chosen.step not in common, "a snapshot of the same step is nearer"
     else:
         assert not common | usable
+
+
+def test_damaged_snapshots_of_one_step_leave_those_of_the_other():
+    assert choose_resume([[4, 5], [4, 5]], paths_of([3]), [snapshot_source(5)]).step == 4
+    assert choose_resume([[5], [4, 5]], paths_of([3]), [snapshot_source(5)]).source == "checkpoint"
 
 
 def test_one_rank_without_snapshots_is_enough_for_a_checkpoint():
