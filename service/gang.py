@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from service.recovery import Death, culprit_of, describe_exit
@@ -42,6 +42,16 @@ class Gang:
         self._stopping = False
         self._changed = asyncio.Event()
         self._watchers = [asyncio.create_task(self._watch(rank)) for rank in range(len(self.agents))]
+        self._beside: list[asyncio.Task[None]] = []
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` until the generation is over."""
+        self._beside.append(asyncio.create_task(work))
+
+    def lose(self, rank: int, why: str) -> None:
+        """Give up the agent of `rank`, which `why` says about it."""
+        self._watchers[rank].cancel()
+        self._bury(Death(rank, "agent_lost", message=why))
 
     @property
     def all_ended(self) -> bool:
@@ -65,7 +75,7 @@ class Gang:
             while not (self.all_ended or self.broken or cancelled.is_set()):
                 self._changed.clear()
                 change = asyncio.create_task(self._changed.wait())
-                await asyncio.wait({change, stop, *self._running()}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({change, stop, *self._running(), *self._beside}, return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
                 self._raise_broken()
         finally:
@@ -91,6 +101,8 @@ class Gang:
 
     async def _leave(self, agents: list[Handle], ask: Callable[[Handle], Awaitable[Any]], seconds: float) -> None:
         self._stopping = True
+        for task in self._beside:
+            task.cancel()
         await asyncio.gather(*(self._asked(ask, agent, seconds) for agent in agents))
         await asyncio.wait(self._watchers, timeout=STOP_SECONDS)
         self._raise_broken()
@@ -101,17 +113,17 @@ class Gang:
 
     async def close(self) -> None:
         """Stop listening; trainers run on."""
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        for task in [*self._watchers, *self._beside]:
+            task.cancel()
+        await asyncio.gather(*self._watchers, *self._beside, return_exceptions=True)
 
     def _running(self) -> list[asyncio.Task[None]]:
         return [watcher for watcher in self._watchers if not watcher.done()]
 
     def _raise_broken(self) -> None:
-        for watcher in self._watchers:
-            if watcher.done() and watcher.exception() is not None:
-                watcher.result()
+        for task in [*self._watchers, *self._beside]:
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                task.result()
 
     async def _asked(self, ask: Callable[[Handle], Awaitable[Any]], agent: Handle, seconds: float) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
@@ -162,6 +174,10 @@ class Gang:
                 Death(rank, failure["kind"], failure["step"], failure["exception"], message, failure["traceback"])
             )
         else:
+            condemned = exit_data.get("condemned")
+            if condemned is not None:
+                self._bury(Death(rank, condemned["kind"], message=condemned["message"]))
+                return
             kind = "stopped" if self._stopping else "killed"
             words = describe_exit(exit_data.get("code"), exit_data.get("signal"))
             last = exit_data.get("last_output") or []

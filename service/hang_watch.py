@@ -33,7 +33,9 @@ Answers = dict[int, dict[str, Any] | None]
 class Tell(Protocol):
     """Writes an event of the job."""
 
-    def __call__(self, kind: str, message: str, rank: int | None, step: int | None, data: Any) -> Awaitable[None]: ...
+    def __call__(
+        self, kind: str, message: str, rank: int | None, step: int | None, data: dict[str, Any]
+    ) -> Awaitable[None]: ...
 
 
 class HangWatch:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 AXES = ("tensor", "pipeline", "data", "embedding", "world")
 """Axes in the order of the channels' numbers, and the names of their counts."""
-Group = Callable[[str, int], Sequence[int]]
+Group = Callable[[Any, int], Sequence[int]]
 """Ranks that share an axis with a rank: (axis, rank) -> ranks."""
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from service.gang import Gang, Handle
 from service.gangs import Gangs, NotPlaced
+from service.hang_watch import HangWatch
 from service.placement import agent_name, unit_of
 from service.recovery import Death, GiveUp, choose_resume, decide, remember, snapshot_source
 from service.reports import ReportWriter
@@ -63,6 +64,7 @@ class Supervisor:
         self._unusable: set[str] = set()
         self._failed_launches = 0
         self._memory: dict[int, int | None] = {}
+        self._stragglers_replaced: dict[int, float] = {}
 
     def cancel(self) -> None:
         """The job is CANCELLING: stop it."""
@@ -179,7 +181,7 @@ class Supervisor:
             return await self._lost_while_away(job, "the control plane was restarted during a launch")
         await self._event("adopted", "the control plane was restarted; the job never noticed")
         current = await self._generation_row(job)
-        return self._watch(job.generation, current.resume_step if current is not None else 0)
+        return self._watch(job.generation, current.resume_step if current is not None else 0, taken_over=True)
 
     async def _lost_while_away(self, job: Job, cause: str) -> Gang | None:
         await self._say_recovering()
@@ -224,9 +226,25 @@ class Supervisor:
             lambda s: events.append(s, self.job_id, "ranks_replaced", message, generation=generation, data=data)
         )
 
-    def _watch(self, generation: int, resume_step: int) -> Gang:
+    def _watch(self, generation: int, resume_step: int, taken_over: bool = False) -> Gang:
         writer = ReportWriter(self.site.store, self.job_id, generation, resume_step)
-        return Gang(self.site.ray, self._agents, generation, self._after, writer.take)
+
+        async def take(report: dict[str, Any]) -> None:
+            hangs.heard(report)
+            await writer.take(report)
+
+        gang = Gang(self.site.ray, self._agents, generation, self._after, take)
+        hangs = HangWatch(
+            self.site.ray,
+            self._agents,
+            RankGrid(self.spec.layout).group,
+            self._event,
+            gang.lose,
+            self.spec.recovery.stragglers,
+            self._stragglers_replaced,
+        )
+        gang.beside(hangs.run(look_first=taken_over))
+        return gang
 
     async def _choose_resume(self) -> Resume:
         found = await asyncio.gather(*(agent.snapshot_steps.remote() for agent in self._agents))

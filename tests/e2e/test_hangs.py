@@ -1,0 +1,69 @@
+"""A rank that stands still is found, named with evidence, ended and replaced; the loss curve does not show it."""
+
+import contextlib
+import os
+import signal
+
+import psutil
+import pytest
+
+MIDDLE = 20
+
+
+def wake(pid):
+    """SIGCONT to a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_stopped_rank_is_named_and_replaced(manta, undisturbed, rank):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, MIDDLE)
+    pid = manta.pids(job)[rank]
+    os.kill(pid, signal.SIGSTOP)
+    (hung,) = manta.until("the hang's event", lambda: manta.events(job, "rank_hung"))
+    manta.until_generation(job, 2)
+    wake(pid)  # a zombie that woke up would find nothing to do; it is gone
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert (ended.restarts, ended.generation) == (1, 2)
+    assert hung.rank == rank
+    assert (hung.data["stopped"], hung.data["process"]["state"]) == (True, "T")
+    assert "stopped" in hung.data["stacks"], "what the kernel says of a process that cannot answer"
+    (lost,) = manta.events(job, "rank_lost")
+    assert (lost.rank, lost.data["kind"]) == (rank, "hung")
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert manta.leftovers(job) == []
+
+
+def test_stopped_rank_of_a_pipeline_is_named_though_all_stand_still(manta):
+    spec = manta.spec(layout=(1, 2, 2))
+    clean = manta.submit(spec)
+    manta.until_state(clean, "SUCCEEDED")
+    job = manta.submit(spec)
+    manta.until_step(job, MIDDLE)
+    os.kill(manta.pids(job)[2], signal.SIGSTOP)
+    manta.until_state(job, "SUCCEEDED")
+    assert [event.rank for event in manta.events(job, "rank_hung")] == [2]
+    assert manta.curve(job) == manta.curve(clean)
+
+
+def test_hang_that_began_while_the_control_plane_was_away_is_found_by_the_next(manta, undisturbed):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, MIDDLE)
+    pid = manta.pids(job)[1]
+    manta.kill_service()
+    os.kill(pid, signal.SIGSTOP)
+    manta.start()
+    manta.until_state(job, "SUCCEEDED")
+    assert [event.rank for event in manta.events(job, "rank_hung")] == [1]
+    assert manta.curve(job) == undisturbed
+
+
+def test_clean_run_raises_no_alarm(manta, undisturbed):
+    job = manta.submit(manta.spec(checkpoint={"every_steps": 10}, train={"validate_every": 15}))
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert ended.generation == 1
+    kinds = {event.type for event in manta.events(job)}
+    assert not kinds & {"rank_hung", "gang_hung", "rank_lost", "straggler"}
