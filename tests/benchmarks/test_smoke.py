@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bubbles, layouts, metrics, nanogpt, step, step_gpu
+from benchmarks import bubbles, layouts, metrics, nanogpt, snapshots, step, step_gpu
 from benchmarks.report import deliver
 
 
@@ -35,6 +35,14 @@ def test_layouts_agree_for_a_step() -> None:
 def test_every_row_reaches_the_reader() -> None:
     report = metrics.measure(argparse.Namespace(seed=1, warm_up=1, steps=12))
     assert report.figures["rows_read"].value == report.figures["rows_sent"].value == 11
+
+
+def test_snapshots_are_copied_summed_and_replicated() -> None:
+    report = snapshots.measure(argparse.Namespace(seed=1, megabytes=0.3, wait=0.02, steps=5))
+    for name in ("alone_copied", "alone_summed", "replicated"):
+        assert report.figures[name].value > 0
+    assert report.figures["replicas_arrived"].value >= 2
+    assert report.figures["alone_training_thread_a_step_median"].target == snapshots.TARGET_MS
 
 
 def test_all_schedules_are_timed_and_take_at_least_what_they_must(monkeypatch: pytest.MonkeyPatch) -> None:

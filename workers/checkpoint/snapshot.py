@@ -122,6 +122,10 @@ class Snapshots:
         """For each slot, a tensor over its memory for each tensor of the state."""
         self.stall_seconds = 0.0
         """For how long the last snapshot held the training thread up."""
+        self.copy_seconds = 0.0
+        """What the last copy took, beside the training."""
+        self.sum_seconds = 0.0
+        """What the last sums took, beside the training."""
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._summer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot-sums")
         self._copying: Future[None] | None = None
@@ -183,11 +187,12 @@ class Snapshots:
         self.finish()
 
     def _copy(self, step: int, note: bytes, then: Callable[[], object] | None, ready: Any) -> None:
-        slot = self._file.oldest()
+        began, slot = time.perf_counter(), self._file.oldest()
         turn = self._begin(slot)
         _copy_beside(self._slots[slot], self.state, ready)
         self._file.write_note(slot, note)
         self._file.commit(slot, step)
+        self.copy_seconds = time.perf_counter() - began
         if then is not None:
             then()
         self._summing = self._summer.submit(self._seal, slot, step, turn)
@@ -199,7 +204,7 @@ class Snapshots:
             return self._turns[slot]
 
     def _seal(self, slot: int, step: int, turn: int) -> None:
-        sums = []
+        began, sums = time.perf_counter(), []
         for found in self._file.sums(slot):
             if self._turns[slot] != turn:
                 return
@@ -208,6 +213,7 @@ class Snapshots:
             if self._turns[slot] != turn:
                 return
             self._file.seal(slot, step, sums)
+        self.sum_seconds = time.perf_counter() - began
         ring(self._bell)
 
     def load(self, step: int) -> bytes:
