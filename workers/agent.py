@@ -24,10 +24,12 @@ from workers.report_buffer import ReportBuffer
 from workers.stacks import stacks_path, take_stacks
 from workers.trainer_run import TrainerRun
 from workers.watch import Watch
-from workers.zygote_client import fork
+from workers.zygote_client import ZygoteUnavailable, fork
 
 ZYGOTE_WAIT_SECONDS = 60.0
 """How long a launch waits for a zygote that still imports torch."""
+PREPARE_WAIT_SECONDS = 1.0
+"""How long a trainer that nobody has asked for yet may hold up a launch."""
 
 
 class StaleGeneration(MantaError):
@@ -45,6 +47,8 @@ class Agent:
         self._reports = ReportBuffer()
         self._generation = 0
         self._run: TrainerRun | None = None
+        self._minded: TrainerRun | None = None
+        self._minding: asyncio.Task[None] | None = None
         self._watch: Watch | None = None
         self._lock = asyncio.Lock()
         self._replicas: ReplicaServer | None = None
@@ -77,17 +81,46 @@ class Agent:
         async with self._lock:
             self._refuse_replaced(launch)
             if self._run is not None and self._run.at_rest and launch.in_place:
+                kept = self._run.generation > 0
                 self._run.go(launch)
-                return {"pid": self._run.process.pid, "kept": True}
+                self._mind(self._run, launch)
+                return {"pid": self._run.process.pid, "kept": kept}
             if self._run is not None:
                 await self._run.stop()
-            host = this_host()
-            environment = {"CUDA_VISIBLE_DEVICES": ",".join(host.devices)} if host.devices else {}
-            socket_path = zygote_socket(self._runtime_folder, host.node)
-            process = await fork(socket_path, "trainer", order, environment, timeout=ZYGOTE_WAIT_SECONDS)
-            self._run = TrainerRun(launch, process, self._reports, self._log)
-            self._begin_watch(self._run, launch)
-            return {"pid": process.pid, "kept": False}
+            self._run = await self._fork(launch)
+            self._mind(self._run, launch)
+            return {"pid": self._run.process.pid, "kept": False}
+
+    async def prepare(self, order: dict[str, Any]) -> None:
+        """Have a trainer ready for an order like this one, but of a later generation. Nothing happens where one runs.
+        Raises ZygoteUnavailable."""
+        async with self._lock:
+            if self._run is None or self._run.ended:
+                self._run = await self._fork(LaunchOrder.from_json(order), prepared=True)
+
+    async def _fork(self, order: LaunchOrder, prepared: bool = False) -> TrainerRun:
+        host = this_host()
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(host.devices)} if host.devices else {}
+        socket_path = zygote_socket(self._runtime_folder, host.node)
+        argument = {"prepare": order.to_json()} if prepared else order.to_json()
+        wait = PREPARE_WAIT_SECONDS if prepared else ZYGOTE_WAIT_SECONDS
+        process = await fork(socket_path, "trainer", argument, environment, timeout=wait)
+        return TrainerRun(order, process, self._reports, self._log, prepared)
+
+    def _mind(self, run: TrainerRun, order: LaunchOrder) -> None:
+        """Watch over a trainer that has begun to carry out `order`."""
+        if run is not self._minded:
+            self._minded = run
+            self._begin_watch(run, order)
+            if order.in_place:
+                self._minding = asyncio.create_task(self._prepare_after(run, order), name="minder")
+
+    async def _prepare_after(self, run: TrainerRun, order: LaunchOrder) -> None:
+        """When the trainer is killed, get the next one ready without being told: its peers are about to wait for it."""
+        ended = await run.wait()
+        if ended.signal is not None and not run.stopped:
+            with contextlib.suppress(ZygoteUnavailable):  # then the launch that follows says so
+                await self.prepare(order.to_json())
 
     async def rest(self, generation: int, grace: float) -> bool:
         """Bring the trainer of `generation` to rest; whether it is. One that is not within `grace` seconds is killed,

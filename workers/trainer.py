@@ -130,6 +130,14 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.finish()
 
+    def close(self) -> None:
+        """End all threads; the object is of no use any more."""
+        self.rest()
+        if self.snapshots is not None:
+            self.snapshots.close()
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+
     def train(self) -> None:
         """Run all steps that are left, and save what the last generation did not get to save."""
         self.clock.restart()

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -41,13 +41,17 @@ _KINDS: dict[type[BaseException], str] = {
 
 
 def run(argument: dict[str, Any], control: socket.socket) -> int:
-    """Train as the LaunchOrder in `argument` says; returns the exit status.
+    """Train as the LaunchOrder in `argument` says; returns the exit status. `{"prepare": order}`: build what such an
+    order needs, and wait for one that is to be carried out.
 
     Whatever goes wrong becomes a `failure` report, except for the loss of a peer where the order is to repair in
     place: then the process comes to rest and goes on in the next generation.
     """
-    life = Life(LaunchOrder.from_json(argument), control)
+    prepared = "prepare" in argument
+    life = Life(LaunchOrder.from_json(argument["prepare"] if prepared else argument), control)
     try:
+        if prepared:
+            life.prepare()
         while not life.live():
             life.rest()
     except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported, nothing goes on
@@ -64,9 +68,16 @@ class Life:
         self._control = control
         self._comm: Comm | None = None
         self._trainer: Trainer | None = None
+        self._built: LaunchOrder | None = None
         self._lost = ""
         self._over = -1
         self._mailbox = Mailbox(control, self._end)
+
+    def prepare(self) -> None:
+        """Be ready for an order like this one, then wait for it."""
+        self.order = replace(self.order, generation=0)
+        self._build()
+        self.order = self._mailbox.next_order(after=0)
 
     def live(self) -> bool:
         """Through the generation of the order to the job's last step; False when a peer was lost before that."""
@@ -119,8 +130,8 @@ class Life:
     def _join(self) -> None:
         """Meet the ranks of the order's generation and bring the state to where they go on from."""
         order = self.order
-        if self._comm is None:
-            self._comm = _comm_of(order)
+        self._build()
+        assert self._comm is not None and self._trainer is not None
         self._comm.end(self._over)
         if self._comm.size("world") > 1:
             if order.store_host is None or order.store_port is None:
@@ -128,9 +139,19 @@ class Life:
             store = dist.TCPStore(order.store_host, order.store_port, is_master=False)
             self._comm.connect(store, order.generation, order.store_host)
         self._comm.generation = order.generation
-        if self._trainer is None:
-            self._trainer = _trainer_of(order, self._comm, self.reporter)
         self._trainer.restore(order.resume)
+
+    def _build(self) -> None:
+        """Make what the order needs, unless it is there: another layout needs another rank's model."""
+        order = self.order
+        if self._built is not None and (self._built.spec, self._built.rank) == (order.spec, order.rank):
+            return
+        if self._trainer is not None:
+            self._trainer.close()
+        self._comm = self._trainer = None  # before the new ones, so that memory never holds both
+        self._comm = _comm_of(order)
+        self._trainer = _trainer_of(order, self._comm, self.reporter)
+        self._built = order
 
     def _end(self, generation: int) -> None:
         self._over = max(self._over, generation)

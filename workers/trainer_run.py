@@ -23,10 +23,22 @@ class TrainerRun:
     """One trainer, through the generations that it survives. Its `exit` report comes last, after everything that it
     wrote has been read."""
 
-    def __init__(self, order: LaunchOrder, process: ForkedProcess, reports: ReportBuffer, log: RankLog):
-        self.process, self.generation = process, order.generation
+    def __init__(
+        self,
+        order: LaunchOrder,
+        process: ForkedProcess,
+        reports: ReportBuffer,
+        log: RankLog,
+        prepared: bool = False,
+    ):
+        """`prepared`: the process has been told to get ready for such an order, and waits for one."""
+        self.process, self.generation = process, 0 if prepared else order.generation
         self._rank, self._reports, self._log = order.rank, reports, log
         self._resting = asyncio.Event()
+        if prepared:
+            self._resting.set()
+        self.stopped = False
+        """Whether its end was asked for."""
         self._stderr = LineSplitter()
         self._condemned: dict[str, str] | None = None
         self._watching = asyncio.create_task(self._watch(), name=f"trainer {process.pid}")
@@ -73,6 +85,7 @@ class TrainerRun:
 
     async def stop(self) -> Exit:
         """SIGKILL the process and wait until it is reaped and reported."""
+        self.stopped = True
         self.process.kill()
         return await self.wait()
 

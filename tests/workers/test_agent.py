@@ -218,3 +218,39 @@ def test_standstill_is_reported_its_stacks_are_told_and_its_end_says_why(make_ag
         await agent.close()
 
     go(body)
+
+
+def test_a_killed_trainer_of_a_repairable_gang_has_a_successor_ready(make_agent, go):
+    """The next order goes to a process that is there already, unless that one is not: nobody asked for it."""
+
+    async def body():
+        agent = make_agent()
+        first = LaunchOrder(job="job-1", generation=1, rank=3, spec={"wait": True, "signal": 9}, in_place=True)
+        launched = await agent.launch(first.to_json())
+        os.kill(launched["pid"], signal.SIGKILL)
+        (exit_report,) = await until_exit(agent)
+        assert exit_report["data"]["signal"] == signal.SIGKILL
+        ready = await until_trainer_other_than(agent, launched["pid"])
+        second = LaunchOrder(job="job-1", generation=2, rank=3, spec={"reports": 1}, in_place=True)
+        assert await agent.launch(second.to_json()) == {"pid": ready, "kept": False}
+        await agent.close()
+
+    go(body)
+
+
+async def until_trainer_other_than(agent, pid):
+    """Process id of the trainer, once it is another."""
+    while (found := (await agent.describe())["trainer_pid"]) in (None, pid):
+        await asyncio.sleep(0.01)
+    return found
+
+
+def test_a_trainer_that_does_not_come_to_rest_is_killed(make_agent, go, gone):
+    async def body():
+        agent = make_agent()
+        launched = await agent.launch(order(1, wait=True))
+        assert await agent.rest(1, grace=0.2) is False
+        assert gone(launched["pid"])
+        await agent.close()
+
+    go(body)

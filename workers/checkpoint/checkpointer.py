@@ -69,6 +69,10 @@ class Checkpointer:
             self._under_way.result()
             self._under_way = None
 
+    def close(self) -> None:
+        """End the writing thread, after the save under way."""
+        self._writer.shutdown()
+
     def restore(self, path: str) -> None:
         """Load this rank's part of the state from the checkpoint at `path`.
 
