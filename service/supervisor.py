@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from service import replication
 from service.gang import Gang, Handle
 from service.gangs import Gangs, NotPlaced
 from service.hang_watch import HangWatch
@@ -22,6 +23,7 @@ from service.states import JobState, is_final
 from service.store import Store, checkpoints, events, generations, jobs, ranks
 from service.store.tables import Generation, Job
 from workers.checkpoint.catalog import whole_checkpoints
+from workers.checkpoint.snapshot import layout_tag
 from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.messages import LaunchOrder, Resume
@@ -62,6 +64,7 @@ class Supervisor:
         self._names: list[str] = []
         self._after: dict[int, int] = {}
         self._unusable: set[str] = set()
+        self._layout_tag = layout_tag(self.spec.model_dump(mode="json"))
         self._failed_launches = 0
         self._memory: dict[int, int | None] = {}
         self._stragglers_replaced: dict[int, float] = {}
@@ -213,6 +216,8 @@ class Supervisor:
             return await self._recover(death, list(range(len(self._agents))))
         rows = [self._rank_row(order, where[order.rank], pids[order.rank]["pid"]) for order in orders]
         await self._write(lambda s: ranks.replace(s, self.job_id, rows))
+        nodes = [each["node"] or each["host"] for each in where]
+        await replication.begin(self._agents, nodes, generation, self._layout_tag)
         kept = [rank for rank, answer in enumerate(pids) if answer["kept"]]
         if kept:
             await self._say_replaced(generation, kept)
@@ -247,8 +252,10 @@ class Supervisor:
         return gang
 
     async def _choose_resume(self) -> Resume:
-        found = await asyncio.gather(*(agent.snapshot_steps.remote() for agent in self._agents))
-        snapshots = [{*steps, self._memory.get(rank)} - {None} for rank, steps in enumerate(found)]
+        steps = await asyncio.gather(*(agent.snapshot_steps.remote() for agent in self._agents))
+        found = await replication.bring_back(self._agents, steps, (await self._job()).generation, self._layout_tag)
+        held = [(*own, self._memory.get(rank)) for rank, own in enumerate(found)]
+        snapshots = [[step for step in each if step is not None] for each in held]
         folder = self.paths.checkpoint_folder(self.job_id)
         whole = await asyncio.to_thread(whole_checkpoints, folder)
         await self._write(lambda s: checkpoints.reconcile(s, self.job_id, [(str(path), m.bytes) for path, m in whole]))

@@ -113,16 +113,16 @@ class Replicator:
         wire.send_form(connection, file.form)
         wire.hear(connection)
         self.state.problem = None
-        last: tuple[int, ...] | None = None
+        last: tuple[int, tuple[int, ...]] | None = None
         while not self._stopped.is_set() and _is_at(file, self._path):
             newest = next((each for each in wire.sealed_slots(file) if each.step % self._every == 0), None)
-            if newest is None or newest.sums == last:
+            if newest is None or (newest.step, newest.sums) == last:
                 self._bell.wait(None, connection)
                 wire.expect_silence(connection)
                 continue
             began = time.perf_counter()
             if wire.send_slot(connection, file, newest):
-                last = newest.sums
+                last = (newest.step, newest.sums)
                 self.state.step = newest.step
                 self.state.sent += 1
                 self.state.bytes += file.form.payload

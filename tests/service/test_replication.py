@@ -1,0 +1,118 @@
+"""Replicas as the supervisor has them kept: real agents, with a folder each for what would be their nodes' memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from service.replication import begin, bring_back
+from workers.agent import Agent
+from workers.checkpoint.snapshot import Snapshots
+
+LAYOUT = "0a0a0a0a"
+
+
+class Remote:
+    """An agent as Ray shows it; a lost one fails whatever it is asked."""
+
+    def __init__(self, agent: Agent):
+        self.agent, self.lost = agent, False
+
+    def __getattr__(self, name: str) -> Any:
+        return _Method(self, name)
+
+
+class _Method:
+    def __init__(self, handle: Remote, name: str):
+        self._handle, self._name = handle, name
+
+    async def remote(self, *arguments: Any) -> Any:
+        if self._handle.lost:
+            raise ConnectionError("the actor is dead")
+        return await getattr(self._handle.agent, self._name)(*arguments)
+
+
+class Job:
+    """Four ranks on two nodes."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.nodes = folder, ["a", "a", "b", "b"]
+        self.agents = [self.agent(rank, self.nodes[rank]) for rank in range(4)]
+        self.snapshots = [
+            Snapshots(folder / node, rank, [torch.full((1000,), float(rank))], b"0" * 16, LAYOUT)
+            for rank, node in enumerate(self.nodes)
+        ]
+
+    def agent(self, rank: int, node: str) -> Remote:
+        """A new agent."""
+        return Remote(Agent("job-1", rank, str(self.folder / "home"), str(self.folder), str(self.folder / node)))
+
+    async def commit(self, step: int, keepers: dict[int, int]) -> None:
+        """A step, and its replicas."""
+        for snapshots in self.snapshots:
+            snapshots.save(step)
+        deadline = time.monotonic() + 30
+        for rank, keeper in keepers.items():
+            while step not in await self.agents[keeper].agent.replica_steps(rank, LAYOUT):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        """End what is left."""
+        for agent in self.agents:
+            await agent.agent.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """The job."""
+    return Job(tmp_path)
+
+
+def test_the_ranks_of_a_lost_node_go_on_from_what_the_other_one_kept(job):
+    async def body():
+        keepers = await begin(job.agents, job.nodes, 1, LAYOUT)
+        assert {job.nodes[rank] + job.nodes[keeper] for rank, keeper in keepers.items()} == {"ab", "ba"}
+        for step in (1, 2):
+            await job.commit(step, keepers)
+        lost = [job.agents[rank] for rank in (2, 3)]
+        job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
+        own = [await handle.agent.snapshot_steps() for handle in job.agents]
+        assert own == [[1, 2], [1, 2], [], []]
+        assert await bring_back(job.agents, own, 1, LAYOUT) == [[1, 2]] * 4
+        state = [torch.zeros(1000)]
+        Snapshots(job.folder / "c", 3, state, b"0" * 16, LAYOUT).load(2)
+        assert bool((state[0] == 3).all())
+        assert (await begin(job.agents, ["a", "a", "c", "c"], 2, LAYOUT)).keys() == {0, 1, 2, 3}
+        for handle in lost:
+            await handle.agent.close()
+        await job.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_without_another_node_nothing_is_replicated_and_nothing_asked(job):
+    for agent in job.agents:
+        agent.lost = True
+    assert asyncio.run(begin(job.agents, ["a"] * 4, 1, LAYOUT)) == {}
+    steps = [[1], [1, 2], [2], [2]]
+    assert asyncio.run(bring_back(job.agents, steps, 1, LAYOUT)) == steps
+    assert asyncio.run(bring_back(job.agents, [[]] * 4, 1, LAYOUT)) == [[]] * 4
+
+
+def test_a_partner_that_fails_costs_its_rank_the_replica_and_nobody_else(job, caplog):
+    async def body():
+        job.agents[3].lost = True
+        found = await begin(job.agents, job.nodes, 1, LAYOUT)
+        assert len(found) == 2
+        assert 3 not in found and 3 not in found.values()
+        assert "2 of 4 ranks have no replica: the actor is dead" in caplog.text
+        assert await bring_back(job.agents, [[1], [1], [1], []], 1, LAYOUT) == [[1], [1], [1], []]
+        await job.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
