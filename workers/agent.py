@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoint.snapshot import replica_path, steps_kept
+from workers.checkpoint.snapshot import kept_files, replica_path, steps_kept
 from workers.checkpoint.snapshot_file import committed_steps
 from workers.errors import MantaError
 from workers.host import this_host
@@ -41,12 +42,14 @@ class Agent:
 
     def __init__(self, job: str, rank: int, home: str, runtime_folder: str, snapshot_folder: str | None):
         """`home`, `runtime_folder`: see `workers/paths.py`; `snapshot_folder`: the job's, in shared memory."""
-        self._job, self._rank = job, rank
+        self._job, self._rank, self._home = job, rank, home
         self._runtime_folder, self._snapshot_folder = runtime_folder, snapshot_folder
         self._log = RankLog(Paths.of(home).rank_log(job, rank), rank)
         self._reports = ReportBuffer()
         self._generation = 0
         self._run: TrainerRun | None = None
+        self._order: LaunchOrder | None = None
+        self._watched: tuple[TrainerRun, int] | None = None
         self._minded: TrainerRun | None = None
         self._minding: asyncio.Task[None] | None = None
         self._watch: Watch | None = None
@@ -80,6 +83,7 @@ class Agent:
         self._generation = launch.generation  # from here on, older orders that wait for the lock are stale
         async with self._lock:
             self._refuse_replaced(launch)
+            self._become(launch.rank)
             if self._run is not None and self._run.at_rest and launch.in_place:
                 kept = self._run.generation > 0
                 self._run.go(launch)
@@ -91,12 +95,13 @@ class Agent:
             self._mind(self._run, launch)
             return {"pid": self._run.process.pid, "kept": False}
 
-    async def prepare(self, order: dict[str, Any]) -> None:
-        """Have a trainer ready for an order like this one, but of a later generation. Nothing happens where one runs.
-        Raises ZygoteUnavailable."""
+    async def prepare(self, order: dict[str, Any]) -> bool:
+        """Have a trainer ready for an order like this one, but of a later generation, unless one runs. Answers once it
+        is ready; False when it could not be made so. Raises ZygoteUnavailable."""
         async with self._lock:
             if self._run is None or self._run.ended:
                 self._run = await self._fork(LaunchOrder.from_json(order), prepared=True)
+        return await self._run.prepared()
 
     async def _fork(self, order: LaunchOrder, prepared: bool = False) -> TrainerRun:
         host = this_host()
@@ -109,24 +114,34 @@ class Agent:
 
     def _mind(self, run: TrainerRun, order: LaunchOrder) -> None:
         """Watch over a trainer that has begun to carry out `order`."""
-        if run is not self._minded:
-            self._minded = run
+        self._order = order
+        if self._watched != (run, self._rank):
+            self._watched = (run, self._rank)
             self._begin_watch(run, order)
-            if order.in_place:
-                self._minding = asyncio.create_task(self._prepare_after(run, order), name="minder")
+        if order.in_place and self._minded is not run:
+            self._minded = run
+            self._minding = asyncio.create_task(self._prepare_after(run), name="minder")
 
-    async def _prepare_after(self, run: TrainerRun, order: LaunchOrder) -> None:
+    async def _prepare_after(self, run: TrainerRun) -> None:
         """When the trainer is killed, get the next one ready without being told: its peers are about to wait for it."""
         ended = await run.wait()
-        if ended.signal is not None and not run.stopped:
+        if ended.signal is not None and not run.stopped and self._order is not None:
             with contextlib.suppress(ZygoteUnavailable):  # then the launch that follows says so
-                await self.prepare(order.to_json())
+                await self.prepare(self._order.to_json())
 
     async def rest(self, generation: int, grace: float) -> bool:
         """Bring the trainer of `generation` to rest; whether it is. One that is not within `grace` seconds is killed,
         so that this rank is out of the generation in any case."""
         async with self._lock:
             return self._run is not None and await self._run.rest(generation, grace)
+
+    def _become(self, rank: int) -> None:
+        """Be another rank from now on: the ranks of a smaller layout are numbered anew."""
+        if rank != self._rank:
+            self._log.close()
+            self._rank, self._log = rank, RankLog(Paths.of(self._home).rank_log(self._job, rank), rank)
+            if self._run is not None:
+                self._run.become(rank, self._log)
 
     def _begin_watch(self, run: TrainerRun, order: LaunchOrder) -> None:
         if self._snapshot_folder is None:
@@ -166,8 +181,8 @@ class Agent:
         return True
 
     def _refuse_stale(self, order: LaunchOrder) -> None:
-        if (order.job, order.rank) != (self._job, self._rank):
-            raise StaleGeneration(f"This agent is rank {self._rank} of {self._job}, not {order.rank} of {order.job}.")
+        if order.job != self._job:
+            raise StaleGeneration(f"This agent belongs to {self._job}, not to {order.job}.")
         if order.generation <= self._generation:
             raise StaleGeneration(
                 f"Rank {self._rank} of {self._job} is at generation {self._generation}, "
@@ -187,6 +202,12 @@ class Agent:
         if self._snapshot_folder is None:
             return []
         return steps_kept(self._snapshot_folder, self._rank, layout)
+
+    async def kept(self) -> list[dict[str, Any]]:
+        """The job's snapshot files on this node, of all ranks and layouts: `path`, `rank`, `layout` (tag),
+        `is_replica`, `steps` (committed ones that are whole)."""
+        found = kept_files(self._snapshot_folder) if self._snapshot_folder is not None else []
+        return [{**asdict(file), "path": str(file.path), "steps": committed_steps(file.path)} for file in found]
 
     async def receive_replicas(self, token: str, generation: int) -> dict[str, Any]:
         """Keep replicas of other ranks' snapshots, for callers who know `token` and are of `generation` or later, and

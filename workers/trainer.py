@@ -19,6 +19,7 @@ from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.pace import Pace
 from workers.checkpoint.reshard import describe, restore_from_snapshots
 from workers.checkpoint.snapshot import Snapshots, fingerprint, layout_tag, remove_other_layouts
+from workers.checkpoint.snapshot_file import committed_steps
 from workers.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import Batches
@@ -127,6 +128,9 @@ class Trainer:
         next one."""
         if self.snapshots is not None:
             self.snapshots.finish()  # before this rank says what it can go on from
+            held = self.settled_step
+            if held is not None and held not in committed_steps(self.snapshots.path):
+                self.snapshots.save(held, b"\n".join(self._journal))  # for ranks of another layout
         if self.checkpoints is not None:
             self.checkpoints.finish()
 

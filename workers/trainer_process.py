@@ -77,6 +77,7 @@ class Life:
         """Be ready for an order like this one, then wait for it."""
         self.order = replace(self.order, generation=0)
         self._build()
+        self.reporter.send("prepared", {})
         self.order = self._mailbox.next_order(after=0)
 
     def live(self) -> bool:

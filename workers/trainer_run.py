@@ -37,6 +37,8 @@ class TrainerRun:
         self._resting = asyncio.Event()
         if prepared:
             self._resting.set()
+        self._prepared = asyncio.Event()
+        self._beside: asyncio.Task[None] | None = None
         self.stopped = False
         """Whether its end was asked for."""
         self._stderr = LineSplitter()
@@ -49,9 +51,12 @@ class TrainerRun:
         return self._watching.done()
 
     def beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work` for as long as the process lives."""
+        """Do `work`, instead of what was done before, for as long as the process lives."""
+        if self._beside is not None:
+            self._beside.cancel()
         self._beside = asyncio.create_task(work, name=f"beside trainer {self.process.pid}")
-        self._watching.add_done_callback(lambda _: self._beside.cancel())
+        beside = self._beside
+        self._watching.add_done_callback(lambda _: beside.cancel())
 
     async def wait(self) -> Exit:
         """How the process ended, after its `exit` report was made."""
@@ -61,6 +66,13 @@ class TrainerRun:
     def at_rest(self) -> bool:
         """Whether the trainer has left its generation and waits for an order."""
         return self._resting.is_set() and not self.process.ended
+
+    async def prepared(self) -> bool:
+        """Once the process is ready for its order; False when it has ended before."""
+        ready = asyncio.create_task(self._prepared.wait())
+        await asyncio.wait({ready, self._watching}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        return self._prepared.is_set()
 
     async def rest(self, generation: int, grace: float) -> bool:
         """Have the trainer leave `generation`; whether it is at rest. One that takes longer than `grace` seconds is
@@ -73,6 +85,10 @@ class TrainerRun:
         if not self.at_rest:
             await self.stop()
         return self.at_rest
+
+    def become(self, rank: int, log: RankLog) -> None:
+        """What the trainer says from now on, it says as `rank`."""
+        self._rank, self._log = rank, log
 
     def go(self, order: LaunchOrder) -> None:
         """Hand the next generation's order to the trainer, which is at rest."""
@@ -128,6 +144,9 @@ class TrainerRun:
         """Buffer one report, unless it makes no sense or belongs to another generation."""
         try:
             document: dict[str, Any] = json.loads(line)
+            if document["kind"] == "prepared":
+                self._prepared.set()
+                return
             if document["generation"] != self.generation or document["kind"] not in KINDS:
                 return
             kind, when, data = document["kind"], float(document["time"]), dict(document["data"])

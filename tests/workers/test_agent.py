@@ -88,8 +88,8 @@ def test_stale_generations_are_refused_and_a_newer_one_replaces(make_agent, go, 
         for generation in (1, 2):
             with pytest.raises(StaleGeneration, match="at generation 2"):
                 await agent.launch(order(generation))
-        with pytest.raises(StaleGeneration, match="This agent is rank 3"):
-            await agent.launch(LaunchOrder(job="job-1", generation=9, rank=4, spec={}).to_json())
+        with pytest.raises(StaleGeneration, match="belongs to job-1, not to job-2"):
+            await agent.launch(LaunchOrder(job="job-2", generation=9, rank=3, spec={}).to_json())
         second = await agent.launch(order(3, wait=True))
         assert gone(first["pid"])
         assert (await agent.describe())["trainer_pid"] == second["pid"]
