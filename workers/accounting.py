@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from workers.config import JobSpec, ModelConfig, ParallelConfig
-from workers.data.batch_plan import micro_batches, replica_share
+from workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
 from workers.parallel.recompute import recomputed
 from workers.parallel.schedules import schedule
 from workers.parallel.stages import stage_layers, virtual_stage
+from workers.parallel.tree_sum import buffers
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,19 @@ def _stage_parameters(spec: JobSpec, rank: int) -> int:
     rows = int(first) + int(last) - int(first and last and model.tie_embeddings)
     total = layers * _layer_parameters(model, layout.tensor) + rows * padded_vocabulary(spec) // layout.tensor * h
     return total + first * model.sequence_length * h + last * _norm_parameters(model)
+
+
+def waiting_gradient_buffers(spec: JobSpec) -> int:
+    """With `train.deterministic: elastic`: most buffers as large as a rank's gradients that hold partial sums while a
+    replica's micro-batches are added in the tree, beside the gradients' own; fp32, 4 bytes an element each."""
+    if spec.train.deterministic == "layout":
+        return 0
+    most = 0
+    for level in BatchPlan(spec.train).levels:
+        leaves = -(-level.size // spec.train.micro_batch_size)
+        shares = [leaf_share(leaves, spec.layout, replica) for replica in range(spec.layout.data)]
+        most = max([most, *(buffers(leaves, share.start, share.stop) for share in shares)])
+    return most
 
 
 def _layer_parameters(model: ModelConfig, tensor: int) -> int:
@@ -154,8 +168,8 @@ def recomputed_layer_passes(spec: JobSpec, sequences: int) -> int:
         return 0
     if not layout.recompute_keep:
         return sequences * len(range(0, layers, _every(layout)))
-    shares = [len(replica_share(range(sequences), layout.data, replica)) for replica in range(layout.data)]
-    return sum(_passes_of_replica(layout, layers, share, spec.train.micro_batch_size) for share in shares if share)
+    shares = [replica_micro_batches(range(sequences), spec, replica) for replica in range(layout.data)]
+    return sum(_passes_of_replica(layout, layers, tuple(len(part) for part in share)) for share in shares if share)
 
 
 def _every(layout: ParallelConfig) -> int:
@@ -163,10 +177,9 @@ def _every(layout: ParallelConfig) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _passes_of_replica(layout: ParallelConfig, layers: int, sequences: int, micro_batch_size: int) -> int:
-    """The same for one replica's `sequences`, by going through what each of its pipeline ranks recomputes."""
+def _passes_of_replica(layout: ParallelConfig, layers: int, sizes: tuple[int, ...]) -> int:
+    """The same for one replica's micro-batches of `sizes`, by going through what its pipeline ranks recompute."""
     kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
-    sizes = [len(part) for part in micro_batches(range(sequences), micro_batch_size)]
     passes = 0
     for rank, actions in enumerate(schedule(kind, stages, virtual_stages, len(sizes))):
         for micro_batch, chunk in recomputed(actions, layout):

@@ -6,7 +6,7 @@ On GPUs NCCL's own are used instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from workers.links import Links, Operation
 SMALL_BYTES = 32 * 1024
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Tensors = Sequence[torch.Tensor]
 
 
 def add(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -81,6 +82,12 @@ class Collectives:
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, combine: Combine = add) -> None:
         """This rank's part of the sum of every rank's `tensor` into `out`."""
         self.start_reduce_scatter(out, tensor, combine).wait()
+
+    def start_all_to_all(self, outgoing: Sequence[Tensors], incoming: Sequence[Tensors]) -> Started:
+        """Begin to send `outgoing[i]` to rank i, tensor by tensor, and to receive `incoming[i]` from it; nothing goes
+        to this rank itself."""
+        works = [self._receive(tensor, i) for i in self._others for tensor in incoming[i]]
+        return Started(works + [self._send(tensor, i) for i in self._others for tensor in outgoing[i]])
 
     def start_all_reduce(self, tensor: torch.Tensor, combine: Combine = add) -> Started:
         """Begin to bring the sum of every rank's `tensor` into it, with the same bits on every rank. Nothing else may

@@ -9,7 +9,7 @@ communicator and a stream of its own. An axis of size 1 costs nothing, so a sing
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from workers.collectives import Collectives, add, maximum
+from workers.collectives import Collectives, Tensors, add, maximum
 from workers.compat import all_gather_single, reduce_scatter_single
 from workers.errors import PeerLost
 from workers.exchange import Exchange
@@ -67,6 +67,17 @@ class _Work:
     @property
     def done(self) -> bool:
         return self._work is None or self._work.is_completed()
+
+
+class _All:
+    """Several communications that are waited for as one."""
+
+    def __init__(self, works: Sequence[Handle]):
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class _Staged:
@@ -284,6 +295,11 @@ class Comm:
         out, work = self._start_reduce_scatter(axis, tensor, out)
         return out, self._timed(axis, work)
 
+    def start_all_to_all(self, axis: Axis, outgoing: Sequence[Tensors], incoming: Sequence[Tensors]) -> Handle:
+        """Begin to send the tensors `outgoing[i]` to the rank at index i of `axis`, in their order, and to receive into
+        `incoming[i]` what it sends here; nothing goes to this rank itself."""
+        return self._timed(axis, self._start_all_to_all(axis, outgoing, incoming))
+
     def _timed(self, axis: Axis, work: Handle) -> Handle:
         return _Timed(work, self.parts, _PART.get(axis, "other")) if self.parts.measuring else work
 
@@ -328,6 +344,29 @@ class Comm:
             lambda into, of: self._collectives[axis].start_reduce_scatter(into, of),
             lambda: reduce_scatter_single(out, tensor, group=self._groups[axis], async_op=True),
         )
+
+    def _start_all_to_all(self, axis: Axis, outgoing: Sequence[Tensors], incoming: Sequence[Tensors]) -> Handle:
+        if self._sizes[axis] == 1:
+            return _Done()
+        self.progress.entered(axis)
+        if self._links is not None:
+            if not self._staged:
+                return self._collectives[axis].start_all_to_all(outgoing, incoming)
+            out = [[tensor.cpu() for tensor in tensors] for tensors in outgoing]
+            into = [[torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors] for tensors in incoming]
+            work = self._collectives[axis].start_all_to_all(out, into)
+            devices, hosts = ([tensor for tensors in each for tensor in tensors] for each in (incoming, into))
+            return _Staged(work, lambda: [device.copy_(host) for device, host in zip(devices, hosts, strict=True)])
+        with _naming_lost_peers():
+            group, others = self._groups[axis], [i for i in range(self._sizes[axis]) if i != self._indices[axis]]
+            operations = [
+                dist.P2POp(kind, tensor, self._ranks[axis][i], group)
+                for kind, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
+                for i in others
+                for tensor in tensors[i]
+            ]
+            works = dist.batch_isend_irecv(operations) if operations else []
+            return _All([_Work(work) for work in works])
 
     def _transform(
         self,

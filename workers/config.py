@@ -145,6 +145,11 @@ class TrainConfig(Section):
     is smaller where it does not divide."""
     seed: Seed = 1234
     """Seed of initialisation and sample order."""
+    deterministic: Literal["layout", "elastic"] = "layout"
+    """What the bits of a job depend on. layout: the same layout gives the same bits. elastic: the number of replicas
+    does not matter either, at the same tensor and pipeline size: gradients are added in a fixed tree over the global
+    batch's micro-batches, which replicas share as wholes. Takes up to 2 log2(m) more gradient buffers a rank for m
+    micro-batches of a replica, and no reduction runs beside backward (docs/parallelism.md)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of compute. bf16 and fp16 keep fp32 master weights, moments and gradient sums; fp16 also scales
     the loss dynamically."""
@@ -210,6 +215,12 @@ class ParallelConfig(Section):
     def world_size(self) -> int:
         """Number of ranks."""
         return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def micro_batch_unit(self) -> int:
+        """What the number of a replica's micro-batches is a multiple of: interleaving takes as many as stages at a
+        time."""
+        return self.pipeline if self.schedule == "interleaved" else 1
 
     @property
     def sequence_parallel_on(self) -> bool:
@@ -300,8 +311,12 @@ class JobSpec(Section):
     @property
     def micro_batches(self) -> int:
         """Most micro-batches that a replica runs in a step (m), once the batch is at its full size."""
-        share = -(-self.train.global_batch_size // self.layout.data)
-        return -(-share // self.train.micro_batch_size)
+        layout, train = self.layout, self.train
+        if train.deterministic == "elastic":
+            whole = -(-train.global_batch_size // train.micro_batch_size)
+            return -(-(whole // layout.micro_batch_unit) // layout.data) * layout.micro_batch_unit
+        share = -(-train.global_batch_size // layout.data)
+        return -(-share // train.micro_batch_size)
 
     @property
     def attention_is_explicit(self) -> bool:

@@ -10,6 +10,7 @@ from workers.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.model.gpt import GPTStage
+from workers.parallel.elastic_sums import ElasticOptimizer, ElasticReduction
 from workers.parallel.flat import FlatParameters, Sharing
 from workers.parallel.loss_scale import LossScale
 from workers.parallel.pipeline import Pipeline
@@ -33,20 +34,22 @@ class Engine:
         self.flat = FlatParameters(
             self.model.named_shards(), sharing, comm.device, dtype, layout.bucket_megabytes * 1e6
         )
-        self.reduction = GradientReduction(self.flat, comm, self._uses())
-        if self.reduction.overlaps:
-            self.model.weight_gradients.when_added = self.reduction.added
-        self.optimizer = ZeroOptimizer(
-            self.flat,
-            spec.train.optimizer,
-            comm,
-            self.reduction,
-            layout.sequence_parallel_on,
-            stage=1 if layout.zero else 0,
-        )
+        self.pipeline = Pipeline(spec, self.model, comm)
+        self.reduction: GradientReduction
+        self.optimizer: ZeroOptimizer
+        zero = (layout.sequence_parallel_on, 1 if layout.zero else 0)
+        if spec.train.deterministic == "elastic":
+            elastic = ElasticReduction(self.flat, comm, spec, self.model.chunks)
+            self.pipeline.when_done = elastic.done
+            self.reduction = elastic
+            self.optimizer = ElasticOptimizer(self.flat, spec.train.optimizer, comm, elastic, *zero)
+        else:
+            self.reduction = GradientReduction(self.flat, comm, self._uses())
+            if self.reduction.overlaps:
+                self.model.weight_gradients.when_added = self.reduction.added
+            self.optimizer = ZeroOptimizer(self.flat, spec.train.optimizer, comm, self.reduction, *zero)
         if spec.train.compile:
             self.model.compile_layers()
-        self.pipeline = Pipeline(spec, self.model, comm)
         self.loss_scale = LossScale(spec.train.precision == "fp16")
 
     def _uses(self) -> dict[torch.nn.Parameter, int]:
@@ -73,10 +76,10 @@ class Engine:
         positions = sequences * self.spec.model.sequence_length
         scale_before = self.loss_scale.state.clone()
         while True:
-            self.reduction.begin(len(batch))
+            self.reduction.begin(len(batch), sequences)
             scale = self.loss_scale.value / positions
-            total, tokens = self.pipeline.train(batch, scale)
-            statistics = self.optimizer.step(learning_rate, Loss(total, tokens, scale), memory_bytes)
+            losses_m, tokens = self.pipeline.train(batch, scale)
+            statistics = self.optimizer.step(learning_rate, Loss(losses_m, tokens, scale), memory_bytes)
             if statistics.finite:
                 self.loss_scale.after_finite()
                 return statistics

@@ -175,14 +175,44 @@ def _pipeline_has_layers(spec: JobSpec) -> Iterator[Problem]:
             )
 
 
+def _smallest_batch(spec: JobSpec) -> tuple[str, int]:
+    """The smallest global batch of the job, and the key that it comes from."""
+    train = spec.train
+    if train.batch_ramp is not None and train.batch_ramp.start < train.global_batch_size:
+        return "train.batch_ramp.start", train.batch_ramp.start
+    return "train.global_batch_size", train.global_batch_size
+
+
 def _every_replica_has_samples(spec: JobSpec) -> Iterator[Problem]:
-    train, data = spec.train, spec.layout.data
-    ramp = train.batch_ramp
-    smallest, path = (train.global_batch_size, "train.global_batch_size")
-    if ramp is not None and ramp.start < smallest:
-        smallest, path = ramp.start, "train.batch_ramp.start"
+    data, (path, smallest) = spec.layout.data, _smallest_batch(spec)
     if smallest < data:
         yield Problem(path, f"a batch of {smallest} leaves some of parallel.data ({data}) replicas without", str(data))
+
+
+def _every_replica_has_whole_micro_batches(spec: JobSpec) -> Iterator[Problem]:
+    layout, size, (path, smallest) = spec.layout, spec.train.micro_batch_size, _smallest_batch(spec)
+    if spec.train.deterministic != "elastic" or smallest < layout.data:
+        return
+    unit, what = layout.micro_batch_unit * size, "micro-batches"
+    if unit > size:
+        what = f"groups of {layout.micro_batch_unit} micro-batches (interleaving takes as many as stages at a time)"
+    most, rule = -(-smallest // unit), f"with train.deterministic elastic replicas share whole {what}"
+    if most < layout.data:
+        problem = f"a batch of {smallest} has only {most} for parallel.data ({layout.data}): {rule}"
+        yield Problem(path, problem, str(unit * layout.data))
+    elif (spec.elastic.max_data or 1) > most:
+        problem = f"{spec.elastic.max_data} is more than the {most} of the smallest batch ({path}): {rule}"
+        yield Problem("elastic.max_data", problem, str(most))
+
+
+def _elastic_sums_are_not_compiled(spec: JobSpec) -> Iterator[Problem]:
+    if spec.train.deterministic == "elastic" and spec.train.compile:
+        yield Problem(
+            "train.compile",
+            "with train.deterministic elastic blocks are not compiled: what the compiler makes of a micro-batch may "
+            "depend on the sizes that this replica has seen before",
+            "false",
+        )
 
 
 def _ramp_reaches_the_batch(spec: JobSpec) -> Iterator[Problem]:
@@ -217,7 +247,16 @@ def _interleaving_unit(spec: JobSpec) -> int:
     layout = spec.layout
     if layout.schedule != "interleaved" or layout.pipeline == 1:
         return 1
-    return layout.data * layout.pipeline * spec.train.micro_batch_size
+    # Elastic sums share whole micro-batches, so it takes no equal shares.
+    replicas = layout.data if spec.train.deterministic == "layout" else 1
+    return replicas * layout.pipeline * spec.train.micro_batch_size
+
+
+def _unit_in_words(spec: JobSpec) -> str:
+    layout, size = spec.layout, spec.train.micro_batch_size
+    if spec.train.deterministic == "elastic":
+        return f"pipeline x micro_batch_size ({layout.pipeline} x {size})"
+    return f"data x pipeline x micro_batch_size ({layout.data} x {layout.pipeline} x {size})"
 
 
 def _nearest_increment(spec: JobSpec) -> int:
@@ -231,7 +270,7 @@ def _nearest_increment(spec: JobSpec) -> int:
 
 
 def _interleaving_fits_batches(spec: JobSpec) -> Iterator[Problem]:
-    layout, train, unit = spec.layout, spec.train, _interleaving_unit(spec)
+    train, unit = spec.train, _interleaving_unit(spec)
     sizes = {"train.global_batch_size": (train.global_batch_size, nearest_multiple(unit, train.global_batch_size))}
     if train.batch_ramp is not None:
         ramp = train.batch_ramp
@@ -242,8 +281,8 @@ def _interleaving_fits_batches(spec: JobSpec) -> Iterator[Problem]:
         if size % unit:
             yield Problem(
                 path,
-                f"{size} must be a multiple of data x pipeline x micro_batch_size ({layout.data} x {layout.pipeline} "
-                f"x {train.micro_batch_size}): interleaving takes as many micro-batches as stages at a time",
+                f"{size} must be a multiple of {_unit_in_words(spec)}: interleaving takes as many micro-batches as "
+                "stages at a time",
                 str(nearest),
             )
 
@@ -348,10 +387,12 @@ FITTING: tuple[Rule, ...] = (
     _schedule_fits_virtual_stages,
     _pipeline_has_layers,
     _every_replica_has_samples,
+    _every_replica_has_whole_micro_batches,
     _interleaving_fits_batches,
     _ramp_reaches_the_batch,
     _attention_can_drop_out,
     _compiled_blocks_are_plain,
+    _elastic_sums_are_not_compiled,
     _recomputation_is_whole,
     _vocabulary_holds_tokenizer,
     _paths_match_source,

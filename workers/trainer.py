@@ -27,6 +27,7 @@ from workers.engine import Engine
 from workers.errors import NonFiniteError
 from workers.learning_rate import learning_rate
 from workers.messages import Resume
+from workers.parallel.elastic_sums import shared_leaves, sum_of_halves
 from workers.parallel.zero import StepStatistics
 from workers.reporter import Reporter
 from workers.step_clock import StepClock
@@ -253,13 +254,23 @@ class Trainer:
     def validate(self) -> float:
         """Mean loss over the validation batches, in nats a token; the same on every rank."""
         self.comm.progress.at("validation")
-        sums = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
-        for index in range(self.batches.validation_batches()):
-            total, tokens = self.engine.pipeline.evaluate(self.batches.validation(index))
-            sums[0] += total
-            sums[1] += tokens
+        count, (places, mine) = self.batches.validation_batches(), self._loss_places()
+        sums = torch.zeros(1 + count * places, dtype=torch.float64, device=self.comm.device)
+        losses = sums[1:].view(count, places)
+        for index in range(count):
+            losses_m, tokens = self.engine.pipeline.evaluate(self.batches.validation(index))
+            losses[index, mine.start : mine.stop] = losses_m if len(mine) == len(losses_m) else losses_m.sum()
+            sums[0] += tokens
         self.comm.all_reduce("world", sums)
-        return float(sums[0] / sums[1])
+        return float(sum_of_halves(sums[1:]) / sums[0])
+
+    def _loss_places(self) -> tuple[int, range]:
+        """How many numbers make up the loss of a validation batch, and which of them this replica knows: one for every
+        micro-batch where the number of replicas shall not matter, else their sum."""
+        train = self.spec.train
+        if train.deterministic == "layout":
+            return 1, range(1)
+        return shared_leaves(self.spec, train.global_batch_size, self.comm.index("data"))
 
     def _validates(self, step: int) -> bool:
         every = self.spec.train.validate_every

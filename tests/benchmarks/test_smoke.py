@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bubbles, layouts, metrics, nanogpt, snapshots, step, step_gpu
+from benchmarks import bubbles, elastic_sums, layouts, metrics, nanogpt, snapshots, step, step_gpu
 from benchmarks.report import deliver
 
 
@@ -30,6 +30,14 @@ def test_layouts_agree_for_a_step() -> None:
     report = layouts.measure(argparse.Namespace(seed=1, steps=1), [(1, 1, 1), (1, 1, 2)])
     assert report.figures["loss_distance_1x1x2"].met and report.figures["grad_norm_distance_1x1x2"].met
     assert report.figures["same_bits_twice_1x1x1"].met and report.figures["same_bits_twice_1x1x2"].met
+
+
+def test_elastic_sums_give_the_same_bits() -> None:
+    options = argparse.Namespace(seed=1, steps=2, rounds=1, micro_batch_size=1, micro_batches=5)
+    model = {"layers": 1, "hidden_size": 32, "heads": 2, "sequence_length": 16}
+    report = elastic_sums.measure(options, model)
+    assert report.figures["same_bits_elastic"].met
+    assert (report.figures["gradient_buffers_1"].value, report.figures["gradient_buffers_2"].value) == (2, 1)
 
 
 def test_every_row_reaches_the_reader() -> None:

@@ -17,8 +17,7 @@ from plain_gpt import PlainGPT, PlainStage
 from workers.checkpoint.pieces import Piece, pieces_of
 from workers.comm import Comm
 from workers.config import JobSpec
-from workers.data.batch_plan import micro_batches as cut
-from workers.data.batch_plan import replica_share
+from workers.data.batch_plan import replica_micro_batches
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
 from workers.learning_rate import learning_rate
@@ -78,8 +77,9 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def micro_batches(spec: JobSpec, replica: int, windows: torch.Tensor, step: int = 1) -> list[MicroBatch]:
     """A replica's micro-batches of a global batch of windows, as the engine cuts it."""
     first = (step - 1) * len(windows)
-    mine = replica_share(range(first, first + len(windows)), spec.layout.data, replica)
-    parts = [(part, windows[part.start - first : part.stop - first]) for part in cut(mine, spec.train.micro_batch_size)]
+    samples = range(first, first + len(windows))
+    mine = replica_micro_batches(samples, spec, replica)
+    parts = [(part, windows[part.start - first : part.stop - first]) for part in mine]
     return [MicroBatch(part, tokens[:, :-1].abs().t(), tokens[:, 1:].t()) for part, tokens in parts]
 
 
@@ -129,8 +129,8 @@ def evaluate(comm: Comm, document: dict[str, Any], weights: Weights, windows: to
     with _default_dtype(torch.float64):
         spec = parse_job_spec(document)
         engine, _ = _loaded(comm, spec, weights, torch.float64)
-        total, tokens = engine.pipeline.evaluate(micro_batches(spec, comm.index("data"), windows))
-        both = torch.stack([total, tokens])
+        losses_m, tokens = engine.pipeline.evaluate(micro_batches(spec, comm.index("data"), windows))
+        both = torch.stack([losses_m.sum(), tokens])
         comm.all_reduce("world", both)
     return (both[0] / both[1]).item()
 
@@ -334,6 +334,17 @@ def poisoned_steps(
         if now == "weight" and last:
             flat.parameters[0] = value
     return seen, state()
+
+
+def broken_off(comm: Comm, document: dict[str, Any], weights: Weights, windows: torch.Tensor) -> Steps:
+    """A step on `windows` after one that broke off behind its last backward, in fp32."""
+    spec = parse_job_spec(document)
+    engine, everything = _loaded(comm, spec, weights, torch.float32)
+    engine.reduction.begin(len(micro_batches(spec, comm.index("data"), windows)), len(windows))
+    engine.pipeline.train(micro_batches(spec, comm.index("data"), windows.flip(0)), 1.0)
+    found = _step(comm, engine, windows, 1)
+    parameters = [(piece.name, piece.offsets, piece.view(engine.flat.parameters).clone()) for piece in everything]
+    return Steps([found.loss], [found.grad_norm], [], parameters)
 
 
 def torch_pipeline(

@@ -82,6 +82,28 @@ def test_reduce_scatter_gives_each_rank_its_slice_of_the_sum(size, rows):
     assert torch.equal(torch.cat(connected(size, body)), expected)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_all_to_all_brings_every_rank_what_the_others_have_for_it(size):
+    """Rank i sends i + 1 tensors to each other rank, of lengths that depend on both."""
+
+    def length(source: int, to: int) -> int:
+        return 1 + 40_000 * source + to
+
+    def sent(source: int, to: int) -> list[torch.Tensor]:
+        return [part_of(source, length(source, to)) + number for number in range(source + 1)]
+
+    def body(links: Links) -> list[list[torch.Tensor]]:
+        outgoing = [sent(links.rank, to) for to in range(size)]
+        incoming = [[torch.zeros(length(i, links.rank)) for _ in range(i + 1)] for i in range(size)]
+        along(links, size).start_all_to_all(outgoing, incoming).wait()
+        return incoming
+
+    for rank, found in enumerate(connected(size, body)):
+        for source, tensors in enumerate(found):
+            for tensor, expected in zip(tensors, sent(source, rank), strict=True):
+                assert torch.equal(tensor, torch.zeros_like(tensor) if source == rank else expected)
+
+
 def test_what_is_put_in_is_not_changed():
     def body(links: Links) -> bool:
         mine = part_of(links.rank, 40_000)

@@ -94,6 +94,39 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "train.global_batch_size", "7 must be a multiple of data x pipeline x micro_batch_size (1 x 2 x 1)", "6",
     ),
     (
+        "replicas without whole micro-batches",
+        {"train": {"deterministic": "elastic", "micro_batch_size": 3}, "parallel": {"data": 4}},
+        "train.global_batch_size", "a batch of 8 has only 3 for parallel.data (4): with train.deterministic elastic "
+        "replicas share whole micro-batches", "12",
+    ),
+    (
+        "replicas without groups of micro-batches",
+        {
+            "train": {"deterministic": "elastic"},
+            "parallel": {"data": 3, "pipeline": 4, "schedule": "interleaved"},
+        },
+        "train.global_batch_size", "has only 2 for parallel.data (3): with train.deterministic elastic replicas share "
+        "whole groups of 4 micro-batches", "12",
+    ),
+    (
+        "elastic interleaving",
+        {
+            "parallel": {"schedule": "interleaved", "pipeline": 2, "data": 2},
+            "train": {"global_batch_size": 7, "deterministic": "elastic"},
+        },
+        "train.global_batch_size", "7 must be a multiple of pipeline x micro_batch_size (2 x 1)", "6",
+    ),
+    (
+        "more replicas than micro-batches",
+        {"train": {"deterministic": "elastic", "micro_batch_size": 2}, "elastic": {"max_data": 5}},
+        "elastic.max_data", "5 is more than the 4 of the smallest batch (train.global_batch_size)", "4",
+    ),
+    (
+        "elastic sums and the compiler",
+        {"train": {"deterministic": "elastic", "compile": True}},
+        "train.compile", "with train.deterministic elastic blocks are not compiled", "false",
+    ),
+    (
         "fused dropout",
         {"train": {"attention": "sdpa"}, "model": {"dropout": 0.1}},
         "train.attention", "with dropout, attention must be explicit", "explicit",
@@ -231,16 +264,24 @@ ramps = st.none() | st.fixed_dictionaries({"start": small, "increment": small, "
 @given(
     model=st.fixed_dictionaries({"layers": small, "heads": small, "kv_heads": small, "sequence_length": small}),
     width=small,
-    train=st.fixed_dictionaries({"micro_batch_size": small, "global_batch_size": small, "batch_ramp": ramps}),
+    train=st.fixed_dictionaries(
+        {
+            "micro_batch_size": small,
+            "global_batch_size": small,
+            "batch_ramp": ramps,
+            "deterministic": st.sampled_from(["layout", "elastic"]),
+        }
+    ),
     axes=st.fixed_dictionaries({"tensor": small, "pipeline": small, "data": small}),
     schedule=schedules,
     virtual_stages=st.integers(1, 4),
     split=st.sampled_from([None, True, False]),
+    most=st.none() | small,
 )
-def test_following_the_advice_always_leads_to_a_spec(model, width, train, axes, schedule, virtual_stages, split):
+def test_following_the_advice_always_leads_to_a_spec(model, width, train, axes, schedule, virtual_stages, split, most):
     model = {**model, "hidden_size": 8 * width}
     layout = {**axes, "schedule": schedule, "virtual_stages": virtual_stages, "sequence_parallel": split}
-    spec = document(model=model, train=train, parallel=layout)
+    spec = document(model=model, train=train, parallel=layout, elastic={"max_data": most})
     for _ in range(12):
         problems = found(spec)
         if not problems:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from workers.config import BatchRamp, TrainConfig
+from workers.config import BatchRamp, JobSpec, ParallelConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -76,3 +76,21 @@ def replica_share(samples: range, replicas: int, replica: int) -> range:
 def micro_batches(samples: range, size: int) -> list[range]:
     """A replica's part of a batch, cut into micro-batches of `size`; the last one may be smaller."""
     return [range(first, min(first + size, samples.stop)) for first in range(samples.start, samples.stop, size)]
+
+
+def replica_micro_batches(samples: range, spec: JobSpec, replica: int) -> list[range]:
+    """The micro-batches of a global batch that `replica` runs. With `train.deterministic: elastic` the global batch is
+    cut into micro-batches first, so that they are the same for every number of replicas; else it is shared first."""
+    size = spec.train.micro_batch_size
+    if spec.train.deterministic == "layout":
+        return micro_batches(replica_share(samples, spec.layout.data, replica), size)
+    whole = micro_batches(samples, size)
+    mine = leaf_share(len(whole), spec.layout, replica)
+    return whole[mine.start : mine.stop]
+
+
+def leaf_share(leaves: int, layout: ParallelConfig, replica: int) -> range:
+    """Which of a global batch's micro-batches `replica` runs with `train.deterministic: elastic`."""
+    unit = layout.micro_batch_unit
+    mine = replica_share(range(leaves // unit), layout.data, replica)
+    return range(mine.start * unit, mine.stop * unit)

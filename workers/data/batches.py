@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from workers.config import JobSpec
-from workers.data.batch_plan import BatchPlan, micro_batches, replica_share
+from workers.data.batch_plan import BatchPlan, replica_micro_batches
 from workers.data.corpus import ByteCorpus
 from workers.data.order import SampleOrder
 from workers.data.sources import corpus_files, split_corpus
@@ -66,8 +66,7 @@ class Batches:
         return self._read(range(batch * size, (batch + 1) * size), start)
 
     def _read(self, samples: range, start_of: Callable[[int], int]) -> list[MicroBatch]:
-        mine = replica_share(samples, self.spec.layout.data, self.replica)
-        parts = micro_batches(mine, self.spec.train.micro_batch_size)
+        parts = replica_micro_batches(samples, self.spec, self.replica)
         if not self.reads_tokens:
             return [MicroBatch(part) for part in parts]
         return [self._micro_batch(part, [start_of(sample) for sample in part]) for part in parts]

@@ -164,6 +164,18 @@ def _aligned(position: int, to: int) -> int:
     return -(-position // to) * to
 
 
+def merged(slots: list[Slot]) -> list[Range]:
+    """Ranges of these slots (alignment included), which come in the order of the buffers; neighbours as one."""
+    ranges: list[Range] = []
+    for slot in slots:
+        end = _aligned(slot.end, ALIGNMENT)
+        if ranges and ranges[-1][1] == slot.start:
+            ranges[-1] = (ranges[-1][0], end)
+        else:
+            ranges.append((slot.start, end))
+    return ranges
+
+
 def overlap(first: Range, second: Range) -> Range:
     """Intersection of two ranges; empty ones come out as (x, x)."""
     start = max(first[0], second[0])

@@ -64,6 +64,8 @@ class RowParallelLinear(ShardedModule):
 class LayerNorm(ShardedModule):
     """Layer norm over h, on whatever part of the sequence this rank holds."""
 
+    by_autograd = True
+
     def __init__(self, size: int, bias: bool, epsilon: float = 1e-5):
         super().__init__()
         self.epsilon = epsilon
@@ -107,6 +109,8 @@ class VocabularyParallelEmbedding(ShardedModule):
 
 class PositionEmbedding(ShardedModule):
     """Learned positions W [s, h], added to this rank's part of the sequence."""
+
+    by_autograd = True
 
     def __init__(self, length: int, hidden_size: int, region: Region, std: float):
         super().__init__()

@@ -48,7 +48,7 @@ class _Step:
     batch: list[MicroBatch]
     loss_scale: float
     recomputed: frozenset[tuple[int, int]]
-    loss_sum: torch.Tensor
+    losses_m: torch.Tensor
     valid_tokens: torch.Tensor
     dropout_keys: tuple[torch.Tensor, ...]
     """Of each micro-batch's samples; none without dropout."""
@@ -93,6 +93,8 @@ class Pipeline:
             for chunk in range(layout.virtual_stages)
         ]
         self.dtype = next(model.parameters()).dtype
+        self.when_done: Callable[[Action], None] | None = None
+        """Called with each action once it is done."""
         self._training = cache(self._training_actions)
         self._evaluation = cache(self._evaluation_actions)
 
@@ -110,8 +112,8 @@ class Pipeline:
         """Forward and backward of all micro-batches; gradients of the loss summed over tokens, times `loss_scale`,
         accumulate in the parameters.
 
-        Returns this rank's share of (loss summed over tokens, tokens that have a target), fp64 scalars: zero except
-        on one tensor rank of the last stage.
+        Returns this rank's share of (each micro-batch's loss summed over tokens [m], tokens that have a target), fp64:
+        zero except on one tensor rank of the last stage.
         """
         actions, again = self._training(len(batch))
         return self._run(actions, self._step(batch, loss_scale, again))
@@ -122,14 +124,14 @@ class Pipeline:
         return self._run(self._evaluation(len(batch)), self._step(batch, 1.0, frozenset()))
 
     def _step(self, batch: list[MicroBatch], loss_scale: float, again: frozenset[tuple[int, int]]) -> _Step:
-        zeros = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
+        zeros = torch.zeros(1 + len(batch), dtype=torch.float64, device=self.comm.device)
         sizes = [len(each.samples) for each in batch]
         samples = [sample for each in batch for sample in each.samples]
         keys: tuple[torch.Tensor, ...] = ()
         if self.spec.model.dropout > 0.0:
             # All at once: on a GPU a copy from the host may wait for the device.
             keys = sample_keys(self.spec.train.seed, samples, self.comm.device).split(sizes)
-        return _Step(batch, loss_scale, again, zeros[0], zeros[1], keys)
+        return _Step(batch, loss_scale, again, zeros[1:], zeros[0], keys)
 
     def _run(self, actions: list[Action], held: _Step) -> tuple[torch.Tensor, torch.Tensor]:
         runners: dict[str, Callable[[Action, _Step], None]] = {
@@ -147,18 +149,19 @@ class Pipeline:
             self.comm.raise_if_over()
             progress.at(_phase_of(action) if training else "validation", action.micro_batch)
             runners[action.kind](action, held)
+            if self.when_done is not None:
+                self.when_done(action)
         for send, _ in held.sends:
             send.wait()
-        return held.loss_sum, held.valid_tokens
+        return held.losses_m, held.valid_tokens
 
     def _forward(self, action: Action, held: _Step) -> None:
         chunk, key = self.model.chunks[action.chunk], (action.chunk, action.micro_batch)
-        batch = held.batch[action.micro_batch]
         x = self._input(action, held)
         with self.comm.parts.part("forward"):
             y = chunk(x, self._forward_pass(action, held))
             if chunk.is_last:
-                y = self._loss(y, batch, held)
+                y = self._loss(y, action.micro_batch, held)
         _, behind = self.places[action.chunk]
         if behind is not None and behind[0] == self.rank:
             held.inputs[behind[1], action.micro_batch] = y.detach().requires_grad_(torch.is_grad_enabled())
@@ -190,15 +193,16 @@ class Pipeline:
             return ForwardPass(keys, recompute_layers=layout.recompute_every)
         return ForwardPass(keys, frozenset(layout.recompute_modules))
 
-    def _loss(self, logits: torch.Tensor, batch: MicroBatch, held: _Step) -> torch.Tensor:
+    def _loss(self, logits: torch.Tensor, micro_batch: int, held: _Step) -> torch.Tensor:
         """Sum of the micro-batch's losses, for backward; also counts it."""
-        assert batch.targets_sb is not None
-        targets_n = batch.targets_sb.flatten()
+        targets_sb = held.batch[micro_batch].targets_sb
+        assert targets_sb is not None
+        targets_n = targets_sb.flatten()
         losses_n = vocabulary_parallel_cross_entropy(
             logits.flatten(0, 1), targets_n, self.spec.vocabulary_size, self.comm
         )
         if self.comm.index("tensor") == 0:
-            held.loss_sum += losses_n.detach().sum(dtype=torch.float64)
+            held.losses_m[micro_batch] = losses_n.detach().sum(dtype=torch.float64)
             held.valid_tokens += (targets_n != NO_TARGET).sum()
         return losses_n.sum()
 

@@ -7,6 +7,8 @@ bits depend neither on the buckets nor on when they were started.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -38,8 +40,9 @@ class GradientReduction:
         self._started: list[Handle] = []
         self._under_way = False
 
-    def begin(self, micro_batches: int) -> None:
-        """A step of so many micro-batches begins, whatever became of the one before."""
+    def begin(self, micro_batches: int, sequences: int) -> None:
+        """A step of so many micro-batches of this replica begins, whatever became of the one before. `sequences`: in
+        the global batch."""
         if self._under_way:
             self._started.clear()
             self.flat.gradients.zero_()
@@ -63,8 +66,10 @@ class GradientReduction:
                 self._start(self._next)
                 self._next -= 1
 
-    def finish(self) -> torch.Tensor:
-        """Reduce what is left, and return this rank's parts of the sum, one after the other."""
+    def finish(self, complete_tail: Callable[[], None]) -> torch.Tensor:
+        """Reduce what is left, and return this rank's parts of the sum, one after the other. `complete_tail` adds, in
+        the flat buffer, what other ranks of the replica have computed of the tail."""
+        complete_tail()
         if self.overlaps:
             for number in range(self._next, -1, -1):
                 self._start(number)
@@ -76,21 +81,25 @@ class GradientReduction:
 
     def _start(self, number: int) -> None:
         start, end = self.flat.buckets[number]
-        first = sum(b - a for a, b in self.parts[:number])
-        length = (end - start) // self.comm.size("data")
-        out = self.reduced[first : first + length]
-        _, work = self.comm.start_reduce_scatter("data", self.flat.gradients[start:end], out)
+        _, work = self.comm.start_reduce_scatter("data", self.flat.gradients[start:end], self._reduced_part(number))
         self._started.append(work)
+
+    def _reduced_part(self, number: int) -> torch.Tensor:
+        """This rank's part of a bucket in `reduced`."""
+        first = sum(end - start for start, end in self.parts[:number])
+        start, end = self.parts[number]
+        return self.reduced[first : first + end - start]
 
     def end(self) -> None:
         """The gradients have been used: clear them for the next step."""
         self.flat.gradients.zero_()
         self._under_way = False
 
-    def gather(self, parts: list[torch.Tensor], into: torch.Tensor) -> None:
-        """Bring every replica's `parts`, one a bucket, into the flat buffer `into`."""
+    def gather(self, parts: list[torch.Tensor], into: torch.Tensor, row: int = 1) -> None:
+        """Bring every replica's `parts`, one a bucket, into the flat buffer `into`, which has one element for each
+        `row` of the gradients'."""
         works = []
         for part, (start, end) in zip(parts, self.flat.buckets, strict=True):
-            works.append(self.comm.start_all_gather("data", part, into[start:end])[1])
+            works.append(self.comm.start_all_gather("data", part, into[start // row : end // row])[1])
         for work in works:
             work.wait()

@@ -35,6 +35,10 @@ class ParameterShard:
 class ShardedModule(nn.Module):
     """A module that describes its own parameters: `shards` maps their local names."""
 
+    by_autograd = False
+    """Whether autograd itself adds the gradients of its parameters. Those of the others go to WeightGradients, under
+    the zero-bubble schedules in the weights' pass (workers/parallel/weight_gradients.py)."""
+
     def __init__(self) -> None:
         super().__init__()
         self.shards: dict[str, ParameterShard] = {}

@@ -24,8 +24,8 @@ from workers.parallel.reduction import GradientReduction
 class Loss:
     """One rank's share of a step's loss: zero on ranks that do not know it."""
 
-    total: torch.Tensor
-    """Sum over tokens, fp64 scalar."""
+    losses_m: torch.Tensor
+    """Sum over tokens of each micro-batch, fp64 [m]."""
     tokens: torch.Tensor
     """Tokens that have a target, fp64 scalar."""
     scale: float
@@ -145,8 +145,7 @@ class ZeroOptimizer:
         """
         progress = self.comm.progress
         progress.at("reduction")
-        self._finish_tail()
-        gradient = self.reduction.finish()
+        gradient = self.reduction.finish(self._finish_tail)
         self.before_update()
         with self.comm.parts.part("optimizer"):
             progress.at("agreement")
@@ -237,13 +236,19 @@ class ZeroOptimizer:
     def _agree(self, gradient: torch.Tensor, loss: Loss, memory_bytes: int) -> torch.Tensor:
         """One reduction over all ranks: loss, tokens, squared norm, and each rank's memory and own time in places of
         their own."""
+        square = self._counted_square(gradient)
+        shared = self._numbers(loss, memory_bytes)
+        shared[0], shared[2] = loss.losses_m.sum(), square
+        self.comm.all_reduce("world", shared)
+        return shared
+
+    def _numbers(self, loss: Loss, memory_bytes: int, more: int = 0) -> torch.Tensor:
+        """What this rank puts into the agreement, without loss and norm; `more` places behind it."""
         world, index = self.comm.size("world"), self.comm.index("world")
-        shared = torch.zeros(3 + 2 * world, dtype=torch.float64, device=gradient.device)
-        shared[0], shared[1] = loss.total, loss.tokens
-        shared[2] = self._counted_square(gradient)
+        shared = torch.zeros(3 + 2 * world + more, dtype=torch.float64, device=self.flat.gradients.device)
+        shared[1] = loss.tokens
         shared[3 + index] = memory_bytes
         shared[3 + world + index] = self.comm.own_seconds
-        self.comm.all_reduce("world", shared)
         return shared
 
     def _counted_square(self, gradient: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.config import BatchRamp, TrainConfig
-from workers.data.batch_plan import BatchPlan, micro_batches, replica_share
+from workers.config import BatchRamp, DataConfig, JobSpec, ModelConfig, ParallelConfig, TrainConfig
+from workers.data.batch_plan import BatchPlan, leaf_share, micro_batches, replica_micro_batches, replica_share
 
 ramps = st.tuples(st.integers(1, 20), st.integers(1, 10), st.integers(0, 20), st.integers(1, 600))
 """(first size, increment, number of increments, samples)."""
@@ -113,3 +113,38 @@ def test_over_all_replicas_and_micro_batches_every_sample_appears_once(samples, 
 @pytest.mark.parametrize(("replicas", "sizes"), [(4, [3, 3, 2, 2]), (3, [4, 3, 3]), (5, [2] * 5), (1, [10])])
 def test_ten_samples(replicas, sizes):
     assert [len(replica_share(range(10), replicas, replica)) for replica in range(replicas)] == sizes
+
+
+def elastic_spec(data: int, size: int, pipeline: int = 1) -> JobSpec:
+    """A job that shares whole micro-batches of `size`, interleaved where it has a pipeline."""
+    layout = ParallelConfig(data=data, pipeline=pipeline, schedule="interleaved", virtual_stages=2)
+    train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=size, deterministic="elastic")
+    model = ModelConfig(layers=2, hidden_size=8, heads=1, sequence_length=8)
+    return JobSpec(model=model, data=DataConfig(source="python-stdlib"), train=train, parallel=layout)
+
+
+@given(samples_of_a_step, st.integers(1, 20), st.integers(1, 20))
+def test_elastic_replicas_share_the_micro_batches_of_the_whole_batch(samples, replicas, size):
+    spec = elastic_spec(replicas, size)
+    parts = [replica_micro_batches(samples, spec, replica) for replica in range(replicas)]
+    assert list(itertools.chain(*parts)) == micro_batches(samples, size), "whatever the number of replicas"
+    counts = [len(part) for part in parts]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] - counts[-1] <= 1
+
+
+@given(st.integers(1, 20), st.integers(1, 6), st.integers(1, 5))
+def test_interleaved_replicas_share_groups_of_micro_batches(groups, replicas, stages):
+    layout = elastic_spec(replicas, 1, stages).layout
+    shares = [leaf_share(groups * stages, layout, replica) for replica in range(replicas)]
+    assert list(itertools.chain(*shares)) == list(range(groups * stages))
+    assert all(len(share) % stages == 0 for share in shares)
+
+
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 5))
+def test_the_first_replica_runs_most_micro_batches(batch, replicas, size):
+    for deterministic in ("layout", "elastic"):
+        spec = elastic_spec(replicas, size)
+        train = spec.train.model_copy(update={"global_batch_size": batch, "deterministic": deterministic})
+        spec = spec.model_copy(update={"train": train})
+        assert spec.micro_batches == len(replica_micro_batches(range(batch), spec, 0))

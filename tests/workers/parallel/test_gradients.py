@@ -51,6 +51,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "micro_batches": (2, 4, 8),
     "batch_divides": (True, False),
     "positions_without_target": (0, 9),
+    "deterministic": ("layout", "elastic"),
 }
 # Of these every three choices occur together, of the others every two.
 LAYOUT = ("schedule", "tensor", "pipeline", "data", "sequence_parallel", "recompute", "zero")
@@ -185,6 +186,7 @@ def job(row: Row) -> dict[str, Any]:
             "global_batch_size": sequences(row),
             "micro_batch_size": row["micro_batch_size"],
             "attention": row["attention"],
+            "deterministic": row["deterministic"],
             "optimizer": {"beta1": 0.0, "clip_norm": 0.0},
         },
         parallel={

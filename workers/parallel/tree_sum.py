@@ -1,0 +1,83 @@
+"""Sums in a fixed binary tree, whose bits do not depend on who adds which part of it. Pure Python.
+
+The leaves are the micro-batches of a global batch, in order. A node of level l is the sum of up to 2^l neighbouring
+leaves: node (l, k) of leaves k 2^l to (k + 1) 2^l - 1, as far as there are any. It is the sum of nodes (l - 1, 2k) and
+(l - 1, 2k + 1), or the first of them where the second has no leaves. Whoever holds neighbouring leaves adds what lies
+wholly within them; the nodes that are left are added by whoever has them all. Either way each addition is the tree's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One sum of the tree."""
+
+    level: int
+    """0: a leaf."""
+    index: int
+    """Place among the nodes of its level."""
+
+    @property
+    def parent(self) -> Node:
+        """The sum that it goes into."""
+        return Node(self.level + 1, self.index // 2)
+
+
+class TreeSum(Generic[Value]):
+    """Adds nodes that are pushed in their order, as far as the tree allows."""
+
+    def __init__(self, leaves: int, add: Callable[[Value, Value], Value]):
+        """A tree of `leaves`; `add` takes the values of a left and a right node."""
+        self.leaves, self.add = leaves, add
+        self.nodes: list[tuple[Node, Value]] = []
+        """What could not be added to anything yet: the fewest nodes that cover what was pushed."""
+
+    def push(self, node: Node, value: Value) -> None:
+        """Take the node right behind the last one."""
+        while True:
+            if node.index % 2:
+                if not self.nodes or self.nodes[-1][0] != Node(node.level, node.index - 1):
+                    break  # its left neighbour is elsewhere
+                value = self.add(self.nodes.pop()[1], value)
+            elif (node.index + 1) << node.level < self.leaves or self._is_root(node):
+                break  # its right neighbour is still to come
+            node = node.parent
+        self.nodes.append((node, value))
+
+    def _is_root(self, node: Node) -> bool:
+        return node.index == 0 and 1 << node.level >= self.leaves
+
+    def total(self) -> Value:
+        """The whole sum. Raises ValueError while leaves are missing."""
+        if len(self.nodes) != 1 or not self._is_root(self.nodes[0][0]):
+            raise ValueError(f"the sum of {self.leaves} leaves is not complete: {[node for node, _ in self.nodes]}")
+        return self.nodes[0][1]
+
+
+@cache
+def cover(leaves: int, first: int, stop: int) -> tuple[Node, ...]:
+    """The fewest nodes of a tree of `leaves` that hold leaves `first` to `stop` - 1 and no others, in order."""
+    found: TreeSum[None] = TreeSum(leaves, lambda left, right: None)
+    for leaf in range(first, stop):
+        found.push(Node(0, leaf), None)
+    return tuple(node for node, _ in found.nodes)
+
+
+@cache
+def buffers(leaves: int, first: int, stop: int) -> int:
+    """Most nodes that wait at once while leaves `first` to `stop` - 1 are pushed one by one, but for the last one's:
+    how many buffers it takes to add them, beside the one that each leaf is made in. At most 2 log2(stop - first)."""
+    found: TreeSum[None] = TreeSum(leaves, lambda left, right: None)
+    most = 0
+    for leaf in range(first, stop - 1):
+        found.push(Node(0, leaf), None)
+        most = max(most, len(found.nodes))
+    return most
