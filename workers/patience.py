@@ -73,7 +73,7 @@ class Standstill:
     seconds: float = 0.0
     """Time that counts since the last change."""
     stopped_seconds: float = 0.0
-    """Time since a signal stopped the process."""
+    """Of that, the time in which a signal had stopped the process."""
     _burned: float = 0.0
     _heartbeat: int | None = None
     _time: float | None = None
@@ -87,7 +87,7 @@ class Standstill:
     def look(self, now: float, heartbeat: int, process: ProcessState | None) -> None:
         """Note how things are at `now`, in seconds of any clock. `process` is None where it cannot be looked at."""
         passed = min(now - self._time, self.longest_between) if self._time is not None else 0.0
-        stopped = process is not None and process.stopped
+        stopped = process is not None and process.stopped and heartbeat == self._heartbeat
         self.stopped_seconds = self.stopped_seconds + passed if stopped else 0.0
         if heartbeat != self._heartbeat:
             self.seconds = self._burned = 0.0

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 
 import psutil
 import pytest
@@ -67,3 +68,52 @@ def test_clean_run_raises_no_alarm(manta, undisturbed):
     assert ended.generation == 1
     kinds = {event.type for event in manta.events(job)}
     assert not kinds & {"rank_hung", "gang_hung", "rank_lost", "straggler"}
+
+
+@contextlib.contextmanager
+def slowed_down(pid):
+    """Keep a process from running most of the time, in pieces too short to be a standstill."""
+    over = threading.Event()
+
+    def hold_up():
+        with contextlib.suppress(ProcessLookupError):
+            while not over.is_set():
+                os.kill(pid, signal.SIGSTOP)
+                over.wait(0.12)
+                os.kill(pid, signal.SIGCONT)
+                over.wait(0.02)
+
+    thread = threading.Thread(target=hold_up)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        wake(pid)
+
+
+def test_straggler_is_named_and_nothing_else_happens(manta):
+    job = manta.submit(manta.spec(steps=400))
+    manta.until_step(job, 5)
+    with slowed_down(manta.pids(job)[2]):
+        (named,) = manta.until("the straggler's event", lambda: manta.events(job, "straggler"))
+    assert named.data["straggler"] == 2
+    assert named.data["own_seconds"] > 1.5 * named.data["usual_seconds"]
+    assert "rank 2 holds up the others" in named.message
+    assert manta.client.job(job).generation == 1
+    assert manta.events(job, "rank_hung") == []
+    manta.client.cancel(job)
+    manta.until_state(job, "CANCELLED")
+
+
+def test_straggler_is_replaced_where_the_policy_says_so(manta):
+    job = manta.submit(manta.spec(steps=400, recovery={"stragglers": "replace"}))
+    manta.until_step(job, 5)
+    before = manta.pids(job)
+    with slowed_down(before[2]):
+        (lost,) = manta.until("its replacement", lambda: manta.events(job, "rank_lost"))
+    assert (lost.rank, lost.data["kind"]) == (2, "straggler")
+    manta.until("another process", lambda: manta.pids(job)[2] != before[2])
+    manta.client.cancel(job)
+    manta.until_state(job, "CANCELLED")

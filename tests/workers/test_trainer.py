@@ -14,6 +14,7 @@ from workers.comm import Comm
 from workers.errors import NonFiniteError
 from workers.messages import Resume
 from workers.parallel.grid import RankGrid
+from workers.progress import Progress, ProgressReader, progress_path
 from workers.reporter import Reporter
 from workers.step_parts import PARTS
 from workers.trainer import Places, Trainer
@@ -164,3 +165,18 @@ def test_a_number_of_steps_between_snapshots_is_kept_to(tmp_path):
     rows, _ = _rows(every, Places(snapshots=str(tmp_path / "shared")))
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert steps_kept(tmp_path / "shared", 0) == [0, 2]
+
+
+def test_the_record_and_the_statistics_tell_where_the_step_went(tmp_path):
+    trainer = _trainer(_two_step_job(tmp_path), Places())
+    trainer.comm.progress = Progress.shared(tmp_path, 0)
+    trainer.restore(Resume())
+    statistics = trainer.train_step()
+    reader = ProgressReader(progress_path(tmp_path, 0))
+    record = reader.read()
+    assert (record.generation, record.committed, record.commits, record.waits_for) == (1, 1, 1, None)
+    assert len(record.step_seconds) == 1
+    assert 0.0 < statistics.own_seconds[0] <= record.own_seconds[0] == record.step_seconds[0]
+    trainer.train()
+    assert reader.read().phase == "done"
+    reader.close()
