@@ -90,6 +90,7 @@ def job_page(console: Console, job: schemas.Job) -> None:
         "MFU, attention in full / causal": f"{percent(latest.get('mfu_full'))} / {percent(latest.get('mfu_causal'))}",
         "memory of the fullest rank": size(latest.get("memory_bytes")),
         "goodput": percent(job.goodput),
+        "steps redone after a crash, at most": figure(latest.get("snapshot_every_steps"), 0),
         "generation / restarts": f"{job.generation} / {job.restarts}",
         "submitted": moment(job.created_at),
         "started": moment(job.started_at),

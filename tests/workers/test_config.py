@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from engine_specs import TINY, document
+from engine_specs import TINY, document, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -284,3 +284,13 @@ def test_a_huge_number_in_another_base_is_refused(tmp_path):
 def test_a_missing_file_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_document(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(("value", "rule"), [(0, "must be above 0, not 0"), ("often", "must be an integer, not a")])
+def test_a_number_that_may_also_be_auto_is_told_once(value, rule):
+    with pytest.raises(SpecError) as caught:
+        spec(checkpoint={"snapshot_every_steps": value})
+    (problem,) = caught.value.problems
+    assert problem.path == "checkpoint.snapshot_every_steps"
+    assert problem.rule.startswith(rule)
+    assert spec(checkpoint={"snapshot_every_steps": "auto"}) == spec()
