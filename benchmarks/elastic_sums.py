@@ -28,8 +28,8 @@ MODEL = {"layers": 4, "hidden_size": 256, "heads": 4, "sequence_length": 128}
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parser("elastic_sums", __doc__)
-    options.add_argument("--steps", type=int, default=12, help="steps of each run (default: 12)")
-    options.add_argument("--rounds", type=int, default=3, help="runs of each kind (default: 3)")
+    options.add_argument("--steps", type=int, default=10, help="steps of each run (default: 10)")
+    options.add_argument("--rounds", type=int, default=2, help="runs of each kind (default: 2)")
     options.add_argument("--micro-batch-size", type=int, default=2, help="sequences in one (default: 2)")
     options.add_argument("--micro-batches", type=int, default=8, help="of the global batch (default: 8)")
     return deliver(lambda found: measure(found, MODEL), options.parse_args(arguments))
