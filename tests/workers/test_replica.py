@@ -95,6 +95,18 @@ def test_what_is_committed_arrives_and_comes_back_to_the_bit(tmp_path, server, r
     assert fresh.holds(2)
 
 
+def test_a_trainer_that_was_ready_before_the_replica_came_goes_on_from_it(tmp_path, server, replicate):
+    rank, replicator = Rank(tmp_path / "here"), replicate()
+    rank.commit(1)
+    until(lambda: replicator.state.step == 1)
+    ready = Rank(tmp_path / "new")
+    ready.commit(0)
+    assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [1]
+    assert ready.holds(1)
+    ready.commit(2)
+    assert committed_steps(snapshot_path(tmp_path / "new", 0, LAYOUT)) == [1, 2]
+
+
 def test_a_replicator_that_is_there_before_its_trainer_waits_for_it(tmp_path, replicate):
     replicator = replicate()
     until(lambda: replicator.state.problem is not None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import os
 import re
 import threading
 import time
@@ -223,6 +224,7 @@ class Snapshots:
         is not what was written. Then the state is as it was, and a damaged step is not offered again.
         """
         self.finish()
+        self._follow()
         try:
             slot = self._file.slot_of(step)
         except CheckpointError as error:
@@ -240,6 +242,18 @@ class Snapshots:
         if not sealed:
             self._summing = self._summer.submit(self._seal, slot, step, self._turns[slot])
         return self._file.note(slot)
+
+    def _follow(self) -> None:
+        """Use the file that lies at the path now, where it is another one: a replica that the agent fetched after this
+        process was made ready."""
+        if not self.path.exists() or os.path.samestat(self.path.stat(), os.fstat(self._file.descriptor)):
+            return
+        found = self._opened(self._file.form)
+        if found is not None:
+            self.wait_for_sums()
+            before, self._file = self._file, found
+            self._slots = [self._views(slot) for slot in range(SLOTS)]
+            before.close()
 
     def wait_for_sums(self) -> None:
         """Return once the newest copy has its sums."""
