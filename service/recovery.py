@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from service.budgets import Fault, comes_again, told_by_kind, wait_seconds, within
 from workers.messages import Resume
 
 # Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
@@ -30,6 +30,8 @@ class Death:
     """One line."""
     traceback: str = ""
     """The trainer's own."""
+    at: float | None = None
+    """When it happened, Unix seconds, as its agent saw it."""
 
     @property
     def sentence(self) -> str:
@@ -64,6 +66,9 @@ class Restart:
     """Start the next generation."""
 
     cause: str
+    """One sentence."""
+    wait_seconds: float = 0.0
+    """How long to hold it back."""
 
 
 @dataclass(frozen=True)
@@ -74,24 +79,33 @@ class GiveUp:
     message: str
 
 
-def decide(culprit: Death, previous: dict[str, Any] | None, restarts: int, max_restarts: int) -> Restart | GiveUp:
-    """Restart or give up after `culprit`'s death. `previous` is the culprit before it (`remember`), if any.
+def decide(
+    culprit: Death, fault: Fault, history: Sequence[Fault], max_restarts: int, window_seconds: float, more: int = 0
+) -> Restart | GiveUp:
+    """Restart or give up after `culprit`'s death, which is `fault`, the job having survived `history`.
 
-    An exception that comes back at the same step is the user's error, not the machine's.
+    An exception that comes back at the same step is the user's error, not the machine's. `max_restarts` faults are
+    allowed within `window_seconds` (0: ever); `more` count that are not in the history.
     """
     if culprit.kind in HOPELESS:
         return GiveUp(HOPELESS[culprit.kind], culprit.message)
-    if culprit.kind == "exception" and previous is not None and previous == remember(culprit):
+    if comes_again(history, fault):
         return GiveUp("user_error", f"{culprit.sentence}, twice at the same step\n{culprit.traceback}".strip())
-    if restarts >= max_restarts:
+    counted = within(history, fault.at, window_seconds)
+    if len(counted) + more >= max_restarts:
+        kinds = f" ({told_by_kind(counted)})" if counted else ""
+        recently = f" in {window_seconds:g} s" if counted and window_seconds else ""
         tail = f"\n{culprit.traceback}" if culprit.traceback else ""
-        return GiveUp("restarts_exhausted", f"restarted {restarts} times; last: {culprit.sentence}{tail}".strip())
-    return Restart(culprit.sentence)
+        told = f"restarted {len(counted) + more} times{recently}{kinds}; last: {culprit.sentence}{tail}"
+        return GiveUp("restarts_exhausted", told.strip())
+    return Restart(culprit.sentence, wait_seconds(history, fault))
 
 
-def remember(death: Death) -> dict[str, Any]:
-    """What identifies a failure when it comes again."""
-    return {"kind": death.kind, "step": death.step, "exception": death.exception}
+def fault_of(death: Death, at: float, committed: int, progressed: bool, node: str | None = None) -> Fault:
+    """A death with what else is known: the job's last committed step, whether its generation had committed one, and
+    the node. `at` (Unix seconds) holds where the death itself does not say when it was."""
+    when = at if death.at is None else min(at, death.at)
+    return Fault(death.kind, when, death.step, death.exception, death.rank, node, committed, progressed)
 
 
 def snapshot_source(step: int) -> str:

@@ -274,7 +274,10 @@ class RecoveryConfig(Section):
     is known on CPUs only."""
 
     max_restarts: Count = 20
-    """Automatic restarts before the job fails with restarts_exhausted."""
+    """Failures that are survived within `restart_window_seconds` before the job fails with restarts_exhausted."""
+    restart_window_seconds: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 86_400.0
+    """How long a failure counts against `max_restarts`, in seconds; 0: forever. A job that runs for months meets more
+    failures than any fixed number allows and is still worth going on with; one that fails 20 times a day is not."""
 
 
 class JobSpec(Section):

@@ -1,8 +1,11 @@
 """What is decided after a failure, for every failure: pure functions."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.budgets import FIRST_WAIT_SECONDS, Fault
 from service.recovery import (
     Death,
     GiveUp,
@@ -11,7 +14,7 @@ from service.recovery import (
     culprit_of,
     decide,
     describe_exit,
-    remember,
+    fault_of,
     snapshot_source,
 )
 
@@ -75,8 +78,17 @@ def failure(**changes):
     return Death(**{**known, **changes})
 
 
+def fault(death, **changes):
+    return replace(fault_of(death, at=100.0, committed=(death.step or 1) - 1, progressed=True), **changes)
+
+
+def judge(death, history=(), max_restarts=20, window=0.0, **more):
+    return decide(death, fault(death), history, max_restarts, window, **more)
+
+
 def test_exception_that_comes_back_at_the_same_step_is_the_users():
-    decision = decide(failure(), remember(failure(rank=0)), 1, 20)
+    killed = Fault("killed", 50.0, committed=6)
+    decision = judge(failure(), [fault(failure(rank=0)), killed])
     assert isinstance(decision, GiveUp)
     assert decision.reason == "user_error"
     assert decision.message.endswith("\nT")
@@ -84,25 +96,48 @@ def test_exception_that_comes_back_at_the_same_step_is_the_users():
 
 def test_another_step_or_another_exception_is_tried_again():
     for before in (failure(step=6), failure(exception="KeyError"), failure(kind="killed", exception=None)):
-        assert isinstance(decide(failure(), remember(before), 1, 20), Restart)
-    assert isinstance(decide(failure(), None, 0, 20), Restart)
+        assert isinstance(judge(failure(), [fault(before)]), Restart)
+    assert isinstance(judge(failure()), Restart)
 
 
-@given(st.integers(0, 5), st.integers(0, 5))
-def test_kills_are_survived_as_often_as_the_job_allows(restarts, allowed):
-    killed = Death(1, "killed", message="was killed by SIGKILL")
-    decision = decide(killed, remember(killed), restarts, allowed)
-    if restarts < allowed:
+KILLED = Death(1, "killed", message="was killed by SIGKILL")
+
+
+@given(st.integers(0, 5), st.integers(0, 2), st.integers(0, 5))
+def test_kills_are_survived_as_often_as_the_job_allows(before, launches, allowed):
+    decision = judge(KILLED, [fault(KILLED)] * before, allowed, more=launches)
+    if before + launches < allowed:
         assert decision == Restart("rank 1 was killed by SIGKILL")
     else:
         assert isinstance(decision, GiveUp)
         assert decision.reason == "restarts_exhausted"
-        assert f"restarted {restarts} times" in decision.message
+        assert f"restarted {before + launches} times" in decision.message
+
+
+def test_the_budget_fills_up_again_as_time_goes_by():
+    old, new = fault(KILLED, at=10.0), fault(KILLED, at=90.0)
+    assert isinstance(judge(KILLED, [old, old, new], 2, 50.0), Restart)
+    decision = judge(KILLED, [old, new, new], 2, 50.0)
+    assert decision == GiveUp(
+        "restarts_exhausted", "restarted 2 times in 50 s (2 killed); last: rank 1 was killed by SIGKILL"
+    )
+
+
+def test_what_keeps_happening_without_progress_is_held_back():
+    assert judge(KILLED, [fault(KILLED)] * 3).wait_seconds == 0
+    again = decide(KILLED, fault(KILLED, progressed=False), [fault(KILLED)], 20, 0.0)
+    assert again == Restart("rank 1 was killed by SIGKILL", FIRST_WAIT_SECONDS)
+
+
+def test_a_fault_happened_when_its_agent_saw_it_but_never_in_the_future():
+    assert fault_of(KILLED, 100.0, 3, True).at == 100.0
+    assert fault_of(replace(KILLED, at=99.5), 100.0, 3, True).at == 99.5
+    assert fault_of(replace(KILLED, at=120.0), 100.0, 3, True).at == 100.0
 
 
 def test_what_no_restart_cures_is_given_up_at_once_with_its_own_sentence():
     for kind in ("no_shared_memory", "bad_data"):
-        assert decide(failure(kind=kind, message="why"), None, 0, 20) == GiveUp(kind, "why")
+        assert judge(failure(kind=kind, message="why")) == GiveUp(kind, "why")
 
 
 def test_exits_in_words():
