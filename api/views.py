@@ -6,6 +6,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
 from api import schemas
@@ -46,7 +47,7 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
         step=job.step,
         steps=job.steps,
         eta_seconds=eta,
-        parallel=layout_of(ParallelConfig.model_validate(job.spec["parallel"])),
+        parallel=_stored_layout(job.spec["parallel"]),
         generation=job.generation,
         restarts=job.restarts,
         metrics=schemas.LatestMetrics(latest={**known, **job.metrics}),
@@ -56,6 +57,14 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
         started_at=_moment_or_none(job.started_at),
         finished_at=_moment_or_none(job.finished_at),
     )
+
+
+def _stored_layout(document: dict[str, Any]) -> dict[str, Any]:
+    """The layout in a stored spec; as it is, where another version wrote one that this one does not take."""
+    try:
+        return layout_of(ParallelConfig.model_validate(document))
+    except ValidationError:
+        return document
 
 
 def layout_of(layout: ParallelConfig) -> dict[str, Any]:

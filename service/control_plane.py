@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from service.gangs import Gangs
 from service.placement import unit_of
 from service.processes import ended
@@ -23,6 +25,7 @@ from service.scheduler import Scheduler
 from service.states import JobState, is_final
 from service.store import IllegalTransition, Store, jobs, ranks
 from service.store.tables import Job
+from service.stored_specs import stored_spec_problem
 from service.supervisor import Site, Supervisor
 from workers.paths import Paths
 
@@ -131,7 +134,11 @@ class ControlPlane:
 
     def _supervise(self, job: Job, placed_generation: int | None) -> None:
         assert self._site is not None
-        supervisor = Supervisor(self._site, job)
+        try:
+            supervisor = Supervisor(self._site, job)
+        except ValidationError as error:
+            self._background(self._fail(job.id, stored_spec_problem(error), "invalid_spec"))
+            return
         task = asyncio.create_task(self._run(supervisor, placed_generation), name=f"supervisor of {job.id}")
         self._supervisors[job.id] = (supervisor, task)
         task.add_done_callback(_complain)
@@ -154,7 +161,7 @@ class ControlPlane:
         done, _ = await asyncio.wait(minders, timeout=RAY_SECONDS) if minders else (set(), None)
         return not done
 
-    async def _fail(self, job_id: str, message: str) -> None:
+    async def _fail(self, job_id: str, message: str, reason: str = "internal_error") -> None:
         assert self._site is not None
         try:
             await self._site.gangs.end_job(job_id)
@@ -166,7 +173,7 @@ class ControlPlane:
             cancelled = jobs.get(session, job_id).state == JobState.CANCELLING
             with contextlib.suppress(IllegalTransition):
                 target = JobState.CANCELLED if cancelled else JobState.FAILED
-                jobs.transition(session, job_id, target, reason="internal_error", message=message)
+                jobs.transition(session, job_id, target, reason=reason, message=message)
 
         await self._store.write_async(fail)
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from service.placement import (
     Capacity,
     Unit,
     agent_name,
+    anywhere_but,
+    avoidable,
     bundle_of,
     generation_of,
     job_of,
@@ -29,6 +31,8 @@ from workers.paths import Paths
 
 AGENT_CONCURRENCY = 100
 CLOSE_SECONDS = 10.0
+# How long to wait for nodes that are trusted before those that are avoided are used after all.
+AVOIDING_SECONDS = 5.0
 DAEMON_SECONDS = 30.0
 # How long a new agent on a node that lives may take to come up.
 AGENT_SECONDS = 20.0
@@ -71,15 +75,32 @@ class Gangs:
         return self._living_nodes(), self._ray._private.state.available_resources_per_node()
 
     async def acquire(
-        self, job: str, generation: int, layout: ParallelConfig, unit: Unit, timeout: float = 30.0
+        self,
+        job: str,
+        generation: int,
+        layout: ParallelConfig,
+        unit: Unit,
+        timeout: float = 30.0,
+        avoid: Collection[str] = (),
     ) -> None:
         """Create the placement groups of all replicas, in order, and wait until they hold their resources.
 
-        Raises NotPlaced after `timeout` seconds; nothing is held then.
+        Nodes in `avoid` are not used, unless the others cannot hold the layout or are not free in a moment. Raises
+        NotPlaced after `timeout` seconds; nothing is held then.
         """
+        avoided = avoidable(layout, await self.capacity(unit), avoid) if avoid else set()
+        if avoided:
+            with contextlib.suppress(NotPlaced):
+                await self._acquire(job, generation, layout, unit, AVOIDING_SECONDS, avoided)
+                return
+        await self._acquire(job, generation, layout, unit, timeout, set())
+
+    async def _acquire(
+        self, job: str, generation: int, layout: ParallelConfig, unit: Unit, timeout: float, avoided: set[str]
+    ) -> None:
         bundles = replica_bundles(layout, unit)
         groups = [
-            await asyncio.to_thread(self._create_group, placement_group_name(job, generation, replica), wanted)
+            await asyncio.to_thread(self._create_group, placement_group_name(job, generation, replica), wanted, avoided)
             for replica, wanted in enumerate(bundles)
         ]
         try:
@@ -93,8 +114,15 @@ class Gangs:
                 f"{job} did not get its {layout.world_size} x {unit} within {timeout:g} s; it goes on waiting."
             )
 
-    def _create_group(self, name: str, bundles: list[dict[str, float]]) -> Any:
-        return self._ray.util.placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
+    def _create_group(self, name: str, bundles: list[dict[str, float]], avoided: set[str]) -> Any:
+        selector = anywhere_but(avoided)
+        return self._ray.util.placement_group(
+            bundles,
+            strategy="PACK",
+            name=name,
+            lifetime="detached",
+            bundle_label_selector=[selector] * len(bundles) if selector else None,
+        )
 
     async def start_agents(
         self, job: str, generation: int, layout: ParallelConfig, unit: Unit, snapshots: bool = True

@@ -5,6 +5,7 @@ One placement group per data-parallel replica, one bundle in it per tensor-paral
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,6 +78,25 @@ def missing(layout: ParallelConfig, capacity: Capacity) -> Shortage | None:
         return None
     possible = sum(total // layout.tensor for total, _ in capacity.nodes.values()) * layout.tensor
     return Shortage(capacity.unit, layout.world_size, available, possible, layout.tensor)
+
+
+def without(capacity: Capacity, nodes: Collection[str]) -> Capacity:
+    """`capacity` if `nodes` did not exist."""
+    left = {node: units for node, units in capacity.nodes.items() if node not in nodes}
+    return Capacity(capacity.unit, sum(t for t, _ in left.values()), sum(f for _, f in left.values()), left)
+
+
+def avoidable(layout: ParallelConfig, capacity: Capacity, nodes: Collection[str]) -> set[str]:
+    """Those of `nodes` that `layout` can do without: all of them, where the others could hold it if nobody else held
+    any of their units; none where they could not, since a node that is not trusted is better than none."""
+    living = {node for node in nodes if node in capacity.nodes}
+    shortage = missing(layout, without(capacity, living))
+    return living if shortage is None or shortage.possible >= shortage.needed else set()
+
+
+def anywhere_but(nodes: Collection[str]) -> dict[str, str]:
+    """Ray's label selector for a bundle that may lie on any node but `nodes`."""
+    return {"ray.io/node-id": f"!in({','.join(sorted(nodes))})"} if nodes else {}
 
 
 def placement_group_name(job: str, generation: int, replica: int) -> str:

@@ -9,14 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
+
+from service.budgets import avoided_nodes, faults_of
 from service.gangs import NotPlaced
 from service.placement import missing, unit_of
 from service.states import JobState
-from service.store import IllegalTransition, jobs
+from service.store import IllegalTransition, generations, jobs
 from service.store.tables import Job
+from service.stored_specs import stored_spec_problem
 from service.supervisor import Site
 from workers.config import JobSpec
 from workers.data.sources import check_data
@@ -59,8 +64,8 @@ class Scheduler:
         """One pass over the queue; whether jobs still wait."""
         waiting = False
         for job in await asyncio.to_thread(self._queued):
-            spec = JobSpec.model_validate(job.spec)
-            if not await self._data_is_good(job, spec):
+            spec = await self._read_spec(job)
+            if spec is None or not await self._data_is_good(job, spec):
                 continue
             if await self._try_to_place(job, spec):
                 continue
@@ -72,6 +77,14 @@ class Scheduler:
     def _queued(self) -> list[Job]:
         with self.site.store.read() as session:
             return [job for job in jobs.unfinished(session) if job.state == JobState.QUEUED]
+
+    async def _read_spec(self, job: Job) -> JobSpec | None:
+        """The job's spec; None, and the job has failed, where this version no longer takes it."""
+        try:
+            return JobSpec.model_validate(job.spec)
+        except ValidationError as error:
+            await self._transition(job, JobState.FAILED, "invalid_spec", stored_spec_problem(error))
+            return None
 
     async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:
         try:
@@ -103,13 +116,18 @@ class Scheduler:
             return True
         generation = job.generation + 1
         try:
-            await self.site.gangs.acquire(job.id, generation, spec.layout, unit, PLACEMENT_SECONDS)
+            avoid = await asyncio.to_thread(self._avoided, job.id)
+            await self.site.gangs.acquire(job.id, generation, spec.layout, unit, PLACEMENT_SECONDS, avoid)
         except (NotPlaced, self.site.ray.exceptions.RayError) as error:
             if await self._transition(job, JobState.QUEUED, "insufficient_slots", str(error)):
                 return False
             # It was cancelled meanwhile; its supervisor ends it.
         self._placed(job, generation)
         return True
+
+    def _avoided(self, job_id: str) -> set[str]:
+        with self.site.store.read() as session:
+            return avoided_nodes(faults_of(generations.of_job(session, job_id)), time.time())
 
     async def _transition(self, job: Job, to: JobState, reason: str | None = None, message: str | None = None) -> bool:
         """False when the user was faster."""

@@ -7,12 +7,15 @@ from hypothesis import strategies as st
 from service.placement import (
     Capacity,
     agent_name,
+    anywhere_but,
+    avoidable,
     bundle_of,
     job_of,
     missing,
     placement_group_name,
     replica_bundles,
     unit_of,
+    without,
 )
 from workers.config import ParallelConfig
 from workers.parallel.grid import RankGrid
@@ -71,3 +74,25 @@ def test_names_tell_their_job_and_differ():
     assert len(names) == 4
     assert {job_of(name) for name in names} == {"a", "a-1"}
     assert job_of("node-abc") is None
+
+
+def test_nodes_are_avoided_only_where_the_others_can_hold_the_layout():
+    layout = ParallelConfig(tensor=2, data=4)
+    assert avoidable(layout, capacity(8, 0), {"node0"}) == {"node0"}, "the other one will be free some day"
+    assert avoidable(layout, capacity(8, 8), {"node0", "node1"}) == set()
+    assert avoidable(ParallelConfig(tensor=2, data=5), capacity(8, 8), {"node0"}) == set()
+    assert avoidable(layout, capacity(8, 8), {"gone"}) == set()
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=5), st.sets(st.integers(0, 5)), st.integers(1, 4))
+def test_whatever_is_avoided_the_layout_could_still_be_placed(free, avoided, data):
+    layout, cluster = ParallelConfig(tensor=2, data=data), capacity(*free)
+    kept = without(cluster, avoidable(layout, cluster, {f"node{index}" for index in avoided}))
+    before, after = missing(layout, cluster), missing(layout, kept)
+    if before is None or before.possible >= before.needed:
+        assert after is None or after.possible >= after.needed
+
+
+def test_selector_names_the_nodes_as_ray_wants_it():
+    assert anywhere_but({"b", "a"}) == {"ray.io/node-id": "!in(a,b)"}
+    assert anywhere_but(()) == {}

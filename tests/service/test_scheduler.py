@@ -1,6 +1,7 @@
 """Who gets its turn: the scheduler on a real database and a cluster that exists on paper."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from service.gangs import NotPlaced
 from service.placement import Capacity
 from service.scheduler import Scheduler
 from service.states import JobState
-from service.store import jobs
+from service.store import generations, jobs
 
 
 class RayFailed(Exception):
@@ -32,8 +33,9 @@ class PaperGangs:
             raise RayFailed
         return Capacity(unit, self.total, self.free, {"node": (self.total, self.free)})
 
-    async def acquire(self, job, generation, layout, unit, timeout):
+    async def acquire(self, job, generation, layout, unit, timeout, avoid):
         self.refuse()
+        self.avoided = avoid
         self.free -= layout.world_size
         self.acquired.append((job, generation))
 
@@ -81,6 +83,29 @@ def test_bad_data_fails_the_job_before_it_is_placed_and_names_the_path(store, su
     assert (found.state, found.reason) == ("FAILED", "bad_data")
     assert "/nowhere/to/be/found.txt" in found.message
     assert gangs.acquired == []
+
+
+def test_stored_spec_that_is_no_longer_taken_fails_its_job_and_no_other(store, submit, look):
+    old, fine = submit(), submit()
+
+    def spoil(session):
+        row = jobs.get(session, old.id)
+        row.spec = {**row.spec, "model": {**row.spec["model"], "heads": "many"}}
+
+    store.write(spoil)
+    assert [job for job, _ in look()] == [fine.id]
+    found = job_now(store, old)
+    assert (found.state, found.reason) == ("FAILED", "invalid_spec")
+    assert "model.heads" in found.message and "submit the job again" in found.message
+
+
+def test_nodes_on_which_the_job_kept_failing_are_avoided(store, submit, look, gangs):
+    job = submit()
+    fault = {"kind": "killed", "node": "bad", "at": time.time()}
+    for failure in (None, fault, fault, fault):
+        store.write(lambda s, f=failure: generations.begin(s, job.id, "test", False, data={"failure": f}))
+    look()
+    assert gangs.avoided == {"bad"}
 
 
 def test_job_that_does_not_fit_now_says_what_is_missing(store, submit, look, gangs):
