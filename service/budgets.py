@@ -60,7 +60,7 @@ class Started(Protocol):
 
     started_at: float
     first_step_at: float | None
-    resume_source: str
+    resume_step: int
     data: dict[str, Any]
 
 
@@ -122,19 +122,3 @@ def comes_again(history: Sequence[Fault], fault: Fault) -> bool:
         if fault.step is not None and earlier.committed >= fault.step:
             return False
     return False
-
-
-def unusable_sources(generations: Sequence[Started], last_kind: str | None) -> set[str]:
-    """What no generation can resume from: paths of durable checkpoints, or "snapshot".
-
-    That is what a generation resumed from that ended because it could not read it; `last_kind` is the kind of fault
-    that has ended the last one. Snapshots are made anew, so that they are good again once a step was committed.
-    """
-    kinds = [((row.data or {}).get("failure") or {}).get("kind") for row in generations[1:]]
-    unusable: set[str] = set()
-    for row, ended_by in zip(generations, [*kinds, last_kind], strict=False):
-        if row.first_step_at is not None:
-            unusable.discard("snapshot")
-        if ended_by in CHECKPOINT_FAULTS:
-            unusable.add(str((row.data or {}).get("resume_path") or "snapshot"))
-    return unusable

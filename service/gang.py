@@ -148,20 +148,21 @@ class Gang:
         await self._handle(report)
         kind, data = report["kind"], report["data"]
         if kind == "failure":
-            self._failures[rank] = data
+            self._failures[rank] = {**data, "at": report["time"]}
         elif kind == "finished":
             self._said_finished.add(rank)
         elif kind == "resting":
-            self._peers_lost.append(Death(rank, "peer_lost", message=f"lost a peer: {data['message']}"))
+            message = f"lost a peer: {data['message']}"
+            self._peers_lost.append(Death(rank, "peer_lost", message=message, at=report["time"]))
             self.resting[rank] = data["step"]
             self._changed.set()
             return True
         elif kind == "exit":
-            self._end(rank, data)
+            self._end(rank, data, report["time"])
             return True
         return False
 
-    def _end(self, rank: int, exit_data: dict[str, Any]) -> None:
+    def _end(self, rank: int, exit_data: dict[str, Any], at: float) -> None:
         failure = self._failures.get(rank)
         if failure is None and (rank in self._said_finished or exit_data.get("code") == 0):
             self.finished.add(rank)
@@ -170,8 +171,9 @@ class Gang:
             message = f"failed with {failure['exception']}: {failure['message']}"
             if failure["kind"] in ("no_shared_memory", "bad_data", "bad_checkpoint", "not_finite"):
                 message = failure["message"]
+            text = failure["traceback"]
             self._bury(
-                Death(rank, failure["kind"], failure["step"], failure["exception"], message, failure["traceback"])
+                Death(rank, failure["kind"], failure["step"], failure["exception"], message, text, failure["at"])
             )
         else:
             condemned = exit_data.get("condemned")
@@ -182,7 +184,7 @@ class Gang:
             words = describe_exit(exit_data.get("code"), exit_data.get("signal"))
             last = exit_data.get("last_output") or []
             text = "\n".join(last) if isinstance(last, list) else str(last)
-            self._bury(Death(rank, kind, message=words, traceback=text))
+            self._bury(Death(rank, kind, message=words, traceback=text, at=at))
 
     def _bury(self, death: Death) -> None:
         self.deaths.append(death)

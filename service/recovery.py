@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from service.budgets import Fault, comes_again, told_by_kind, wait_seconds, within
+from service.budgets import Fault, Started, comes_again, told_by_kind, wait_seconds, within
 from workers.messages import Resume
 
 # Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
@@ -132,3 +132,19 @@ def choose_resume(
     if newest is not None:
         return Resume("checkpoint", newest[0], newest[1])
     return Resume()
+
+
+def unusable_sources(generations: Sequence[Started], last_kind: str | None) -> set[str]:
+    """What no generation can resume from, as `choose_resume` takes it.
+
+    That is what a generation resumed from that ended because it could not read it; `last_kind` is the kind of death
+    that has ended the last one. Snapshots are made anew, so that they are good again once a step was committed.
+    """
+    kinds = [((row.data or {}).get("failure") or {}).get("kind") for row in generations[1:]]
+    unusable: set[str] = set()
+    for row, ended_by in zip(generations, [*kinds, last_kind], strict=False):
+        if row.first_step_at is not None:
+            unusable = {source for source in unusable if not source.startswith("snapshot")}
+        if ended_by == "bad_checkpoint":
+            unusable.add(str((row.data or {}).get("resume_path") or snapshot_source(row.resume_step)))
+    return unusable

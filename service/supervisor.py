@@ -7,20 +7,25 @@ any point (`adopt`); the gang itself never notices.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from service import replication
+from service.budgets import avoided_nodes, faults_of
 from service.gang import Gang, Handle
 from service.gangs import Gangs, NotPlaced
 from service.hang_watch import HangWatch
+from service.incident import Incident
 from service.placement import agent_name, unit_of
-from service.recovery import Death, GiveUp, choose_resume, decide, remember, snapshot_source
+from service.recovery import Death, GiveUp, choose_resume, decide, fault_of, unusable_sources
+from service.recovery_timeline import RecoveryTimeline
 from service.reports import ReportWriter
 from service.states import JobState, is_final
-from service.store import Store, checkpoints, events, generations, jobs, ranks
+from service.store import Store, checkpoints, events, generations, jobs, ranks, recoveries
 from service.store.tables import Generation, Job
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.checkpoint.snapshot import layout_tag
@@ -63,8 +68,9 @@ class Supervisor:
         self._agents: list[Handle] = []
         self._names: list[str] = []
         self._after: dict[int, int] = {}
-        self._unusable: set[str] = set()
         self._layout_tag = layout_tag(self.spec.model_dump(mode="json"))
+        self._nodes: dict[int, str | None] = {}
+        self._replicated: set[int] = set()
         self._failed_launches = 0
         self._memory: dict[int, int | None] = {}
         self._stragglers_replaced: dict[int, float] = {}
@@ -109,30 +115,46 @@ class Supervisor:
         if not gang.broken:
             await self._succeed()
             return None
+        timeline = RecoveryTimeline(noticed_at=time.time())
         await gang.wait_for_culprit()
         await asyncio.gather(self._say_recovering(), gang.rest(REST_SECONDS))
+        timeline.rested_at, timeline.failed_at = time.time(), gang.culprit.at
         self._memory = gang.resting
-        return await self._recover(gang.culprit, [death.rank for death in gang.deaths if death.kind == "agent_lost"])
+        agents_lost = [death.rank for death in gang.deaths if death.kind == "agent_lost"]
+        return await self._recover(gang.culprit, agents_lost, timeline)
 
-    async def _recover(self, culprit: Death, agents_lost: list[int]) -> Gang | None:
+    async def _recover(self, culprit: Death, agents_lost: list[int], timeline: RecoveryTimeline) -> Gang | None:
         """The next generation after `culprit`'s death, with new agents for the ranks whose own were lost; None when
         the job is given up."""
         job = await self._job()
-        data = {**remember(culprit), "traceback": culprit.traceback}
+        lives = await self._generations()
+        progressed = bool(lives) and lives[-1].first_step_at is not None
+        fault = fault_of(culprit, time.time(), job.step, progressed, self._nodes.get(culprit.rank))
+        data = {**fault.to_json(), "traceback": culprit.traceback}
         await self._event("rank_lost", culprit.sentence, rank=culprit.rank, step=culprit.step, data=data)
-        previous = await self._previous_failure(job)
-        restarts = job.restarts + self._failed_launches
-        decision = decide(culprit, previous, restarts, self.spec.recovery.max_restarts)
+        policy = self.spec.recovery
+        decision = decide(
+            culprit, fault, faults_of(lives), policy.max_restarts, policy.restart_window_seconds, self._failed_launches
+        )
         if isinstance(decision, GiveUp):
             await self._fail(decision)
             return None
-        if culprit.kind == "bad_checkpoint":
-            self._unusable.add(await self._last_source(job))
-        else:  # a generation that got past its start has made new ones
-            self._unusable = {source for source in self._unusable if not source.startswith("snapshot")}
+        if decision.wait_seconds:
+            await self._hold_back(decision.wait_seconds, culprit)
+        if self.cancelled.is_set():
+            return None
+        incident = Incident(culprit, fault, timeline, decision.wait_seconds)
         if agents_lost and not await self._replace_agents(job, agents_lost):
-            return await self._replace(job, decision.cause, remember(culprit))
-        return await self._launch(decision.cause, counts=True, failure=remember(culprit))
+            return await self._replace(job, decision.cause, incident)
+        return await self._launch(decision.cause, counts=True, incident=incident)
+
+    async def _hold_back(self, seconds: float, culprit: Death) -> None:
+        """Wait before the next generation, or until the job is cancelled."""
+        message = f"waits {seconds:g} s before the next try: no step was committed since the last failure of this kind"
+        await self._event("held_back", message, rank=culprit.rank, data={"seconds": seconds, "kind": culprit.kind})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.cancelled.wait()
 
     async def _launch_placed(self, placed_generation: int) -> Gang | None:
         unit = unit_of(self.spec.resources.accelerator, await self.site.gangs.has_gpus())
@@ -143,17 +165,20 @@ class Supervisor:
         job = await self._job()
         return await self._launch("submitted" if job.generation == 0 else "placed again", counts=job.generation > 0)
 
-    async def _replace(self, job: Job, cause: str, failure: dict[str, Any] | None = None) -> Gang | None:
-        """Give up the placement, keep the snapshots, and place the whole gang anew."""
+    async def _replace(self, job: Job, cause: str, incident: Incident | None = None) -> Gang | None:
+        """Give up the placement, keep the snapshots, and place the whole gang anew, away from nodes that keep
+        failing."""
+        faults = [*faults_of(await self._generations()), *([] if incident is None else [incident.fault])]
+        avoid = avoided_nodes(faults, time.time())
         self._memory = {}
         await self.site.gangs.release(self.job_id, keep_snapshots=True)
         placed = job.generation + 1
         unit = unit_of(self.spec.resources.accelerator, await self.site.gangs.has_gpus())
-        await self.site.gangs.acquire(self.job_id, placed, self.spec.layout, unit)
+        await self.site.gangs.acquire(self.job_id, placed, self.spec.layout, unit, avoid=avoid)
         self._agents = await self.site.gangs.start_agents(self.job_id, placed, self.spec.layout, unit)
         self._names = [agent_name(self.job_id, placed, rank) for rank in range(self.spec.layout.world_size)]
         self._after = {}
-        return await self._launch(cause, counts=job.generation > 0, failure=failure)
+        return await self._launch(cause, counts=job.generation > 0, incident=incident)
 
     async def _replace_agents(self, job: Job, lost: list[int]) -> bool:
         """Start new agents for the ranks `lost` where they were placed; False when the job must be placed anew."""
@@ -180,6 +205,7 @@ class Supervisor:
         except self.site.ray.exceptions.RayError:
             return await self._lost_while_away(job, "an agent was lost while the control plane was away")
         self._after = {rank: job.report_cursor.get(str(rank), 0) for rank in range(len(self._agents))}
+        self._nodes = {rank: state["node"] for rank, state in enumerate(states)}
         if any(state["generation"] != job.generation for state in states):
             return await self._lost_while_away(job, "the control plane was restarted during a launch")
         await self._event("adopted", "the control plane was restarted; the job never noticed")
@@ -190,15 +216,16 @@ class Supervisor:
         await self._say_recovering()
         return await self._replace(job, cause)
 
-    async def _launch(self, cause: str, counts: bool, failure: dict[str, Any] | None = None) -> Gang | None:
+    async def _launch(self, cause: str, counts: bool, incident: Incident | None = None) -> Gang | None:
         """Start the next generation on the agents at hand."""
         gang: Gang | None = None
         begun = False
         try:
-            resume = await self._choose_resume()
-            generation = await self._begin(cause, counts, resume, failure)
+            resume = await self._choose_resume(incident)
+            generation = await self._begin(cause, counts, resume, incident)
             begun = counts
             where = await asyncio.gather(*(agent.describe.remote() for agent in self._agents))
+            self._nodes = {rank: place["node"] for rank, place in enumerate(where)}
             store = await self._start_store(where[0]["node"], generation)
             orders = [self._order(rank, generation, resume, store, where[rank]) for rank in range(len(where))]
             gang = self._watch(generation, resume.step)
@@ -213,15 +240,26 @@ class Supervisor:
                 self._failed_launches += 1
             first_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
             death = Death(0, "agent_lost", message=f"could not be launched ({first_line})")
-            return await self._recover(death, list(range(len(self._agents))))
+            return await self._recover(death, list(range(len(self._agents))), RecoveryTimeline(time.time()))
         rows = [self._rank_row(order, where[order.rank], pids[order.rank]["pid"]) for order in orders]
-        await self._write(lambda s: ranks.replace(s, self.job_id, rows))
         nodes = [each["node"] or each["host"] for each in where]
-        await replication.begin(self._agents, nodes, generation, self._layout_tag)
         kept = [rank for rank, answer in enumerate(pids) if answer["kept"]]
+        await self._note_launched(generation, rows, kept)
+        await replication.begin(self._agents, nodes, generation, self._layout_tag)
         if kept:
             await self._say_replaced(generation, kept)
         return gang
+
+    async def _note_launched(self, generation: int, rows: list[dict[str, Any]], kept: list[int]) -> None:
+        now = time.time()
+        forked = [row["rank"] for row in rows if row["rank"] not in set(kept)]
+
+        def note(session: Any) -> None:
+            ranks.replace(session, self.job_id, rows)
+            recoveries.note_latest(session, self.job_id, generation, launched_at=now)
+            recoveries.note_replaced(session, self.job_id, generation, forked, len(kept))
+
+        await self._write(note)
 
     async def _say_replaced(self, generation: int, kept: list[int]) -> None:
         started = [rank for rank in range(len(self._agents)) if rank not in kept]
@@ -251,22 +289,29 @@ class Supervisor:
         gang.beside(hangs.run(look_first=taken_over))
         return gang
 
-    async def _choose_resume(self) -> Resume:
+    async def _choose_resume(self, incident: Incident | None) -> Resume:
         steps = await asyncio.gather(*(agent.snapshot_steps.remote() for agent in self._agents))
         found = await replication.bring_back(self._agents, steps, (await self._job()).generation, self._layout_tag)
+        self._replicated = {step for own, all_steps in zip(steps, found, strict=True) for step in {*all_steps} - {*own}}
         held = [(*own, self._memory.get(rank)) for rank, own in enumerate(found)]
         snapshots = [[step for step in each if step is not None] for each in held]
+        last_kind = None if incident is None else incident.culprit.kind
+        unusable = unusable_sources(await self._generations(), last_kind)
         folder = self.paths.checkpoint_folder(self.job_id)
         whole = await asyncio.to_thread(whole_checkpoints, folder)
         await self._write(lambda s: checkpoints.reconcile(s, self.job_id, [(str(path), m.bytes) for path, m in whole]))
-        return choose_resume(snapshots, [(m.step, str(path)) for path, m in whole], self._unusable)
+        return choose_resume(snapshots, [(m.step, str(path)) for path, m in whole], unusable)
 
-    async def _begin(self, cause: str, counts: bool, resume: Resume, failure: dict[str, Any] | None) -> int:
+    async def _begin(self, cause: str, counts: bool, resume: Resume, incident: Incident | None) -> int:
         words = {"start": "from the start", "snapshot": "from shared memory", "checkpoint": f"from {resume.path}"}
+        failure = None if incident is None else incident.fault.to_json()
         data = {"failure": failure, "resume_path": resume.path}
+        source = self._told_source(resume)
 
         def begin(session: Any) -> int:
             number = generations.begin(session, self.job_id, cause, counts, resume.source, resume.step, data)
+            if incident is not None:
+                recoveries.begin(session, self.job_id, number, incident.beginning(source, resume.step))
             events.append(
                 session,
                 self.job_id,
@@ -279,6 +324,13 @@ class Supervisor:
             return number
 
         return await self.site.store.write_async(begin)
+
+    def _told_source(self, resume: Resume) -> str:
+        """Where the state comes from, for the record of the recovery."""
+        if resume.source != "snapshot":
+            return resume.source
+        where = "replica" if resume.step in self._replicated else "snapshot"
+        return f"memory and {where}" if resume.step in self._memory.values() else where
 
     async def _start_store(self, node: str, generation: int) -> dict[str, Any] | None:
         if self.spec.layout.world_size == 1:
@@ -323,21 +375,13 @@ class Supervisor:
             "actor": self._names[order.rank],
         }
 
-    async def _previous_failure(self, job: Job) -> dict[str, Any] | None:
-        current = await self._generation_row(job)
-        return (current.data or {}).get("failure") if current is not None else None
+    async def _generations(self) -> list[Generation]:
+        found: list[Generation] = await self._read(lambda s: generations.of_job(s, self.job_id))
+        return found
 
     async def _generation_row(self, job: Job) -> Generation | None:
         """What is stored about the job's current generation."""
-        rows = await self._read(lambda s: generations.of_job(s, self.job_id))
-        return next((row for row in rows if row.generation == job.generation), None)
-
-    async def _last_source(self, job: Job) -> str:
-        """What the current generation resumed from, as `choose_resume` calls it."""
-        current = await self._generation_row(job)
-        if current is None:
-            return "snapshot"
-        return str((current.data or {}).get("resume_path") or snapshot_source(current.resume_step))
+        return next((row for row in await self._generations() if row.generation == job.generation), None)
 
     async def _outcome(self, job: Job) -> dict[str, Any] | None:
         """How the current generation ended the job, when another control plane knew but could not finish."""

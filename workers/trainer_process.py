@@ -69,6 +69,7 @@ class Life:
         self._comm: Comm | None = None
         self._trainer: Trainer | None = None
         self._built: LaunchOrder | None = None
+        self._connected_at = 0.0
         self._lost = ""
         self._over = -1
         self._mailbox = Mailbox(control, self._end)
@@ -86,7 +87,7 @@ class Life:
             self._join()
             trainer = self._trainer
             assert trainer is not None
-            self.reporter.send("started", {"pid": os.getpid(), "resume": asdict(self.order.resume)})
+            self.reporter.send("started", self._about())
             self._print(f"goes on after step {trainer.step}")
             trainer.train()
             self._print(f"is done with step {trainer.step}")
@@ -96,6 +97,9 @@ class Life:
             self._lost = str(error)  # not the error, whose frames hold the broken step's activations
             return False
         return True
+
+    def _about(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "resume": asdict(self.order.resume), "connected_at": self._connected_at}
 
     def rest(self) -> None:
         """Leave the generation at once, so that whoever waits for this rank is freed; then wait for the next order."""
@@ -139,6 +143,7 @@ class Life:
                 raise ValueError("a job of several ranks needs a rendezvous store in its launch order")
             store = dist.TCPStore(order.store_host, order.store_port, is_master=False)
             self._comm.connect(store, order.generation, order.store_host)
+        self._connected_at = time.time()
         self._comm.generation = order.generation
         self._trainer.restore(order.resume)
 

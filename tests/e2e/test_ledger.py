@@ -1,5 +1,7 @@
 """Every second of a real job is accounted for, those of a failure too."""
 
+import contextlib
+
 import pytest
 
 
@@ -17,3 +19,49 @@ def test_clean_job_is_accounted_for_to_the_thousandth(manta):
     stalls = sum(ledger.seconds[name] for name in ("compute", "data_wait", "snapshot_stall", "checkpoint_stall"))
     assert stalls >= 0.9 * sum(told)
     assert manta.client.recoveries(job).items == []
+
+
+def test_killed_rank_is_accounted_for_by_phase(manta, undisturbed, kill):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, 20)
+    kill(manta.pids(job)[3])
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    ledger = manta.client.ledger(job)
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall_seconds, rel=1e-3)
+    assert (ledger.closed, ledger.goodput) == (True, ended.goodput)
+    assert ledger.seconds["re_form"] > 0 and ledger.seconds["redo"] > 0
+    assert ledger.seconds["idle_without_capacity"] == ledger.seconds["pause"] == 0
+    (recovery,) = manta.client.recoveries(job).items
+    assert (recovery.generation, recovery.kind, recovery.rank) == (2, "killed", 3)
+    assert "rank 3 was killed by SIGKILL" in recovery.cause
+    assert 3 in recovery.forked
+    assert len(recovery.forked) + recovery.kept == 4
+    assert recovery.steps_redone in (0, 1)
+    assert recovery.wait_seconds == 0
+    assert all(seconds is not None for seconds in recovery.seconds.values()), recovery
+    assert sum(recovery.seconds.values()) == pytest.approx(recovery.total_seconds)
+    assert ledger.seconds["restore"] == pytest.approx(recovery.seconds["restore"], abs=0.1)
+    (told,) = manta.events(job, "recovered")
+    assert told.data["seconds"] == pytest.approx(recovery.seconds)
+    assert manta.client.job(job).restarts == 1
+
+
+def test_rank_that_dies_at_every_start_is_held_back_and_a_cancel_ends_the_wait(manta, kill):
+    job = manta.submit(manta.spec(steps=100_000))
+    manta.until_step(job, 1)
+    killed: set[int] = set()
+
+    def held_back() -> bool:
+        """Kill each new trainer as soon as it is there, until the next one is kept waiting."""
+        for rank in manta.client.ranks(job).items:
+            if rank.pid is not None and rank.pid not in killed:
+                killed.add(rank.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    kill(rank.pid)
+        return bool(manta.events(job, "held_back"))
+
+    manta.until("a wait", held_back)
+    manta.client.cancel(job)
+    manta.until_state(job, "CANCELLED")
+    assert manta.leftovers(job) == []

@@ -16,7 +16,6 @@ from service.budgets import (
     comes_again,
     faults_of,
     told_by_kind,
-    unusable_sources,
     wait_seconds,
     within,
 )
@@ -130,7 +129,7 @@ class Life:
 
     started_at: float = 0.0
     first_step_at: float | None = None
-    resume_source: str = "start"
+    resume_step: int = 0
     data: dict = field(default_factory=dict)
 
 
@@ -144,27 +143,6 @@ def test_faults_are_read_from_the_generations_that_they_led_to():
         Fault("exception", 9.5, 7, "ValueError", 3, "a", 6, progressed=True),
         Fault("killed", 30.0, progressed=False),
     ]
-
-
-def life(path=None, failure=None, stepped=False):
-    return Life(
-        first_step_at=1.0 if stepped else None,
-        data={"resume_path": path, "failure": None if failure is None else {"kind": failure}},
-    )
-
-
-def test_checkpoints_that_could_not_be_read_stay_unusable_for_good():
-    lives = [life(stepped=True), life("/c/2", "killed"), life("/c/1", "bad_checkpoint"), life("/c/1", "killed")]
-    assert unusable_sources(lives, "killed") == {"/c/2"}
-    assert unusable_sources(lives, "bad_checkpoint") == {"/c/2", "/c/1"}
-    assert unusable_sources([*lives, life(stepped=True, failure="killed")], None) == {"/c/2"}
-
-
-def test_snapshots_are_good_again_once_a_step_was_committed():
-    lives = [life(stepped=True), life(failure="killed")]
-    assert unusable_sources(lives, "bad_checkpoint") == {"snapshot"}
-    assert unusable_sources([*lives, life("/c/1", "bad_checkpoint")], "killed") == {"snapshot"}
-    assert unusable_sources([*lives, life("/c/1", "bad_checkpoint", stepped=True)], "killed") == set()
 
 
 @pytest.mark.parametrize(

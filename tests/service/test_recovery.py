@@ -1,6 +1,7 @@
 """What is decided after a failure, for every failure: pure functions."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from service.recovery import (
     describe_exit,
     fault_of,
     snapshot_source,
+    unusable_sources,
 )
 
 KINDS = ("exception", "peer_lost", "no_shared_memory", "bad_data", "bad_checkpoint", "killed", "agent_lost", "stopped")
@@ -146,3 +148,23 @@ def test_exits_in_words():
     assert describe_exit(None, 250) == "was killed by signal 250"
     assert describe_exit(3, None) == "exited with code 3"
     assert describe_exit(None, None) == "is gone"
+
+
+def life(path=None, failure=None, stepped=False, step=4):
+    """A generation as its row tells it."""
+    data = {"resume_path": path, "failure": None if failure is None else {"kind": failure}}
+    return SimpleNamespace(first_step_at=1.0 if stepped else None, resume_step=step, data=data)
+
+
+def test_checkpoints_that_could_not_be_read_stay_unusable_for_good():
+    lives = [life(stepped=True), life("/c/2", "killed"), life("/c/1", "bad_checkpoint"), life("/c/1", "killed")]
+    assert unusable_sources(lives, "killed") == {"/c/2"}
+    assert unusable_sources(lives, "bad_checkpoint") == {"/c/2", "/c/1"}
+    assert unusable_sources([*lives, life(stepped=True, failure="killed")], None) == {"/c/2"}
+
+
+def test_snapshots_are_good_again_once_a_step_was_committed():
+    lives = [life(stepped=True), life(failure="killed")]
+    assert unusable_sources(lives, "bad_checkpoint") == {snapshot_source(4)}
+    assert unusable_sources([*lives, life("/c/1", "bad_checkpoint")], "killed") == {snapshot_source(4)}
+    assert unusable_sources([*lives, life("/c/1", "bad_checkpoint", stepped=True)], "killed") == set()
