@@ -39,6 +39,7 @@ class Gang:
         self._failures: dict[int, dict[str, Any]] = {}
         self._peers_lost: list[Death] = []
         self._said_finished: set[int] = set()
+        self._still_since: dict[int, float] = {}
         self._stopping = False
         self._changed = asyncio.Event()
         self._watchers = [asyncio.create_task(self._watch(rank)) for rank in range(len(self.agents))]
@@ -149,6 +150,8 @@ class Gang:
         kind, data = report["kind"], report["data"]
         if kind == "failure":
             self._failures[rank] = {**data, "at": report["time"]}
+        elif kind == "stalled":
+            self._note_stall(rank, report)
         elif kind == "finished":
             self._said_finished.add(rank)
         elif kind == "resting":
@@ -161,6 +164,13 @@ class Gang:
             self._end(rank, data, report["time"])
             return True
         return False
+
+    def _note_stall(self, rank: int, report: dict[str, Any]) -> None:
+        """A rank stands still for longer than it may, or moves on."""
+        if report["data"]["overdue"]:
+            self._still_since[rank] = report["time"] - report["data"]["standing_seconds"]
+        else:
+            self._still_since.pop(rank, None)
 
     def _end(self, rank: int, exit_data: dict[str, Any], at: float) -> None:
         failure = self._failures.get(rank)
@@ -178,7 +188,8 @@ class Gang:
         else:
             condemned = exit_data.get("condemned")
             if condemned is not None:
-                self._bury(Death(rank, condemned["kind"], message=condemned["message"]))
+                since = self._still_since.get(rank, at)  # it has been of no use for longer than it has been dead
+                self._bury(Death(rank, condemned["kind"], message=condemned["message"], at=since))
                 return
             kind = "stopped" if self._stopping else "killed"
             words = describe_exit(exit_data.get("code"), exit_data.get("signal"))

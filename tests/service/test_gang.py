@@ -29,11 +29,11 @@ class FakeAgent:
         self.changed = asyncio.Event()
         self.reports, self.stop = Method(self._reports), Method(self._stop)
 
-    def say(self, kind, /, generation=None, **data):
+    def say(self, kind, /, generation=None, at=0.0, **data):
         sequence = len(self.said) + 1
         made_by = generation or self.generation
         self.said.append(
-            {"kind": kind, "generation": made_by, "rank": self.rank, "time": 0.0, "sequence": sequence, "data": data}
+            {"kind": kind, "generation": made_by, "rank": self.rank, "time": at, "sequence": sequence, "data": data}
         )
         self.changed.set()
 
@@ -116,6 +116,24 @@ def test_consequence_waits_for_its_culprit():
         agents[1].say("exit", code=None, signal=9)
         await waiting
         assert [(death.rank, death.kind) for death in gang.deaths] == [(0, "peer_lost"), (1, "killed")]
+
+    run(body, ranks=3)
+
+
+def test_death_is_as_old_as_what_its_agent_saw():
+    async def body(gang, agents, handled):
+        agents[0].say("exit", at=40.0, code=None, signal=9)
+        agents[1].say("failure", at=41.0, **failure("exception"))
+        agents[1].say("exit", at=43.0, code=1, signal=None)
+        agents[2].say("stalled", at=30.0, overdue=True, standing_seconds=2.0)
+        agents[2].say("stalled", at=31.0, overdue=False, standing_seconds=0.0)
+        agents[2].say("stalled", at=38.0, overdue=True, standing_seconds=3.0)
+        agents[2].say("exit", at=45.0, code=None, signal=9, condemned={"kind": "hung", "message": "hung"})
+        while not gang.all_ended:
+            await asyncio.sleep(0)
+        assert {death.rank: (death.kind, death.at) for death in gang.deaths} == {
+            0: ("killed", 40.0), 1: ("exception", 41.0), 2: ("hung", 35.0)
+        }  # fmt: skip
 
     run(body, ranks=3)
 
