@@ -198,3 +198,17 @@ def test_agents_import_neither_torch_nor_the_database(ray_head):
         await ray_head.gangs.release("job-f")
 
     go(body)
+
+
+def test_the_only_node_is_used_though_it_keeps_failing(ray_head):
+    gangs = ray_head.gangs
+
+    async def body():
+        await until_free(gangs, 16)
+        (node,) = (await gangs.capacity("manta_slot")).nodes
+        await gangs.acquire("job-avoids", 1, LAYOUT, "manta_slot", avoid={node})
+        await until_free(gangs, 8)
+        await gangs.release("job-avoids")
+        await until_free(gangs, 16)
+
+    go(body)
