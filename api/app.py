@@ -10,11 +10,11 @@ from prometheus_client import CollectorRegistry
 
 from api import problems, schemas
 from api.control import ControlPlane
-from api.routes import checkpoints, cluster, events, health, jobs, ledger, logs, metrics, ranks, recoveries
+from api.routes import checkpoints, cluster, events, faults, health, jobs, ledger, logs, metrics, ranks, recoveries
 from api.telemetry import JobCollector, RequestTimer
 from workers.config import JobSpec
 
-_RESOURCES = (jobs, metrics, events, logs, ranks, checkpoints, ledger, recoveries, cluster, health)
+_RESOURCES = (jobs, metrics, events, logs, ranks, checkpoints, ledger, recoveries, faults, cluster, health)
 
 
 def create_app(control: ControlPlane) -> FastAPI:

@@ -185,6 +185,11 @@ def recoveries(job_id: str, limit: int = 100, cursor: str | None = None) -> Call
     return Call(schemas.Items[schemas.Recovery], "GET", _job(job_id, "/recoveries"), parameters)
 
 
+def inject(job_id: str, fault: schemas.FaultRequest) -> Call[schemas.Fault]:
+    """Make a fault in a job, where the service allows that."""
+    return Call(schemas.Fault, "POST", _job(job_id, "/faults"), body=fault.model_dump(mode="json"))
+
+
 def cluster() -> Call[schemas.Cluster]:
     """The machines and what runs on them."""
     return Call(schemas.Cluster, "GET", "/v1/cluster")

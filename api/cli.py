@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from typer.core import TyperGroup
 
-from api import render
+from api import calls, render
 from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
 from api.progress import follow as follow_progress
-from api.schemas import FieldProblem
+from api.schemas import FaultRequest, FieldProblem
 from service.settings import Settings
 from service.states import STATE_NAMES, JobState
 from workers.errors import MantaError
+from workers.faults import KINDS, PHASES
 from workers.spec_problems import SpecError
 from workers.spec_reading import read_document
 
@@ -227,6 +228,30 @@ def recoveries(job: JobId, url: Url = None, as_json: Json = False) -> None:
     with connect(url) as client:
         page = client.recoveries(job, limit=MOST_RECOVERIES)
     _show(page, as_json, lambda console: render.recovery_table(console, page.items))
+
+
+@app.command()
+def inject(
+    job: JobId,
+    fault: Annotated[str, typer.Option("--fault", help=f"What happens: {', '.join(KINDS)}.")],
+    rank: Annotated[int, typer.Option("--rank", min=0, help="To which rank.")],
+    at_step: Annotated[int, typer.Option("--at-step", min=0, help="In which step; default: the next.")] = 0,
+    phase: Annotated[str, typer.Option("--phase", help=f"Where in the step: {', '.join(PHASES)}.")] = "data",
+    seconds: Annotated[float, typer.Option("--seconds", help="slow: more a step; partition: how long.")] = 0.0,
+    delay: Annotated[float, typer.Option("--delay", help="kill, stop: seconds into the phase.")] = 0.0,
+    hold_gil: Annotated[bool, typer.Option("--hold-gil", help="hang: no other thread runs either.")] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Make a fault in a running job, where the service was started with --allow-faults."""
+    words = {"kind": fault, "rank": rank, "at_step": at_step, "phase": phase}
+    try:
+        wanted = FaultRequest(**words, seconds=seconds, delay=delay, hold_gil=hold_gil)
+    except ValidationError as error:
+        raise fail("; ".join(entry["msg"] for entry in error.errors()), EXIT_BAD_INPUT) from error
+    with connect(url) as client:
+        made = client.send(calls.inject(job, wanted))
+    _show(made, as_json, lambda console: console.print(f"{made.id}: {made.message}", highlight=False))
 
 
 @app.command()

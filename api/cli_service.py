@@ -30,6 +30,9 @@ Slots = Annotated[
     int | None, typer.Option("--slots", min=1, help="CPU ranks that fit; default: 16 where there are no GPUs.")
 ]
 Ray = Annotated[str | None, typer.Option("--ray", metavar="HOST:PORT", help="Use this Ray cluster, not an own one.")]
+AllowFaults = Annotated[
+    bool, typer.Option("--allow-faults", help="Let `manta inject` kill, stop and harm the jobs' processes.")
+]
 
 
 class NotStarted(MantaError):
@@ -43,14 +46,21 @@ def register(app: typer.Typer) -> None:
     app.command("serve")(serve_command)
 
 
-def up(host: Host = DEFAULT_HOST, port: Port = DEFAULT_PORT, slots: Slots = None, ray: Ray = None) -> None:
+def up(
+    host: Host = DEFAULT_HOST,
+    port: Port = DEFAULT_PORT,
+    slots: Slots = None,
+    ray: Ray = None,
+    allow_faults: AllowFaults = False,
+) -> None:
     """Start the service in the background."""
-    home = Settings.from_environment().home
+    settings = Settings.from_environment()
+    home = settings.home
     running = running_service(home)
     if running is not None:
         typer.echo(f"Manta runs already: {running['url']}")
         return
-    url = start_service(home, host, port, slots, ray)
+    url = start_service(home, host, port, slots, ray, allow_faults or settings.allow_faults)
     typer.echo(f"Manta is up: {url} (dashboard: {url}/ui, home: {home})")
 
 
@@ -63,19 +73,29 @@ def down() -> None:
         typer.echo(f"No service runs with home {home}.")
 
 
-def serve_command(host: Host = DEFAULT_HOST, port: Port = DEFAULT_PORT, slots: Slots = None, ray: Ray = None) -> None:
+def serve_command(
+    host: Host = DEFAULT_HOST,
+    port: Port = DEFAULT_PORT,
+    slots: Slots = None,
+    ray: Ray = None,
+    allow_faults: AllowFaults = False,
+) -> None:
     """Run the service in the foreground, for containers."""
     configure_logging()
-    serve(Settings.from_environment().home, host, port, slots, ray)
+    settings = Settings.from_environment()
+    serve(settings.home, host, port, slots, ray, allow_faults or settings.allow_faults)
 
 
-def start_service(home: Path, host: str, port: int, slots: int | None, ray: str | None) -> str:
+def start_service(
+    home: Path, host: str, port: int, slots: int | None, ray: str | None, allow_faults: bool = False
+) -> str:
     """Start the service of `home` in the background and return its address once it is ready. Raises NotStarted."""
     log = home / "logs" / "service.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "api.cli", "serve", "--host", host, "--port", str(port)]
     command += ["--slots", str(slots)] if slots is not None else []
     command += ["--ray", ray] if ray is not None else []
+    command += ["--allow-faults"] if allow_faults else []
     began = log.stat().st_size if log.exists() else 0
     with log.open("ab") as output:
         process = subprocess.Popen(

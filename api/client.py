@@ -21,6 +21,8 @@ from api.schemas import (
     Cluster,
     DryRun,
     Event,
+    Fault,
+    FaultRequest,
     Health,
     Items,
     Job,
@@ -34,6 +36,7 @@ from api.schemas import (
 )
 from api.sse import EventParser
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+from workers.faults import FaultKind
 
 __all__ = ["ApiError", "AsyncMantaClient", "MantaClient", "Problem", "ServiceUnreachable", "find_url"]
 
@@ -173,6 +176,10 @@ class MantaClient:
     def recoveries(self, job_id: str, limit: int = 100, cursor: str | None = None) -> Items[Recovery]:
         """A page of a job's recoveries, oldest first."""
         return self.send(calls.recoveries(job_id, limit, cursor))
+
+    def inject(self, job_id: str, kind: FaultKind, rank: int, at_step: int = 0, **more: Any) -> Fault:
+        """Make a fault in a job, where the service allows that; `more`: the other fields of FaultRequest."""
+        return self.send(calls.inject(job_id, FaultRequest(kind=kind, rank=rank, at_step=at_step, **more)))
 
     def cluster(self) -> Cluster:
         """The machines and what runs on them."""

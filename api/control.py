@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from service.store import Store
+from workers.faults import Fault
 
 
 class ControlPlane(Protocol):
@@ -24,6 +25,9 @@ class ControlPlane(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """A job was moved to CANCELLED or CANCELLING: wake whoever owns it."""
+
+    def inject(self, job_id: str, fault: Fault) -> None:
+        """Make a fault in a job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
 
     def cluster(self) -> dict[str, Any]:
         """The cluster, in the form of `api.schemas.Cluster`."""

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from api.schemas import FieldProblem, Problem
+from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.store import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
 from workers.errors import MantaError
 from workers.spec_problems import SpecError
@@ -50,7 +51,9 @@ def problem(
 def install(app: FastAPI) -> None:
     """Make `app` answer every error with a problem document."""
     known = ((JobNotFound, 404, "job_not_found"), (IllegalTransition, 409, "illegal_transition"),
-             (IdempotencyConflict, 409, "idempotency_conflict"), (MalformedJson, 400, "malformed_json"),
+             (IdempotencyConflict, 409, "idempotency_conflict"),
+             (FaultsNotAllowed, 403, "faults_not_allowed"), (FaultNotPossible, 409, "fault_not_possible"),
+             (MalformedJson, 400, "malformed_json"),
              (BodyTooLarge, 413, "body_too_large"))  # fmt: skip
     for kind, status, code in known:
         app.add_exception_handler(kind, _answer(status, code))

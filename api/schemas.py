@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
 
 from service.numbers import number, spell
+from workers.faults import FaultKind, FaultPhase
 
 T = TypeVar("T")
 
@@ -303,6 +312,48 @@ class Recovery(Answer):
     committed step."""
     total_seconds: float | None
     """From the failure to the next committed step; null before that."""
+
+
+class FaultRequest(BaseModel):
+    """A fault to be made in a job."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: FaultKind
+    """kill: SIGKILL to the rank's process; stop: SIGSTOP to it; hang: it never goes on; oom: it gets no more memory;
+    exception: it raises; slow: it sleeps in each step from then on; node: all that runs on its node is killed; store:
+    the job's rendezvous store is killed, where it runs on the rank's node; partition: its connections are cut."""
+    rank: int = Field(ge=0, le=10**8)
+    """Global rank."""
+    at_step: int = Field(0, ge=0, le=2**53)
+    """First step in which it may strike: at once when the job is further already, in the step that comes next."""
+    phase: FaultPhase = "data"
+    """Where in the step, or start and recovery: when the next generation begins."""
+    seconds: float = Field(0.0, ge=0, le=3600)
+    """slow: more time in each step; partition: how long the rank cannot be reached."""
+    delay: float = Field(0.0, ge=0, le=3600)
+    """kill and stop: seconds from the beginning of the phase."""
+    hold_gil: bool = False
+    """hang: no other thread of the process runs either."""
+
+    @model_validator(mode="after")
+    def _fits_the_kind(self) -> Self:
+        takers = {"seconds": ("slow", "partition"), "delay": ("kill", "stop"), "hold_gil": ("hang",)}
+        for name, kinds in takers.items():
+            if getattr(self, name) and self.kind not in kinds:
+                raise ValueError(f"{name} is for {' and '.join(kinds)} only, not for {self.kind}")
+        if self.kind == "slow" and not self.seconds:
+            raise ValueError("slow needs seconds: how much longer each step shall take")
+        return self
+
+
+class Fault(Answer):
+    """A fault that will be made. The event `fault_injected` tells of it, and `fault_struck` that it has struck."""
+
+    id: str
+    """Names it in the job's events."""
+    message: str
+    """What it is, for people."""
 
 
 class RunningRank(Answer):

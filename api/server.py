@@ -33,8 +33,8 @@ class AlreadyRunning(MantaError):
     """A service of the same home runs already."""
 
 
-def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None) -> None:
-    """Run the service until SIGTERM or SIGINT. Port 0 picks a free one.
+def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None, allow_faults: bool = False) -> None:
+    """Run the service until SIGTERM or SIGINT. Port 0 picks a free one. `allow_faults`: make faults on request.
 
     With its own Ray, ending the service ends the jobs' processes too (they go on from their durable checkpoints);
     on somebody else's (`ray`, host:port) they run on. Raises PortTaken, AlreadyRunning, RayUnavailable.
@@ -48,7 +48,7 @@ def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None) 
     port = listener.getsockname()[1]
     url = f"http://{host}:{port}"
     head = ExistingRay(ray) if ray else RayHead(home, slots)
-    control = ControlPlane(home, head, start_over=lambda: _start_over(home, host, port, slots))
+    control = ControlPlane(home, head, lambda: _start_over(home, host, port, slots, allow_faults), allow_faults)
     control.start()
     service_file = Settings(home).service_file
     try:
@@ -87,9 +87,10 @@ def _lock(home: Path) -> IO[str]:
     return file
 
 
-def _start_over(home: Path, host: str, port: int, slots: int | None) -> None:
+def _start_over(home: Path, host: str, port: int, slots: int | None, allow_faults: bool) -> None:
     """Become a fresh service at the same address, which starts a new Ray and takes up the jobs from the database."""
     options = ["--host", host, "--port", str(port), *(["--slots", str(slots)] if slots is not None else [])]
+    options += ["--allow-faults"] if allow_faults else []
     environment = {**os.environ, "MANTA_HOME": str(home)}
     os.execve(sys.executable, [sys.executable, "-m", "api.cli", "serve", *options], environment)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.gangs import Gangs
 from service.placement import unit_of
 from service.processes import ended
@@ -27,6 +28,7 @@ from service.store import IllegalTransition, Store, jobs, ranks
 from service.store.tables import Job
 from service.stored_specs import stored_spec_problem
 from service.supervisor import Site, Supervisor
+from workers.faults import Fault
 from workers.paths import Paths
 
 log = logging.getLogger(__name__)
@@ -42,10 +44,18 @@ RAY_SECONDS = 3.0
 class ControlPlane:
     """What the API talks to. `start` before anything else; `stop` leaves the jobs running."""
 
-    def __init__(self, home: Path, head: RayHead | ExistingRay, start_over: Callable[[], None] | None = None):
+    def __init__(
+        self,
+        home: Path,
+        head: RayHead | ExistingRay,
+        start_over: Callable[[], None] | None = None,
+        allow_faults: bool = False,
+    ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
-        has died, and replaces this process: Ray cannot be left and joined anew in the one that used it."""
+        has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
+        `allow_faults`: make faults in jobs on request."""
         self._home, self._head, self._start_over = home, head, start_over
+        self._allow_faults = allow_faults
         self._store = Store(f"sqlite:///{home / 'manta.db'}")
         self._supervisors: dict[str, tuple[Supervisor, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
@@ -185,6 +195,16 @@ class ControlPlane:
     def cancel(self, job_id: str) -> None:
         """A job was moved to CANCELLING or CANCELLED: wake its supervisor."""
         self._loop.call_soon_threadsafe(self._cancel, job_id)
+
+    def inject(self, job_id: str, fault: Fault) -> None:
+        """Make `fault` in a job that runs. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
+        if not self._allow_faults:
+            raise FaultsNotAllowed()
+        state = self._job(job_id).state
+        supervisor, _ = self._supervisors.get(job_id, (None, None))
+        if supervisor is None:
+            raise FaultNotPossible(f"the job is {state}, and only one that runs can have a fault")
+        self._call(supervisor.inject(fault))
 
     def _cancel(self, job_id: str) -> None:
         if job_id in self._supervisors:

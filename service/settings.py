@@ -19,13 +19,17 @@ class Settings:
     """Folder of the embedded state: database, checkpoints, logs, address of the running service (MANTA_HOME)."""
     url: str | None = None
     """Base address of the service that the client talks to (MANTA_URL); None: the one running in `home`."""
+    allow_faults: bool = False
+    """Whether the service makes faults in jobs on request (MANTA_ALLOW_FAULTS=1, or `manta up --allow-faults`)."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Read MANTA_HOME (default ~/.manta) and MANTA_URL from `environment`, by default the process's own."""
+        """Read MANTA_HOME (default ~/.manta), MANTA_URL and MANTA_ALLOW_FAULTS from `environment`, by default the
+        process's own."""
         source = os.environ if environment is None else environment
         home = Path(source.get("MANTA_HOME") or "~/.manta").expanduser().absolute()
-        return cls(home=home, url=source.get("MANTA_URL") or None)
+        allow_faults = source.get("MANTA_ALLOW_FAULTS", "").strip().lower() in ("1", "true", "yes", "on")
+        return cls(home=home, url=source.get("MANTA_URL") or None, allow_faults=allow_faults)
 
     @property
     def service_file(self) -> Path:

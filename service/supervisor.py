@@ -16,6 +16,7 @@ from typing import Any
 
 from service import replication
 from service.budgets import avoided_nodes, faults_of
+from service.faults import FaultNotPossible, refuse_impossible
 from service.gang import Gang, Handle
 from service.gangs import Gangs, NotPlaced
 from service.hang_watch import HangWatch
@@ -31,6 +32,7 @@ from workers.checkpoint.catalog import whole_checkpoints
 from workers.checkpoint.snapshot import layout_tag
 from workers.config import JobSpec
 from workers.errors import MantaError
+from workers.faults import BETWEEN_STEPS, Fault
 from workers.messages import LaunchOrder, Resume
 from workers.parallel.grid import RankGrid
 from workers.paths import Paths
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # A trainer that takes longer to come to rest after the loss of a peer is killed, and its rank forked anew.
 REST_SECONDS = 5.0
+# An agent that takes longer to arm a fault is taken for dead.
+INJECT_SECONDS = 10.0
 
 
 @dataclass
@@ -78,6 +82,18 @@ class Supervisor:
     def cancel(self) -> None:
         """The job is CANCELLING: stop it."""
         self.cancelled.set()
+
+    async def inject(self, fault: Fault) -> None:
+        """Have the agent of the fault's rank make it. Raises FaultNotPossible."""
+        agents = list(self._agents)
+        refuse_impossible(fault, len(agents), (await self._job()).step, self.spec.train.steps)
+        step = None if fault.phase in BETWEEN_STEPS else fault.at_step
+        await self._event("fault_injected", fault.sentence, rank=fault.rank, step=step, data=fault.to_json())
+        try:
+            async with asyncio.timeout(INJECT_SECONDS):
+                await agents[fault.rank].arm.remote(fault.to_json())
+        except (self.site.ray.exceptions.RayError, TimeoutError) as error:
+            raise FaultNotPossible(f"the agent of rank {fault.rank} does not answer; try again") from error
 
     async def run(self, placed_generation: int | None) -> None:
         """Take the job to its end. `placed_generation`: the number its placement groups carry when they were just

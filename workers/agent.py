@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class Agent:
         self._lock = asyncio.Lock()
         self._replicas: ReplicaServer | None = None
         self._replicator: Replicator | None = None
+        self._faults: dict[str, dict[str, Any]] = {}
+        self._struck: set[str] = set()
 
     async def describe(self) -> dict[str, Any]:
         """Where this rank is: `host`, `ip`, `node`, `pid` (the agent's), `trainer_pid`, `generation`, `devices`."""
@@ -84,6 +86,7 @@ class Agent:
         async with self._lock:
             self._refuse_replaced(launch)
             self._become(launch.rank)
+            launch = replace(launch, faults=tuple(self._waiting_faults()))
             if self._run is not None and self._run.at_rest and launch.in_place:
                 kept = self._run.generation > 0
                 self._run.go(launch)
@@ -110,7 +113,17 @@ class Agent:
         argument = {"prepare": order.to_json()} if prepared else order.to_json()
         wait = PREPARE_WAIT_SECONDS if prepared else ZYGOTE_WAIT_SECONDS
         process = await fork(socket_path, "trainer", argument, environment, timeout=wait)
-        return TrainerRun(order, process, self._reports, self._log, prepared)
+        return TrainerRun(order, process, self._reports, self._log, prepared, self._struck)
+
+    async def arm(self, fault: dict[str, Any]) -> None:
+        """Have this rank's trainer carry out `fault` (`Fault.to_json`) when it gets there: the one that runs now, or
+        one of a later generation while this agent lives."""
+        self._faults[fault["id"]] = fault
+        if self._run is not None and not self._run.ended:
+            self._run.arm(fault)
+
+    def _waiting_faults(self) -> list[dict[str, Any]]:
+        return [fault for fault in self._faults.values() if fault["id"] not in self._struck]
 
     def _mind(self, run: TrainerRun, order: LaunchOrder) -> None:
         """Watch over a trainer that has begun to carry out `order`."""

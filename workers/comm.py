@@ -9,6 +9,7 @@ communicator and a stream of its own. An axis of size 1 costs nothing, so a sing
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -135,6 +136,7 @@ class Comm:
         self._indices = {axis: ranks.index(rank) for axis, ranks in self._ranks.items()}
         self._links: Links | None = None
         self._over = -1
+        self._cut_until = 0.0
         self._lock = threading.Lock()
         self._collectives: dict[str, Collectives] = {}
         self._groups: dict[str, dist.ProcessGroup | None] = {}
@@ -147,6 +149,7 @@ class Comm:
         self.progress.belongs_to(generation)
         self.progress.at("connecting")
         self.generation = generation
+        time.sleep(max(0.0, self._cut_until - time.monotonic()))
         self.raise_if_over()
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
         host = address_towards(store_host)
@@ -213,9 +216,18 @@ class Comm:
         with self._lock:
             self._over = max(self._over, generation)
             if self._is_over():
-                for links in (self._links, self._beside):
-                    if links is not None:
-                        links.interrupt()
+                self._interrupt()
+
+    def cut(self, seconds: float) -> None:
+        """As if the network had failed: all connections break, and none is made again for `seconds`."""
+        self._cut_until = time.monotonic() + seconds
+        with self._lock:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        for links in (self._links, self._beside):
+            if links is not None:
+                links.interrupt()
 
     def _is_over(self) -> bool:
         return self.generation <= self._over

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+from workers.faults import Fault
 from workers.messages import LaunchOrder
 
 EXIT_ORPHANED = 76
@@ -18,9 +19,10 @@ EXIT_ORPHANED = 76
 class Mailbox:
     """Orders for one trainer. When the agent hangs up the process ends at once: nobody would hear of its work."""
 
-    def __init__(self, control: socket.socket, end: Callable[[int], None]):
-        """`end`: called on the mailbox's thread with a generation that is over, as far as the agent knows."""
-        self._control, self._end = control, end
+    def __init__(self, control: socket.socket, end: Callable[[int], None], arm: Callable[[Fault], None]):
+        """Both are called on the mailbox's thread: `end` with a generation that is over, as far as the agent knows,
+        `arm` with a fault that shall strike."""
+        self._control, self._end, self._arm = control, end, arm
         self._orders: queue.SimpleQueue[LaunchOrder] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="mailbox", daemon=True).start()
 
@@ -44,3 +46,5 @@ class Mailbox:
             self._orders.put(LaunchOrder.from_json(word["order"]))
         elif word["do"] == "rest":
             self._end(word["generation"])
+        elif word["do"] == "fault":
+            self._arm(Fault(**word["fault"]))

@@ -1,8 +1,8 @@
 """What crosses process borders between control plane, agent, zygote and trainer. Pure Python.
 
 A `LaunchOrder` goes down (control plane -> agent -> trainer; the first with the fork, later ones as a line on the
-control socket, as is the word to come to rest), `Report`s come up. Both travel as JSON, one object
-a line, and both carry the generation: a report of an older generation than the receiver's is refused.
+control socket, as are the word to come to rest and faults to be made), `Report`s come up. Both travel as JSON, one
+object a line, and both carry the generation: a report of an older generation than the receiver's is refused.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class LaunchOrder:
     """Torch device of the rank: cpu, or cuda:0 (its one visible GPU)."""
     peak_flops: float | None = None
     """Peak FLOP/s of one rank's device, for MFU; None: measured at start."""
+    faults: tuple[dict[str, Any], ...] = ()
+    """Faults that were asked for and have not struck yet, each as `Fault.to_json`."""
     in_place: bool = False
     """Whether a trainer that loses a peer comes to rest and waits for the next order, instead of ending."""
 
@@ -66,7 +68,8 @@ class LaunchOrder:
     def from_json(cls, document: dict[str, Any]) -> LaunchOrder:
         """From a JSON object as `to_json` makes it. Raises TypeError on unknown or missing fields."""
         resume = {**document["resume"], "paths": tuple(document["resume"].get("paths", ()))}
-        return cls(**{**document, "resume": Resume(**resume)})
+        faults = tuple(document.get("faults", ()))
+        return cls(**{**document, "resume": Resume(**resume), "faults": faults})
 
 
 @dataclass(frozen=True)

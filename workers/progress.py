@@ -13,6 +13,7 @@ import mmap
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,10 +68,12 @@ def progress_path(folder: str | Path, rank: int) -> Path:
 class Progress:
     """The writer's end. One thread writes. Without a file the record is private memory, which nobody reads."""
 
-    __slots__ = ("_began", "_count_at", "_idle", "_step_bits", "_words", "memory")
+    __slots__ = ("_began", "_count_at", "_idle", "_step_bits", "_words", "memory", "tripwire")
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None):
         self.memory = memory if memory is not None else bytearray(RECORD_BYTES)
+        self.tripwire: Callable[[int, Phase], None] | None = None
+        """Told of every phase, by the class that replaces this one when a fault is armed (`workers.faults`)."""
         self._words = memoryview(self.memory).cast("q")
         self._count_at = {name: _COUNTS_AT + number for number, name in enumerate(COUNTED)}
         self._step_bits, self._began, self._idle = 0, time.monotonic_ns(), 0.0
@@ -106,6 +109,11 @@ class Progress:
     def belongs_to(self, generation: int) -> None:
         """From now on this rank is one of `generation`."""
         self._words[_GENERATION] = generation
+
+    @property
+    def step(self) -> int:
+        """Step that is computed."""
+        return self._step_bits >> _STEP_SHIFT
 
     def begin_step(self, step: int, idle_seconds: float = 0.0) -> None:
         """Step number `step` begins. `idle_seconds`: time spent waiting for others so far, from any origin."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from dataclasses import asdict, replace
@@ -21,6 +23,17 @@ import torch.distributed as dist
 from workers.comm import Comm
 from workers.device_peak import measure_peak_flops
 from workers.errors import CheckpointError, DataError, NonFiniteError, PeerLost, SharedMemoryError
+from workers.faults import (
+    STRUCK,
+    Fault,
+    Faults,
+    InjectedError,
+    hang,
+    kill_node,
+    kill_store,
+    run_out_of_memory,
+    signal_self,
+)
 from workers.mailbox import Mailbox
 from workers.messages import Failure, LaunchOrder
 from workers.parallel.grid import RankGrid
@@ -72,7 +85,9 @@ class Life:
         self._connected_at = 0.0
         self._lost = ""
         self._over = -1
-        self._mailbox = Mailbox(control, self._end)
+        self._sending = threading.Lock()
+        self._faults = Faults(self._strike)
+        self._mailbox = Mailbox(control, self._end, self._arm)
 
     def prepare(self) -> None:
         """Be ready for an order like this one, then wait for it."""
@@ -137,6 +152,7 @@ class Life:
         order = self.order
         self._build()
         assert self._comm is not None and self._trainer is not None
+        self._faults.arm((Fault(**fault) for fault in order.faults), self._comm.progress)
         self._comm.end(self._over)
         if self._comm.size("world") > 1:
             if order.store_host is None or order.store_port is None:
@@ -168,7 +184,32 @@ class Life:
         print(f"generation {self.order.generation}: rank {self.order.rank} {what}", flush=True)
 
     def _sink(self, messages: list[dict[str, Any]]) -> None:
-        self._control.sendall(report_lines(self.order, messages))
+        with self._sending:
+            self._control.sendall(report_lines(self.order, messages))
+
+    def _arm(self, fault: Fault) -> None:
+        self._faults.arm([fault], self._comm.progress if self._comm is not None else None)
+
+    def _strike(self, fault: Fault, step: int) -> None:
+        """Say so, ahead of whatever the reporter has not shipped yet, and do it."""
+        data = {"type": STRUCK, "step": step, "message": f"{fault.kind} in {fault.phase}", "fault": fault.id}
+        self._sink([{"kind": "event", "time": time.time(), "data": data}])
+        if fault.kind in ("kill", "stop"):
+            signal_self(signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP, fault.delay)
+        elif fault.kind == "hang":
+            hang(fault.hold_gil)
+        elif fault.kind == "oom":
+            run_out_of_memory()
+        elif fault.kind == "exception":
+            raise InjectedError(f"fault {fault.id} was asked for")
+        elif fault.kind == "slow":
+            self._faults.slow_down(fault.seconds)
+        elif fault.kind == "node":
+            kill_node()
+        elif fault.kind == "store" and self.order.store_port is not None:
+            kill_store(self.order.store_port)
+        elif fault.kind == "partition" and self._comm is not None:
+            self._comm.cut(fault.seconds)
 
 
 def report_lines(order: LaunchOrder, messages: list[dict[str, Any]]) -> bytes:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Coroutine
 from typing import Any
 
+from workers.faults import STRUCK
 from workers.messages import LaunchOrder
 from workers.rank_log import LineSplitter, RankLog
 from workers.report_buffer import ReportBuffer
@@ -30,8 +31,11 @@ class TrainerRun:
         reports: ReportBuffer,
         log: RankLog,
         prepared: bool = False,
+        struck: set[str] | None = None,
     ):
-        """`prepared`: the process has been told to get ready for such an order, and waits for one."""
+        """`prepared`: the process has been told to get ready for such an order, and waits for one; `struck`: takes the
+        ids of faults that have struck."""
+        self._struck = set() if struck is None else struck
         self.process, self.generation = process, 0 if prepared else order.generation
         self._rank, self._reports, self._log = order.rank, reports, log
         self._resting = asyncio.Event()
@@ -99,6 +103,11 @@ class TrainerRun:
     def _tell(self, word: dict[str, Any]) -> None:
         self.process.control_writer.write(json.dumps(word).encode() + b"\n")
 
+    def arm(self, fault: dict[str, Any]) -> None:
+        """Have the trainer carry out `fault` when it gets there."""
+        if not self.process.ended:
+            self._tell({"do": "fault", "fault": fault})
+
     async def stop(self) -> Exit:
         """SIGKILL the process and wait until it is reaped and reported."""
         self.stopped = True
@@ -154,6 +163,8 @@ class TrainerRun:
             self._log.write(self.generation, "agent", [f"unreadable report ({error}): {line[:200]!r}"])
             return
         self._reports.add(kind, self.generation, self._rank, data, when)
+        if kind == "event" and data.get("type") == STRUCK:
+            self._struck.add(str(data.get("fault")))
         if kind == "resting":
             self._resting.set()
 

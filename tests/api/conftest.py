@@ -12,8 +12,10 @@ import pytest
 import uvicorn
 
 from api.app import create_app
+from service.faults import FaultsNotAllowed, refuse_impossible
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
+from workers.faults import Fault
 
 DOCUMENT: dict[str, Any] = {
     "name": "small",
@@ -32,12 +34,20 @@ class FakeControl:
     home: Path
     asked: list[tuple[str, str]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    allow_faults: bool = False
 
     def submitted(self, job_id: str) -> None:
         self.asked.append(("submitted", job_id))
 
     def cancel(self, job_id: str) -> None:
         self.asked.append(("cancel", job_id))
+
+    def inject(self, job_id: str, fault: Fault) -> None:
+        if not self.allow_faults:
+            raise FaultsNotAllowed()
+        refuse_impossible(fault, ranks=4, step=2, steps=10)
+        self.faults.append(fault)
 
     def cluster(self) -> dict[str, Any]:
         node = {"id": "n1", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 15}

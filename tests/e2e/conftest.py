@@ -35,7 +35,7 @@ class Manta:
 
     def start(self) -> None:
         """`manta up`."""
-        self.url = start_service(self.home, "127.0.0.1", 0, SLOTS, None)
+        self.url = start_service(self.home, "127.0.0.1", 0, SLOTS, None, allow_faults=True)
         self.client = MantaClient(self.url)
 
     def kill_service(self) -> None:

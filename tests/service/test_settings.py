@@ -22,3 +22,8 @@ def test_a_home_becomes_absolute(tmp_path, monkeypatch):
     settings = Settings.from_environment({"MANTA_HOME": "state", "MANTA_URL": "http://there"})
     assert (settings.home, settings.url) == (tmp_path / "state", "http://there")
     assert settings.service_file == tmp_path / "state" / "service.json"
+
+
+@pytest.mark.parametrize(("value", "allowed"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_faults_are_made_only_where_somebody_said_so(value, allowed):
+    assert Settings.from_environment({"MANTA_ALLOW_FAULTS": value}).allow_faults is allowed

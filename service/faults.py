@@ -1,0 +1,30 @@
+"""Faults on request, for those who want to see a job survive them: refused unless the service was started for it."""
+
+from __future__ import annotations
+
+from workers.errors import MantaError
+from workers.faults import BETWEEN_STEPS, Fault
+
+
+class FaultsNotAllowed(MantaError):
+    """This service harms no jobs."""
+
+    def __init__(self) -> None:
+        super().__init__("this service makes no faults; start it with `manta up --allow-faults` where it may")
+
+
+class FaultNotPossible(MantaError):
+    """The job cannot have this fault now; the message says why."""
+
+
+def refuse_impossible(fault: Fault, ranks: int, step: int, steps: int) -> None:
+    """Raise FaultNotPossible where `fault` could never strike a job of `ranks` ranks that run, which has committed
+    `step` of its `steps` steps."""
+    if ranks == 0:
+        raise FaultNotPossible("the job has no ranks yet; wait until it is RUNNING")
+    if fault.rank >= ranks:
+        raise FaultNotPossible(f"the job has no rank {fault.rank}; its ranks are 0 to {ranks - 1}")
+    if fault.phase not in BETWEEN_STEPS and (fault.at_step > steps or step >= steps):
+        raise FaultNotPossible(f"step {fault.at_step} is never begun: the job has committed {step} of {steps} steps")
+    if fault.kind == "store" and ranks == 1:
+        raise FaultNotPossible("a job of one rank has no rendezvous store")

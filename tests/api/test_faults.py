@@ -1,0 +1,81 @@
+"""Faults over HTTP: refused unless they are allowed, checked before they reach a job."""
+
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import app
+from api.client import MantaClient
+
+
+@pytest.fixture
+def address(service):
+    """Where the faults of a running job are made."""
+    return f"/v1/jobs/{service.submit()['id']}/faults"
+
+
+def test_a_service_makes_no_faults_unless_it_was_started_for_it(service, address):
+    response = service.http.post(address, json={"kind": "kill", "rank": 0})
+    assert (response.status_code, response.json()["code"]) == (403, "faults_not_allowed")
+    assert "--allow-faults" in response.json()["detail"]
+    assert service.control.faults == []
+
+
+def test_a_fault_is_handed_on_as_it_was_asked_for(service, address):
+    service.control.allow_faults = True
+    wanted = {"kind": "hang", "rank": 3, "at_step": 7, "phase": "reduction", "hold_gil": True}
+    response = service.http.post(address, json=wanted)
+    assert response.status_code == 202
+    (fault,) = service.control.faults
+    assert fault.to_json() == {**wanted, "id": response.json()["id"], "seconds": 0.0, "delay": 0.0}
+    assert "hang of rank 3 in reduction of step 7" in response.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"kind": "eat"}, "kill"),
+        ({"rank": -1}, "greater"),
+        ({"phase": "lunch"}, "data"),
+        ({"step": 3}, "step"),
+        ({"seconds": 2.0}, "slow and partition only"),
+        ({"kind": "slow"}, "slow needs seconds"),
+        ({"kind": "stop", "hold_gil": True}, "hang only"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_a_reason(service, address, wrong, said):
+    service.control.allow_faults = True
+    response = service.http.post(address, json={"kind": "kill", "rank": 0, **wrong})
+    assert (response.status_code, response.json()["code"]) == (422, "invalid_parameter")
+    assert said in response.json()["detail"]
+    assert service.control.faults == []
+
+
+@pytest.mark.parametrize(("wrong", "said"), [({"rank": 4}, "0 to 3"), ({"at_step": 11}, "2 of 10 steps")])
+def test_what_could_never_strike_is_a_conflict(service, address, wrong, said):
+    service.control.allow_faults = True
+    response = service.http.post(address, json={"kind": "kill", "rank": 0, **wrong})
+    assert (response.status_code, response.json()["code"]) == (409, "fault_not_possible")
+    assert said in response.json()["detail"]
+
+
+def test_faults_of_a_job_that_is_not_there(service):
+    response = service.http.post("/v1/jobs/job_000000000000/faults", json={"kind": "kill", "rank": 0})
+    assert (response.status_code, response.json()["code"]) == (404, "job_not_found")
+
+
+def test_the_client_and_the_command_make_faults(service):
+    service.control.allow_faults = True
+    job = service.submit()["id"]
+    with MantaClient(service.url) as client:
+        client.inject(job, "slow", 1, 5, seconds=0.5)
+    environment = {"MANTA_URL": service.url}
+    command = ["inject", job, "--fault", "kill", "--rank", "2", "--phase", "recovery"]
+    done = CliRunner().invoke(app, command, env=environment)
+    assert (done.exit_code, "kill of rank 2 in recovery" in done.output) == (0, True), done.output
+    assert [(f.kind, f.rank, f.at_step, f.phase, f.seconds) for f in service.control.faults] == [
+        ("slow", 1, 5, "data", 0.5),
+        ("kill", 2, 0, "recovery", 0.0),
+    ]
+    done = CliRunner().invoke(app, ["inject", job, "--fault", "eat", "--rank", "2"], env=environment)
+    assert done.exit_code == 2
+    assert "Traceback" not in done.output

@@ -1,0 +1,112 @@
+"""Faults on request: each strikes where it was asked for, is told in events, and the loss curve does not show it."""
+
+import pytest
+
+from api.client import ApiError
+from service.states import is_final
+
+MIDDLE = 20
+
+
+def inject(manta, job, kind, rank, **more):
+    """Ask for a fault; the event that says so."""
+    fault = manta.client.inject(job, kind, rank, **more)
+    (told,) = [event for event in manta.events(job, "fault_injected") if event.data["id"] == fault.id]
+    return told
+
+
+def struck(manta, job):
+    """(rank, step, message) of the faults that have struck."""
+    return [(event.rank, event.step, event.message) for event in manta.events(job, "fault_struck")]
+
+
+def lost(manta, job):
+    """(rank, kind) of every culprit."""
+    return [(event.rank, event.data["kind"]) for event in manta.events(job, "rank_lost")]
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "reduction", "optimizer", "snapshot"])
+def test_rank_killed_in_a_phase(manta, undisturbed, phase):
+    job = manta.submit(manta.spec())
+    manta.until_state(job, "RUNNING")
+    told = inject(manta, job, "kill", 1, at_step=MIDDLE, phase=phase)
+    assert (told.rank, told.step, told.data["kind"]) == (1, MIDDLE, "kill")
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert struck(manta, job) == [(1, MIDDLE, f"kill in {phase}")]
+    assert lost(manta, job) == [(1, "killed")]
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts == 1
+
+
+@pytest.mark.parametrize(("kind", "known_as"), [("exception", "exception"), ("oom", "exception"), ("hang", "hung")])
+def test_rank_that_fails_otherwise(manta, undisturbed, kind, known_as):
+    job = manta.submit(manta.spec())
+    manta.until_state(job, "RUNNING")
+    inject(manta, job, kind, 2, at_step=MIDDLE, phase="backward", hold_gil=kind == "hang")
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert struck(manta, job) == [(2, MIDDLE, f"{kind} in backward")]
+    assert lost(manta, job) == [(2, known_as)]
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts == 1
+
+
+def test_cut_connections_cost_no_process(manta, undisturbed):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, 1)
+    before = manta.pids(job)
+    inject(manta, job, "partition", 3, at_step=MIDDLE, phase="reduction", seconds=0.3)
+    manta.until_step(job, MIDDLE + 5)
+    assert manta.pids(job) == before
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts == 1
+
+
+def test_faults_of_a_beginning_strike_in_the_next_generation(manta, undisturbed):
+    """Ranks are killed while they recover from another's death: one that survived it, and its replacement."""
+    job = manta.submit(manta.spec())
+    manta.until_step(job, 1)
+    inject(manta, job, "kill", 2, phase="recovery")
+    inject(manta, job, "kill", 1, phase="start")
+    inject(manta, job, "kill", 1, at_step=MIDDLE)
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert sorted(entry[2] for entry in struck(manta, job)) == ["kill in data", "kill in recovery", "kill in start"]
+    assert manta.curve(job) == undisturbed
+    assert ended.restarts >= 2
+
+
+def test_killed_store_is_started_anew_by_the_next_recovery(manta, undisturbed):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, 1)
+    before = {process.pid for process in manta.trainers()}
+    inject(manta, job, "store", 0, at_step=MIDDLE)
+    inject(manta, job, "kill", 1, at_step=MIDDLE + 10)
+    manta.until_step(job, MIDDLE + 5)
+    assert len(before - {process.pid for process in manta.trainers()}) == 1, "only the store is gone"
+    manta.until_state(job, "SUCCEEDED")
+    assert lost(manta, job) == [(1, "killed")]
+    assert manta.curve(job) == undisturbed
+
+
+def test_lost_node_costs_no_committed_step(manta, undisturbed):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, 1)
+    zygote = manta.zygote().pid
+    inject(manta, job, "node", 2, at_step=MIDDLE)
+    manta.until_state(job, "SUCCEEDED")
+    assert manta.zygote().pid != zygote
+    assert manta.curve(job) == undisturbed
+    assert manta.leftovers(job) == []
+
+
+def test_what_cannot_strike_is_refused(manta):
+    job = manta.submit(manta.spec())
+    manta.until_step(job, 1)
+    with pytest.raises(ApiError, match="no rank 4") as refused:
+        manta.client.inject(job, "kill", 4)
+    assert refused.value.problem.code == "fault_not_possible"
+    manta.client.cancel(job)
+    manta.until("the end", lambda: is_final(manta.client.job(job).state))
+    with pytest.raises(ApiError, match="only one that runs"):
+        manta.client.inject(job, "kill", 0)
+    assert manta.events(job, "fault_injected") == []
