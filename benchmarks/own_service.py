@@ -9,15 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from api.cli_service import start_service, stop_service
 from api.client import MantaClient
-from api.schemas import Job
+from api.schemas import Event, Job
+from api.server import running_service
+from service.processes import wait_until_ended
 from service.states import is_final
 from workers.checkpoint.snapshot import steps_kept
 from workers.errors import MantaError
 from workers.paths import Paths
 
 POLL_SECONDS = 0.02
+GONE_SECONDS = 10.0
 
 
 class JobWentWrong(MantaError):
@@ -25,10 +30,26 @@ class JobWentWrong(MantaError):
 
 
 class OwnService:
-    """The service's client and its folders."""
+    """The service, its client and its folders."""
 
-    def __init__(self, home: Path, client: MantaClient):
-        self.client, self.paths = client, Paths.of(home)
+    def __init__(self, home: Path, allow_faults: bool = False):
+        self.home, self.paths = home, Paths.of(home)
+        self._allow_faults = allow_faults
+        self.start()
+
+    def start(self) -> None:
+        """Start it, also after its process was killed; it is ready when this returns."""
+        self.client = MantaClient(start_service(self.home, "127.0.0.1", 0, None, None, self._allow_faults))
+
+    def kill(self) -> None:
+        """SIGKILL to the service's process, and to nothing else; returns when it is gone."""
+        running = running_service(self.home)
+        if running is None:
+            raise JobWentWrong("there is no service to kill")
+        process = psutil.Process(int(str(running["pid"])))
+        process.kill()
+        wait_until_ended([process], GONE_SECONDS)
+        self.client.close()
 
     def wait_for_step(self, job_id: str, step: int, seconds: float) -> Job:
         """The job as first seen with `step` committed. Raises JobWentWrong."""
@@ -48,25 +69,65 @@ class OwnService:
             time.sleep(POLL_SECONDS)
         return job
 
+    def succeed(self, job_id: str, seconds: float) -> Job:
+        """The job once it has succeeded. Raises JobWentWrong."""
+        job = self.wait_until_final(job_id, seconds)
+        if job.state != "SUCCEEDED":
+            raise JobWentWrong(f"{job.name} ended as {job.state}: {job.message}")
+        return job
+
+    def events(self, job_id: str, *kinds: str) -> list[Event]:
+        """The job's events of these types (none: all), oldest first."""
+        found: list[Event] = []
+        cursor: str | None = None
+        while True:
+            page = self.client.events(job_id, cursor, limit=1000)
+            found += [event for event in page.items if not kinds or event.type in kinds]
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+
+    def resume_step(self, job_id: str, generation: int) -> int | None:
+        """The committed step that a generation went on from."""
+        steps = [event.step for event in self.events(job_id, "generation_started") if event.generation == generation]
+        return steps[0] if steps else None
+
+    def next_step_at(self, job_id: str) -> float | None:
+        """When the step after the last recovery was committed, Unix seconds; None where that is not known."""
+        found = self.client.recoveries(job_id, limit=1000).items
+        if not found or found[-1].total_seconds is None:
+            return None
+        return found[-1].time.timestamp() + found[-1].total_seconds
+
+    def processes(self, job_id: str) -> dict[int, tuple[int, float]]:
+        """Process id and time of creation of each rank's trainer that runs."""
+        found = {}
+        for row in self.client.ranks(job_id).items:
+            with contextlib.suppress(psutil.Error):
+                if row.pid is not None:
+                    found[row.rank] = (row.pid, psutil.Process(row.pid).create_time())
+        return found
+
     def committed(self, job_id: str, ranks: int) -> int:
         """The newest step that any rank has committed, out of shared memory; 0 before the first."""
         folder = self.paths.snapshot_folder(job_id)
         return max((step for rank in range(ranks) for step in steps_kept(folder, rank)), default=0)
 
-    def curve(self, job_id: str) -> dict[int, Any]:
-        """Loss by step."""
-        found = self.client.metrics(job_id, ["loss"], max_points=10_000)
-        return dict(zip(found.steps, found.series["loss"], strict=True))
+    def rows(self, job_id: str) -> dict[int, tuple[Any, Any, Any]]:
+        """Loss, gradient norm, and tokens trained on so far, by step."""
+        found = self.client.metrics(job_id, ["loss", "grad_norm", "tokens"], max_points=10_000)
+        series = [found.series[name] for name in ("loss", "grad_norm", "tokens")]
+        return dict(zip(found.steps, zip(*series, strict=True), strict=True))
 
 
 @contextlib.contextmanager
-def own_service() -> Iterator[OwnService]:
+def own_service(allow_faults: bool = False) -> Iterator[OwnService]:
     """Start a service that is up when this yields, and gone with all that it left afterwards."""
     with tempfile.TemporaryDirectory(prefix="manta-benchmark-") as folder:
         home = Path(folder)
         try:
-            url = start_service(home, "127.0.0.1", 0, None, None)
-            with MantaClient(url) as client:
-                yield OwnService(home, client)
+            service = OwnService(home, allow_faults)
+            yield service
+            service.client.close()
         finally:
             stop_service(home)

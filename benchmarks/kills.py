@@ -1,0 +1,114 @@
+"""Kill -9 of ranks chosen at random: what it costs, who survives, and whether the job's numbers show it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.own_service import POLL_SECONDS, JobWentWrong, OwnService
+from benchmarks.report import Report
+from service.states import is_final
+
+JOB_SECONDS = 300.0
+STEPS_BETWEEN = 10
+"""Steps that are committed between two kills, and after the last."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What one kill did."""
+
+    rank: int
+    seen_seconds: float
+    """To the next committed step, as seen over REST."""
+    committed_seconds: float | None
+    """To the next committed step, by the time at which the ranks committed it; None where nobody noted it."""
+    redone: int
+    """Steps that some rank had committed and that were done again."""
+    survived: int
+    """Processes of the gang, by number and time of creation, that are there before and after."""
+
+
+@dataclass
+class Kills:
+    """What the kills of one layout's job did."""
+
+    ranks: int
+    """Ranks of the job."""
+    each: list[Kill] = field(default_factory=list)
+    missing: int = 0
+    """Steps without metrics at the end."""
+    samples_differ: int = 0
+    """Steps after which the number of tokens trained on is not the undisturbed run's."""
+    same_bits: bool = False
+    """Whether every loss and gradient norm has the bits of the undisturbed run's."""
+
+    def report(self, report: Report, name: str, target: float) -> None:
+        """Add the figures to `report`; `target` is for the largest time as seen over REST."""
+        seen = [kill.seen_seconds for kill in self.each]
+        report.add_spread(f"kill_to_next_step_{name}", seen, "s", target)
+        report.add(f"same_bits_as_undisturbed_{name}", self.same_bits, "bool", True)
+        report.add(f"steps_redone_at_most_{name}", max(kill.redone for kill in self.each), "steps", 1)
+        report.add(f"steps_missing_{name}", self.missing, "steps", 0)
+        samples: dict[str, Any] = {
+            "seconds": [round(seconds, 3) for seconds in seen],
+            "committed_seconds": [round(kill.committed_seconds or 0.0, 3) for kill in self.each],
+            "steps_redone": [kill.redone for kill in self.each],
+            "survived": [kill.survived for kill in self.each],
+            "ranks": [kill.rank for kill in self.each],
+        }
+        report.samples[f"kills_{name}"] = [samples]
+
+
+def kills_of(service: OwnService, document: dict[str, Any], world: int, kills: int, choice: random.Random) -> Kills:
+    """Run the job undisturbed, then again with `kills` kills of ranks chosen at random."""
+    undisturbed = service.client.submit(document).id
+    service.succeed(undisturbed, JOB_SECONDS)
+    found, job_id = Kills(world), service.client.submit(document).id
+    for number in range(1, kills + 1):
+        service.wait_for_step(job_id, number * STEPS_BETWEEN, JOB_SECONDS)
+        time.sleep(choice.uniform(0.0, 0.2))  # somewhere within a step
+        found.each.append(kill_rank(service, job_id, choice.randrange(world), world))
+    service.succeed(job_id, JOB_SECONDS)
+    expected, curve = service.rows(undisturbed), service.rows(job_id)
+    found.missing = len(set(range(1, document["train"]["steps"] + 1)) - set(curve))
+    found.samples_differ = sum(expected[step][2] != row[2] for step, row in curve.items())
+    found.same_bits = curve == expected
+    return found
+
+
+def kill_rank(service: OwnService, job_id: str, rank: int, world: int) -> Kill:
+    """Kill one rank, and wait until the next generation's first step is seen."""
+    before = service.client.job(job_id)
+    gang = service.processes(job_id)
+    if rank not in gang or is_final(before.state):
+        raise JobWentWrong(f"{before.name} is {before.state}, with no process to kill as rank {rank}")
+    os.kill(gang[rank][0], signal.SIGKILL)
+    killed, killed_at = time.monotonic(), time.time()
+    seen: list[tuple[float, int]] = []
+    committed = 0
+    resumed: int | None = None
+    while resumed is None or not any(step > resumed for _, step in seen):
+        job, now = service.client.job(job_id), time.monotonic()
+        if is_final(job.state) or now - killed > JOB_SECONDS:
+            raise JobWentWrong(f"{job.name} did not recover from the loss of rank {rank}: {job.state}, {job.message}")
+        if job.generation == before.generation:
+            committed = max(committed, service.committed(job_id, world))
+        else:
+            seen.append((now, job.step))
+            resumed = service.resume_step(job_id, job.generation) if resumed is None else resumed
+        time.sleep(POLL_SECONDS)
+    recovered = next(moment for moment, step in seen if step > resumed)
+    next_step_at = service.next_step_at(job_id)
+    after = set(service.processes(job_id).values())
+    return Kill(
+        rank,
+        recovered - killed,
+        None if next_step_at is None else next_step_at - killed_at,
+        max(0, committed - resumed),
+        len(after & set(gang.values())),
+    )
