@@ -138,6 +138,11 @@ def cancel(job_id: str) -> Call[schemas.Job]:
     return Call(schemas.Job, "POST", _job(job_id, "/cancel"))
 
 
+def resize(job_id: str, replicas: int) -> Call[schemas.Job]:
+    """Go on with another number of replicas."""
+    return Call(schemas.Job, "POST", _job(job_id, "/resize"), body={"data": replicas})
+
+
 def metrics(
     job_id: str, names: Sequence[str] | None = None, after_step: int = 0, max_points: int = 1000
 ) -> Call[schemas.MetricSeries]:

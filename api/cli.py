@@ -199,6 +199,19 @@ def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
 
 
 @app.command()
+def resize(
+    job: JobId,
+    data: Annotated[int, typer.Option(min=1, help="Number of data-parallel replicas.")],
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with another number of replicas, at the same global batch."""
+    with connect(url) as client:
+        found = client.resize(job, data)
+    _show(found, as_json, lambda console: console.print(f"{found.id} will go on with {data} replicas", highlight=False))
+
+
+@app.command()
 def checkpoints(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """List a job's durable checkpoints."""
     with connect(url) as client:

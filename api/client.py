@@ -133,6 +133,10 @@ class MantaClient:
         """One job."""
         return self.send(calls.job(job_id))
 
+    def resize(self, job_id: str, replicas: int) -> Job:
+        """Go on with `replicas` data-parallel replicas as soon as there is room for them."""
+        return self.send(calls.resize(job_id, replicas))
+
     def cancel(self, job_id: str) -> Job:
         """Stop a job for good."""
         return self.send(calls.cancel(job_id))

@@ -29,6 +29,9 @@ class ControlPlane(Protocol):
     def inject(self, job_id: str, fault: Fault) -> None:
         """Make a fault in a job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
 
+    def resize(self, job_id: str) -> None:
+        """A job shall have another size: wake whoever owns it."""
+
     def cluster(self) -> dict[str, Any]:
         """The cluster, in the form of `api.schemas.Cluster`."""
 

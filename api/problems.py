@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from api.schemas import FieldProblem, Problem
 from service.faults import FaultNotPossible, FaultsNotAllowed
+from service.sizes import SizeOutOfBounds
 from service.store import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
 from workers.errors import MantaError
 from workers.spec_problems import SpecError
@@ -54,7 +55,7 @@ def install(app: FastAPI) -> None:
              (IdempotencyConflict, 409, "idempotency_conflict"),
              (FaultsNotAllowed, 403, "faults_not_allowed"), (FaultNotPossible, 409, "fault_not_possible"),
              (MalformedJson, 400, "malformed_json"),
-             (BodyTooLarge, 413, "body_too_large"))  # fmt: skip
+             (BodyTooLarge, 413, "body_too_large"), (SizeOutOfBounds, 422, "size_out_of_bounds"))  # fmt: skip
     for kind, status, code in known:
         app.add_exception_handler(kind, _answer(status, code))
     app.add_exception_handler(SpecError, _spec_error)

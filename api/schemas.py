@@ -148,6 +148,15 @@ class Job(Answer):
     """When it reached its final state."""
 
 
+class Resize(BaseModel):
+    """How large a job shall be."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    data: Annotated[int, Field(strict=True, ge=1)]
+    """Number of data-parallel replicas, within the spec's elastic.min_data..max_data."""
+
+
 class RankPlace(Answer):
     """A rank's place in the grid."""
 

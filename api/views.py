@@ -18,7 +18,7 @@ from workers.config import JobSpec, ParallelConfig
 from workers.parallel.grid import RankGrid
 
 MOST_RANKS_LISTED = 4096
-_WITH_ETA = frozenset({JobState.STARTING, JobState.RUNNING, JobState.RECOVERING})
+_WITH_ETA = frozenset({JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.RESIZING})
 
 
 def moment(seconds: float) -> datetime:
@@ -47,7 +47,7 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
         step=job.step,
         steps=job.steps,
         eta_seconds=eta,
-        parallel=_stored_layout(job.spec["parallel"]),
+        parallel=_layout_in_use(job),
         generation=job.generation,
         restarts=job.restarts,
         metrics=schemas.LatestMetrics(latest={**known, **job.metrics}),
@@ -59,12 +59,15 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
     )
 
 
-def _stored_layout(document: dict[str, Any]) -> dict[str, Any]:
-    """The layout in a stored spec; as it is, where another version wrote one that this one does not take."""
+def _layout_in_use(job: tables.Job) -> dict[str, Any]:
+    """The layout that the job runs with; as it is stored, where another version wrote one that this one does not
+    take."""
+    document = job.spec["parallel"]
     try:
-        return layout_of(ParallelConfig.model_validate(document))
+        layout = ParallelConfig.model_validate(document)
     except ValidationError:
         return document
+    return layout_of(layout if job.replicas is None else layout.model_copy(update={"data": job.replicas}))
 
 
 def layout_of(layout: ParallelConfig) -> dict[str, Any]:

@@ -206,6 +206,16 @@ class ControlPlane:
             raise FaultNotPossible(f"the job is {state}, and only one that runs can have a fault")
         self._call(supervisor.inject(fault))
 
+    def resize(self, job_id: str) -> None:
+        """A job shall have another size: wake its supervisor."""
+        self._loop.call_soon_threadsafe(self._resize, job_id)
+
+    def _resize(self, job_id: str) -> None:
+        if job_id in self._supervisors:
+            self._supervisors[job_id][0].resize()
+        elif self._scheduler is not None:
+            self._scheduler.wake()
+
     def _cancel(self, job_id: str) -> None:
         if job_id in self._supervisors:
             self._supervisors[job_id][0].cancel()

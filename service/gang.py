@@ -69,18 +69,20 @@ class Gang:
         """The death behind it all; a lost connection where nobody has died."""
         return culprit_of([*self.deaths, *self._peers_lost])
 
-    async def wait(self, cancelled: asyncio.Event) -> None:
-        """Return when all ranks have finished, when one has died or come to rest, or when `cancelled` is set."""
-        stop = asyncio.create_task(cancelled.wait())
+    async def wait(self, *signals: asyncio.Event) -> None:
+        """Return when all ranks have finished, when one has died or come to rest, or when one of `signals` is set."""
+        stops = {asyncio.create_task(signal.wait()) for signal in signals}
         try:
-            while not (self.all_ended or self.broken or cancelled.is_set()):
+            while not (self.all_ended or self.broken or any(signal.is_set() for signal in signals)):
                 self._changed.clear()
                 change = asyncio.create_task(self._changed.wait())
-                await asyncio.wait({change, stop, *self._running(), *self._beside}, return_when=asyncio.FIRST_COMPLETED)
+                beside = [task for task in self._beside if not task.done()]
+                await asyncio.wait({change, *stops, *self._running(), *beside}, return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
                 self._raise_broken()
         finally:
-            stop.cancel()
+            for stop in stops:
+                stop.cancel()
 
     async def wait_for_culprit(self) -> None:
         """After a death that is only a consequence, give the death behind it a moment to be seen."""

@@ -12,12 +12,11 @@ from typing import Any
 
 from service.placement import (
     Capacity,
+    Seat,
     Unit,
     agent_name,
     anywhere_but,
     avoidable,
-    bundle_of,
-    generation_of,
     job_of,
     node_daemon_name,
     placement_group_name,
@@ -82,26 +81,30 @@ class Gangs:
         unit: Unit,
         timeout: float = 30.0,
         avoid: Collection[str] = (),
+        replicas: Sequence[int] | None = None,
     ) -> None:
-        """Create the placement groups of all replicas, in order, and wait until they hold their resources.
+        """Create the placement groups of all replicas, or of these, in order, and wait until they hold their resources.
 
         Nodes in `avoid` are not used, unless the others cannot hold the layout or are not free in a moment. Raises
         NotPlaced after `timeout` seconds; nothing is held then.
         """
         avoided = avoidable(layout, await self.capacity(unit), avoid) if avoid else set()
+        bundles = replica_bundles(layout, unit)
+        wanted = {
+            placement_group_name(job, generation, replica): bundles[replica]
+            for replica in (range(layout.data) if replicas is None else replicas)
+        }
         if avoided:
             with contextlib.suppress(NotPlaced):
-                await self._acquire(job, generation, layout, unit, AVOIDING_SECONDS, avoided)
+                await self._acquire(job, wanted, AVOIDING_SECONDS, avoided)
                 return
-        await self._acquire(job, generation, layout, unit, timeout, set())
+        await self._acquire(job, wanted, timeout, set())
 
     async def _acquire(
-        self, job: str, generation: int, layout: ParallelConfig, unit: Unit, timeout: float, avoided: set[str]
+        self, job: str, wanted: dict[str, list[dict[str, float]]], timeout: float, avoided: set[str]
     ) -> None:
-        bundles = replica_bundles(layout, unit)
         groups = [
-            await asyncio.to_thread(self._create_group, placement_group_name(job, generation, replica), wanted, avoided)
-            for replica, wanted in enumerate(bundles)
+            await asyncio.to_thread(self._create_group, name, bundles, avoided) for name, bundles in wanted.items()
         ]
         try:
             async with asyncio.timeout(timeout):
@@ -109,10 +112,9 @@ class Gangs:
         except TimeoutError:
             ready = [False]
         if not all(ready):
-            await self.release(job)
-            raise NotPlaced(
-                f"{job} did not get its {layout.world_size} x {unit} within {timeout:g} s; it goes on waiting."
-            )
+            await self.remove_groups(wanted)
+            units = sum(sum(bundle.values()) for bundles in wanted.values() for bundle in bundles)
+            raise NotPlaced(f"{job} did not get {units:g} slots or GPUs within {timeout:g} s; it goes on waiting.")
 
     def _create_group(self, name: str, bundles: list[dict[str, float]], avoided: set[str]) -> Any:
         selector = anywhere_but(avoided)
@@ -125,63 +127,55 @@ class Gangs:
         )
 
     async def start_agents(
-        self, job: str, generation: int, layout: ParallelConfig, unit: Unit, snapshots: bool = True
+        self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit, snapshots: bool = True
     ) -> list[Handle]:
-        """Start one agent per rank in the groups that `acquire` got, and return their handles in order of rank.
+        """Start one agent for each rank in `seats`, in groups that `acquire` got, and return their handles in that
+        order. `generation` is in their names.
 
         Does not wait until they are up: calls to them do. `snapshots` False: they get no folder in shared memory.
         """
-        ranks = range(layout.world_size)
-        return await asyncio.to_thread(
-            self._start_agents, job, generation, generation, ranks, layout, unit, snapshots=snapshots
-        )
+        return await asyncio.to_thread(self._start_agents, job, generation, seats, unit, snapshots)
 
     async def replace_agents(
-        self, job: str, generation: int, ranks: Sequence[int], layout: ParallelConfig, unit: Unit
+        self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit
     ) -> list[Handle] | None:
-        """Start new agents for `ranks`, whose own are gone, where those were placed; their handles once they answer.
-        None when a placement group no longer stands, or they do not answer. `generation` names the new ones."""
-        states = await asyncio.to_thread(self._groups)
-        groups = {name: state for name, state in states.items() if job_of(name) == job}
-        placed = max((generation_of(name) for name in groups), default=0)
-        names = {placement_group_name(job, placed, bundle_of(layout, rank)[0]) for rank in ranks}
-        if any(groups.get(name) != "CREATED" for name in names):
+        """Start new agents for ranks whose own are gone, in their `seats`; their handles once they answer. None when a
+        placement group no longer stands, or they do not answer."""
+        groups = await asyncio.to_thread(self._groups)
+        if any(groups.get(seat.group) != "CREATED" for seat in seats.values()):
             return None
-        agents = await asyncio.to_thread(self._start_agents, job, placed, generation, ranks, layout, unit)
+        agents = await self.start_agents(job, generation, seats, unit)
+        return agents if await self.answer(agents) else None
+
+    async def answer(self, agents: Sequence[Handle]) -> bool:
+        """Whether all of these agents answer."""
+        return await self.describe(agents) is not None
+
+    async def describe(self, agents: Sequence[Handle]) -> list[dict[str, Any]] | None:
+        """What these agents say about themselves; None when one of them does not answer."""
         try:
             async with asyncio.timeout(AGENT_SECONDS):
-                await asyncio.gather(*(_awaited(agent.describe.remote()) for agent in agents))
+                return list(await asyncio.gather(*(_awaited(agent.describe.remote()) for agent in agents)))
         except (self._ray.exceptions.RayError, TimeoutError):
             return None
-        return agents
 
     def _start_agents(
-        self,
-        job: str,
-        placed: int,
-        generation: int,
-        ranks: Sequence[int],
-        layout: ParallelConfig,
-        unit: Unit,
-        snapshots: bool = True,
+        self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit, snapshots: bool
     ) -> list[Handle]:
-        """`placed`: the generation that the placement groups are named after, `generation`: that of the agents."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        groups = {
-            replica: self._ray.util.get_placement_group(placement_group_name(job, placed, replica))
-            for replica in {bundle_of(layout, rank)[0] for rank in ranks}
-        }
+        groups = {name: self._ray.util.get_placement_group(name) for name in {seat.group for seat in seats.values()}}
         resources: dict[str, Any] = {"num_gpus": 1} if unit == "GPU" else {"num_gpus": 0, "resources": {unit: 1}}
         folder = str(self._paths.snapshot_folder(job)) if snapshots else None
         agents = []
-        for rank in ranks:
-            replica, bundle = bundle_of(layout, rank)
+        for rank, seat in seats.items():
             options = self._agent_class.options(
                 **_detached(agent_name(job, generation, rank)),
                 **resources,
-                scheduling_strategy=strategy(groups[replica], placement_group_bundle_index=bundle),
+                scheduling_strategy=strategy(groups[seat.group], placement_group_bundle_index=seat.bundle),
             )
-            agents.append(options.remote(job, rank, str(self._paths.home), str(self._paths.runtime_folder), folder))
+            agents.append(
+                options.remote(job, rank, str(self._paths.home), str(self._paths.runtime_folder), folder, seat.group)
+            )
         return agents
 
     async def find_agents(self, names: Sequence[str]) -> list[Handle | None]:
@@ -203,6 +197,22 @@ class Gangs:
         agents = [agent for agent in await self.find_agents(names) if agent is not None]
         await asyncio.gather(*(self._end_agent(agent, keep_snapshots) for agent in agents))
         await asyncio.to_thread(self._remove_groups, job)
+
+    async def dismiss(self, agents: Iterable[Handle], groups: Iterable[str]) -> None:
+        """End these agents and their trainers, but keep what they have in shared memory; remove these groups."""
+        await asyncio.gather(*(self._end_agent(agent, keep_snapshots=True) for agent in agents))
+        await self.remove_groups(groups)
+
+    async def end_strays(self, job: str, names: Collection[str], groups: Collection[str]) -> None:
+        """End all agents and placement groups of `job` but these: some that were to join, or had left."""
+        strays = [name for name in await self._agent_names() if job_of(name) == job and name not in names]
+        found = [agent for agent in await self.find_agents(strays) if agent is not None]
+        held = await asyncio.to_thread(self._groups)
+        await self.dismiss(found, [name for name in held if job_of(name) == job and name not in groups])
+
+    async def remove_groups(self, names: Iterable[str]) -> None:
+        """Remove placement groups by name; those that are gone are no error."""
+        await asyncio.to_thread(self._remove, list(names))
 
     async def end_job(self, job: str) -> None:
         """Release `job` for good, and let every node remove what is left of it, such as the snapshots of an agent
@@ -230,10 +240,12 @@ class Gangs:
         return {group["name"]: group["state"] for group in table.values() if group["state"] != "REMOVED"}
 
     def _remove_groups(self, job: str) -> None:
-        for name in self._groups():
-            if job_of(name) == job:
-                with contextlib.suppress(ValueError):  # removed meanwhile
-                    self._ray.util.remove_placement_group(self._ray.util.get_placement_group(name))
+        self._remove([name for name in self._groups() if job_of(name) == job])
+
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
+            with contextlib.suppress(ValueError):  # removed meanwhile
+                self._ray.util.remove_placement_group(self._ray.util.get_placement_group(name))
 
     async def sweep(self, live_jobs: Iterable[str]) -> list[str]:
         """Release every job that holds agents or placement groups but is not in `live_jobs`. Answers their ids."""

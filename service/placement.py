@@ -5,7 +5,7 @@ One placement group per data-parallel replica, one bundle in it per tensor-paral
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,10 +62,26 @@ def replica_bundles(layout: ParallelConfig, unit: Unit) -> list[list[dict[str, f
     return [[{unit: float(layout.tensor)} for _ in range(groups)] for _ in range(layout.data)]
 
 
-def bundle_of(layout: ParallelConfig, rank: int) -> tuple[int, int]:
-    """(replica, index of the bundle in its placement group) of `rank`."""
-    at = RankGrid(layout).coordinates(rank)
-    return at.data, at.pipeline * layout.context + at.context
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank's agent is placed."""
+
+    group: str
+    """Name of the placement group of its replica."""
+    bundle: int
+    """Index of its bundle there."""
+
+
+def replica_of(layout: ParallelConfig, rank: int) -> int:
+    """The data-parallel replica of `rank`."""
+    return RankGrid(layout).coordinates(rank).data
+
+
+def seats_of(layout: ParallelConfig, groups: Sequence[str]) -> dict[int, Seat]:
+    """The seat of each rank, where `groups` are the placement groups of the replicas, in order."""
+    grid = RankGrid(layout)
+    places = {rank: grid.coordinates(rank) for rank in range(layout.world_size)}
+    return {rank: Seat(groups[at.data], at.pipeline * layout.context + at.context) for rank, at in places.items()}
 
 
 def missing(layout: ParallelConfig, capacity: Capacity) -> Shortage | None:
@@ -118,10 +134,3 @@ def job_of(name: str) -> str | None:
     """The job to which an agent or a placement group belongs, by its name; None for other names."""
     parts = name.split("/")
     return parts[1] if len(parts) == 4 and parts[0] in ("replica", "agent") else None
-
-
-def generation_of(name: str) -> int:
-    """The generation in the name of an agent or a placement group. Raises ValueError for other names."""
-    if job_of(name) is None:
-        raise ValueError(f"{name!r} is no name of an agent or a placement group")
-    return int(name.split("/")[2])

@@ -114,21 +114,30 @@ def snapshot_source(step: int) -> str:
 
 
 def choose_resume(
-    snapshots: Sequence[Iterable[int]], checkpoints: Sequence[tuple[int, str]], unusable: Iterable[str] = ()
+    snapshots: Sequence[Iterable[int]],
+    checkpoints: Sequence[tuple[int, str]],
+    unusable: Iterable[str] = (),
+    others: Sequence[tuple[int, list[str]]] = (),
 ) -> Resume:
     """The newest state that all ranks can reach.
 
     `snapshots`: for each rank the steps whole in its shared memory; `checkpoints`: (step, path) of the durable ones,
-    oldest first; `unusable`: paths that could not be read, "snapshot", or `snapshot_source` for those of one step. A
-    snapshot wins over a checkpoint of the same step, since it is nearer.
+    oldest first; `unusable`: paths that could not be read, "snapshot", or `snapshot_source` for those of one step;
+    `others`: (step, paths) of what ranks of other layouts left in shared memory. Of the same step a snapshot wins over
+    those, and they over a checkpoint: the nearest wins.
     """
     bad = set(unusable)
     common = set.intersection(*(set(steps) for steps in snapshots)) if snapshots and "snapshot" not in bad else set()
     common = {step for step in common if snapshot_source(step) not in bad}
     usable = [(step, path) for step, path in checkpoints if path not in bad]
     newest = usable[-1] if usable else None
-    if common and (newest is None or max(common) >= newest[0]):
-        return Resume("snapshot", max(common))
+    foreign = [each for each in others if "snapshot" not in bad and snapshot_source(each[0]) not in bad]
+    left = max(foreign, key=lambda each: each[0], default=None)
+    in_memory = max([*common, *([left[0]] if left else [])], default=None)
+    if in_memory is not None and (newest is None or in_memory >= newest[0]):
+        if in_memory in common or left is None:
+            return Resume("snapshot", in_memory)
+        return Resume("memory", in_memory, paths=tuple(left[1]))
     if newest is not None:
         return Resume("checkpoint", newest[0], newest[1])
     return Resume()

@@ -51,7 +51,7 @@ class ReportWriter:
         step, at = row["step"], float(row.get("time") or time.time())
         if not generations.mark_first_step(session, self._job_id, self._generation, at):
             return
-        if jobs.get(session, self._job_id).state in (JobState.STARTING, JobState.RECOVERING):
+        if jobs.get(session, self._job_id).state in (JobState.STARTING, JobState.RECOVERING, JobState.RESIZING):
             jobs.transition(session, self._job_id, JobState.RUNNING)
         message = f"generation {self._generation} committed its first step, {step}"
         events.append(session, self._job_id, "first_step", message, generation=self._generation, step=step)

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from service.budgets import avoided_nodes, faults_of
 from service.gangs import NotPlaced
 from service.placement import missing, unit_of
+from service.sizes import resized
 from service.states import JobState
 from service.store import IllegalTransition, generations, jobs
 from service.store.tables import Job
@@ -79,12 +80,14 @@ class Scheduler:
             return [job for job in jobs.unfinished(session) if job.state == JobState.QUEUED]
 
     async def _read_spec(self, job: Job) -> JobSpec | None:
-        """The job's spec; None, and the job has failed, where this version no longer takes it."""
+        """The job's spec, of the size that is wanted; None, and the job has failed, where this version no longer takes
+        it."""
         try:
-            return JobSpec.model_validate(job.spec)
+            spec = JobSpec.model_validate(job.spec)
         except ValidationError as error:
             await self._transition(job, JobState.FAILED, "invalid_spec", stored_spec_problem(error))
             return None
+        return resized(spec, job.wanted_replicas or spec.layout.data)
 
     async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:
         try:

@@ -16,6 +16,8 @@ class JobState(StrEnum):
     """Commits steps."""
     RECOVERING = "RECOVERING"
     """Something died; the next generation is on its way."""
+    RESIZING = "RESIZING"
+    """Changes its number of replicas; the next generation is on its way."""
     CANCELLING = "CANCELLING"
     """The user asked to stop; processes are being ended."""
     SUCCEEDED = "SUCCEEDED"
@@ -31,8 +33,9 @@ _S = JobState
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     _S.QUEUED: frozenset({_S.STARTING, _S.CANCELLED, _S.FAILED}),
     _S.STARTING: frozenset({_S.RUNNING, _S.RECOVERING, _S.QUEUED, _S.CANCELLING, _S.FAILED, _S.SUCCEEDED}),
-    _S.RUNNING: frozenset({_S.RECOVERING, _S.CANCELLING, _S.SUCCEEDED, _S.FAILED}),
-    _S.RECOVERING: frozenset({_S.RUNNING, _S.QUEUED, _S.CANCELLING, _S.FAILED, _S.SUCCEEDED}),
+    _S.RUNNING: frozenset({_S.RECOVERING, _S.RESIZING, _S.CANCELLING, _S.SUCCEEDED, _S.FAILED}),
+    _S.RECOVERING: frozenset({_S.RUNNING, _S.RESIZING, _S.QUEUED, _S.CANCELLING, _S.FAILED, _S.SUCCEEDED}),
+    _S.RESIZING: frozenset({_S.RUNNING, _S.RECOVERING, _S.QUEUED, _S.CANCELLING, _S.FAILED, _S.SUCCEEDED}),
     _S.CANCELLING: frozenset({_S.CANCELLED}),
     _S.SUCCEEDED: frozenset(),
     _S.FAILED: frozenset(),
@@ -49,18 +52,22 @@ ACTIONS: dict[str, dict[JobState, JobState]] = {
         _S.STARTING: _S.CANCELLING,
         _S.RUNNING: _S.CANCELLING,
         _S.RECOVERING: _S.CANCELLING,
+        _S.RESIZING: _S.CANCELLING,
     },
 }
 """For each action of a user: the states in which it is legal, and the state that it leads to at once."""
 
 STATE_NAMES: tuple[str, ...] = (
     *(state.value for state in JobState if state not in FINAL),
-    "RESIZING",
     "PAUSING",
     "PAUSED",
     *(state.value for state in JobState if state in FINAL),
 )
-"""All state names of the REST contract. No job is RESIZING, PAUSING or PAUSED today, but asking for such is legal."""
+"""All state names of the REST contract. No job is PAUSING or PAUSED today, but asking for such is legal."""
+
+
+RESIZABLE: frozenset[JobState] = frozenset({_S.QUEUED, _S.STARTING, _S.RUNNING, _S.RECOVERING, _S.RESIZING})
+"""States in which a user may ask for another number of replicas; the state changes once that begins."""
 
 
 def can(source: JobState, target: JobState) -> bool:

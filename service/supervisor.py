@@ -10,22 +10,26 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from service import replication
+from service.budgets import Fault as MachineFault
 from service.budgets import avoided_nodes, faults_of
+from service.crew import Crew, Joiners, prepared
 from service.faults import FaultNotPossible, refuse_impossible
-from service.gang import Gang, Handle
+from service.gang import Gang
 from service.gangs import Gangs, NotPlaced
 from service.hang_watch import HangWatch
 from service.incident import Incident
-from service.placement import agent_name, unit_of
+from service.other_layouts import spread, whole_states
 from service.recovery import Death, GiveUp, choose_resume, decide, fault_of, unusable_sources
 from service.recovery_timeline import RecoveryTimeline
 from service.reports import ReportWriter
-from service.states import JobState, is_final
+from service.sizes import resized, room_for, size_within, sizes_of
+from service.states import JobState, can, is_final
 from service.store import Store, checkpoints, events, generations, jobs, ranks, recoveries
 from service.store.tables import Generation, Job
 from workers.checkpoint.catalog import whole_checkpoints
@@ -43,6 +47,8 @@ log = logging.getLogger(__name__)
 REST_SECONDS = 5.0
 # An agent that takes longer to arm a fault is taken for dead.
 INJECT_SECONDS = 10.0
+# How often a job that is smaller than it should be looks for room to grow.
+ROOM_SECONDS = 2.0
 
 
 @dataclass
@@ -66,14 +72,14 @@ class Supervisor:
 
     def __init__(self, site: Site, job: Job):
         self.site, self.job_id = site, job.id
-        self.spec = JobSpec.model_validate(job.spec)
+        self.submitted = JobSpec.model_validate(job.spec)
+        self.spec = resized(self.submitted, job.replicas or self.submitted.layout.data)
+        """With the number of replicas that the job runs with."""
         self.paths = Paths.of(site.home)
         self.cancelled = asyncio.Event()
-        self._agents: list[Handle] = []
-        self._names: list[str] = []
-        self._after: dict[int, int] = {}
-        self._layout_tag = layout_tag(self.spec.model_dump(mode="json"))
-        self._nodes: dict[int, str | None] = {}
+        self._size_asked = asyncio.Event()
+        self._crew = Crew(site.gangs, job.id, self.spec)
+        self._chores: set[asyncio.Task[None]] = set()
         self._replicated: set[int] = set()
         self._failed_launches = 0
         self._memory: dict[int, int | None] = {}
@@ -85,7 +91,7 @@ class Supervisor:
 
     async def inject(self, fault: Fault) -> None:
         """Have the agent of the fault's rank make it. Raises FaultNotPossible."""
-        agents = list(self._agents)
+        agents = list(self._crew.agents)
         refuse_impossible(fault, len(agents), (await self._job()).step, self.spec.train.steps)
         step = None if fault.phase in BETWEEN_STEPS else fault.at_step
         await self._event("fault_injected", fault.sentence, rank=fault.rank, step=step, data=fault.to_json())
@@ -94,6 +100,15 @@ class Supervisor:
                 await agents[fault.rank].arm.remote(fault.to_json())
         except (self.site.ray.exceptions.RayError, TimeoutError) as error:
             raise FaultNotPossible(f"the agent of rank {fault.rank} does not answer; try again") from error
+
+    def resize(self) -> None:
+        """The job may run with another number of replicas than it does: see whether it can."""
+        self._size_asked.set()
+
+    @property
+    def _tag(self) -> str:
+        """Of the layout that the job runs with, in the names of its snapshots."""
+        return layout_tag(self.spec.model_dump(mode="json"))
 
     async def run(self, placed_generation: int | None) -> None:
         """Take the job to its end. `placed_generation`: the number its placement groups carry when they were just
@@ -125,15 +140,20 @@ class Supervisor:
 
     async def _through(self, gang: Gang) -> Gang | None:
         """Live through one generation; the next gang, or None when the job is over."""
-        await gang.wait(self.cancelled)
+        await gang.wait(self.cancelled, self._size_asked)
         if self.cancelled.is_set():
             return gang
         if not gang.broken:
+            if not gang.all_ended:
+                return await self._resize(gang)
             await self._succeed()
             return None
         timeline = RecoveryTimeline(noticed_at=time.time())
         await gang.wait_for_culprit()
-        await asyncio.gather(self._say_recovering(), gang.rest(REST_SECONDS))
+        await asyncio.gather(self._say(JobState.RECOVERING), gang.rest(REST_SECONDS))
+        return await self._after_deaths(gang, timeline)
+
+    async def _after_deaths(self, gang: Gang, timeline: RecoveryTimeline) -> Gang | None:
         timeline.rested_at, timeline.failed_at = time.time(), gang.culprit.at
         self._memory = gang.resting
         agents_lost = [death.rank for death in gang.deaths if death.kind == "agent_lost"]
@@ -145,7 +165,7 @@ class Supervisor:
         job = await self._job()
         lives = await self._generations()
         progressed = bool(lives) and lives[-1].first_step_at is not None
-        fault = fault_of(culprit, time.time(), job.step, progressed, self._nodes.get(culprit.rank))
+        fault = fault_of(culprit, time.time(), job.step, progressed, self._crew.nodes.get(culprit.rank))
         data = {**fault.to_json(), "traceback": culprit.traceback}
         await self._event("rank_lost", culprit.sentence, rank=culprit.rank, step=culprit.step, data=data)
         policy = self.spec.recovery
@@ -160,7 +180,7 @@ class Supervisor:
         if self.cancelled.is_set():
             return None
         incident = Incident(culprit, fault, timeline, decision.wait_seconds)
-        if agents_lost and not await self._replace_agents(job, agents_lost):
+        if agents_lost and not await self._make_whole(job, agents_lost, fault):
             return await self._replace(job, decision.cause, incident)
         return await self._launch(decision.cause, counts=True, incident=incident)
 
@@ -173,63 +193,126 @@ class Supervisor:
                 await self.cancelled.wait()
 
     async def _launch_placed(self, placed_generation: int) -> Gang | None:
-        unit = unit_of(self.spec.resources.accelerator, await self.site.gangs.has_gpus())
-        self._agents = await self.site.gangs.start_agents(self.job_id, placed_generation, self.spec.layout, unit)
-        world = self.spec.layout.world_size
-        self._names = [agent_name(self.job_id, placed_generation, rank) for rank in range(world)]
-        self._after = {}
         job = await self._job()
+        self.spec = resized(self.submitted, job.wanted_replicas or self.submitted.layout.data)
+        await self._crew.start(placed_generation, self.spec.layout)
         return await self._launch("submitted" if job.generation == 0 else "placed again", counts=job.generation > 0)
 
     async def _replace(self, job: Job, cause: str, incident: Incident | None = None) -> Gang | None:
         """Give up the placement, keep the snapshots, and place the whole gang anew, away from nodes that keep
         failing."""
         faults = [*faults_of(await self._generations()), *([] if incident is None else [incident.fault])]
-        avoid = avoided_nodes(faults, time.time())
         self._memory = {}
-        await self.site.gangs.release(self.job_id, keep_snapshots=True)
-        placed = job.generation + 1
-        unit = unit_of(self.spec.resources.accelerator, await self.site.gangs.has_gpus())
-        await self.site.gangs.acquire(self.job_id, placed, self.spec.layout, unit, avoid=avoid)
-        self._agents = await self.site.gangs.start_agents(self.job_id, placed, self.spec.layout, unit)
-        self._names = [agent_name(self.job_id, placed, rank) for rank in range(self.spec.layout.world_size)]
-        self._after = {}
+        await self._crew.place_anew(job.generation + 1, self.spec.layout, avoided_nodes(faults, time.time()))
         return await self._launch(cause, counts=job.generation > 0, incident=incident)
 
-    async def _replace_agents(self, job: Job, lost: list[int]) -> bool:
-        """Start new agents for the ranks `lost` where they were placed; False when the job must be placed anew."""
-        if len(lost) == len(self._agents):
+    async def _make_whole(self, job: Job, lost: list[int], fault: MachineFault) -> bool:
+        """Find agents for the ranks `lost`: in their own places, else by placing their replicas elsewhere, else by
+        going on without those replicas, where `elastic` allows it. False when the job must be placed anew."""
+        crew, generation = self._crew, job.generation + 1
+        if len(lost) == len(crew.agents):
             return False
-        layout, generation = self.spec.layout, job.generation + 1
-        unit = unit_of(self.spec.resources.accelerator, await self.site.gangs.has_gpus())
-        fresh = await self.site.gangs.replace_agents(self.job_id, generation, lost, layout, unit)
-        for rank, agent in zip(lost, fresh or [], strict=False):
-            self._agents[rank], self._names[rank] = agent, agent_name(self.job_id, generation, rank)
-            self._after.pop(rank, None)
-        return fresh is not None
+        if await crew.replace(generation, lost):
+            return True
+        replicas = crew.replicas_of(lost)
+        staying = [replica for replica in range(crew.layout.data) if replica not in replicas]
+        await crew.give_up(replicas)
+        avoid = avoided_nodes([*faults_of(await self._generations()), fault], time.time())
+        has_room = room_for(crew.layout, await crew.capacity()) >= len(replicas)
+        if has_room and await crew.place_replicas(generation, replicas, avoid):
+            return True
+        if len(staying) not in sizes_of(self.submitted):
+            return False
+        smaller = resized(self.spec, len(staying))
+        crew.shrink(smaller.layout, staying)
+        self.spec, self._memory = smaller, {}
+        await self._event("shrunk", f"goes on with {len(staying)} replicas: there is no room for more")
+        return True
+
+    async def _resize(self, gang: Gang) -> Gang | None:
+        """Go on with as many replicas as are wanted and fit; the same gang when that is what it has."""
+        self._size_asked.clear()
+        job, crew = await self._job(), self._crew
+        wanted, held = job.wanted_replicas or self.submitted.layout.data, crew.layout.data
+        size = size_within(sizes_of(self.submitted), wanted, held, room_for(crew.layout, await crew.capacity()))
+        if size is None or size == held:
+            if wanted > held:
+                await self._event(
+                    "resize_waiting", f"there is no room for more than {held} replicas; it goes on waiting"
+                )
+            return gang
+        target, joiners = resized(self.spec, size), None
+        if size > held:
+            joiners = await self._enlist(job, target, gang)
+            if joiners is None:
+                return gang
+        await self._say(JobState.RESIZING)
+        noticed = time.time()
+        await gang.rest(REST_SECONDS)
+        if gang.deaths or self.cancelled.is_set():
+            if joiners is not None:
+                await crew.send_away(joiners)
+            return gang if self.cancelled.is_set() else await self._after_deaths(gang, RecoveryTimeline(noticed))
+        self.spec, self._memory = target, {}
+        if joiners is not None:
+            crew.grow(target.layout, joiners)
+        else:
+            self._in_background(crew.send_away(crew.shrink(target.layout, range(size))))
+        return await self._launch(f"resized from {held} to {size} replicas", counts=False)
+
+    async def _enlist(self, job: Job, target: JobSpec, gang: Gang) -> Joiners | None:
+        """Agents for the replicas that `target` has more, with trainers that are ready, while the others train on;
+        None when they cannot be had, or something happened meanwhile."""
+        joiners = await self._crew.enlist(job.generation + 1, target.layout)
+        if joiners is None:
+            return None
+        about = await self.site.gangs.describe(joiners.agents)
+        first = self._crew.layout.world_size
+        orders = [
+            self._order(first + at, target, job.generation + 1, Resume(), None, place).to_json()
+            for at, place in enumerate(about or [])
+        ]
+        ready = about is not None and await prepared(joiners.agents, orders, self.site.ray.exceptions.RayError)
+        if ready and not (gang.broken or gang.all_ended or self.cancelled.is_set()):
+            return joiners
+        await self._crew.send_away(joiners)
+        return None
+
+    async def _look_for_room(self) -> None:
+        """Whenever the job runs with fewer replicas than are wanted, see now and then whether there is room for more:
+        no event tells."""
+        while len(sizes_of(self.submitted)) > 1:
+            await asyncio.sleep(ROOM_SECONDS)
+            wanted = (await self._job()).wanted_replicas or self.submitted.layout.data
+            if wanted <= self.spec.layout.data or await self._others_wait():
+                continue
+            if room_for(self.spec.layout, await self._crew.capacity()) > 0:
+                self._size_asked.set()
+
+    async def _others_wait(self) -> bool:
+        """Whether jobs stand in the queue, to whom what is free belongs."""
+        return any(job.state == JobState.QUEUED for job in await self._read(lambda s: list(jobs.unfinished(s))))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
 
     async def _adopt(self, job: Job) -> Gang | None:
         """Find the running gang by the names of its agents and go on watching it."""
         rows = await self._read(lambda s: ranks.of_job(s, self.job_id))
-        self._names = [row.actor or "" for row in rows]
-        found = await self.site.gangs.find_agents(self._names)
-        if len(found) != self.spec.layout.world_size or any(agent is None for agent in found):
+        after = {row.rank: job.report_cursor.get(str(row.rank), 0) for row in rows}
+        about = await self._crew.adopt([row.actor or "" for row in rows], after)
+        if about is None:
             return await self._lost_while_away(job, "an agent was lost while the control plane was away")
-        self._agents = found
-        try:
-            states = await asyncio.gather(*(agent.describe.remote() for agent in self._agents))
-        except self.site.ray.exceptions.RayError:
-            return await self._lost_while_away(job, "an agent was lost while the control plane was away")
-        self._after = {rank: job.report_cursor.get(str(rank), 0) for rank in range(len(self._agents))}
-        self._nodes = {rank: state["node"] for rank, state in enumerate(states)}
-        if any(state["generation"] != job.generation for state in states):
+        if any(state["generation"] != job.generation for state in about):
             return await self._lost_while_away(job, "the control plane was restarted during a launch")
         await self._event("adopted", "the control plane was restarted; the job never noticed")
         current = await self._generation_row(job)
         return self._watch(job.generation, current.resume_step if current is not None else 0, taken_over=True)
 
     async def _lost_while_away(self, job: Job, cause: str) -> Gang | None:
-        await self._say_recovering()
+        await self._say(JobState.RECOVERING)
         return await self._replace(job, cause)
 
     async def _launch(self, cause: str, counts: bool, incident: Incident | None = None) -> Gang | None:
@@ -240,13 +323,15 @@ class Supervisor:
             resume = await self._choose_resume(incident)
             generation = await self._begin(cause, counts, resume, incident)
             begun = counts
-            where = await asyncio.gather(*(agent.describe.remote() for agent in self._agents))
-            self._nodes = {rank: place["node"] for rank, place in enumerate(where)}
+            where = await asyncio.gather(*(agent.describe.remote() for agent in self._crew.agents))
+            self._crew.note(where)
             store = await self._start_store(where[0]["node"], generation)
-            orders = [self._order(rank, generation, resume, store, where[rank]) for rank in range(len(where))]
+            orders = [
+                self._order(rank, self.spec, generation, resume, store, place) for rank, place in enumerate(where)
+            ]
             gang = self._watch(generation, resume.step)
             pids = await asyncio.gather(
-                *(agent.launch.remote(order.to_json()) for agent, order in zip(self._agents, orders, strict=True))
+                *(agent.launch.remote(order.to_json()) for agent, order in zip(self._crew.agents, orders, strict=True))
             )
         except (self.site.ray.exceptions.RayError, LaunchFailed) as error:
             log.warning("launch of %s failed: %s", self.job_id, error)
@@ -256,12 +341,12 @@ class Supervisor:
                 self._failed_launches += 1
             first_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
             death = Death(0, "agent_lost", message=f"could not be launched ({first_line})")
-            return await self._recover(death, list(range(len(self._agents))), RecoveryTimeline(time.time()))
+            return await self._recover(death, list(range(len(self._crew.agents))), RecoveryTimeline(time.time()))
         rows = [self._rank_row(order, where[order.rank], pids[order.rank]["pid"]) for order in orders]
         nodes = [each["node"] or each["host"] for each in where]
         kept = [rank for rank, answer in enumerate(pids) if answer["kept"]]
         await self._note_launched(generation, rows, kept)
-        await replication.begin(self._agents, nodes, generation, self._layout_tag)
+        await replication.begin(self._crew.agents, nodes, generation, self._tag)
         if kept:
             await self._say_replaced(generation, kept)
         return gang
@@ -278,8 +363,8 @@ class Supervisor:
         await self._write(note)
 
     async def _say_replaced(self, generation: int, kept: list[int]) -> None:
-        started = [rank for rank in range(len(self._agents)) if rank not in kept]
-        message = f"generation {generation} goes on with {len(kept)} of {len(self._agents)} processes"
+        started = [rank for rank in range(len(self._crew.agents)) if rank not in kept]
+        message = f"generation {generation} goes on with {len(kept)} of {len(self._crew.agents)} processes"
         data = {"kept": kept, "started": started}
         await self._write(
             lambda s: events.append(s, self.job_id, "ranks_replaced", message, generation=generation, data=data)
@@ -292,10 +377,10 @@ class Supervisor:
             hangs.heard(report)
             await writer.take(report)
 
-        gang = Gang(self.site.ray, self._agents, generation, self._after, take)
+        gang = Gang(self.site.ray, self._crew.agents, generation, self._crew.after, take)
         hangs = HangWatch(
             self.site.ray,
-            self._agents,
+            self._crew.agents,
             RankGrid(self.spec.layout).group,
             self._event,
             gang.lose,
@@ -303,11 +388,13 @@ class Supervisor:
             self._stragglers_replaced,
         )
         gang.beside(hangs.run(look_first=taken_over))
+        gang.beside(self._look_for_room())
         return gang
 
     async def _choose_resume(self, incident: Incident | None) -> Resume:
-        steps = await asyncio.gather(*(agent.snapshot_steps.remote() for agent in self._agents))
-        found = await replication.bring_back(self._agents, steps, (await self._job()).generation, self._layout_tag)
+        agents, generation = self._crew.agents, (await self._job()).generation
+        steps = await asyncio.gather(*(agent.snapshot_steps.remote(self._tag) for agent in agents))
+        found = await replication.bring_back(agents, steps, generation, self._tag)
         self._replicated = {step for own, all_steps in zip(steps, found, strict=True) for step in {*all_steps} - {*own}}
         held = [(*own, self._memory.get(rank)) for rank, own in enumerate(found)]
         snapshots = [[step for step in each if step is not None] for each in held]
@@ -316,16 +403,38 @@ class Supervisor:
         folder = self.paths.checkpoint_folder(self.job_id)
         whole = await asyncio.to_thread(whole_checkpoints, folder)
         await self._write(lambda s: checkpoints.reconcile(s, self.job_id, [(str(path), m.bytes) for path, m in whole]))
-        return choose_resume(snapshots, [(m.step, str(path)) for path, m in whole], unusable)
+        durable = [(m.step, str(path)) for path, m in whole]
+        return choose_resume(snapshots, durable, unusable, await self._of_other_sizes(generation))
+
+    async def _of_other_sizes(self, generation: int) -> list[tuple[int, list[str]]]:
+        """(Step, files) of the newest state that ranks of another size of the job left whole in shared memory."""
+        sizes = [resized(self.submitted, size) for size in sizes_of(self.submitted)]
+        worlds = {layout_tag(spec.model_dump(mode="json")): spec.layout.world_size for spec in sizes}
+        worlds.pop(self._tag, None)
+        if not worlds:
+            return []
+        where = await asyncio.gather(*(agent.describe.remote() for agent in self._crew.agents))
+        agents = {place["host"]: agent for place, agent in zip(where, self._crew.agents, strict=True)}
+        kept = dict(zip(agents, await asyncio.gather(*(agent.kept.remote() for agent in agents.values())), strict=True))
+        for state in whole_states(kept, worlds):
+            if await spread(state, agents, kept, generation):
+                return [(state.step, state.paths)]
+        return []
 
     async def _begin(self, cause: str, counts: bool, resume: Resume, incident: Incident | None) -> int:
-        words = {"start": "from the start", "snapshot": "from shared memory", "checkpoint": f"from {resume.path}"}
+        words = {
+            "start": "from the start",
+            "snapshot": "from shared memory",
+            "memory": "from the shared memory of another size",
+            "checkpoint": f"from {resume.path}",
+        }
         failure = None if incident is None else incident.fault.to_json()
         data = {"failure": failure, "resume_path": resume.path}
         source = self._told_source(resume)
 
         def begin(session: Any) -> int:
             number = generations.begin(session, self.job_id, cause, counts, resume.source, resume.step, data)
+            jobs.set_replicas(session, self.job_id, self.spec.layout.data)
             if incident is not None:
                 recoveries.begin(session, self.job_id, number, incident.beginning(source, resume.step))
             events.append(
@@ -358,13 +467,19 @@ class Supervisor:
         return found
 
     def _order(
-        self, rank: int, generation: int, resume: Resume, store: dict[str, Any] | None, where: dict[str, Any]
+        self,
+        rank: int,
+        spec: JobSpec,
+        generation: int,
+        resume: Resume,
+        store: dict[str, Any] | None,
+        where: dict[str, Any],
     ) -> LaunchOrder:
         return LaunchOrder(
             job=self.job_id,
             generation=generation,
             rank=rank,
-            spec=self.spec.model_dump(mode="json"),
+            spec=spec.model_dump(mode="json"),
             store_host=store["host"] if store else None,
             store_port=store["port"] if store else None,
             snapshot_folder=str(self.paths.snapshot_folder(self.job_id)),
@@ -388,7 +503,7 @@ class Supervisor:
             "pid": pid,
             "generation": order.generation,
             "state": "running",
-            "actor": self._names[order.rank],
+            "actor": self._crew.names[order.rank],
         }
 
     async def _generations(self) -> list[Generation]:
@@ -448,12 +563,15 @@ class Supervisor:
 
         await self._write(queue)
 
-    async def _say_recovering(self) -> None:
-        def recovering(session: Any) -> None:
-            if jobs.get(session, self.job_id, lock=True).state in (JobState.STARTING, JobState.RUNNING):
-                jobs.transition(session, self.job_id, JobState.RECOVERING)
+    async def _say(self, state: JobState) -> None:
+        """Note that the job is on its way to another generation."""
 
-        await self._write(recovering)
+        def say(session: Any) -> None:
+            job = jobs.get(session, self.job_id, lock=True)
+            if can(JobState(job.state), state):
+                jobs.transition(session, self.job_id, state)
+
+        await self._write(say)
 
     async def _job(self) -> Job:
         return await self._read(lambda s: jobs.get(s, self.job_id))

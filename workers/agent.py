@@ -40,8 +40,12 @@ class StaleGeneration(MantaError):
 class Agent:
     """Owns rank `rank` of `job`: launches its trainer, buffers its reports, writes its log."""
 
-    def __init__(self, job: str, rank: int, home: str, runtime_folder: str, snapshot_folder: str | None):
-        """`home`, `runtime_folder`: see `workers/paths.py`; `snapshot_folder`: the job's, in shared memory."""
+    def __init__(
+        self, job: str, rank: int, home: str, runtime_folder: str, snapshot_folder: str | None, group: str = ""
+    ):
+        """`home`, `runtime_folder`: see `workers/paths.py`; `snapshot_folder`: the job's, in shared memory; `group`:
+        the placement group that it is in."""
+        self._group = group
         self._job, self._rank, self._home = job, rank, home
         self._runtime_folder, self._snapshot_folder = runtime_folder, snapshot_folder
         self._log = RankLog(Paths.of(home).rank_log(job, rank), rank)
@@ -60,7 +64,8 @@ class Agent:
         self._struck: set[str] = set()
 
     async def describe(self) -> dict[str, Any]:
-        """Where this rank is: `host`, `ip`, `node`, `pid` (the agent's), `trainer_pid`, `generation`, `devices`."""
+        """Where this rank is: `host`, `ip`, `node`, `pid` (the agent's), `trainer_pid`, `generation`,
+        `group` (its placement group), `devices`."""
         host = this_host()
         running = self._run is not None and not self._run.ended
         return {
@@ -70,6 +75,7 @@ class Agent:
             "pid": os.getpid(),
             "trainer_pid": self._run.process.pid if self._run is not None and running else None,
             "generation": self._generation,
+            "group": self._group,
             "devices": list(host.devices),
         }
 

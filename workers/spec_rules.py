@@ -371,6 +371,14 @@ def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("elastic.min_data", f"must be at most parallel.data ({data})", str(data))
     if (spec.elastic.max_data or data) < data:
         yield Problem("elastic.max_data", f"must be at least parallel.data ({data})", str(data))
+    for size in range(data + 1, (spec.elastic.max_data or data) + 1):
+        larger = spec.model_copy(update={"parallel": spec.layout.model_copy(update={"data": size})})
+        broken = [
+            problem for rule in (_every_replica_has_samples, _interleaving_fits_batches) for problem in rule(larger)
+        ]
+        if broken:
+            yield Problem("elastic.max_data", f"{size} replicas do not work: {broken[0].rule}", str(size - 1))
+            return
 
 
 UNSUPPORTED: tuple[Rule, ...] = (

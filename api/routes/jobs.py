@@ -1,4 +1,4 @@
-"""Jobs: submit, list, read, cancel."""
+"""Jobs: submit, list, read, resize, cancel."""
 
 from __future__ import annotations
 
@@ -92,6 +92,18 @@ def cancel(control: Control, job_id: JobId) -> schemas.Job:
 
     job = control.store.write(operation)
     control.cancel(job_id)
+    return job
+
+
+@router.post("/{job_id}/resize", status_code=202)
+def resize(control: Control, job_id: JobId, wish: schemas.Resize) -> schemas.Job:
+    """Go on with another number of replicas, at the same global batch, as soon as there is room for them."""
+
+    def operation(session: Any) -> schemas.Job:
+        return views.job_view(session, jobs.request_resize(session, job_id, wish.data))
+
+    job = control.store.write(operation)
+    control.resize(job_id)
     return job
 
 

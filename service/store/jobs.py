@@ -10,7 +10,8 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from service.states import FINAL, JobState, after_action, can, is_final
+from service.sizes import SizeOutOfBounds, sizes_of
+from service.states import FINAL, RESIZABLE, JobState, after_action, can, is_final
 from service.store import events, state_changes
 from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
 from service.store.ids import is_job_id, next_job_id
@@ -126,6 +127,24 @@ def request_cancel(session: Session, job_id: str) -> Job:
     return transition(session, job_id, target, "cancelled_by_user", "cancelled by the user")
 
 
+def request_resize(session: Session, job_id: str, replicas: int) -> Job:
+    """Note that the job shall run with `replicas`; its supervisor does the rest as soon as there is room.
+
+    Raises JobNotFound, IllegalTransition when the job's state does not allow it, and SizeOutOfBounds.
+    """
+    job = get(session, job_id, lock=True)
+    state = JobState(job.state)
+    if state not in RESIZABLE:
+        raise IllegalTransition(job_id, state, action="resize")
+    sizes = sizes_of(JobSpec.model_validate(job.spec))
+    if replicas not in sizes:
+        raise SizeOutOfBounds(job_id, replicas, sizes)
+    job.wanted_replicas, job.updated_at = replicas, time.time()
+    told = f"the user asked for {replicas} replicas"
+    events.append(session, job_id, "resize_requested", told, generation=job.generation, data={"data": replicas})
+    return job
+
+
 def set_waiting(
     session: Session,
     job_id: str,
@@ -142,6 +161,12 @@ def set_waiting(
     if job.state == JobState.QUEUED and told != (waiting_for, reason, message):
         job.waiting_for, job.reason, job.message, job.updated_at = waiting_for, reason, message, time.time()
     return job
+
+
+def set_replicas(session: Session, job_id: str, replicas: int) -> None:
+    """Note with how many replicas the job runs from its next generation on. Raises JobNotFound."""
+    job = get(session, job_id, lock=True)
+    job.replicas, job.updated_at = replicas, time.time()
 
 
 def queue_position(session: Session, job: Job) -> int | None:

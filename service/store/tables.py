@@ -64,6 +64,10 @@ class Job(Base):
     """Last committed step; the first is 1."""
     steps: Mapped[int] = mapped_column(BigInteger)
     """Steps of the whole job."""
+    replicas: Mapped[int | None] = mapped_column()
+    """Data-parallel replicas in use; None: as many as the spec says."""
+    wanted_replicas: Mapped[int | None] = mapped_column()
+    """Data-parallel replicas that the user asked for last; None: as many as the spec says."""
     generation: Mapped[int] = mapped_column(default=0)
     """Number of the newest start of the gang; 0 before the first. Messages of lower ones are refused."""
     restarts: Mapped[int] = mapped_column(default=0)

@@ -49,6 +49,9 @@ class FakeControl:
         refuse_impossible(fault, ranks=4, step=2, steps=10)
         self.faults.append(fault)
 
+    def resize(self, job_id: str) -> None:
+        self.asked.append(("resize", job_id))
+
     def cluster(self) -> dict[str, Any]:
         node = {"id": "n1", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 15}
         return {"nodes": [{**node, "ranks": [{"job": "job_000000000001", "rank": 0}]}], "totals": {"total": 16}}

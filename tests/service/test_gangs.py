@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from service.gangs import NotPlaced
-from service.placement import agent_name
+from service.placement import agent_name, placement_group_name, seats_of
 from workers.config import ParallelConfig
 from workers.messages import LaunchOrder
 from workers.paths import Paths
@@ -30,7 +30,8 @@ def order(job, generation, rank, **spec):
 
 async def place(gangs, job, generation=1, layout=LAYOUT):
     await gangs.acquire(job, generation, layout, "manta_slot")
-    return await gangs.start_agents(job, generation, layout, "manta_slot")
+    groups = [placement_group_name(job, generation, replica) for replica in range(layout.data)]
+    return await gangs.start_agents(job, generation, seats_of(layout, groups), "manta_slot")
 
 
 async def daemons(running):
@@ -106,7 +107,7 @@ def test_what_does_not_fit_is_given_back(ray_head):
     gangs = ray_head.gangs
 
     async def body():
-        with pytest.raises(NotPlaced, match="job-c did not get its 24 x manta_slot"):
+        with pytest.raises(NotPlaced, match="job-c did not get 24 slots or GPUs"):
             await gangs.acquire("job-c", 1, ParallelConfig(tensor=8, data=3), "manta_slot", timeout=1.0)
         assert gangs._groups() == {}
         await until_free(gangs, 16)

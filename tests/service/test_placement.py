@@ -9,11 +9,11 @@ from service.placement import (
     agent_name,
     anywhere_but,
     avoidable,
-    bundle_of,
     job_of,
     missing,
     placement_group_name,
     replica_bundles,
+    seats_of,
     unit_of,
     without,
 )
@@ -36,8 +36,9 @@ def test_ranks_of_a_tensor_group_share_a_bundle_and_fill_it(tensor, pipeline, da
     layout = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=context)
     bundles = replica_bundles(layout, "manta_slot")
     held: dict[tuple[int, int], list[int]] = {}
-    for rank in range(layout.world_size):
-        held.setdefault(bundle_of(layout, rank), []).append(rank)
+    groups = [str(replica) for replica in range(data)]
+    for rank, seat in seats_of(layout, groups).items():
+        held.setdefault((int(seat.group), seat.bundle), []).append(rank)
     assert sorted(held) == [(replica, index) for replica, group in enumerate(bundles) for index in range(len(group))]
     grid = RankGrid(layout)
     for (replica, index), ranks in held.items():

@@ -1,0 +1,187 @@
+"""Who carries out a job: its agents in order of rank, and the placement groups of its replicas.
+
+All changes are whole: a method either does what it says, or answers False and leaves the crew as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from service.gangs import Gangs, Handle, NotPlaced
+from service.placement import Capacity, Unit, agent_name, placement_group_name, replica_of, seats_of, unit_of
+from workers.config import JobSpec, ParallelConfig
+
+REPLICA_SECONDS = 10.0
+"""How long a replica that there should be room for may take to be placed."""
+
+
+@dataclass(frozen=True)
+class Joiners:
+    """Agents of replicas that are to join a crew."""
+
+    agents: list[Handle]
+    names: list[str]
+    groups: list[str]
+
+
+class Crew:
+    """The agents of one job. `layout` is the one that they are numbered by."""
+
+    def __init__(self, gangs: Gangs, job_id: str, spec: JobSpec):
+        self._gangs, self._job_id = gangs, job_id
+        self._accelerator = spec.resources.accelerator
+        self.layout: ParallelConfig = spec.layout
+        self.agents: list[Handle] = []
+        self.names: list[str] = []
+        """Of the agents, as Ray knows them."""
+        self.groups: list[str] = []
+        """Placement groups of the replicas, by name."""
+        self.after: dict[int, int] = {}
+        """By rank the last report that was handled."""
+        self.nodes: dict[int, str | None] = {}
+        """By rank the node that it was last seen on."""
+
+    async def unit(self) -> Unit:
+        """The resource of which each rank takes one."""
+        return unit_of(self._accelerator, await self._gangs.has_gpus())
+
+    async def capacity(self) -> Capacity:
+        """What the cluster has of it."""
+        return await self._gangs.capacity(await self.unit())
+
+    async def start(self, generation: int, layout: ParallelConfig) -> None:
+        """Start all agents in the groups that were acquired for `generation`."""
+        self.layout, self.after = layout, {}
+        self.groups = [placement_group_name(self._job_id, generation, replica) for replica in range(layout.data)]
+        seats = seats_of(layout, self.groups)
+        self.agents = await self._gangs.start_agents(self._job_id, generation, seats, await self.unit())
+        self.names = [agent_name(self._job_id, generation, rank) for rank in seats]
+
+    async def place_anew(self, generation: int, layout: ParallelConfig, avoid: Collection[str]) -> None:
+        """Give up all agents and their places, keep the snapshots, and start others. Raises NotPlaced."""
+        await self._gangs.release(self._job_id, keep_snapshots=True)
+        await self._gangs.acquire(self._job_id, generation, layout, await self.unit(), avoid=avoid)
+        await self.start(generation, layout)
+
+    async def adopt(self, names: Sequence[str], after: dict[int, int]) -> list[dict[str, Any]] | None:
+        """Take over the agents with these names; how they describe themselves, or None when one of them is gone."""
+        found = await self._gangs.find_agents(names)
+        if len(found) != self.layout.world_size or any(agent is None for agent in found):
+            return None
+        about = await self._gangs.describe(found)
+        if about is None:
+            return None
+        self.agents, self.names, self.after = list(found), list(names), after
+        self.note(about)
+        await self._gangs.end_strays(self._job_id, names, self.groups)
+        return about
+
+    def note(self, about: Sequence[dict[str, Any]]) -> None:
+        """Remember where the agents are, as they describe themselves."""
+        self.nodes = {rank: place["node"] for rank, place in enumerate(about)}
+        by_replica = {replica_of(self.layout, rank): str(place["group"]) for rank, place in enumerate(about)}
+        self.groups = [by_replica[replica] for replica in range(self.layout.data)]
+
+    async def replace(self, generation: int, lost: Sequence[int]) -> bool:
+        """New agents for the ranks `lost`, in their places; False where those are gone too."""
+        seats = seats_of(self.layout, self.groups)
+        wanted = {rank: seats[rank] for rank in lost}
+        fresh = await self._gangs.replace_agents(self._job_id, generation, wanted, await self.unit())
+        for rank, agent in zip(lost, fresh or [], strict=False):
+            self._put(rank, agent, generation)
+        return fresh is not None
+
+    async def place_replicas(self, generation: int, replicas: Sequence[int], avoid: Collection[str]) -> bool:
+        """New places and agents for whole replicas of the layout, whose own were given up (`give_up`)."""
+        groups = list(self.groups)
+        for replica in replicas:
+            groups[replica] = placement_group_name(self._job_id, generation, replica)
+        seats = {rank: seat for rank, seat in seats_of(self.layout, groups).items() if self._in(rank, replicas)}
+        unit = await self.unit()
+        try:
+            await self._gangs.acquire(
+                self._job_id, generation, self.layout, unit, REPLICA_SECONDS, avoid, replicas=replicas
+            )
+        except NotPlaced:
+            return False
+        agents = await self._gangs.start_agents(self._job_id, generation, seats, unit)
+        if not await self._gangs.answer(agents):
+            await self._gangs.dismiss(agents, [groups[replica] for replica in replicas])
+            return False
+        self.groups = groups
+        for rank, agent in zip(seats, agents, strict=True):
+            self._put(rank, agent, generation)
+        return True
+
+    async def give_up(self, replicas: Sequence[int]) -> None:
+        """End what is left of these replicas, and free their places. Their snapshots stay."""
+        agents = [agent for rank, agent in enumerate(self.agents) if self._in(rank, replicas)]
+        await self._gangs.dismiss(agents, [self.groups[replica] for replica in replicas])
+
+    async def enlist(self, generation: int, layout: ParallelConfig) -> Joiners | None:
+        """Place and start agents for the replicas that `layout` has beyond the crew's. They join with `grow`."""
+        replicas = range(self.layout.data, layout.data)
+        groups = [placement_group_name(self._job_id, generation, replica) for replica in replicas]
+        seats = {
+            rank: seat
+            for rank, seat in seats_of(layout, [*self.groups, *groups]).items()
+            if rank >= self.layout.world_size
+        }
+        unit = await self.unit()
+        try:
+            await self._gangs.acquire(self._job_id, generation, layout, unit, REPLICA_SECONDS, replicas=replicas)
+        except NotPlaced:
+            return None
+        agents = await self._gangs.start_agents(self._job_id, generation, seats, unit)
+        joiners = Joiners(agents, [agent_name(self._job_id, generation, rank) for rank in seats], groups)
+        if await self._gangs.answer(agents):
+            return joiners
+        await self.send_away(joiners)
+        return None
+
+    def grow(self, layout: ParallelConfig, joiners: Joiners) -> None:
+        """From now on the joiners have the ranks of `layout` that follow the crew's."""
+        self.agents += joiners.agents
+        self.names += joiners.names
+        self.groups += joiners.groups
+        self.layout = layout
+
+    def shrink(self, layout: ParallelConfig, replicas: Sequence[int]) -> Joiners:
+        """Go on with only these replicas, numbered anew in their order; those who leave, to be sent away."""
+        staying = [rank for replica in replicas for rank in range(len(self.agents)) if self._in(rank, [replica])]
+        leaving = [rank for rank in range(len(self.agents)) if rank not in set(staying)]
+        gone = [group for replica, group in enumerate(self.groups) if replica not in set(replicas)]
+        left = Joiners([self.agents[rank] for rank in leaving], [self.names[rank] for rank in leaving], gone)
+        self.after = {new: self.after[old] for new, old in enumerate(staying) if old in self.after}
+        self.agents = [self.agents[rank] for rank in staying]
+        self.names = [self.names[rank] for rank in staying]
+        self.groups = [self.groups[replica] for replica in replicas]
+        self.layout = layout
+        return left
+
+    async def send_away(self, people: Joiners) -> None:
+        """End agents that are not of the crew (any more), and free their places."""
+        await self._gangs.dismiss(people.agents, people.groups)
+
+    def replicas_of(self, ranks: Collection[int]) -> list[int]:
+        """The replicas of these ranks, ascending."""
+        return sorted({replica_of(self.layout, rank) for rank in ranks})
+
+    def _in(self, rank: int, replicas: Collection[int]) -> bool:
+        return replica_of(self.layout, rank) in replicas
+
+    def _put(self, rank: int, agent: Handle, generation: int) -> None:
+        self.agents[rank], self.names[rank] = agent, agent_name(self._job_id, generation, rank)
+        self.after.pop(rank, None)
+
+
+async def prepared(agents: Sequence[Handle], orders: Sequence[dict[str, Any]], lost: type[Exception]) -> bool:
+    """Whether every agent has a trainer ready for its order; `lost` is what a call to one that is gone raises."""
+    pairs = zip(agents, orders, strict=True)
+    try:
+        return all(await asyncio.gather(*(agent.prepare.remote(order) for agent, order in pairs)))
+    except lost:
+        return False

@@ -1,0 +1,46 @@
+"""A job changes its size while it runs, and its curve does not show it."""
+
+from api.client import ApiError
+
+STEPS = 400
+
+
+def spec_of(manta, data, **train):
+    """A job that may run with one to three replicas, and says the same whatever their number."""
+    train = {"deterministic": "elastic", **train}
+    return manta.spec(STEPS, (2, 1, data), train=train, elastic={"min_data": 1, "max_data": 3})
+
+
+def test_resized_job_goes_on_without_losing_a_bit(manta):
+    clean = manta.submit(spec_of(manta, 2))
+    manta.until_state(clean, "SUCCEEDED")
+    job = manta.submit(spec_of(manta, 2))
+    manta.until_step(job, 10)
+    before = manta.pids(job)
+    assert manta.client.resize(job, 1).id == job
+    manta.until("one replica", lambda: manta.client.job(job).parallel["data"] == 1)
+    manta.until_step(job, 25)
+    assert manta.pids(job) == before[:2], "those who stay keep their processes"
+    manta.client.resize(job, 3)
+    manta.until("three replicas", lambda: manta.client.job(job).parallel["data"] == 3)
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == manta.curve(clean)
+    assert ended.restarts == 0
+    assert ended.parallel["world_size"] == 6
+    sources = [event.data["resume_source"] for event in manta.events(job, "generation_started")]
+    assert sources == ["start", "memory", "memory"]
+    assert manta.events(job, "rank_lost") == []
+    assert manta.leftovers(job) == []
+
+
+def test_size_outside_of_the_bounds_is_refused_with_a_sentence(manta):
+    job = manta.submit(manta.spec())
+    try:
+        manta.client.resize(job, 4)
+    except ApiError as error:
+        assert (error.problem.status, error.problem.code) == (422, "size_out_of_bounds")
+        assert "elastic.min_data..max_data is 2..2, so its size is fixed" in error.problem.detail
+    else:
+        raise AssertionError("it was not refused")
+    manta.client.cancel(job)
+    manta.until_state(job, "CANCELLED")
