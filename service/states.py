@@ -54,6 +54,11 @@ ACTIONS: dict[str, dict[JobState, JobState]] = {
         _S.RECOVERING: _S.CANCELLING,
         _S.RESIZING: _S.CANCELLING,
     },
+    "resize": {
+        # Only a wish at first: what becomes of it depends on what there is room for.
+        state: state
+        for state in (_S.QUEUED, _S.STARTING, _S.RUNNING, _S.RECOVERING, _S.RESIZING)
+    },
 }
 """For each action of a user: the states in which it is legal, and the state that it leads to at once."""
 
@@ -64,10 +69,6 @@ STATE_NAMES: tuple[str, ...] = (
     *(state.value for state in JobState if state in FINAL),
 )
 """All state names of the REST contract. No job is PAUSING or PAUSED today, but asking for such is legal."""
-
-
-RESIZABLE: frozenset[JobState] = frozenset({_S.QUEUED, _S.STARTING, _S.RUNNING, _S.RECOVERING, _S.RESIZING})
-"""States in which a user may ask for another number of replicas; the state changes once that begins."""
 
 
 def can(source: JobState, target: JobState) -> bool:

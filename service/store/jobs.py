@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from service.sizes import SizeOutOfBounds, sizes_of
-from service.states import FINAL, RESIZABLE, JobState, after_action, can, is_final
+from service.states import FINAL, JobState, after_action, can, is_final
 from service.store import events, state_changes
 from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
 from service.store.ids import is_job_id, next_job_id
@@ -134,7 +134,7 @@ def request_resize(session: Session, job_id: str, replicas: int) -> Job:
     """
     job = get(session, job_id, lock=True)
     state = JobState(job.state)
-    if state not in RESIZABLE:
+    if after_action("resize", state) is None:
         raise IllegalTransition(job_id, state, action="resize")
     sizes = sizes_of(JobSpec.model_validate(job.spec))
     if replicas not in sizes:

@@ -147,3 +147,34 @@ def test_a_job_says_what_it_waits_for(service):
     service.store.write(lambda session: jobs.set_waiting(session, job["id"], lacks, "insufficient_slots", "4 of 1"))
     shown = service.http.get(f"/v1/jobs/{job['id']}").json()
     assert (shown["reason"], shown["queue"]) == ("insufficient_slots", {"position": 1, "waiting_for": lacks})
+
+
+def test_resize_is_noted_and_announced(service, document):
+    document["elastic"] = {"min_data": 1, "max_data": 3}
+    job = service.http.post("/v1/jobs", json=document).json()
+    answer = service.http.post(f"/v1/jobs/{job['id']}/resize", json={"data": 3})
+    assert answer.status_code == 202
+    assert answer.json()["parallel"] == job["parallel"], "it changes once there is room"
+    assert service.control.asked[-1] == ("resize", job["id"])
+    (event,) = [each for each in events_of(service, job["id"]) if each["type"] == "resize_requested"]
+    assert event["data"] == {"data": 3}
+
+
+def events_of(service, job_id):
+    return service.http.get(f"/v1/jobs/{job_id}/events").json()["items"]
+
+
+def test_resize_that_makes_no_sense_is_refused(service):
+    job = service.submit()
+
+    def answer(body, job_id=job["id"]):
+        response = service.http.post(f"/v1/jobs/{job_id}/resize", json=body)
+        return response.status_code, response.json()["code"]
+
+    assert answer({"data": 5}) == (422, "size_out_of_bounds")
+    assert answer({"data": 0}) == (422, "invalid_parameter")
+    assert answer({"data": "2"}) == (422, "invalid_parameter")
+    assert answer({"dada": 2}) == (422, "invalid_parameter")
+    assert answer({"data": 1}, "job_unknown") == (404, "job_not_found")
+    service.http.post(f"/v1/jobs/{job['id']}/cancel")
+    assert answer({"data": 1}) == (409, "illegal_transition")

@@ -19,7 +19,7 @@ from service.ray_head import MARK
 from service.states import is_final
 from workers.paths import Paths
 
-SECONDS = 60.0
+SECONDS = 120.0
 POLL_SECONDS = 0.02
 STEPS = 60
 SLOTS = 8

@@ -2,7 +2,7 @@
 
 from api.client import ApiError
 
-STEPS = 400
+STEPS = 300
 
 
 def spec_of(manta, data, **train):

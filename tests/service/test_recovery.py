@@ -168,3 +168,13 @@ def test_snapshots_are_good_again_once_a_step_was_committed():
     assert unusable_sources(lives, "bad_checkpoint") == {snapshot_source(4)}
     assert unusable_sources([*lives, life("/c/1", "bad_checkpoint")], "killed") == {snapshot_source(4)}
     assert unusable_sources([*lives, life("/c/1", "bad_checkpoint", stepped=True)], "killed") == set()
+
+
+def test_state_of_another_size_is_used_where_it_is_newer():
+    others = [(6, ["a", "b"])]
+    chosen = choose_resume([[4, 5], [5]], paths_of([3]), others=others)
+    assert (chosen.source, chosen.step, chosen.paths) == ("memory", 6, ("a", "b"))
+    assert choose_resume([[5, 6], [6]], [], others=others).source == "snapshot", "of the same step the nearer one"
+    assert choose_resume([[], []], paths_of([7]), others=others).source == "checkpoint"
+    assert choose_resume([[], []], paths_of([6]), others=others).source == "memory"
+    assert choose_resume([[4], [4]], [], [snapshot_source(6)], others).step == 4

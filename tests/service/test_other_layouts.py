@@ -1,0 +1,77 @@
+"""What the ranks of another size left in shared memory is found where it is whole, and brought to all hosts."""
+
+import asyncio
+
+from service.other_layouts import spread, whole_states
+
+
+def file(rank, *steps, layout="aaaa", replica=False):
+    return {
+        "path": f"/shm/{layout}/{rank}",
+        "rank": rank,
+        "layout": layout,
+        "is_replica": replica,
+        "steps": list(steps),
+    }
+
+
+def test_newest_step_that_every_rank_has_counts():
+    kept = {"one": [file(0, 4, 5), file(1, 5, 6)], "two": [file(2, 5), file(3, 4, 5)]}
+    (state,) = whole_states(kept, {"aaaa": 4})
+    assert (state.layout, state.step) == ("aaaa", 5)
+    assert [host for host, _ in state.places] == ["one", "one", "two", "two"]
+    assert state.paths == [f"/shm/aaaa/{rank}" for rank in range(4)]
+
+
+def test_a_missing_rank_a_replica_or_a_layout_that_is_not_the_jobs_is_no_state():
+    assert whole_states({"one": [file(0, 5)]}, {"aaaa": 2}) == []
+    assert whole_states({"one": [file(0, 5), file(1, 5, replica=True)]}, {"aaaa": 2}) == []
+    assert whole_states({"one": [file(0, 5, layout="bbbb")]}, {"aaaa": 1}) == []
+    assert whole_states({"one": [file(0, 4), file(1, 5)]}, {"aaaa": 2}) == []
+
+
+def test_of_several_layouts_the_newest_comes_first():
+    kept = {"one": [file(0, 5), file(0, 7, layout="bbbb"), file(1, 7, layout="bbbb")]}
+    assert [state.layout for state in whole_states(kept, {"aaaa": 1, "bbbb": 2})] == ["bbbb", "aaaa"]
+
+
+class FakeAgent:
+    """Fetches whatever it is asked to."""
+
+    def __init__(self, steps):
+        self.fetched, self._steps = [], steps
+        self.receive_replicas = Remote(self._receive)
+        self.fetch_snapshot = Remote(self._fetch)
+
+    async def _receive(self, token, generation):
+        return {"host": "h", "port": 1}
+
+    async def _fetch(self, rank, door, token, generation, layout):
+        if self._steps is None:
+            raise OSError("no room")
+        self.fetched.append((rank, layout))
+        return self._steps
+
+
+class Remote:
+    """As Ray's methods are called."""
+
+    def __init__(self, function):
+        self.remote = function
+
+
+def brought(steps):
+    agents = {"one": FakeAgent(steps), "two": FakeAgent(steps)}
+    kept = {"one": [file(0, 5)], "two": [file(1, 5)]}
+    (state,) = whole_states(kept, {"aaaa": 2})
+    done = asyncio.run(spread(state, agents, kept, 7))
+    return done, agents["one"].fetched, agents["two"].fetched
+
+
+def test_each_host_fetches_what_it_lacks():
+    assert brought([5]) == (True, [(1, "aaaa")], [(0, "aaaa")])
+
+
+def test_a_fetch_that_fails_or_brings_another_step_says_so():
+    assert brought([4])[0] is False
+    assert brought(None)[0] is False
