@@ -1,0 +1,61 @@
+"""A rank that loses its connections at any message rests, meets the others again in the next generation with the same
+process, and the job ends with the bits that it has when nothing happens."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from engine_specs import axes, document
+from repair_programs import Cut, train_through
+
+from workers.config import ParallelConfig
+
+STEPS = 5
+LAYOUTS = {
+    "tensor-data": (axes((2, 1, 2)), {}, {}),
+    "tensor-data-zero-0": (axes((2, 1, 2)), {"zero": 0}, {}),
+    "pipeline-data": (axes((1, 2, 2)), {"schedule": "zb-h1"}, {}),
+    "zb-v-dropout": (axes((1, 2, 1)), {"schedule": "zb-v", "virtual_stages": 2}, {"dropout": 0.1}),
+    "everything": (axes((2, 2, 2)), {"schedule": "interleaved", "virtual_stages": 2, "recompute": "selective"}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("corpus") / "numbers.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(300)))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_cut_at_any_message_changes_no_bit(ranks, corpus, tmp_path, name):
+    sizes, parallel, model = LAYOUTS[name]
+    job = document(
+        model=model,
+        data={"paths": [corpus]},
+        train={"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 1},
+        parallel={**sizes, **parallel},
+    )
+    layout = ParallelConfig(**sizes, **parallel)
+    clean = ranks.run(layout, train_through, job, folder(tmp_path, "clean"), ranks.port, [])
+    choice = random.Random(name)
+    messages = [found.messages for found in clean]
+    cuts = []
+    for generation in range(3):
+        rank = choice.randrange(layout.world_size)
+        # Of what is left after the cuts before, and never after the last step is committed.
+        cuts.append(Cut(generation, rank, choice.randrange(1, messages[rank] * 2 // 5)))
+    broken = ranks.run(layout, train_through, job, folder(tmp_path, "broken"), ranks.port, cuts)
+    for found, expected in zip(broken, clean, strict=True):
+        assert found.generations == 4, cuts
+        assert found.state == expected.state, cuts
+        assert found.steps_redone <= len(cuts), cuts
+    assert broken[0].rows == clean[0].rows, cuts
+
+
+def folder(tmp_path: Path, name: str) -> str:
+    made = tmp_path / name
+    made.mkdir()
+    return str(made)
