@@ -60,6 +60,15 @@ class OwnService:
             time.sleep(POLL_SECONDS)
         return job
 
+    def wait_for_generation(self, job_id: str, generation: int, seconds: float) -> Job:
+        """The job as first seen in `generation` or a later one. Raises JobWentWrong."""
+        deadline = time.monotonic() + seconds
+        while (job := self.client.job(job_id)).generation < generation:
+            if is_final(job.state) or time.monotonic() > deadline:
+                raise JobWentWrong(f"{job.name} is {job.state} in generation {job.generation}, not in {generation}")
+            time.sleep(POLL_SECONDS)
+        return job
+
     def wait_until_final(self, job_id: str, seconds: float) -> Job:
         """The job once it is final. Raises JobWentWrong."""
         deadline = time.monotonic() + seconds
