@@ -59,12 +59,15 @@ class Engine:
         }
 
     def initialise(self, seed: int) -> None:
-        """Give the parameters their first values, which depend on the seed and their names alone."""
+        """Give the parameters their first values, which depend on the seed and their names alone, and forget whatever
+        was learned before: a process that lost its peers may have to begin anew."""
         values = torch.zeros(self.flat.size, dtype=torch.float32, device=self.comm.device)
         for slot in self.flat.slots:
             part = values[slot.start : slot.end].view(slot.entry.parameter.shape)
             fill_initial(slot.entry, part, seed)
         self.optimizer.load_parameters(values)
+        self.optimizer.forget()
+        self.loss_scale.forget()
 
     def step(self, batch: list[MicroBatch], sequences: int, learning_rate: float, memory_bytes: int) -> StepStatistics:
         """One optimizer step over this replica's micro-batches of a global batch of `sequences`.

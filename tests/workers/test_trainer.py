@@ -43,6 +43,16 @@ def test_last_step_is_saved_though_a_rank_died_while_it_was_being_saved(tmp_path
     assert [manifest.step for _, manifest in whole_checkpoints(places.checkpoints)] == [2]
 
 
+def test_a_process_that_must_begin_anew_gives_the_same_bits_as_a_new_one(tmp_path):
+    """A survivor whose peers' state cannot be had any more starts from nothing, moments included."""
+    trainer = _trainer(_two_step_job(tmp_path), Places())
+    losses = []
+    for _ in range(2):
+        trainer.restore(Resume())
+        losses.append([trainer.train_step().loss for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
 def _two_step_job(tmp_path, **recovery):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")

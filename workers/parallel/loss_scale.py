@@ -15,7 +15,12 @@ class LossScale:
     def __init__(self, dynamic: bool):
         self.dynamic = dynamic
         # A tensor, since it is part of the state that snapshots and checkpoints keep: (scale, good steps since).
-        self.state = torch.tensor([INITIAL if dynamic else 1.0, 0.0], dtype=torch.float32)
+        self.state = torch.empty(2, dtype=torch.float32)
+        self.forget()
+
+    def forget(self) -> None:
+        """As before the first step."""
+        self.state[0], self.state[1] = INITIAL if self.dynamic else 1.0, 0.0
 
     @property
     def value(self) -> float:

@@ -188,6 +188,11 @@ class ZeroOptimizer:
             part.copy_(values[start:end])
         self.flat.parameters.copy_(values)
 
+    def forget(self) -> None:
+        """Moments as before the first step."""
+        self.exp_avg.zero_()
+        self.exp_avg_sq.zero_()
+
     def publish_parameters(self) -> None:
         """Bring the held weights, of all replicas, into the parameters."""
         everything = len(self.held) == 1 and self.held[0] == (0, self.flat.size)
