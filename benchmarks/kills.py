@@ -47,13 +47,17 @@ class Kills:
     same_bits: bool = False
     """Whether every loss and gradient norm has the bits of the undisturbed run's."""
 
-    def report(self, report: Report, name: str, target: float) -> None:
-        """Add the figures to `report`; `target` is for the largest time as seen over REST."""
+    def report(self, report: Report, name: str, target: float | None = None, most: float | None = None) -> None:
+        """Add the figures to `report`; `target` is for the largest time as seen over REST, `most` for its 95th
+        percentile."""
         seen = [kill.seen_seconds for kill in self.each]
-        report.add_spread(f"kill_to_next_step_{name}", seen, "s", target)
+        report.add_spread(f"kill_to_next_step_{name}", seen, "s", target, most)
         report.add(f"same_bits_as_undisturbed_{name}", self.same_bits, "bool", True)
         report.add(f"steps_redone_at_most_{name}", max(kill.redone for kill in self.each), "steps", 1)
         report.add(f"steps_missing_{name}", self.missing, "steps", 0)
+        report.add(f"steps_with_other_samples_{name}", self.samples_differ, "steps", 0)
+        lost = self.ranks - min(kill.survived for kill in self.each)
+        report.add(f"processes_lost_at_most_{name}_of_{self.ranks}", lost, "processes", 1)
         samples: dict[str, Any] = {
             "seconds": [round(seconds, 3) for seconds in seen],
             "committed_seconds": [round(kill.committed_seconds or 0.0, 3) for kill in self.each],

@@ -85,6 +85,12 @@ class OwnService:
             raise JobWentWrong(f"{job.name} ended as {job.state}: {job.message}")
         return job
 
+    def give_up(self, job_id: str, seconds: float) -> None:
+        """Cancel the job unless it is over. Raises JobWentWrong when that takes too long."""
+        if not is_final(self.client.job(job_id).state):
+            self.client.cancel(job_id)
+            self.wait_until_final(job_id, seconds)
+
     def events(self, job_id: str, *kinds: str) -> list[Event]:
         """The job's events of these types (none: all), oldest first."""
         found: list[Event] = []

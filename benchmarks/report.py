@@ -70,10 +70,13 @@ class Report:
         """Note a figure."""
         self.figures[name] = Figure(value, unit, target)
 
-    def add_spread(self, name: str, values: Sequence[float], unit: str, target: float | None = None) -> None:
-        """Note median, 95th percentile and maximum of `values`; `target` is for the maximum."""
+    def add_spread(
+        self, name: str, values: Sequence[float], unit: str, target: float | None = None, most: float | None = None
+    ) -> None:
+        """Note median, 95th percentile and maximum of `values`; `target` is for the maximum, `most` for the 95th
+        percentile."""
         self.add(f"{name}_median", round(statistics.median(values), 4), unit)
-        self.add(f"{name}_p95", round(percentile(values, 0.95), 4), unit)
+        self.add(f"{name}_p95", round(percentile(values, 0.95), 4), unit, most)
         self.add(f"{name}_max", round(max(values), 4), unit, target)
 
     def to_json(self) -> dict[str, Any]:

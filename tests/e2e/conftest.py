@@ -15,7 +15,7 @@ import pytest
 from api.cli_service import start_service, stop_service
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.server import running_service
-from service.ray_head import MARK
+from benchmarks import own_processes
 from service.states import is_final
 from workers.paths import Paths
 
@@ -133,36 +133,19 @@ class Manta:
 
     def trainers(self) -> list[psutil.Process]:
         """Processes that the zygote forked: trainers and rendezvous stores."""
-        daemons = [process for process in psutil.process_iter() if self._is_our_zygote(process)]
-        return [child for process in daemons for child in process.children(recursive=True)]
-
-    def _is_our_zygote(self, process: psutil.Process) -> bool:
-        try:
-            words = process.cmdline()
-            parent_is_zygote = "workers.zygote" in process.parent().cmdline() if process.parent() else False
-        except psutil.Error:
-            return False
-        return "workers.zygote" in words and not parent_is_zygote and any(self.paths.tag in word for word in words)
+        return own_processes.forked(self.paths)
 
     def zygote(self) -> psutil.Process:
         """The node's zygote."""
-        return next(process for process in psutil.process_iter() if self._is_our_zygote(process))
+        return own_processes.zygotes(self.paths)[0]
 
     def agents(self) -> list[psutil.Process]:
         """The processes of all agents."""
-        return [process for process in psutil.process_iter() if self._is_our_agent(process)]
-
-    def _is_our_agent(self, process: psutil.Process) -> bool:
-        try:
-            return process.name().startswith("ray::Agent") and process.environ().get(MARK) == self.paths.tag
-        except psutil.Error:
-            return False
+        return own_processes.agents(self.paths)
 
     def leftovers(self, job: str) -> list[str]:
         """What a job that is over still holds: files in shared memory, processes."""
-        files = [str(file) for file in self.paths.snapshot_root.glob(f"{job}/*")]
-        folder = self.paths.snapshot_folder(job)
-        return [*files, *([str(folder)] if folder.exists() else []), *(str(p) for p in self.trainers())]
+        return own_processes.leftovers(self.paths, job)
 
 
 @pytest.fixture(scope="session")

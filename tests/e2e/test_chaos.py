@@ -1,0 +1,23 @@
+"""The soak's short form: jobs with faults of many kinds end as if nothing had happened. `python -m benchmarks.chaos` is
+the long one."""
+
+import pytest
+
+from benchmarks.chaos import Soak
+from benchmarks.chaos_schedule import short_form
+from benchmarks.own_service import own_service
+from benchmarks.ray_view import RayView
+
+
+@pytest.fixture(scope="module")
+def soak():
+    """Its own service: some of these faults would take other tests' jobs along."""
+    with own_service(allow_faults=True) as service, RayView(str(service.home)) as ray:
+        yield Soak(service, ray, seed=1234)
+
+
+@pytest.mark.parametrize("drawn", short_form(), ids=lambda drawn: "+".join(strike.way for strike in drawn.strikes))
+def test_job_ends_as_if_nothing_had_happened(soak, drawn):
+    outcome = soak.run(drawn)
+    assert outcome.problems == []
+    assert outcome.recoveries >= sum(strike.lethal for strike in drawn.strikes)
