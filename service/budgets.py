@@ -18,7 +18,7 @@ AVOID_FAULTS = 3
 """Faults of the machine on one node that make it avoided."""
 AVOID_SECONDS = 3600.0
 """How long such a fault is held against its node."""
-USERS_FAULTS = frozenset({"exception", "bad_data", "not_finite"})
+USERS_FAULTS = frozenset({"exception", "bad_data", "not_finite", "spike"})
 CHECKPOINT_FAULTS = frozenset({"bad_checkpoint"})
 
 

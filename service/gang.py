@@ -18,6 +18,8 @@ POLL_SECONDS = 30.0
 CULPRIT_SECONDS = 0.3
 # An agent that takes longer to stop its trainer is given up.
 STOP_SECONDS = 15.0
+# Kinds of failure whose message is a sentence that needs no exception's name before it.
+SAY_ALL = frozenset({"no_shared_memory", "bad_data", "bad_checkpoint", "not_finite", "spike", "corrupt"})
 
 Handle = Any
 Handler = Callable[[dict[str, Any]], Awaitable[None]]
@@ -181,7 +183,7 @@ class Gang:
             self._changed.set()
         elif failure is not None:
             message = f"failed with {failure['exception']}: {failure['message']}"
-            if failure["kind"] in ("no_shared_memory", "bad_data", "bad_checkpoint", "not_finite"):
+            if failure["kind"] in SAY_ALL:
                 message = failure["message"]
             text = failure["traceback"]
             self._bury(

@@ -10,7 +10,7 @@ from service.budgets import Fault, Started, comes_again, told_by_kind, wait_seco
 from workers.messages import Resume
 
 # Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
-HOPELESS = {"no_shared_memory": "no_shared_memory", "bad_data": "bad_data", "not_finite": "not_finite"}
+HOPELESS = {kind: kind for kind in ("no_shared_memory", "bad_data", "not_finite", "spike")}
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Death:
 
     rank: int
     kind: str
-    """exception, peer_lost, no_shared_memory, bad_data, bad_checkpoint (as the trainer said), killed (a signal or
-    an exit without a word), hung or straggler (ended by its agent for that), agent_lost (its agent or node is gone) or
-    stopped (by us)."""
+    """exception, peer_lost, no_shared_memory, bad_data, bad_checkpoint, not_finite, spike, corrupt (as the trainer
+    said), killed (a signal or an exit without a word), hung or straggler (ended by its agent for that), agent_lost (its
+    agent or node is gone) or stopped (by us)."""
     step: int | None = None
     """Step that was being computed, where known."""
     exception: str | None = None

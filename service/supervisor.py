@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -326,8 +326,10 @@ class Supervisor:
             where = await asyncio.gather(*(agent.describe.remote() for agent in self._crew.agents))
             self._crew.note(where)
             store = await self._start_store(where[0]["node"], generation)
+            passed = await self._read(lambda s: events.data_of(s, self.job_id, "rolled_back"))
             orders = [
-                self._order(rank, self.spec, generation, resume, store, place) for rank, place in enumerate(where)
+                self._order(rank, self.spec, generation, resume, store, place, passed)
+                for rank, place in enumerate(where)
             ]
             gang = self._watch(generation, resume.step)
             pids = await asyncio.gather(
@@ -474,6 +476,7 @@ class Supervisor:
         resume: Resume,
         store: dict[str, Any] | None,
         where: dict[str, Any],
+        roll_backs: Sequence[dict[str, Any]] = (),
     ) -> LaunchOrder:
         return LaunchOrder(
             job=self.job_id,
@@ -485,6 +488,7 @@ class Supervisor:
             snapshot_folder=str(self.paths.snapshot_folder(self.job_id)),
             checkpoint_folder=str(self.paths.checkpoint_folder(self.job_id)),
             resume=resume,
+            roll_backs=tuple(roll_backs),
             device="cuda:0" if where["devices"] else "cpu",
             peak_flops=self.site.peaks.get(where["node"]),
             in_place=not where["devices"],  # over NCCL a survivor cannot leave a collective

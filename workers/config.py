@@ -28,6 +28,7 @@ Count = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
 
 BYTE_VOCABULARY = 256
+LEAST_WINDOW = 5
 
 RecomputeModule = Literal["core_attention", "norm", "mlp_activation"]
 
@@ -259,13 +260,47 @@ class CheckpointConfig(Section):
     metrics is what it is at a step."""
 
 
+class SpikeConfig(Section):
+    """Steps whose loss or gradient norm is far above that of the steps before.
+
+    A number is too high when it lies more than so many deviations above the median of the last `window` steps. A
+    deviation is 1.4826 times their median distance from that median (as the standard deviation where they are
+    normally distributed), and at least 5% of it.
+    """
+
+    policy: Literal["ignore", "report", "skip", "roll_back", "fail"] = "ignore"
+    """What happens then. report: an event; skip, roll_back, fail: as for recovery.nonfinite, and like there the
+    weights have not been touched."""
+    window: Annotated[int, Field(ge=LEAST_WINDOW, le=500, strict=True)] = 50
+    """Steps that are looked back at; before there are as many, no step is judged."""
+    loss_deviations: PositiveFloat = 8.0
+    """By how many deviations a loss must stand out."""
+    grad_norm_deviations: PositiveFloat | None = 20.0
+    """The same for the gradient's norm before clipping, which varies more; null: it is not looked at."""
+
+
 class RecoveryConfig(Section):
     """What failures cost before the job gives up."""
 
     nonfinite: Literal["fail", "skip", "roll_back"] = "fail"
     """What happens when a step's loss or gradient is not finite, which is found before the weights are touched. fail:
-    the job fails and names the samples; skip: the step passes without an update, with an event. roll_back is not
-    built."""
+    the job fails and names the samples; skip: the step passes without an update; roll_back: the job goes back
+    `roll_back_steps` and passes over the step's samples. Each is an event."""
+
+    spike: SpikeConfig = SpikeConfig()
+    """Numbers that are finite and still stand out."""
+
+    roll_back_steps: Annotated[int, Field(gt=0, le=10_000, strict=True)] = 10
+    """How many committed steps a roll back undoes at least, as far as the process reaches back: up to twice as many
+    less one. They are done again with the same samples. With a policy of roll_back each rank keeps two copies of its
+    state in host memory, one every so many steps."""
+
+    max_roll_backs: Annotated[int, Field(gt=0, le=100, strict=True)] = 10
+    """Roll backs in the life of the job; the next one fails it."""
+
+    check_replicas_every: StepsOrNever = 100
+    """Steps between comparisons of all parameters that ought to have the same bits on several ranks: one that differs
+    was changed in memory or on its way, and the rank is replaced. 0: never."""
 
     stragglers: Literal["ignore", "report", "replace"] = "report"
     """What happens with a rank whose own work, without the time it waits for others, takes persistently longer than

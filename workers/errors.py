@@ -25,3 +25,11 @@ class PeerLost(MantaError):
 
 class NonFiniteError(MantaError):
     """A step's loss or gradient is not finite; the message names the step and its samples."""
+
+
+class SpikeError(MantaError):
+    """A step's loss or gradient norm is far above those before; the message names the step and its samples."""
+
+
+class ReplicaDiffers(MantaError):
+    """This rank's parameters are not those of its replicas: something changed them in memory or on their way."""

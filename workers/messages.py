@@ -57,6 +57,8 @@ class LaunchOrder:
     """Peak FLOP/s of one rank's device, for MFU; None: measured at start."""
     faults: tuple[dict[str, Any], ...] = ()
     """Faults that were asked for and have not struck yet, each as `Fault.to_json`."""
+    roll_backs: tuple[dict[str, Any], ...] = ()
+    """The job's roll backs so far (`workers.bad_numbers.RollBack`): what they passed over stays passed over."""
     in_place: bool = False
     """Whether a trainer that loses a peer comes to rest and waits for the next order, instead of ending."""
 
@@ -68,8 +70,8 @@ class LaunchOrder:
     def from_json(cls, document: dict[str, Any]) -> LaunchOrder:
         """From a JSON object as `to_json` makes it. Raises TypeError on unknown or missing fields."""
         resume = {**document["resume"], "paths": tuple(document["resume"].get("paths", ()))}
-        faults = tuple(document.get("faults", ()))
-        return cls(**{**document, "resume": Resume(**resume), "faults": faults})
+        lists = {name: tuple(document.get(name, ())) for name in ("faults", "roll_backs")}
+        return cls(**{**document, "resume": Resume(**resume), **lists})
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ class Report:
 class Failure:
     """Why a trainer ends before its last step; the `data` of a `failure` report."""
 
-    kind: Literal["exception", "peer_lost", "no_shared_memory", "bad_data", "bad_checkpoint", "not_finite"]
+    kind: Literal[
+        "exception", "peer_lost", "no_shared_memory", "bad_data", "bad_checkpoint", "not_finite", "spike", "corrupt"
+    ]
     """exception: user or program error; peer_lost: a collective failed because another rank died, so this rank is
     not the culprit; the others are typed errors whose message is one clear sentence."""
     step: int

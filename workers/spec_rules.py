@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 
-from workers.config import BYTE_VOCABULARY, JobSpec
+from workers.config import BYTE_VOCABULARY, LEAST_WINDOW, JobSpec
 from workers.spec_problems import Problem
 
 # More steps of a ramp than anybody looks at; each is kept in memory.
@@ -61,11 +61,6 @@ def _unsupported_data(spec: JobSpec) -> Iterator[Problem]:
         yield _not_built("data.tokenizer", data.tokenizer, "bytes")
     if data.weights is not None:
         yield Problem("data.weights", "weights are not supported yet; leave the key out", None, unsupported=True)
-
-
-def _unsupported_recovery(spec: JobSpec) -> Iterator[Problem]:
-    if spec.recovery.nonfinite == "roll_back":
-        yield _not_built("recovery.nonfinite", "roll_back", "skip", "fail")
 
 
 def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
@@ -381,10 +376,20 @@ def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:
             return
 
 
+def _spikes_can_be_seen(spec: JobSpec) -> Iterator[Problem]:
+    spike, steps = spec.recovery.spike, spec.train.steps
+    if spike.policy != "ignore" and spike.window >= steps:
+        fits = steps > LEAST_WINDOW
+        yield Problem(
+            "recovery.spike.window" if fits else "recovery.spike.policy",
+            f"window ({spike.window}) must be below train.steps ({steps}), else no step is ever judged",
+            str(steps - 1) if fits else "ignore",
+        )
+
+
 UNSUPPORTED: tuple[Rule, ...] = (
     _unsupported_model,
     _unsupported_data,
-    _unsupported_recovery,
     _unsupported_parallel,
 )
 FITTING: tuple[Rule, ...] = (
@@ -407,4 +412,5 @@ FITTING: tuple[Rule, ...] = (
     _learning_rates_ordered,
     _validation_has_data,
     _elastic_bounds_hold,
+    _spikes_can_be_seen,
 )

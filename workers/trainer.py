@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from workers.accounting import step_flops
+from workers.bad_numbers import Bad, Numbers, RollBack
 from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.pace import Pace
 from workers.checkpoint.reshard import describe, restore_from_snapshots
@@ -23,10 +24,11 @@ from workers.checkpoint.snapshot_file import committed_steps
 from workers.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import Batches
+from workers.data.passed_over import PassedOver
 from workers.engine import Engine
-from workers.errors import NonFiniteError
 from workers.learning_rate import learning_rate
 from workers.messages import Resume
+from workers.number_guard import NumberGuard, error_of
 from workers.parallel.elastic_sums import shared_leaves, sum_of_halves
 from workers.parallel.zero import StepStatistics
 from workers.reporter import Reporter
@@ -57,6 +59,8 @@ class Trainer:
         self.engine = Engine(spec, comm)
         self.batches = Batches(spec, comm.index("data"), comm.device, self.engine.model.reads_tokens)
         self._places, self._pace = places, Pace(spec.checkpoint.snapshot_every_steps)
+        self.guard = NumberGuard(spec.recovery, self.engine, comm)
+        self.engine.optimizer.before_update = self._before_update
         self.snapshots = self._open_snapshots(places)
         self.checkpoints: Checkpointer | None = None
         if places.checkpoints is not None:
@@ -75,13 +79,11 @@ class Trainer:
         spec, rank = self.spec.model_dump(mode="json"), self.comm.rank
         table = describe(places.job, spec["parallel"], self.engine, self.comm)
         identity, layout = fingerprint(spec, rank), layout_tag(spec)
-        snapshots = Snapshots(places.snapshots, rank, self.engine.state(), identity, layout, table)
-        self.engine.optimizer.before_update = self._finish_snapshot
-        return snapshots
+        return Snapshots(places.snapshots, rank, self.engine.state(), identity, layout, table)
 
-    def restore(self, resume: Resume) -> None:
-        """Bring the state to committed step `resume.step`; one that is there already stays. Raises CheckpointError
-        when it cannot be had."""
+    def restore(self, resume: Resume, roll_backs: Sequence[dict[str, Any]] = ()) -> None:
+        """Bring the state to committed step `resume.step`; one that is there already stays. `roll_backs`: those of the
+        job that are known outside of it. Raises CheckpointError when the state cannot be had."""
         self.comm.progress.belongs_to(self.comm.generation)
         self.comm.progress.at("restoring")
         stays = resume.source == "snapshot" and self.settled_step == resume.step
@@ -90,8 +92,9 @@ class Trainer:
             self._journal.clear()
         if self.snapshots is not None:
             self.snapshots.finish()  # what follows changes the state
+        self.guard.finish()
         self._pace.begin()
-        note = b""
+        note, numbers = b"", None if stays else Numbers()
         if resume.source == "start":
             self.engine.initialise(self.spec.train.seed)
         elif resume.source == "snapshot" and self.snapshots is not None:
@@ -100,20 +103,28 @@ class Trainer:
         elif resume.source == "memory":
             note = restore_from_snapshots(self.engine, self.comm, resume.paths, resume.step)
         elif resume.source == "checkpoint" and self.checkpoints is not None and resume.path is not None:
-            self.checkpoints.restore(resume.path)
+            found = self.checkpoints.restore(resume.path)
+            numbers = Numbers.from_json(found) if found is not None else numbers
         else:
             raise ValueError(f"cannot resume from {resume} without a place for it")
         if resume.source != "start":
             self.engine.optimizer.publish_parameters()
         self.engine.optimizer.set_step(resume.step)
         self._commit(resume.step)
-        self._report_again(note)
+        self._agree_on_numbers(self._report_again(note) or numbers, roll_backs)
         if self.snapshots is not None and resume.source != "snapshot":
             self.snapshots.clear()
-            self.snapshots.save(self.step, b"\n".join(self._journal))
+            self.snapshots.save(self.step, self._note())
         if self._places.snapshots is not None:
             self.comm.barrier()  # every rank has read what it needs of other layouts, and has a snapshot of its own
             remove_other_layouts(self._places.snapshots, layout_tag(self.spec.model_dump(mode="json")))
+
+    def _agree_on_numbers(self, numbers: Numbers | None, roll_backs: Sequence[dict[str, Any]]) -> None:
+        known = [RollBack.from_json(each) for each in roll_backs]
+        for each in self.guard.restored(self.step, numbers, known):
+            # Whoever told of it may have died before it was heard.
+            self._tell_rolled_back(each, f"step {each.step} had bad numbers")
+        self.batches.passed_over = PassedOver.of(self.guard.numbers.passed_over)
 
     @property
     def settled_step(self) -> int | None:
@@ -131,13 +142,14 @@ class Trainer:
             self.snapshots.finish()  # before this rank says what it can go on from
             held = self.settled_step
             if held is not None and held not in committed_steps(self.snapshots.path):
-                self.snapshots.save(held, b"\n".join(self._journal))  # for ranks of another layout
+                self.snapshots.save(held, self._note())  # for ranks of another layout
         if self.checkpoints is not None:
             self.checkpoints.finish()
 
     def close(self) -> None:
         """End all threads; the object is of no use any more."""
         self.rest()
+        self.guard.close()
         if self.snapshots is not None:
             self.snapshots.close()
         if self.checkpoints is not None:
@@ -164,10 +176,11 @@ class Trainer:
         if self.checkpoints is not None:
             self.comm.progress.at("checkpoint")
             with self.clock.waiting("checkpoint_stall"):
-                self.checkpoints.start(step)
+                self.checkpoints.start(step, self.guard.numbers.to_json() if self.guard.active else None)
 
     def train_step(self) -> StepStatistics:
-        """One step: compute, agree, update, keep, report. Raises NonFiniteError when the policy is to fail."""
+        """One step: compute, agree, update, keep, report. One whose numbers are bad may end at an earlier step than it
+        began with. Raises NonFiniteError or SpikeError when the policy is to fail."""
         began, parts = time.perf_counter(), self.comm.parts
         step = self.step + 1
         self.comm.progress.begin_step(step, self.comm.idle_seconds)
@@ -177,9 +190,11 @@ class Trainer:
         with parts.part("data"), self.clock.waiting("data_wait"):
             batch = self.batches.training(step)
         sequences = self.batches.plan.size(step)
+        self.guard.begin_step()
         statistics = self.engine.step(batch, sequences, rate, memory_in_use(self.comm.device))
-        if not statistics.finite:
-            self._pass_over(step, statistics)
+        bad = self.guard.judge(step, statistics)
+        if bad is not None and not self._goes_on(step, bad):
+            return statistics
         self.comm.progress.commit(step, self.comm.idle_seconds)
         self._name_stragglers(step, statistics)
         more = self._part_means() if parts.measuring else {}
@@ -187,6 +202,7 @@ class Trainer:
             more["validation_loss"] = self.validate()
 
         self._commit(step)
+        self.guard.committed(step, statistics)
 
         def row() -> dict[str, Any]:
             return self._row(step, statistics, rate, time.perf_counter() - began) | more
@@ -202,22 +218,58 @@ class Trainer:
         for found in self._stragglers.add(statistics.own_seconds) if self._stragglers is not None else ():
             self.reporter.event("straggler", step, found.sentence, found.to_json())
 
-    def _pass_over(self, step: int, statistics: StepStatistics) -> None:
-        """A step whose numbers are not finite, and which has changed nothing: go on without it, or fail."""
-        samples = self.batches.plan.samples(step)
-        what = (
-            f"step {step} has loss {statistics.loss} and gradient norm {statistics.grad_norm} "
-            f"(samples {samples.start} to {samples.stop - 1})"
-        )
-        if self.spec.recovery.nonfinite == "fail":
-            raise NonFiniteError(
-                f"{what}; nothing was updated. Lower train.optimizer.learning_rate, or set recovery.nonfinite to skip"
+    def _goes_on(self, step: int, bad: Bad) -> bool:
+        """What the policy says about a step with bad numbers; whether it is committed."""
+        samples = self.batches.samples(step)
+        told = f"{bad.sentence} (samples {_named(samples)})"
+        if bad.policy == "fail":
+            raise error_of(bad)(
+                f"{told}; nothing was updated. Lower train.optimizer.learning_rate, or set "
+                f"recovery.{'nonfinite' if bad.kind == 'not_finite' else 'spike.policy'} to skip or roll_back"
             )
-        # AdamW counts the step too, as it does after a restart.
-        self.engine.optimizer.set_step(step)
+        if bad.kind == "spike":
+            self._tell("spike", step, told, _sample_data(samples))
+        if bad.policy == "roll_back":
+            self._roll_back(step, samples, bad, told)
+            return False
+        if bad.policy == "skip":
+            # AdamW counts the step too, as it does after a restart.
+            self.engine.optimizer.set_step(step)
+            self._tell("step_skipped", step, f"{told} and passes without an update", _sample_data(samples))
+        return True
+
+    def _roll_back(self, step: int, samples: list[range], bad: Bad, told: str) -> None:
+        """Go on from an earlier step, with the step's samples passed over.
+
+        Until the barrier every rank still has the snapshots of before, after it every rank has one of the step gone
+        back to. Whatever dies in between, all ranks have a step in common, and the samples are passed over again.
+        """
+        self.comm.progress.at("restoring")
+        done = self.guard.roll_back(step, samples, bad)
+        self._commit(done.back_to)
+        self.batches.passed_over = PassedOver.of(self.guard.numbers.passed_over)
+        undone = [row for row in self._journal if json.loads(row)["step"] > done.back_to]
+        for row in undone:
+            self._journal.remove(row)
+        if self.snapshots is not None:
+            self.snapshots.save(self.step, self._note())
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+        self.comm.barrier()
+        if self.snapshots is not None:
+            self.snapshots.forget_after(self.step)
+        if self.checkpoints is not None:
+            self.checkpoints.undo_after(self.step)
+        self._tell_rolled_back(done, told)
+
+    def _tell_rolled_back(self, done: RollBack, why: str) -> None:
+        message = f"{why}: back to step {done.back_to}, and samples {_named(done.samples)} are passed over"
+        self._tell("rolled_back", done.step, message, {**_sample_data(done.samples), **done.to_json()})
+
+    def _tell(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
         if self.comm.rank == 0:
-            data = {"first_sample": samples.start, "last_sample": samples.stop - 1}
-            self.reporter.event("step_skipped", step, f"{what} and passes without an update", data)
+            print(message, flush=True)
+            self.reporter.event(kind, step, message, data)
 
     def _keep_and_report(self, step: int, make_row: Callable[[], dict[str, Any]]) -> None:
         """Snapshot the step and report its row. The snapshot holds the rows of the last steps too: a process that is
@@ -230,26 +282,43 @@ class Trainer:
         if self.snapshots is not None and self._pace.due(step):
             self.comm.progress.at("snapshot")
             with self.clock.waiting("snapshot_stall"):
-                self.snapshots.start(step, b"\n".join(self._journal), report)
+                self.snapshots.start(step, self._note(), report)
         elif report is not None:
             report()
 
-    def _finish_snapshot(self) -> None:
-        """The state is about to change: make sure of the snapshot that was begun."""
+    def _before_update(self) -> None:
+        """The state is about to change: make sure of what is being copied of it."""
+        self.guard.finish()
+        if self.snapshots is None:
+            return
         self.comm.progress.at("snapshot")
         with self.clock.waiting("snapshot_stall"):
-            if self.snapshots is not None and self.snapshots.finish():
+            if self.snapshots.finish():
                 self._pace.note_stall(self.snapshots.stall_seconds)
 
     def _when(self) -> dict[str, Any]:
         """When and by which generation the step was committed, and where the seconds since the one before went."""
         return {"time": time.time(), "generation": self.comm.generation, "seconds": self.clock.lap()}
 
-    def _report_again(self, note: bytes) -> None:
-        """Report the rows that came with a snapshot, of rank 0; the receiver knows most of them already."""
-        for line in note.splitlines() if self.comm.rank == 0 else ():
-            self._journal.append(line)
-            self.reporter.metrics(json.loads(line))
+    def _note(self) -> bytes:
+        """What goes with a snapshot: the rows of the last steps, and what later decisions depend on."""
+        lines = list(self._journal)
+        if self.guard.active:
+            lines.append(json.dumps({"numbers": self.guard.numbers.to_json()}).encode())
+        return b"\n".join(lines)
+
+    def _report_again(self, note: bytes) -> Numbers | None:
+        """Report the rows that came with a snapshot, of rank 0; the receiver knows most of them already. Returns the
+        numbers that came with it."""
+        numbers: Numbers | None = None
+        for line in note.splitlines():
+            row = json.loads(line)
+            if "numbers" in row:
+                numbers = Numbers.from_json(row["numbers"])
+            elif self.comm.rank == 0:
+                self._journal.append(line)
+                self.reporter.metrics(row)
+        return numbers
 
     def validate(self) -> float:
         """Mean loss over the validation batches, in nats a token; the same on every rank."""
@@ -313,6 +382,19 @@ class Trainer:
             "memory_bytes": statistics.memory_bytes,
             **kept,
         }
+
+
+def _named(samples: Sequence[range]) -> str:
+    return " and ".join(f"{each.start} to {each.stop - 1}" for each in samples)
+
+
+def _sample_data(samples: Sequence[range]) -> dict[str, Any]:
+    """For events: the samples of a step, as [first, one past the last] of each range of them."""
+    return {
+        "first_sample": samples[0].start,
+        "last_sample": samples[-1].stop - 1,
+        "samples": [[each.start, each.stop] for each in samples],
+    }
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -22,7 +22,15 @@ import torch.distributed as dist
 
 from workers.comm import Comm
 from workers.device_peak import measure_peak_flops
-from workers.errors import CheckpointError, DataError, NonFiniteError, PeerLost, SharedMemoryError
+from workers.errors import (
+    CheckpointError,
+    DataError,
+    NonFiniteError,
+    PeerLost,
+    ReplicaDiffers,
+    SharedMemoryError,
+    SpikeError,
+)
 from workers.faults import (
     STRUCK,
     Fault,
@@ -49,6 +57,8 @@ _KINDS: dict[type[BaseException], str] = {
     SharedMemoryError: "no_shared_memory",
     DataError: "bad_data",
     NonFiniteError: "not_finite",
+    SpikeError: "spike",
+    ReplicaDiffers: "corrupt",
     CheckpointError: "bad_checkpoint",
 }
 
@@ -161,7 +171,7 @@ class Life:
             self._comm.connect(store, order.generation, order.store_host)
         self._connected_at = time.time()
         self._comm.generation = order.generation
-        self._trainer.restore(order.resume)
+        self._trainer.restore(order.resume, order.roll_backs)
 
     def _build(self) -> None:
         """Make what the order needs, unless it is there: another layout needs another rank's model."""

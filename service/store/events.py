@@ -40,6 +40,12 @@ def append(
     return event
 
 
+def data_of(session: Session, job_id: str, type: str) -> list[dict[str, Any]]:
+    """The data of all of a job's events of `type`, oldest first."""
+    query = select(Event.data).where(Event.job_id == job_id, Event.type == type).order_by(Event.id)
+    return list(session.scalars(query))
+
+
 def page(session: Session, job_id: str, after_id: int = 0, limit: int = 100) -> Page[Event]:
     """A job's events with an id above `after_id`, oldest first."""
     query = select(Event).where(Event.job_id == job_id, Event.id > after_id).order_by(Event.id).limit(limit + 1)

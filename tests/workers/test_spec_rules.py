@@ -184,6 +184,16 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         {"elastic": {"max_data": 1}, "parallel": {"data": 2}},
         "elastic.max_data", "must be at least parallel.data (2)", "2",
     ),
+    (
+        "spikes that nobody sees",
+        {"recovery": {"spike": {"policy": "skip", "window": 40}}},
+        "recovery.spike.window", "window (40) must be below train.steps (30), else no step is ever judged", "29",
+    ),
+    (
+        "spikes of a short job",
+        {"recovery": {"spike": {"policy": "skip"}}, "train": {"steps": 5}},
+        "recovery.spike.policy", "window (50) must be below train.steps (5), else no step is ever judged", "ignore",
+    ),
 ]  # fmt: skip
 
 NOT_BUILT: list[tuple[str, str, Any]] = [
@@ -193,7 +203,6 @@ NOT_BUILT: list[tuple[str, str, Any]] = [
     ("data", "weights", [1.0]),
     ("parallel", "context", 2),
     ("parallel", "zero", 3),
-    ("recovery", "nonfinite", "roll_back"),
 ]
 
 

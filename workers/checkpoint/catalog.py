@@ -45,6 +45,8 @@ class Manifest:
     """CRC-32 of each block of each file; None: an older checkpoint, of which only sizes can be checked."""
     block_bytes: int = BLOCK_BYTES
     """Bytes of a block."""
+    numbers: dict[str, Any] | None = None
+    """What the judgement of later steps' numbers and the order of samples depend on (`bad_numbers.Numbers`)."""
 
     @property
     def bytes(self) -> int:
@@ -122,6 +124,8 @@ def _makes_sense(manifest: Manifest) -> bool:
     """Whether the fields of a manifest, which may be without a checksum, have values of the right types."""
     if not isinstance(manifest.files, dict) or not isinstance(manifest.spec, dict):
         return False
+    if manifest.numbers is not None and not isinstance(manifest.numbers, dict):
+        return False
     if not all(isinstance(size, int) for size in (manifest.step, manifest.generation, *manifest.files.values())):
         return False
     if manifest.loss_scale is None:
@@ -195,6 +199,15 @@ def prune(folder: str | Path, keep: int, generation: int) -> list[Path]:
     whole = [path for path, _ in whole_checkpoints(folder)]
     doomed = whole[:-keep]
     doomed += [path for path, _, made_by in _folders(Path(folder)) if path not in whole and made_by < generation]
+    return _removed(doomed)
+
+
+def remove_after(folder: str | Path, step: int) -> list[Path]:
+    """Delete the whole checkpoints of steps above `step`. Returns what was deleted; what cannot be stays."""
+    return _removed([path for path, manifest in whole_checkpoints(folder) if manifest.step > step])
+
+
+def _removed(doomed: list[Path]) -> list[Path]:
     for path in doomed:
         with contextlib.suppress(OSError):
             (path / MANIFEST).unlink()  # first, so that a half-deleted one is never taken for whole

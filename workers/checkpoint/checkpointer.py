@@ -54,14 +54,15 @@ class Checkpointer:
         saved = (manifest.step for _, manifest in catalog.whole_checkpoints(self.folder))
         return step > 0 and self.due(step) and step not in saved
 
-    def start(self, step: int) -> None:
-        """Copy the state of committed step `step` aside and begin to write it. Waits for the save before."""
+    def start(self, step: int, numbers: dict[str, Any] | None = None) -> None:
+        """Copy the state of committed step `step` aside and begin to write it, with its `numbers` in the manifest.
+        Waits for the save before."""
         self.finish()
         parts = {kind: part.to("cpu", copy=True) for kind, part in self._parts().items()}
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
         self._tell("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
         loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
-        self._under_way = self._writer.submit(self._write, step, path, parts, loss_scale)
+        self._under_way = self._writer.submit(self._write, step, path, parts, loss_scale, numbers)
 
     def finish(self) -> None:
         """Wait until the save under way is on disk or has failed."""
@@ -73,8 +74,13 @@ class Checkpointer:
         """End the writing thread, after the save under way."""
         self._writer.shutdown()
 
-    def restore(self, path: str) -> None:
-        """Load this rank's part of the state from the checkpoint at `path`.
+    def undo_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps, which are going to be done again. No rank is saving one."""
+        for old in catalog.remove_after(self.folder, step) if self.comm.rank == 0 else ():
+            self._tell("checkpoint_deleted", step, f"deleted {old.name}, which was undone", {"path": str(old)})
+
+    def restore(self, path: str) -> dict[str, Any] | None:
+        """Load this rank's part of the state from the checkpoint at `path`; returns the manifest's numbers.
 
         Raises CheckpointError, DamagedCheckpoint where an older one may do: on every rank, as soon as one of them
         cannot read its part. Then nothing has changed on any rank.
@@ -86,17 +92,25 @@ class Checkpointer:
             problem = error
         agree(self.comm, problem)
         take_over(self.engine, parts, manifest.loss_scale)
+        return manifest.numbers
 
     def _parts(self) -> dict[str, torch.Tensor]:
         optimizer = self.optimizer
         whole = optimizer.parameters[0] if len(optimizer.parameters) == 1 else torch.cat(optimizer.parameters)
         return dict(zip(durable.KINDS, (whole.detach(), optimizer.exp_avg, optimizer.exp_avg_sq), strict=True))
 
-    def _write(self, step: int, path: str, parts: dict[str, torch.Tensor], loss_scale: list[float] | None) -> None:
+    def _write(
+        self,
+        step: int,
+        path: str,
+        parts: dict[str, torch.Tensor],
+        loss_scale: list[float] | None,
+        numbers: dict[str, Any] | None,
+    ) -> None:
         try:
             sums = durable.save(path, self._owned, parts, self.comm.exchange)
             if self.comm.rank == 0:
-                self._seal(step, path, sums, loss_scale)
+                self._seal(step, path, sums, loss_scale, numbers)
         except (OSError, RuntimeError, MantaError) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             message = f"checkpoint of step {step} failed: {reason}; training goes on"
@@ -104,12 +118,19 @@ class Checkpointer:
             if self.comm.rank == 0:
                 shutil.rmtree(path, ignore_errors=True)  # what is left of it would keep a full disk full
 
-    def _seal(self, step: int, path: str, sums: dict[str, FileSums], loss_scale: list[float] | None) -> None:
+    def _seal(
+        self,
+        step: int,
+        path: str,
+        sums: dict[str, FileSums],
+        loss_scale: list[float] | None,
+        numbers: dict[str, Any] | None,
+    ) -> None:
         files = {name: each.size for name, each in sorted(sums.items())}
         blocks = {name: list(each.blocks or ()) for name, each in sorted(sums.items())}
         spec = self.spec.model_dump(mode="json")
         generation, block_bytes = self.comm.generation, next(iter(sums.values())).block_bytes
-        manifest = Manifest(self.job, generation, step, files, spec, loss_scale, blocks, block_bytes)
+        manifest = Manifest(self.job, generation, step, files, spec, loss_scale, blocks, block_bytes, numbers)
         catalog.seal(Path(path), manifest)
         data = {"path": path, "bytes": manifest.bytes}
         self._tell("checkpoint_saved", step, f"checkpoint of step {step} is complete", data)

@@ -170,7 +170,7 @@ class Snapshots:
         if len(note) > NOTE_BYTES:
             raise ValueError(f"a note of {len(note)} bytes does not fit into {NOTE_BYTES}")
         self._unusable = None
-        self._copying = self._copier.submit(self._copy, step, note, then, _event_of(self.state))
+        self._copying = self._copier.submit(self._copy, step, note, then, event_of(self.state))
         self._stalled = time.perf_counter() - began
 
     def finish(self) -> bool:
@@ -190,7 +190,7 @@ class Snapshots:
     def _copy(self, step: int, note: bytes, then: Callable[[], object] | None, ready: Any) -> None:
         began, slot = time.perf_counter(), self._file.oldest()
         turn = self._begin(slot)
-        _copy_beside(self._slots[slot], self.state, ready)
+        copy_beside(self._slots[slot], self.state, ready)
         self._file.write_note(slot, note)
         self._file.commit(slot, step)
         self.copy_seconds = time.perf_counter() - began
@@ -234,14 +234,19 @@ class Snapshots:
         except DamagedCheckpoint:
             self._begin(slot)
             raise
-        _copy_beside(self.state, self._slots[slot], None)
-        for other in range(SLOTS):
-            newer = self._file.step(other)
-            if newer is not None and newer > step:
-                self._begin(other)
+        copy_beside(self.state, self._slots[slot], None)
+        self.forget_after(step)
         if not sealed:
             self._summing = self._summer.submit(self._seal, slot, step, self._turns[slot])
         return self._file.note(slot)
+
+    def forget_after(self, step: int) -> None:
+        """Forget all steps above `step`."""
+        self.finish()
+        for slot in range(SLOTS):
+            held = self._file.step(slot)
+            if held is not None and held > step:
+                self._begin(slot)
 
     def _follow(self) -> None:
         """Use the file that lies at the path now, where it is another one: a replica that the agent fetched after this
@@ -276,7 +281,7 @@ class Snapshots:
         self._file.close()
 
 
-def _event_of(state: list[torch.Tensor]) -> Any:
+def event_of(state: list[torch.Tensor]) -> Any:
     """On a GPU, an event after all work on the state so far; else None."""
     import torch
 
@@ -287,7 +292,7 @@ def _event_of(state: list[torch.Tensor]) -> Any:
     return event
 
 
-def _copy_beside(targets: list[torch.Tensor], sources: list[torch.Tensor], ready: Any) -> None:
+def copy_beside(targets: list[torch.Tensor], sources: list[torch.Tensor], ready: Any) -> None:
     """Copy each source into its target. `ready`: a GPU's event to wait for, on a stream beside that of the training
     thread, so that no copy waits for the forward pass that was queued before it."""
     import torch

@@ -44,6 +44,8 @@ class StepStatistics:
     """Largest memory use of any rank."""
     own_seconds: tuple[float, ...] = ()
     """Of each rank: time of the step, up to its agreement, that it did not wait for others; 0 where it cannot know."""
+    updated: bool = True
+    """Whether the step has updated anything: not where its numbers are not finite, or above the limits."""
 
     @property
     def finite(self) -> bool:
@@ -94,6 +96,8 @@ class ZeroOptimizer:
         """Whether an update has begun that nobody has declared complete."""
         self.set_step(0)
         self._elsewhere = self._rows_answered_for_elsewhere()
+        self.limits = (math.inf, math.inf)
+        """Loss and gradient norm above which a step updates nothing; the same on every rank."""
         self.before_update: Callable[[], object] = lambda: None
         """Called before a rank agrees to an update: the last moment at which the state is what it was."""
 
@@ -141,7 +145,7 @@ class ZeroOptimizer:
         """Reduce the gradients, agree on the norm with all ranks, clip, update, gather. Clears the gradients.
 
         Every rank is inside this call when any of them updates its parameters. Where the loss or the norm is not
-        finite nothing is updated on any rank, which is decided on the device.
+        finite, or above its limit, nothing is updated on any rank, which is decided on the device.
         """
         progress = self.comm.progress
         progress.at("reduction")
@@ -151,7 +155,7 @@ class ZeroOptimizer:
             progress.at("agreement")
             agreed = self._agree(gradient, loss, memory_bytes)
             progress.at("optimizer")
-            norm, divisor = self._norm_and_divisor(agreed, loss.scale)
+            norm, divisor, bad = self._norm_and_divisor(agreed, loss.scale)
             gradient.div_(divisor)
             if len(gradient) < len(self.exp_avg):  # stage 0
                 self.reduction.gather(self._by_bucket(gradient), self.flat.gradients)
@@ -165,22 +169,26 @@ class ZeroOptimizer:
             self.publish_parameters()
             self.reduction.end()
             # The one place of a step where the host waits for the device.
-            total, tokens, found, *each = torch.cat([agreed[:2], norm.view(1), agreed[3:]]).tolist()
-        world = self.comm.size("world")
-        return StepStatistics(total / max(tokens, 1.0), found, int(max(each[:world])), tuple(each[world:]))
+            told = [agreed[:2], norm.view(1), bad.view(1).to(agreed.dtype), agreed[3:]]
+            total, tokens, found, refused, *each = torch.cat(told).tolist()
+        world, memory = self.comm.size("world"), int(max(each[: self.comm.size("world")]))
+        return StepStatistics(total / max(tokens, 1.0), found, memory, tuple(each[world:]), not refused)
 
-    def _norm_and_divisor(self, agreed: torch.Tensor, loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradient's norm, and what the sums in the buffer are divided by, clipping included. Tells AdamW whether
-        it may touch anything."""
+    def _norm_and_divisor(
+        self, agreed: torch.Tensor, loss_scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradient's norm, what the sums in the buffer are divided by, clipping included, and whether the step must
+        not update anything, which AdamW is told."""
         total, tokens, square = agreed[0], agreed[1], agreed[2]
         divisor = tokens.clamp(min=1.0) * loss_scale
         norm = square.sqrt() / divisor
         if self.config.clip_norm:
             divisor = divisor * (norm + 1e-6).div(self.config.clip_norm).clamp(min=1.0)
-        bad = ~(torch.isfinite(norm) & torch.isfinite(total))
+        finite = torch.isfinite(norm) & torch.isfinite(total)
+        bad = ~finite | (total / tokens.clamp(min=1.0) > self.limits[0]) | (norm > self.limits[1])
         # The protocol of torch.amp.GradScaler with fused optimizers.
         self._adamw.found_inf = bad.to(torch.float32)  # type: ignore[attr-defined]
-        return norm, divisor
+        return norm, divisor, bad
 
     def load_parameters(self, values: torch.Tensor) -> None:
         """Take over the flat parameters `values`, fp32 [flat.size]."""

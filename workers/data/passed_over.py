@@ -1,0 +1,48 @@
+"""Samples that a job passes over, and what that does to the order in which it uses the others. Pure Python.
+
+A step uses places in the order, which are numbered without gaps (`batch_plan.py`). At each place is a sample: that of
+the same number as long as nothing is passed over, else the next one that is used. So which samples a step uses
+depends on the ranges passed over alone, and passing one over changes nothing about the steps before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """Ranges of samples that no step uses."""
+
+    ranges: tuple[range, ...] = ()
+    """In order, with samples between them."""
+
+    @classmethod
+    def of(cls, ranges: Iterable[range]) -> PassedOver:
+        """The union of any ranges."""
+        merged: list[range] = []
+        for each in sorted((each for each in ranges if each), key=lambda each: each.start):
+            if merged and each.start <= merged[-1].stop:
+                merged[-1] = range(merged[-1].start, max(merged[-1].stop, each.stop))
+            else:
+                merged.append(each)
+        return cls(tuple(merged))
+
+    def sample(self, place: int) -> int:
+        """The sample at `place` of the order."""
+        for each in self.ranges:
+            if place < each.start:
+                break
+            place += len(each)
+        return place
+
+    def samples(self, places: range) -> list[range]:
+        """The samples at `places`, in order: one range, or more where some lie in between that are passed over."""
+        found: list[range] = []
+        for sample in map(self.sample, places):
+            if found and found[-1].stop == sample:
+                found[-1] = range(found[-1].start, sample + 1)
+            else:
+                found.append(range(sample, sample + 1))
+        return found
