@@ -26,10 +26,12 @@ from workers.config import JobSpec
 from workers.data.batches import Batches
 from workers.data.passed_over import PassedOver
 from workers.engine import Engine
+from workers.errors import PeerLost, ReplicaDiffers
 from workers.learning_rate import learning_rate
 from workers.messages import Resume
 from workers.number_guard import NumberGuard, error_of
 from workers.parallel.elastic_sums import shared_leaves, sum_of_halves
+from workers.parallel.replica_check import ReplicaCheck
 from workers.parallel.zero import StepStatistics
 from workers.reporter import Reporter
 from workers.step_clock import StepClock
@@ -61,6 +63,7 @@ class Trainer:
         self._places, self._pace = places, Pace(spec.checkpoint.snapshot_every_steps)
         self.guard = NumberGuard(spec.recovery, self.engine, comm)
         self.engine.optimizer.before_update = self._before_update
+        self._replica_check = ReplicaCheck(self.engine.optimizer, comm)
         self.snapshots = self._open_snapshots(places)
         self.checkpoints: Checkpointer | None = None
         if places.checkpoints is not None:
@@ -289,12 +292,30 @@ class Trainer:
     def _before_update(self) -> None:
         """The state is about to change: make sure of what is being copied of it."""
         self.guard.finish()
-        if self.snapshots is None:
+        if self.snapshots is not None:
+            self.comm.progress.at("snapshot")
+            with self.clock.waiting("snapshot_stall"):
+                if self.snapshots.finish():
+                    self._pace.note_stall(self.snapshots.stall_seconds)
+        every = self.spec.recovery.check_replicas_every
+        if every and (self.step + 1) % every == 0:
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        """Find out whether all ranks still compute with the same parameters, before this step changes them. Where one
+        does not, the step is given up: it leaves, and goes on with a state from before. Raises ReplicaDiffers on the
+        ranks that differ, PeerLost on the others."""
+        self.comm.progress.at("agreement")
+        kept = self.snapshots.kept(self.step) if self.snapshots is not None else None
+        weights = None if kept is None else kept[: len(self.engine.optimizer.parameters)]
+        ranks, certain = self._replica_check.differing(weights)
+        if not ranks:
             return
-        self.comm.progress.at("snapshot")
-        with self.clock.waiting("snapshot_stall"):
-            if self.snapshots.finish():
-                self._pace.note_stall(self.snapshots.stall_seconds)
+        named = " and ".join(f"rank {rank}" for rank in ranks)
+        which = f"of {named} were changed" if certain else f"of {named} differ, and nobody can tell which are right"
+        message = f"since step {self.step} parameters {which}"
+        self._tell("replica_differs", self.step, message, {"ranks": ranks, "certain": certain})
+        raise (ReplicaDiffers if self.comm.rank in ranks else PeerLost)(message)
 
     def _when(self) -> dict[str, Any]:
         """When and by which generation the step was committed, and where the seconds since the one before went."""

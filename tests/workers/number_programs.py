@@ -66,7 +66,7 @@ def train(
         if trainer.guard.copies is not None:
             run.copies.append(trainer.guard.copies.steps)
     comm.barrier()
-    run.parameters = trainer.engine.flat.parameters.clone().numpy()
+    run.parameters = trainer.engine.flat.parameters.float().clone().numpy()
     run.numbers = trainer.guard.numbers.to_json()
     trainer.close()
     reporter.close()

@@ -240,6 +240,13 @@ class Snapshots:
             self._summing = self._summer.submit(self._seal, slot, step, self._turns[slot])
         return self._file.note(slot)
 
+    def kept(self, step: int) -> list[torch.Tensor] | None:
+        """The copy of the state of `step`, in the order of `state`; None where there is none. It is overwritten by the
+        second copy from now."""
+        self.finish()
+        slot = next((slot for slot in range(SLOTS) if self._file.step(slot) == step), None)
+        return None if slot is None else self._slots[slot]
+
     def forget_after(self, step: int) -> None:
         """Forget all steps above `step`."""
         self.finish()

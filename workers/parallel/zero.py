@@ -75,8 +75,9 @@ class ZeroOptimizer:
         length = sum(end - start for start, end in self.held)
         self.parameters = [flat.parameters[start:end] for start, end in self.held]
         """The fp32 weights of the held ranges: views of the parameters, or of the master weights."""
-        self._masters = flat.parameters.dtype != flat.gradients.dtype
-        if self._masters:
+        self.has_masters = flat.parameters.dtype != flat.gradients.dtype
+        """Whether these are kept beside the parameters."""
+        if self.has_masters:
             masters = flat.gradients.new_zeros(length)
             self.parameters = list(masters.split([end - start for start, end in self.held]))
         self.exp_avg = flat.gradients.new_zeros(length)
@@ -204,7 +205,7 @@ class ZeroOptimizer:
     def publish_parameters(self) -> None:
         """Bring the held weights, of all replicas, into the parameters."""
         everything = len(self.held) == 1 and self.held[0] == (0, self.flat.size)
-        if everything and self._masters:
+        if everything and self.has_masters:
             self.flat.parameters.copy_(self.parameters[0])
         elif not everything:
             # A copy also where no rounding is needed: the parts lie inside of what is gathered into.

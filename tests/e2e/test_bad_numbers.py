@@ -1,0 +1,80 @@
+"""A text with a passage unlike the rest: the step that reads it spikes, and its samples are passed over."""
+
+import random
+
+import pytest
+
+STEPS = 80
+SPIKE = {"policy": "roll_back", "window": 10, "loss_deviations": 6.0, "grad_norm_deviations": None}
+
+
+@pytest.fixture(scope="module")
+def odd_corpus(tmp_path_factory):
+    """One line over and over, and in its middle a passage of noise."""
+    line, noise = "the same few words again and again. ", random.Random(5)
+    passage = "".join(chr(noise.randrange(0x21, 0x7F)) for _ in range(60))
+    path = tmp_path_factory.mktemp("corpus") / "odd.txt"
+    path.write_text(line * 400 + passage + line * 400)
+    return path
+
+
+def rolling_back(manta, corpus, layout=(1, 1, 2), **recovery):
+    """A job that meets the passage once it knows the line."""
+    return manta.spec(
+        STEPS,
+        layout,
+        data={"paths": [str(corpus)]},
+        train={"optimizer": {"learning_rate": 1e-2, "warmup_steps": 5}, "seed": 3},
+        recovery={"spike": SPIKE, "roll_back_steps": 8, **recovery},
+    )
+
+
+@pytest.fixture(scope="module")
+def rolled_back(manta, odd_corpus):
+    """The job when nothing else happens to it."""
+    job = manta.submit(rolling_back(manta, odd_corpus))
+    manta.until_state(job, "SUCCEEDED")
+    return job
+
+
+def told(manta, job):
+    """What the job passed over, in order."""
+    return [(event.step, event.data["samples"]) for event in manta.events(job, "rolled_back")]
+
+
+def test_spike_is_passed_over(manta, rolled_back):
+    events = manta.events(rolled_back, "rolled_back")
+    assert events, manta.story(rolled_back)
+    first = events[0]
+    assert first.data["back_to"] < first.step
+    assert [event.step for event in manta.events(rolled_back, "spike")] == [event.step for event in events]
+    curve = manta.curve(rolled_back)
+    assert [step for step, _, _ in curve] == list(range(1, STEPS + 1))
+    assert manta.client.job(rolled_back).restarts == 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_right_after_a_roll_back_the_job_keeps_its_order_of_samples(
+    manta, odd_corpus, rolled_back, kill, victim
+):
+    job = manta.submit(rolling_back(manta, odd_corpus))
+    manta.until("the roll back", lambda: told(manta, job))
+    kill(manta.pids(job)[victim])
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert ended.restarts == 1, manta.story(job)
+    assert manta.curve(job) == manta.curve(rolled_back)
+    assert told(manta, job) == told(manta, rolled_back)
+
+
+def test_committed_step_never_goes_back(manta, odd_corpus, rolled_back):
+    job = manta.submit(rolling_back(manta, odd_corpus))
+    seen = [0]
+
+    def over():
+        found = manta.client.job(job)
+        seen.append(found.step)
+        return found.state == "SUCCEEDED"
+
+    manta.until("its end", over)
+    assert seen == sorted(seen)
+    assert manta.curve(job) == manta.curve(rolled_back)
