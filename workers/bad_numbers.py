@@ -40,12 +40,12 @@ class RollBack:
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; a range of samples as [first, one past the last]."""
         ranges = [[each.start, each.stop] for each in self.samples]
-        return {"step": self.step, "back_to": self.back_to, "samples": ranges}
+        return {"bad_step": self.step, "back_to": self.back_to, "samples": ranges}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> RollBack:
         """From what `to_json` makes; other keys do not matter."""
-        return cls(document["step"], document["back_to"], tuple(range(*each) for each in document["samples"]))
+        return cls(document["bad_step"], document["back_to"], tuple(range(*each) for each in document["samples"]))
 
 
 @dataclass(frozen=True)
