@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from dataclasses import asdict, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ from workers.stacks import answer_with_stacks
 from workers.trainer import Places, Trainer
 
 EXIT_FAILED, EXIT_PEER_LOST = 1, 75
+STORE_TIMEOUT = timedelta(seconds=20)
 _KINDS: dict[type[BaseException], str] = {
     PeerLost: "peer_lost",
     SharedMemoryError: "no_shared_memory",
@@ -167,7 +169,10 @@ class Life:
         if self._comm.size("world") > 1:
             if order.store_host is None or order.store_port is None:
                 raise ValueError("a job of several ranks needs a rendezvous store in its launch order")
-            store = dist.TCPStore(order.store_host, order.store_port, is_master=False)
+            try:
+                store = dist.TCPStore(order.store_host, order.store_port, is_master=False, timeout=STORE_TIMEOUT)
+            except RuntimeError as error:
+                raise PeerLost(f"the rendezvous store does not answer: {str(error).splitlines()[0]}") from error
             self._comm.connect(store, order.generation, order.store_host)
         self._connected_at = time.time()
         self._comm.generation = order.generation
@@ -180,8 +185,11 @@ class Life:
             return
         if self._trainer is not None:
             self._trainer.close()
-        self._comm = self._trainer = None  # before the new ones, so that memory never holds both
-        self._comm = _comm_of(order)
+        # The agent watches the record of this rank, which therefore goes on being the same.
+        before = self._comm
+        progress = before.progress if before is not None and before.rank == order.rank else None
+        self._comm = self._trainer = before = None  # before the new ones, so that memory never holds both
+        self._comm = _comm_of(order, progress)
         self._trainer = _trainer_of(order, self._comm, self.reporter)
         self._built = order
 
@@ -234,14 +242,16 @@ def report_lines(order: LaunchOrder, messages: list[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
-def _comm_of(order: LaunchOrder) -> Comm:
+def _comm_of(order: LaunchOrder, progress: Progress | None) -> Comm:
     # One computation thread, so that bits do not depend on the machine's load.
     torch.set_num_threads(1)
     device = torch.device(order.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     comm = Comm(RankGrid(parse_job_spec(order.spec).layout), order.rank, device)
-    if order.snapshot_folder is not None:
+    if progress is not None:
+        comm.progress = progress
+    elif order.snapshot_folder is not None:
         answer_with_stacks(order.snapshot_folder, order.rank)
         comm.progress = Progress.shared(order.snapshot_folder, order.rank)
     return comm

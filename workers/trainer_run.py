@@ -81,6 +81,8 @@ class TrainerRun:
     async def rest(self, generation: int, grace: float) -> bool:
         """Have the trainer leave `generation`; whether it is at rest. One that takes longer than `grace` seconds is
         killed."""
+        if self.generation > generation:
+            return self.at_rest  # an order of yesterday
         if self.generation == generation and not self.at_rest:
             self._tell({"do": "rest", "generation": generation})
             resting = asyncio.create_task(self._resting.wait())

@@ -22,6 +22,7 @@ from workers.comm import Comm
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointError, MantaError
+from workers.exchange import Exchange
 
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Reports an event: type, step, message, data."""
@@ -62,7 +63,9 @@ class Checkpointer:
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
         self._tell("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
         loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
-        self._under_way = self._writer.submit(self._write, step, path, parts, loss_scale, numbers)
+        # Of this generation: by the time the thread looks, the rank may have left it.
+        ranks = self.comm.exchange
+        self._under_way = self._writer.submit(self._write, ranks, step, path, parts, loss_scale, numbers)
 
     def finish(self) -> None:
         """Wait until the save under way is on disk or has failed."""
@@ -101,6 +104,7 @@ class Checkpointer:
 
     def _write(
         self,
+        ranks: Exchange,
         step: int,
         path: str,
         parts: dict[str, torch.Tensor],
@@ -108,7 +112,7 @@ class Checkpointer:
         numbers: dict[str, Any] | None,
     ) -> None:
         try:
-            sums = durable.save(path, self._owned, parts, self.comm.exchange)
+            sums = durable.save(path, self._owned, parts, ranks)
             if self.comm.rank == 0:
                 self._seal(step, path, sums, loss_scale, numbers)
         except (OSError, RuntimeError, MantaError) as error:

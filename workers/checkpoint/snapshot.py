@@ -258,14 +258,23 @@ class Snapshots:
     def _follow(self) -> None:
         """Use the file that lies at the path now, where it is another one: a replica that the agent fetched after this
         process was made ready."""
-        if not self.path.exists() or os.path.samestat(self.path.stat(), os.fstat(self._file.descriptor)):
+        if not self.path.exists() or self._is_at_its_path():
             return
         found = self._opened(self._file.form)
         if found is not None:
-            self.wait_for_sums()
-            before, self._file = self._file, found
-            self._slots = [self._views(slot) for slot in range(SLOTS)]
-            before.close()
+            self._go_on_in(found)
+
+    def _is_at_its_path(self) -> bool:
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self._file.descriptor))
+        except FileNotFoundError:
+            return False
+
+    def _go_on_in(self, file: SnapshotFile) -> None:
+        self.wait_for_sums()
+        before, self._file = self._file, file
+        self._slots = [self._views(slot) for slot in range(SLOTS)]
+        before.close()
 
     def wait_for_sums(self) -> None:
         """Return once the newest copy has its sums."""
@@ -274,8 +283,10 @@ class Snapshots:
             self._summing.result()
 
     def clear(self) -> None:
-        """Forget everything: the job starts from another state than these."""
+        """Forget everything: the job starts from another state than these. A file that was removed is made anew."""
         self.finish()
+        if not self._is_at_its_path():
+            self._go_on_in(SnapshotFile.create(self.path, self._file.form))
         for slot in range(SLOTS):
             self._begin(slot)
 

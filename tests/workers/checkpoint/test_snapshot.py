@@ -197,6 +197,15 @@ def test_a_copy_without_sums_is_used_and_gets_them_then(tmp_path, monkeypatch):
     assert holds(tmp_path, 6)
 
 
+def test_a_file_that_was_removed_meanwhile_is_made_anew(tmp_path):
+    snapshots = opened(tmp_path)
+    save(snapshots, 1)
+    snapshots.path.unlink()
+    snapshots.clear()
+    save(snapshots, 2)
+    assert committed_steps(snapshots.path) == [2]
+
+
 def test_loading_forgets_a_newer_step_that_not_all_committed(tmp_path):
     snapshots = opened(tmp_path)
     for step in (5, 6):
