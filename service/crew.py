@@ -60,9 +60,12 @@ class Crew:
         self.agents = await self._gangs.start_agents(self._job_id, generation, seats, await self.unit())
         self.names = [agent_name(self._job_id, generation, rank) for rank in seats]
 
-    async def place_anew(self, generation: int, layout: ParallelConfig, avoid: Collection[str]) -> None:
-        """Give up all agents and their places, keep the snapshots, and start others. Raises NotPlaced."""
+    async def release(self) -> None:
+        """Give up all agents and their places; the snapshots stay."""
         await self._gangs.release(self._job_id, keep_snapshots=True)
+
+    async def place(self, generation: int, layout: ParallelConfig, avoid: Collection[str]) -> None:
+        """Acquire places for all, and start agents there. Raises NotPlaced."""
         await self._gangs.acquire(self._job_id, generation, layout, await self.unit(), avoid=avoid)
         await self.start(generation, layout)
 

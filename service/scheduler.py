@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from service.budgets import avoided_nodes, faults_of
 from service.gangs import NotPlaced
 from service.placement import missing, unit_of
-from service.sizes import resized
+from service.sizes import resized, room_for, size_within, sizes_of
 from service.states import JobState
 from service.store import IllegalTransition, generations, jobs
 from service.store.tables import Job
@@ -80,14 +80,12 @@ class Scheduler:
             return [job for job in jobs.unfinished(session) if job.state == JobState.QUEUED]
 
     async def _read_spec(self, job: Job) -> JobSpec | None:
-        """The job's spec, of the size that is wanted; None, and the job has failed, where this version no longer takes
-        it."""
+        """The job's spec; None, and the job has failed, where this version no longer takes it."""
         try:
-            spec = JobSpec.model_validate(job.spec)
+            return JobSpec.model_validate(job.spec)
         except ValidationError as error:
             await self._transition(job, JobState.FAILED, "invalid_spec", stored_spec_problem(error))
             return None
-        return resized(spec, job.wanted_replicas or spec.layout.data)
 
     async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:
         try:
@@ -105,7 +103,16 @@ class Scheduler:
         shortage = await self._shortage(spec)
         return shortage is not None and shortage.possible < shortage.needed
 
+    async def _sized(self, job: Job, spec: JobSpec) -> JobSpec:
+        """`spec` with the wanted number of replicas, or with as many as there is room for, where `elastic` allows it:
+        the job grows when there is more."""
+        wanted = job.wanted_replicas or spec.layout.data
+        unit = unit_of(spec.resources.accelerator, await self.site.gangs.has_gpus())
+        room = room_for(spec.layout, await self.site.gangs.capacity(unit))
+        return resized(spec, size_within(sizes_of(spec), wanted, 0, room) or wanted)
+
     async def _try_to_place(self, job: Job, spec: JobSpec) -> bool:
+        spec = await self._sized(job, spec)
         shortage = await self._shortage(spec)
         if shortage is not None:
             kind = "gpus" if shortage.unit == "GPU" else "slots"
@@ -132,10 +139,23 @@ class Scheduler:
         with self.site.store.read() as session:
             return avoided_nodes(faults_of(generations.of_job(session, job_id)), time.time())
 
-    async def _transition(self, job: Job, to: JobState, reason: str | None = None, message: str | None = None) -> bool:
-        """False when the user was faster."""
+    async def _transition(
+        self,
+        job: Job,
+        to: JobState,
+        reason: str | None = None,
+        message: str | None = None,
+        replicas: int | None = None,
+    ) -> bool:
+        """False when the user was faster. `replicas`: of the layout that it is placed with."""
+
+        def change(session: Any) -> None:
+            jobs.transition(session, job.id, to, reason=reason, message=message)
+            if replicas is not None:
+                jobs.set_replicas(session, job.id, replicas)
+
         try:
-            await self.site.store.write_async(lambda s: jobs.transition(s, job.id, to, reason=reason, message=message))
+            await self.site.store.write_async(change)
         except IllegalTransition:
             return False
         return True

@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 # A trainer that takes longer to come to rest after the loss of a peer is killed, and its rank forked anew.
 REST_SECONDS = 5.0
+# A launch that takes longer has an agent in it that does not answer; a node's first trainer waits for its zygote.
+LAUNCH_SECONDS = 150.0
 # An agent that takes longer to arm a fault is taken for dead.
 INJECT_SECONDS = 10.0
 # How often a job that is smaller than it should be looks for room to grow.
@@ -133,7 +135,10 @@ class Supervisor:
             if self.cancelled.is_set() and not is_final((await self._job()).state):
                 await self._finish_cancel(gang)
         except NotPlaced as error:
-            await self._back_to_queue(str(error))
+            if self.cancelled.is_set():
+                await self._finish_cancel(None)
+            else:
+                await self._back_to_queue(str(error))
         finally:
             if gang is not None:
                 await gang.close()
@@ -162,6 +167,7 @@ class Supervisor:
     async def _recover(self, culprit: Death, agents_lost: list[int], timeline: RecoveryTimeline) -> Gang | None:
         """The next generation after `culprit`'s death, with new agents for the ranks whose own were lost; None when
         the job is given up."""
+        await self._say(JobState.RECOVERING)  # again: a last report may have told of the generation's first step
         job = await self._job()
         lives = await self._generations()
         progressed = bool(lives) and lives[-1].first_step_at is not None
@@ -194,7 +200,7 @@ class Supervisor:
 
     async def _launch_placed(self, placed_generation: int) -> Gang | None:
         job = await self._job()
-        self.spec = resized(self.submitted, job.wanted_replicas or self.submitted.layout.data)
+        self.spec = resized(self.submitted, job.replicas or self.submitted.layout.data)
         await self._crew.start(placed_generation, self.spec.layout)
         return await self._launch("submitted" if job.generation == 0 else "placed again", counts=job.generation > 0)
 
@@ -203,7 +209,13 @@ class Supervisor:
         failing."""
         faults = [*faults_of(await self._generations()), *([] if incident is None else [incident.fault])]
         self._memory = {}
-        await self._crew.place_anew(job.generation + 1, self.spec.layout, avoided_nodes(faults, time.time()))
+        await self._crew.release()
+        wanted = job.wanted_replicas or self.submitted.layout.data
+        room = room_for(self.spec.layout, await self._crew.capacity())
+        # With too little room for any size, wait for the one that it has.
+        size = size_within(sizes_of(self.submitted), wanted, 0, room) or self.spec.layout.data
+        self.spec = resized(self.spec, size)
+        await self._crew.place(job.generation + 1, self.spec.layout, avoided_nodes(faults, time.time()))
         return await self._launch(cause, counts=job.generation > 0, incident=incident)
 
     async def _make_whole(self, job: Job, lost: list[int], fault: MachineFault) -> bool:
@@ -320,22 +332,26 @@ class Supervisor:
         gang: Gang | None = None
         begun = False
         try:
-            resume = await self._choose_resume(incident)
-            generation = await self._begin(cause, counts, resume, incident)
-            begun = counts
-            where = await asyncio.gather(*(agent.describe.remote() for agent in self._crew.agents))
-            self._crew.note(where)
-            store = await self._start_store(where[0]["node"], generation)
-            passed = await self._read(lambda s: events.data_of(s, self.job_id, "rolled_back"))
-            orders = [
-                self._order(rank, self.spec, generation, resume, store, place, passed)
-                for rank, place in enumerate(where)
-            ]
-            gang = self._watch(generation, resume.step)
-            pids = await asyncio.gather(
-                *(agent.launch.remote(order.to_json()) for agent, order in zip(self._crew.agents, orders, strict=True))
-            )
-        except (self.site.ray.exceptions.RayError, LaunchFailed) as error:
+            async with asyncio.timeout(LAUNCH_SECONDS):
+                resume = await self._choose_resume(incident)
+                generation = await self._begin(cause, counts, resume, incident)
+                begun = counts
+                where = await asyncio.gather(*(agent.describe.remote() for agent in self._crew.agents))
+                self._crew.note(where)
+                store = await self._start_store(where[0]["node"], generation)
+                passed = await self._read(lambda s: events.data_of(s, self.job_id, "rolled_back"))
+                orders = [
+                    self._order(rank, self.spec, generation, resume, store, place, passed)
+                    for rank, place in enumerate(where)
+                ]
+                gang = self._watch(generation, resume.step)
+                pids = await asyncio.gather(
+                    *(
+                        agent.launch.remote(order.to_json())
+                        for agent, order in zip(self._crew.agents, orders, strict=True)
+                    )
+                )
+        except (self.site.ray.exceptions.RayError, LaunchFailed, TimeoutError) as error:
             log.warning("launch of %s failed: %s", self.job_id, error)
             if gang is not None:
                 await gang.close()
@@ -347,6 +363,7 @@ class Supervisor:
         rows = [self._rank_row(order, where[order.rank], pids[order.rank]["pid"]) for order in orders]
         nodes = [each["node"] or each["host"] for each in where]
         kept = [rank for rank, answer in enumerate(pids) if answer["kept"]]
+        self._failed_launches = 0
         await self._note_launched(generation, rows, kept)
         await replication.begin(self._crew.agents, nodes, generation, self._tag)
         if kept:
