@@ -10,11 +10,24 @@ from prometheus_client import CollectorRegistry
 
 from api import problems, schemas
 from api.control import ControlPlane
-from api.routes import checkpoints, cluster, events, faults, health, jobs, ledger, logs, metrics, ranks, recoveries
+from api.routes import (
+    checkpoints,
+    cluster,
+    events,
+    faults,
+    health,
+    jobs,
+    ledger,
+    logs,
+    metrics,
+    nodes,
+    ranks,
+    recoveries,
+)
 from api.telemetry import JobCollector, RequestTimer
 from workers.config import JobSpec
 
-_RESOURCES = (jobs, metrics, events, logs, ranks, checkpoints, ledger, recoveries, faults, cluster, health)
+_RESOURCES = (jobs, metrics, events, logs, ranks, checkpoints, ledger, recoveries, faults, cluster, nodes, health)
 
 
 def create_app(control: ControlPlane) -> FastAPI:

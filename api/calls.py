@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
@@ -193,6 +194,11 @@ def recoveries(job_id: str, limit: int = 100, cursor: str | None = None) -> Call
 def inject(job_id: str, fault: schemas.FaultRequest) -> Call[schemas.Fault]:
     """Make a fault in a job, where the service allows that."""
     return Call(schemas.Fault, "POST", _job(job_id, "/faults"), body=fault.model_dump(mode="json"))
+
+
+def drain(node: str, seconds: float) -> Call[schemas.Node]:
+    """Have all jobs leave a node."""
+    return Call(schemas.Node, "POST", f"/v1/nodes/{quote(node, safe='')}/drain", body={"deadline_seconds": seconds})
 
 
 def cluster() -> Call[schemas.Cluster]:

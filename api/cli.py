@@ -268,6 +268,19 @@ def inject(
 
 
 @app.command()
+def drain(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Id of the node, or enough of its start.")],
+    deadline: Annotated[float, typer.Option("--deadline", min=0, help="Seconds that the node lives on.")] = 120.0,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Have all jobs leave a node before it goes away."""
+    with connect(url) as client:
+        found = client.drain(node, deadline)
+    _show(found, as_json, lambda console: console.print(f"{found.id} is being left", highlight=False))
+
+
+@app.command()
 def nodes(url: Url = None, as_json: Json = False) -> None:
     """Show the cluster's nodes and what runs on them."""
     with connect(url) as client:

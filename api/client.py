@@ -29,6 +29,7 @@ from api.schemas import (
     Ledger,
     LogLine,
     MetricSeries,
+    Node,
     Problem,
     Rank,
     Recovery,
@@ -184,6 +185,10 @@ class MantaClient:
     def inject(self, job_id: str, kind: FaultKind, rank: int, at_step: int = 0, **more: Any) -> Fault:
         """Make a fault in a job, where the service allows that; `more`: the other fields of FaultRequest."""
         return self.send(calls.inject(job_id, FaultRequest(kind=kind, rank=rank, at_step=at_step, **more)))
+
+    def drain(self, node: str, seconds: float = 120.0) -> Node:
+        """Have all jobs leave a node, an id or the start of one, within `seconds`."""
+        return self.send(calls.drain(node, seconds))
 
     def cluster(self) -> Cluster:
         """The machines and what runs on them."""

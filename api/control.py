@@ -32,6 +32,10 @@ class ControlPlane(Protocol):
     def resize(self, job_id: str) -> None:
         """A job shall have another size: wake whoever owns it."""
 
+    def drain(self, node: str, seconds: float) -> dict[str, Any]:
+        """Have all jobs leave a node; the node, in the form of `api.schemas.Node`. Raises NodeNotFound,
+        NodeUnreachable."""
+
     def cluster(self) -> dict[str, Any]:
         """The cluster, in the form of `api.schemas.Cluster`."""
 

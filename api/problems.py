@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from api.schemas import FieldProblem, Problem
 from service.faults import FaultNotPossible, FaultsNotAllowed
+from service.nodes import NodeNotFound, NodeUnreachable
 from service.sizes import SizeOutOfBounds
 from service.store import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
 from workers.errors import MantaError
@@ -54,6 +55,7 @@ def install(app: FastAPI) -> None:
     known = ((JobNotFound, 404, "job_not_found"), (IllegalTransition, 409, "illegal_transition"),
              (IdempotencyConflict, 409, "idempotency_conflict"),
              (FaultsNotAllowed, 403, "faults_not_allowed"), (FaultNotPossible, 409, "fault_not_possible"),
+             (NodeNotFound, 404, "node_not_found"), (NodeUnreachable, 503, "node_unreachable"),
              (MalformedJson, 400, "malformed_json"),
              (BodyTooLarge, 413, "body_too_large"), (SizeOutOfBounds, 422, "size_out_of_bounds"))  # fmt: skip
     for kind, status, code in known:

@@ -206,10 +206,17 @@ def replaced(entry: schemas.Recovery) -> str:
     return f"{len(entry.forked)} of {len(entry.forked) + entry.kept}"
 
 
+def node_state(node: schemas.Node) -> str:
+    """In a word."""
+    if not node.alive:
+        return "dead"
+    return "draining" if node.draining else "alive"
+
+
 def node_table(console: Console, cluster: schemas.Cluster) -> None:
     """The table of `manta nodes`."""
     rows = [
-        (node.id, node.address, "alive" if node.alive else "dead", node.accelerator, figure(node.free, 0),
+        (node.id, node.address, node_state(node), node.accelerator, figure(node.free, 0),
          figure(node.total, 0), ", ".join(sorted({entry.job for entry in node.ranks})) or "-")
         for node in cluster.nodes
     ]  # fmt: skip

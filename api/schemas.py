@@ -383,6 +383,8 @@ class Node(Answer):
     """Its address."""
     alive: bool
     """Whether it answers."""
+    draining: bool = False
+    """Whether it is to be left: jobs move away from it, and none is placed there."""
     accelerator: str
     """What a rank takes there: gpu or slot, or a device's name."""
     total: float
@@ -391,6 +393,15 @@ class Node(Answer):
     """Places that nobody has."""
     ranks: list[RunningRank] = []
     """Who has the others."""
+
+
+class DrainRequest(BaseModel):
+    """The body of a drain."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    deadline_seconds: float = Field(default=120.0, ge=0, le=604_800, allow_inf_nan=False)
+    """How long the node can still be counted on, in seconds."""
 
 
 class Cluster(Answer):

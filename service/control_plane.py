@@ -19,6 +19,8 @@ from pydantic import ValidationError
 
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.gangs import Gangs
+from service.node_watch import NodeWatch
+from service.nodes import NodeNotFound, NodeUnreachable
 from service.placement import unit_of
 from service.processes import ended
 from service.ray_head import ExistingRay, RayHead
@@ -101,6 +103,7 @@ class ControlPlane:
         self._tasks = [
             asyncio.create_task(self._scheduler.run(), name="scheduler"),
             asyncio.create_task(self._learn_peaks(self._site), name="peaks"),
+            asyncio.create_task(NodeWatch(gangs, self._node_lost, self._node_draining).run(), name="nodes"),
         ]
         if isinstance(self._head, RayHead):
             self._tasks.append(asyncio.create_task(self._mind_ray(self._head), name=RAYS_MINDER))
@@ -115,6 +118,32 @@ class ControlPlane:
         log.error("Ray has died (log: %s)", Paths.of(self._home).ray_log)
         if self._start_over is not None:
             self._start_over()
+
+    def _node_lost(self, node: str, why: str) -> None:
+        for supervisor, _ in list(self._supervisors.values()):
+            supervisor.node_lost(node, why)
+
+    def _node_draining(self, node: str, seconds: float) -> None:
+        assert self._site is not None
+        if node not in self._site.gangs.draining:
+            self._site.gangs.draining.add(node)
+            for supervisor, _ in list(self._supervisors.values()):
+                supervisor.node_draining(node, seconds)
+
+    def drain(self, node: str, seconds: float) -> dict[str, Any]:
+        """Have all jobs leave `node`, an id or the start of one, within `seconds`; the node as in `cluster`. Raises
+        NodeNotFound, NodeUnreachable."""
+        return self._call(self._drain(node, seconds))
+
+    async def _drain(self, node: str, seconds: float) -> dict[str, Any]:
+        assert self._site is not None
+        found = [each for each in (await self._cluster())["nodes"] if each["id"].startswith(node)]
+        if len(found) != 1:
+            raise NodeNotFound(node, len(found))
+        if not await self._site.gangs.drain(found[0]["id"], seconds):
+            raise NodeUnreachable(found[0]["id"])
+        self._node_draining(found[0]["id"], seconds)
+        return {**found[0], "draining": True}
 
     def _unfinished(self) -> list[Job]:
         with self._store.read() as session:
@@ -246,7 +275,7 @@ class ControlPlane:
         assert self._site is not None
         gpus = await self._site.gangs.has_gpus()
         unit = unit_of("auto", gpus)
-        capacity = await self._site.gangs.capacity(unit)
+        capacity = await self._site.gangs.capacity(unit, with_draining=True)
         hosts = {node["NodeID"]: node for node in await asyncio.to_thread(self._site.ray.nodes)}
         placed = await asyncio.to_thread(self._placed_ranks)
         nodes = [
@@ -254,6 +283,7 @@ class ControlPlane:
                 "id": node,
                 "address": hosts[node]["NodeManagerAddress"],
                 "alive": True,
+                "draining": node in self._site.gangs.draining,
                 "accelerator": "gpu" if gpus else "cpu",
                 "total": total,
                 "free": free,

@@ -90,52 +90,42 @@ class Crew:
 
     async def replace(self, generation: int, lost: Sequence[int]) -> bool:
         """New agents for the ranks `lost`, in their places; False where those are gone too."""
+        if any(self.nodes.get(rank) in self._gangs.lost for rank in lost):
+            return False
         seats = seats_of(self.layout, self.groups)
         wanted = {rank: seats[rank] for rank in lost}
         fresh = await self._gangs.replace_agents(self._job_id, generation, wanted, await self.unit())
         for rank, agent in zip(lost, fresh or [], strict=False):
-            self._put(rank, agent, generation)
+            self._put(rank, agent, agent_name(self._job_id, generation, rank))
         return fresh is not None
 
     async def place_replicas(self, generation: int, replicas: Sequence[int], avoid: Collection[str]) -> bool:
         """New places and agents for whole replicas of the layout, whose own were given up (`give_up`)."""
-        groups = list(self.groups)
-        for replica in replicas:
-            groups[replica] = placement_group_name(self._job_id, generation, replica)
-        seats = {rank: seat for rank, seat in seats_of(self.layout, groups).items() if self._in(rank, replicas)}
-        unit = await self.unit()
-        try:
-            await self._gangs.acquire(
-                self._job_id, generation, self.layout, unit, REPLICA_SECONDS, avoid, replicas=replicas
-            )
-        except NotPlaced:
-            return False
-        agents = await self._gangs.start_agents(self._job_id, generation, seats, unit)
-        if not await self._gangs.answer(agents):
-            await self._gangs.dismiss(agents, [groups[replica] for replica in replicas])
-            return False
-        self.groups = groups
-        for rank, agent in zip(seats, agents, strict=True):
-            self._put(rank, agent, generation)
-        return True
+        joiners = await self.enlist(generation, self.layout, replicas, avoid)
+        if joiners is not None:
+            self.swap(replicas, joiners)
+        return joiners is not None
 
     async def give_up(self, replicas: Sequence[int]) -> None:
         """End what is left of these replicas, and free their places. Their snapshots stay."""
         agents = [agent for rank, agent in enumerate(self.agents) if self._in(rank, replicas)]
         await self._gangs.dismiss(agents, [self.groups[replica] for replica in replicas])
 
-    async def enlist(self, generation: int, layout: ParallelConfig) -> Joiners | None:
-        """Place and start agents for the replicas that `layout` has beyond the crew's. They join with `grow`."""
-        replicas = range(self.layout.data, layout.data)
-        groups = [placement_group_name(self._job_id, generation, replica) for replica in replicas]
-        seats = {
-            rank: seat
-            for rank, seat in seats_of(layout, [*self.groups, *groups]).items()
-            if rank >= self.layout.world_size
-        }
+    async def enlist(
+        self, generation: int, layout: ParallelConfig, replicas: Sequence[int], avoid: Collection[str] = ()
+    ) -> Joiners | None:
+        """Place and start agents for these replicas of `layout`: more than the crew has, who join with `grow`, or
+        others in the place of its own, with `swap`."""
+        named = {replica: placement_group_name(self._job_id, generation, replica) for replica in replicas}
+        standing = {**dict(enumerate(self.groups)), **named}
+        all_seats = seats_of(layout, [standing[replica] for replica in range(layout.data)])
+        seats = {rank: seat for rank, seat in all_seats.items() if replica_of(layout, rank) in named}
+        groups = list(named.values())
         unit = await self.unit()
         try:
-            await self._gangs.acquire(self._job_id, generation, layout, unit, REPLICA_SECONDS, replicas=replicas)
+            await self._gangs.acquire(
+                self._job_id, generation, layout, unit, REPLICA_SECONDS, avoid, replicas=list(named)
+            )
         except NotPlaced:
             return None
         agents = await self._gangs.start_agents(self._job_id, generation, seats, unit)
@@ -144,6 +134,20 @@ class Crew:
             return joiners
         await self.send_away(joiners)
         return None
+
+    def swap(self, replicas: Sequence[int], joiners: Joiners) -> Joiners:
+        """From now on the joiners have the ranks of these replicas; those who had them, to be sent away."""
+        ranks = self.ranks_in(replicas)
+        left = Joiners(
+            [self.agents[rank] for rank in ranks],
+            [self.names[rank] for rank in ranks],
+            [self.groups[replica] for replica in replicas],
+        )
+        for rank, agent, name in zip(ranks, joiners.agents, joiners.names, strict=True):
+            self._put(rank, agent, name)
+        for replica, group in zip(replicas, joiners.groups, strict=True):
+            self.groups[replica] = group
+        return left
 
     def grow(self, layout: ParallelConfig, joiners: Joiners) -> None:
         """From now on the joiners have the ranks of `layout` that follow the crew's."""
@@ -159,6 +163,7 @@ class Crew:
         gone = [group for replica, group in enumerate(self.groups) if replica not in set(replicas)]
         left = Joiners([self.agents[rank] for rank in leaving], [self.names[rank] for rank in leaving], gone)
         self.after = {new: self.after[old] for new, old in enumerate(staying) if old in self.after}
+        self.nodes = {new: self.nodes[old] for new, old in enumerate(staying) if old in self.nodes}
         self.agents = [self.agents[rank] for rank in staying]
         self.names = [self.names[rank] for rank in staying]
         self.groups = [self.groups[replica] for replica in replicas]
@@ -169,16 +174,25 @@ class Crew:
         """End agents that are not of the crew (any more), and free their places."""
         await self._gangs.dismiss(people.agents, people.groups)
 
+    def on(self, nodes: Collection[str]) -> list[int]:
+        """The ranks on these nodes, ascending."""
+        return sorted(rank for rank, node in self.nodes.items() if node in nodes and rank < len(self.agents))
+
     def replicas_of(self, ranks: Collection[int]) -> list[int]:
         """The replicas of these ranks, ascending."""
         return sorted({replica_of(self.layout, rank) for rank in ranks})
 
+    def ranks_in(self, replicas: Collection[int]) -> list[int]:
+        """The ranks of these replicas, ascending."""
+        return [rank for rank in range(len(self.agents)) if self._in(rank, replicas)]
+
     def _in(self, rank: int, replicas: Collection[int]) -> bool:
         return replica_of(self.layout, rank) in replicas
 
-    def _put(self, rank: int, agent: Handle, generation: int) -> None:
-        self.agents[rank], self.names[rank] = agent, agent_name(self._job_id, generation, rank)
+    def _put(self, rank: int, agent: Handle, name: str) -> None:
+        self.agents[rank], self.names[rank] = agent, name
         self.after.pop(rank, None)
+        self.nodes.pop(rank, None)
 
 
 async def prepared(agents: Sequence[Handle], orders: Sequence[dict[str, Any]], lost: type[Exception]) -> bool:

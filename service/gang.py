@@ -52,7 +52,9 @@ class Gang:
         self._beside.append(asyncio.create_task(work))
 
     def lose(self, rank: int, why: str) -> None:
-        """Give up the agent of `rank`, which `why` says about it."""
+        """Give up the agent of `rank`, which `why` says about it, unless its end is known already."""
+        if self._watchers[rank].done():
+            return
         self._watchers[rank].cancel()
         self._bury(Death(rank, "agent_lost", message=why))
 
@@ -94,11 +96,14 @@ class Gang:
                     self._changed.clear()
                     await self._changed.wait()
 
-    async def rest(self, grace: float) -> None:
-        """Bring every trainer that still runs to rest, and hear what each of them said before. One that takes longer
-        than `grace` seconds is killed."""
+    async def rest(self, grace: float, patience: float = 0.0) -> None:
+        """Bring every trainer that still runs to rest, and hear what each of them said before. They finish the step
+        under way first, if that takes no more than `patience` seconds: all rest at the same committed step then. One
+        that takes longer than `grace` seconds after that is killed."""
         running = [agent for agent, watcher in zip(self.agents, self._watchers, strict=True) if not watcher.done()]
-        await self._leave(running, lambda agent: agent.rest.remote(self.generation, grace), grace + STOP_SECONDS)
+        await self._leave(
+            running, lambda agent: agent.rest.remote(self.generation, grace, patience), grace + patience + STOP_SECONDS
+        )
 
     async def stop(self) -> None:
         """Kill every trainer, and hear what each of them said before it ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from service.placement import (
@@ -40,6 +41,15 @@ Handle = Any
 """A Ray actor handle."""
 
 
+@dataclass(frozen=True)
+class RayNode:
+    """A node that Ray takes for living."""
+
+    id: str
+    raylet: tuple[str, int]
+    """Host and port where its Ray listens."""
+
+
 class NotPlaced(MantaError):
     """The placement groups were not ready in time; all that was acquired has been released."""
 
@@ -50,12 +60,18 @@ class Gangs:
     def __init__(self, ray: Any, home: str):
         self._ray = ray
         self._paths = Paths.of(home)
+        self.lost: set[str] = set()
+        """Nodes that do not answer, whatever Ray says: nothing is asked of them, nothing is placed there."""
+        self.draining: set[str] = set()
+        """Nodes that are to be left: nothing more is placed there."""
         self._agent_class = ray.remote(Agent)
         self._node_class = ray.remote(NodeDaemon)
 
-    async def capacity(self, unit: Unit) -> Capacity:
-        """Units of `unit` of each living node, in all and free."""
+    async def capacity(self, unit: Unit, with_draining: bool = False) -> Capacity:
+        """Units of `unit` of each living node, in all and free. Those of nodes that are to be left are nobody's, unless
+        asked for `with_draining`."""
         nodes, free = await asyncio.to_thread(self._resources)
+        nodes = [node for node in nodes if with_draining or node["NodeID"] not in self.draining]
         found = {
             node["NodeID"]: (int(node["Resources"].get(unit, 0)), int(free.get(node["NodeID"], {}).get(unit, 0)))
             for node in nodes
@@ -68,7 +84,38 @@ class Gangs:
         return any(node["Resources"].get("GPU", 0) for node in nodes)
 
     def _living_nodes(self) -> list[dict[str, Any]]:
-        return [node for node in self._ray.nodes() if node["Alive"]]
+        return [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in self.lost]
+
+    async def ray_nodes(self) -> list[RayNode]:
+        """The nodes that Ray takes for living."""
+        found = [node for node in await asyncio.to_thread(self._ray.nodes) if node["Alive"]]
+        return [RayNode(n["NodeID"], (n["NodeManagerAddress"], n["NodeManagerPort"])) for n in found]
+
+    async def pulse_of(self, node: str) -> tuple[str, int] | None:
+        """Where the daemon of `node` answers beats; it is started where there is none. None when it does not answer."""
+        daemon = await self._ensure_daemon(node, [], {})
+        if daemon is None:
+            return None
+        host, port = (await daemon.describe.remote())["pulse"]
+        return str(host), int(port)
+
+    async def drain(self, node: str, seconds: float) -> bool:
+        """Let the daemon of `node` say from now on that it is to be left within `seconds`; whether it could be told."""
+        daemon = await self._ensure_daemon(node, [], {})
+        if daemon is not None:
+            await daemon.drain.remote(seconds)
+        return daemon is not None
+
+    async def bury(self, node: str) -> None:
+        """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not when Ray finds out."""
+        names = [name for name in await self._agent_names() if job_of(name) or name == node_daemon_name(node)]
+        for agent in await self.find_agents(names):
+            if agent is not None and await asyncio.to_thread(self._node_of, agent) == node:
+                await asyncio.to_thread(self._ray.kill, agent, no_restart=True)
+
+    def _node_of(self, actor: Handle) -> str | None:
+        about = self._ray._private.state.actors(actor._actor_id.hex()) or {}
+        return (about.get("Address") or {}).get("NodeID")
 
     def _resources(self) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
         return self._living_nodes(), self._ray._private.state.available_resources_per_node()
@@ -117,7 +164,7 @@ class Gangs:
             raise NotPlaced(f"{job} did not get {units:g} slots or GPUs within {timeout:g} s; it goes on waiting.")
 
     def _create_group(self, name: str, bundles: list[dict[str, float]], avoided: set[str]) -> Any:
-        selector = anywhere_but(avoided)
+        selector = anywhere_but({*avoided, *self.lost, *self.draining})
         return self._ray.util.placement_group(
             bundles,
             strategy="PACK",

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workers.checkpoint.snapshot import REPLICA_PREFIX
+
 log = logging.getLogger(__name__)
 
 Handle = Any
@@ -25,11 +27,12 @@ class Whole:
     """Tag of the layout."""
     step: int
     places: tuple[tuple[str, str], ...]
-    """(Host, path) of each rank's file, in order of ranks."""
+    """Of each rank, in order: a host where its file, or a replica of it, lies; and the path of such a file where a rank
+    keeps its own."""
 
     @property
     def paths(self) -> list[str]:
-        """Of all files; the same on every host that has them."""
+        """Of all files; the same on every host, once `spread` has brought them there."""
         return [path for _, path in self.places]
 
 
@@ -42,11 +45,10 @@ def whole_states(kept: KeptByHost, worlds: Mapping[str, int]) -> list[Whole]:
 
 def _whole(kept: KeptByHost, layout: str, world: int) -> Whole | None:
     files: dict[int, dict[int, tuple[str, str]]] = {}  # by step, by rank
-    for host in sorted(kept):
-        for file in kept[host]:
-            if file["layout"] == layout and not file["is_replica"]:
-                for step in file["steps"]:
-                    files.setdefault(step, {}).setdefault(file["rank"], (host, file["path"]))
+    found = [(host, file) for host in sorted(kept) for file in kept[host] if file["layout"] == layout]
+    for host, file in sorted(found, key=lambda each: bool(each[1]["is_replica"])):  # own files first
+        for step in file["steps"]:
+            files.setdefault(step, {}).setdefault(file["rank"], (host, _own_path(file["path"])))
     steps = [step for step, by_rank in files.items() if all(rank in by_rank for rank in range(world))]
     if not steps:
         return None
@@ -54,11 +56,18 @@ def _whole(kept: KeptByHost, layout: str, world: int) -> Whole | None:
     return Whole(layout, step, tuple(files[step][rank] for rank in range(world)))
 
 
+def _own_path(path: str) -> str:
+    folder, slash, name = path.rpartition("/")
+    return f"{folder}{slash}{name.removeprefix(REPLICA_PREFIX)}"
+
+
 async def spread(state: Whole, agents: Mapping[str, Handle], kept: KeptByHost, generation: int) -> bool:
-    """Bring the files of `state` to every host, of which `agents` has one agent each; False when that fails."""
+    """Bring the files of `state` to every host, of which `agents` has one agent each, a replica as if it were the
+    rank's own; False when that fails."""
     token, wanted = secrets.token_hex(), []
     for host in agents:
-        here = {file["rank"] for file in kept[host] if file["layout"] == state.layout and state.step in file["steps"]}
+        files = [file for file in kept[host] if file["layout"] == state.layout and not file["is_replica"]]
+        here = {file["rank"] for file in files if state.step in file["steps"]}
         wanted += [(host, rank, source) for rank, (source, _) in enumerate(state.places) if rank not in here]
     try:
         doors = {

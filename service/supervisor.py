@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from service.gang import Gang
 from service.gangs import Gangs, NotPlaced
 from service.hang_watch import HangWatch
 from service.incident import Incident
+from service.moving import hand_over
 from service.other_layouts import spread, whole_states
+from service.placement import replica_of
 from service.recovery import Death, GiveUp, choose_resume, decide, fault_of, unusable_sources
 from service.recovery_timeline import RecoveryTimeline
 from service.reports import ReportWriter
@@ -47,6 +49,8 @@ log = logging.getLogger(__name__)
 REST_SECONDS = 5.0
 # A launch that takes longer has an agent in it that does not answer; a node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0
+# How long the step under way may take before a change of size or place breaks it off.
+PATIENCE_SECONDS = 20.0
 # An agent that takes longer to arm a fault is taken for dead.
 INJECT_SECONDS = 10.0
 # How often a job that is smaller than it should be looks for room to grow.
@@ -81,9 +85,12 @@ class Supervisor:
         self.cancelled = asyncio.Event()
         self._size_asked = asyncio.Event()
         self._crew = Crew(site.gangs, job.id, self.spec)
+        self._gang: Gang | None = None
+        """Of the newest generation."""
         self._chores: set[asyncio.Task[None]] = set()
         self._replicated: set[int] = set()
         self._failed_launches = 0
+        self._told_waiting = False
         self._memory: dict[int, int | None] = {}
         self._stragglers_replaced: dict[int, float] = {}
 
@@ -102,6 +109,27 @@ class Supervisor:
                 await agents[fault.rank].arm.remote(fault.to_json())
         except (self.site.ray.exceptions.RayError, TimeoutError) as error:
             raise FaultNotPossible(f"the agent of rank {fault.rank} does not answer; try again") from error
+
+    def node_lost(self, node: str, why: str) -> None:
+        """A node is lost, and with it all agents there."""
+        ranks = self._crew.on([node])
+        if not ranks:
+            return
+        told = f"node {node[:12]} is lost ({why}), and with it {len(ranks)} of {len(self._crew.agents)} ranks"
+        self._in_background(self._event("node_lost", told, data={"node": node, "ranks": ranks}))
+        if self._gang is not None:
+            for rank in ranks:
+                self._gang.lose(rank, f"was on node {node[:12]}, which is lost")
+
+    def node_draining(self, node: str, seconds: float) -> None:
+        """A node is to be left within `seconds`."""
+        ranks = self._crew.on([node])
+        if ranks:
+            self._told_waiting = False
+            told = f"node {node[:12]} is to be left within {seconds:g} s; {len(ranks)} ranks are there"
+            data = {"node": node, "ranks": ranks, "seconds": seconds}
+            self._in_background(self._event("node_draining", told, data=data))
+            self._size_asked.set()
 
     def resize(self) -> None:
         """The job may run with another number of replicas than it does: see whether it can."""
@@ -126,10 +154,8 @@ class Supervisor:
                 self.cancelled.set()
             elif placed_generation is not None:
                 gang = await self._launch_placed(placed_generation)
-            elif job.state == JobState.RUNNING:
-                gang = await self._adopt(job)
             else:
-                gang = await self._replace(job, "the control plane was restarted while the job was being started")
+                gang = await self._adopt(job)
             while gang is not None and not self.cancelled.is_set():
                 gang = await self._through(gang)
             if self.cancelled.is_set() and not is_final((await self._job()).state):
@@ -150,7 +176,7 @@ class Supervisor:
             return gang
         if not gang.broken:
             if not gang.all_ended:
-                return await self._resize(gang)
+                return await self._rearrange(gang)
             await self._succeed()
             return None
         timeline = RecoveryTimeline(noticed_at=time.time())
@@ -241,9 +267,64 @@ class Supervisor:
         await self._event("shrunk", f"goes on with {len(staying)} replicas: there is no room for more")
         return True
 
+    async def _rearrange(self, gang: Gang) -> Gang | None:
+        """Other nodes, or another number of replicas; the same gang when nothing can or need be changed."""
+        self._size_asked.clear()
+        leaving = self._leaving()
+        return await (self._leave(gang, leaving) if leaving else self._resize(gang))
+
+    def _leaving(self) -> list[int]:
+        """The replicas that have ranks on nodes that are to be left."""
+        return self._crew.replicas_of(self._crew.on(self.site.gangs.draining))
+
+    async def _leave(self, gang: Gang, leaving: list[int]) -> Gang | None:
+        """Move these replicas to other nodes, else go on without them, where `elastic` allows it."""
+        crew, staying = self._crew, [each for each in range(self._crew.layout.data) if each not in leaving]
+        joiners = await self._enlist(await self._job(), self.spec, gang, leaving)
+        if gang.broken or gang.all_ended or self.cancelled.is_set():
+            return gang  # then nobody was enlisted
+        if joiners is None and len(staying) not in sizes_of(self.submitted):
+            if not self._told_waiting:
+                await self._event(
+                    "drain_waiting", "there is no room elsewhere; it stays until there is, or until the end"
+                )
+            self._told_waiting = True
+            return gang
+
+        async def move() -> Joiners:
+            if joiners is None:
+                self.spec, self._memory = resized(self.spec, len(staying)), {}
+                return crew.shrink(self.spec.layout, staying)
+            moving = crew.ranks_in(leaving)
+            moves = {rank: (crew.agents[rank], new) for rank, new in zip(moving, joiners.agents, strict=True)}
+            await hand_over(moves, gang.generation, self._tag)
+            self._memory = {rank: step for rank, step in gang.resting.items() if rank not in moves}
+            return crew.swap(leaving, joiners)
+
+        done = f"replicas {leaving} moved" if joiners is not None else f"went on without replicas {leaving}"
+        return await self._change(gang, joiners, move, f"{done}: their nodes are to be left")
+
+    async def _change(
+        self, gang: Gang, joiners: Joiners | None, arrange: Callable[[], Awaitable[Joiners | None]], cause: str
+    ) -> Gang | None:
+        """Launch the next generation with what `arrange` makes of the crew, all trainers being at rest; it answers who
+        leaves it. When something happens before that, `joiners` are sent away and that is dealt with."""
+        await self._say(JobState.RESIZING)
+        noticed = time.time()
+        await gang.rest(REST_SECONDS, PATIENCE_SECONDS)
+        if gang.deaths or gang.all_ended or self.cancelled.is_set():
+            if joiners is not None:
+                await self._crew.send_away(joiners)
+            if gang.deaths and not self.cancelled.is_set():
+                return await self._after_deaths(gang, RecoveryTimeline(noticed))
+            return gang
+        left = await arrange()
+        if left is not None:
+            self._in_background(self._crew.send_away(left))
+        return await self._launch(cause, counts=False)
+
     async def _resize(self, gang: Gang) -> Gang | None:
         """Go on with as many replicas as are wanted and fit; the same gang when that is what it has."""
-        self._size_asked.clear()
         job, crew = await self._job(), self._crew
         wanted, held = job.wanted_replicas or self.submitted.layout.data, crew.layout.data
         size = size_within(sizes_of(self.submitted), wanted, held, room_for(crew.layout, await crew.capacity()))
@@ -255,46 +336,55 @@ class Supervisor:
             return gang
         target, joiners = resized(self.spec, size), None
         if size > held:
-            joiners = await self._enlist(job, target, gang)
+            joiners = await self._enlist(job, target, gang, range(held, size))
             if joiners is None:
                 return gang
-        await self._say(JobState.RESIZING)
-        noticed = time.time()
-        await gang.rest(REST_SECONDS)
-        if gang.deaths or self.cancelled.is_set():
-            if joiners is not None:
-                await crew.send_away(joiners)
-            return gang if self.cancelled.is_set() else await self._after_deaths(gang, RecoveryTimeline(noticed))
-        self.spec, self._memory = target, {}
-        if joiners is not None:
-            crew.grow(target.layout, joiners)
-        else:
-            self._in_background(crew.send_away(crew.shrink(target.layout, range(size))))
-        return await self._launch(f"resized from {held} to {size} replicas", counts=False)
 
-    async def _enlist(self, job: Job, target: JobSpec, gang: Gang) -> Joiners | None:
-        """Agents for the replicas that `target` has more, with trainers that are ready, while the others train on;
-        None when they cannot be had, or something happened meanwhile."""
-        joiners = await self._crew.enlist(job.generation + 1, target.layout)
+        async def arrange() -> Joiners | None:
+            self.spec, self._memory = target, {}
+            if joiners is None:
+                return crew.shrink(target.layout, range(size))
+            crew.grow(target.layout, joiners)
+            return None
+
+        return await self._change(gang, joiners, arrange, f"resized from {held} to {size} replicas")
+
+    async def _enlist(self, job: Job, target: JobSpec, gang: Gang, replicas: Sequence[int]) -> Joiners | None:
+        """Agents for these replicas of `target`, more than there are or in the place of others, with trainers that are
+        ready, while the others train on; None when they cannot be had, or something happened meanwhile."""
+        if room_for(target.layout, await self._crew.capacity()) < len(replicas):
+            return None
+        joiners = await self._crew.enlist(job.generation + 1, target.layout, replicas)
         if joiners is None:
             return None
         about = await self.site.gangs.describe(joiners.agents)
-        first = self._crew.layout.world_size
+        ranks = [rank for rank in range(target.layout.world_size) if replica_of(target.layout, rank) in replicas]
         orders = [
-            self._order(first + at, target, job.generation + 1, Resume(), None, place).to_json()
-            for at, place in enumerate(about or [])
+            self._order(rank, target, job.generation + 1, Resume(), None, place)
+            for rank, place in zip(ranks, about or [], strict=False)
         ]
-        ready = about is not None and await prepared(joiners.agents, orders, self.site.ray.exceptions.RayError)
+        held = self._crew.layout.world_size
+        # A rank that others have now has files in the shared memory that nodes of one machine share: not yet those.
+        orders = [order if order.rank >= held else replace(order, snapshot_folder=None) for order in orders]
+        ready = about is not None and await prepared(
+            joiners.agents, [order.to_json() for order in orders], self.site.ray.exceptions.RayError
+        )
         if ready and not (gang.broken or gang.all_ended or self.cancelled.is_set()):
             return joiners
         await self._crew.send_away(joiners)
         return None
 
     async def _look_for_room(self) -> None:
-        """Whenever the job runs with fewer replicas than are wanted, see now and then whether there is room for more:
-        no event tells."""
-        while len(sizes_of(self.submitted)) > 1:
+        """Whenever the job runs with fewer replicas than are wanted, or on nodes that are to be left, see now and then
+        whether there is room for more: no event tells."""
+        while True:
             await asyncio.sleep(ROOM_SECONDS)
+            if leaving := self._leaving():
+                if not self._told_waiting or room_for(self.spec.layout, await self._crew.capacity()) >= len(leaving):
+                    self._size_asked.set()
+                continue
+            if len(sizes_of(self.submitted)) == 1:
+                continue
             wanted = (await self._job()).wanted_replicas or self.submitted.layout.data
             if wanted <= self.spec.layout.data or await self._others_wait():
                 continue
@@ -311,21 +401,29 @@ class Supervisor:
         task.add_done_callback(self._chores.discard)
 
     async def _adopt(self, job: Job) -> Gang | None:
-        """Find the running gang by the names of its agents and go on watching it."""
+        """Find the gang by the names of its agents and go on from wherever the control plane before this one was. Its
+        trainers are kept: those that train are watched, those at rest go on in the next generation."""
         rows = await self._read(lambda s: ranks.of_job(s, self.job_id))
         after = {row.rank: job.report_cursor.get(str(row.rank), 0) for row in rows}
         about = await self._crew.adopt([row.actor or "" for row in rows], after)
         if about is None:
-            return await self._lost_while_away(job, "an agent was lost while the control plane was away")
+            if job.state == JobState.RUNNING:
+                await self._say(JobState.RECOVERING)
+            found = "an agent was lost while the control plane was away" if rows else "the control plane was restarted"
+            return await self._replace(job, found)
         if any(state["generation"] != job.generation for state in about):
-            return await self._lost_while_away(job, "the control plane was restarted during a launch")
-        await self._event("adopted", "the control plane was restarted; the job never noticed")
+            return await self._launch("the control plane was restarted during a launch", counts=True)
         current = await self._generation_row(job)
-        return self._watch(job.generation, current.resume_step if current is not None else 0, taken_over=True)
+        gang = self._watch(job.generation, current.resume_step if current is not None else 0, taken_over=True)
+        if job.state == JobState.RESIZING:  # all have been told to rest, or not yet: what was to change is seen again
+            self._size_asked.set()
 
-    async def _lost_while_away(self, job: Job, cause: str) -> Gang | None:
-        await self._say(JobState.RECOVERING)
-        return await self._replace(job, cause)
+            async def stay() -> None:
+                self._memory = gang.resting
+
+            return await self._change(gang, None, stay, "the control plane was restarted during a change of size")
+        await self._event("adopted", "the control plane was restarted; the job never noticed")
+        return gang
 
     async def _launch(self, cause: str, counts: bool, incident: Incident | None = None) -> Gang | None:
         """Start the next generation on the agents at hand."""
@@ -359,7 +457,8 @@ class Supervisor:
                 self._failed_launches += 1
             first_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
             death = Death(0, "agent_lost", message=f"could not be launched ({first_line})")
-            return await self._recover(death, list(range(len(self._crew.agents))), RecoveryTimeline(time.time()))
+            lost = self._crew.on(self.site.gangs.lost) or list(range(len(self._crew.agents)))
+            return await self._recover(death, lost, RecoveryTimeline(time.time()))
         rows = [self._rank_row(order, where[order.rank], pids[order.rank]["pid"]) for order in orders]
         nodes = [each["node"] or each["host"] for each in where]
         kept = [rank for rank, answer in enumerate(pids) if answer["kept"]]
@@ -408,6 +507,7 @@ class Supervisor:
         )
         gang.beside(hangs.run(look_first=taken_over))
         gang.beside(self._look_for_room())
+        self._gang = gang
         return gang
 
     async def _choose_resume(self, incident: Incident | None) -> Resume:

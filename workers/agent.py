@@ -148,11 +148,12 @@ class Agent:
             with contextlib.suppress(ZygoteUnavailable):  # then the launch that follows says so
                 await self.prepare(self._order.to_json())
 
-    async def rest(self, generation: int, grace: float) -> bool:
-        """Bring the trainer of `generation` to rest; whether it is. One that is not within `grace` seconds is killed,
-        so that this rank is out of the generation in any case."""
+    async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
+        """Bring the trainer of `generation` to rest, after the step under way if that ends within `patience` seconds;
+        whether it is. One that is not within `grace` seconds more is killed, so that this rank is out of the generation
+        in any case."""
         async with self._lock:
-            return self._run is not None and await self._run.rest(generation, grace)
+            return self._run is not None and await self._run.rest(generation, grace, patience)
 
     def _become(self, rank: int) -> None:
         """Be another rank from now on: the ranks of a smaller layout are numbered anew."""

@@ -136,6 +136,7 @@ class Comm:
         self._indices = {axis: ranks.index(rank) for axis, ranks in self._ranks.items()}
         self._links: Links | None = None
         self._over = -1
+        self._over_after_step = -1
         self._cut_until = 0.0
         self._lock = threading.Lock()
         self._collectives: dict[str, Collectives] = {}
@@ -217,6 +218,16 @@ class Comm:
             self._over = max(self._over, generation)
             if self._is_over():
                 self._interrupt()
+
+    def end_after_step(self, generation: int) -> None:
+        """Called by another thread: the generations up to this one are over once the step under way is committed. The
+        first rank that gets there leaves; the others cannot commit another step without it, so all end at the same."""
+        self._over_after_step = max(self._over_after_step, generation)
+
+    def leave_between_steps(self) -> None:
+        """Raises PeerLost between two steps where the generation was to be left then."""
+        if self.generation <= self._over_after_step:
+            raise PeerLost("was told to rest after the step")
 
     def cut(self, seconds: float) -> None:
         """As if the network had failed: all connections break, and none is made again for `seconds`."""

@@ -19,9 +19,9 @@ EXIT_ORPHANED = 76
 class Mailbox:
     """Orders for one trainer. When the agent hangs up the process ends at once: nobody would hear of its work."""
 
-    def __init__(self, control: socket.socket, end: Callable[[int], None], arm: Callable[[Fault], None]):
-        """Both are called on the mailbox's thread: `end` with a generation that is over, as far as the agent knows,
-        `arm` with a fault that shall strike."""
+    def __init__(self, control: socket.socket, end: Callable[[int, bool], None], arm: Callable[[Fault], None]):
+        """Both are called on the mailbox's thread: `end` with a generation that is over, as far as the agent knows, and
+        whether only after the step under way; `arm` with a fault that shall strike."""
         self._control, self._end, self._arm = control, end, arm
         self._orders: queue.SimpleQueue[LaunchOrder] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="mailbox", daemon=True).start()
@@ -45,6 +45,6 @@ class Mailbox:
         if word["do"] == "go":
             self._orders.put(LaunchOrder.from_json(word["order"]))
         elif word["do"] == "rest":
-            self._end(word["generation"])
+            self._end(word["generation"], bool(word.get("after_step")))
         elif word["do"] == "fault":
             self._arm(Fault(**word["fault"]))

@@ -18,6 +18,8 @@ from typing import Any
 from workers.errors import MantaError
 from workers.host import this_host
 from workers.paths import SHARED_MEMORY, Paths, zygote_socket
+from workers.preemption import NOTICE_SECONDS, on_termination
+from workers.pulse import Pulse
 from workers.zygote_client import ForkedProcess, ZygoteUnavailable, fork
 from workers.zygote_keeper import ZygoteKeeper
 
@@ -57,17 +59,20 @@ class NodeDaemon:
         self._stores: dict[str, _Store] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._peak: asyncio.Task[dict[str, Any] | None] | None = None
+        self._pulse = Pulse(this_host().address, node)
 
     async def start(self) -> dict[str, Any]:
         """Start the zygote and begin to measure the device. Answers like `describe`. A second call does nothing."""
         if self._peak is None:
             self._paths.make_runtime_folder()
             await self._zygote.start()
+            on_termination(lambda: self._pulse.drain(NOTICE_SECONDS))
             self._peak = asyncio.create_task(self._measure_peak(), name="peak rate")
         return await self.describe()
 
     async def describe(self) -> dict[str, Any]:
-        """This node: `node`, `host`, `ip`, `pid`, `zygote_pid`, shared memory in bytes, `peak_flops` and its source.
+        """This node: `node`, `host`, `ip`, `pid`, `zygote_pid`, shared memory in bytes, `pulse` (where it
+        answers beats: host and port), `peak_flops` and its source.
 
         `peak_flops` (FLOP/s of one rank's device) and `peak_source` are None until measured, or when that failed.
         """
@@ -79,11 +84,17 @@ class NodeDaemon:
             "ip": host.address,
             "pid": os.getpid(),
             "zygote_pid": self._zygote.pid,
+            "pulse": list(self._pulse.address),
             "shared_memory_bytes": memory.total,
             "shared_memory_free_bytes": memory.free,
             "peak_flops": peak["peak_flops"] if peak else None,
             "peak_source": peak["source"] if peak else None,
         }
+
+    async def drain(self, seconds: float) -> None:
+        """This node is to be left within `seconds`: tell the control plane, now and whenever it connects. SIGTERM does
+        the same, with NOTICE_SECONDS."""
+        self._pulse.drain(seconds)
 
     async def start_store(self, job: str, generation: int) -> dict[str, Any]:
         """Serve a rendezvous store for `job`: the one that it has here, where it still runs, since every generation
@@ -149,6 +160,7 @@ class NodeDaemon:
             self._peak.cancel()
         await self.sweep([])
         await self._zygote.close()
+        self._pulse.close()
 
     async def _end_store(self, job: str) -> None:
         store = self._stores.pop(job, None)

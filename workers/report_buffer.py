@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from workers.messages import Report
 
 REPORTS_PER_READ = 2000
+MOST_ROWS = 50_000
+"""Rows of metrics that are kept whole: some 50 MB, and more than an hour of steps of 0.1 s."""
 
 
 class ReportBuffer:
     """Numbers reports in order of arrival, keeps them until a reader has acknowledged them."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_rows: int = MOST_ROWS) -> None:
+        """`most_rows`: when more rows of metrics wait, only those of every second step are kept, then of every fourth,
+        and so on: a control plane that is gone for days costs the curve its resolution, not the agent its memory."""
+        self._most_rows, self._rows, self._stride = most_rows, 0, 1
         self._reports: deque[Report] = deque()
         self._last = 0
         self._changed = asyncio.Event()
@@ -25,7 +31,22 @@ class ReportBuffer:
         self._last += 1
         made = time.time() if when is None else when
         self._reports.append(Report(kind, generation, rank, made, self._last, data))
+        self._rows += _rows_in(self._reports[-1])
+        if self._rows > self._most_rows:
+            self._thin()
         self._changed.set()
+
+    def _thin(self) -> None:
+        """Keep the rows of every second step that still has one, and the newest."""
+        newest, self._stride = self._last, 2 * self._stride
+        self._reports = deque(self._thinned(report, report.sequence == newest) for report in self._reports)
+        self._rows = sum(map(_rows_in, self._reports))
+
+    def _thinned(self, report: Report, whole: bool) -> Report:
+        if report.kind != "metrics" or whole:
+            return report
+        rows = [row for row in report.data["rows"] if row["step"] % self._stride == 0]
+        return replace(report, data={**report.data, "rows": rows})
 
     async def read(self, after: int, timeout: float) -> list[Report]:
         """Reports with a sequence above `after`, at most REPORTS_PER_READ, as soon as there are any.
@@ -33,7 +54,9 @@ class ReportBuffer:
         Those up to `after` are forgotten: the reader has them. An empty list after `timeout` seconds without any.
         """
         while self._reports and self._reports[0].sequence <= after:
-            self._reports.popleft()
+            self._rows -= _rows_in(self._reports.popleft())
+        if not self._reports:
+            self._stride = 1
         try:
             async with asyncio.timeout(timeout):
                 while not self._newer(after):
@@ -51,3 +74,7 @@ class ReportBuffer:
             if report.sequence > after:
                 newer.append(report)
         return newer
+
+
+def _rows_in(report: Report) -> int:
+    return len(report.data["rows"]) if report.kind == "metrics" else 0

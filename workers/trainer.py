@@ -165,6 +165,7 @@ class Trainer:
         if self.checkpoints is not None and self.checkpoints.is_missing(self.step):
             self._save_checkpoint(self.step)
         while self.step < self.spec.train.steps:
+            self.comm.leave_between_steps()
             self.train_step()
         if self.snapshots is not None:
             self.snapshots.finish()

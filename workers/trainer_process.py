@@ -181,7 +181,7 @@ class Life:
     def _build(self) -> None:
         """Make what the order needs, unless it is there: another layout needs another rank's model."""
         order = self.order
-        if self._built is not None and (self._built.spec, self._built.rank) == (order.spec, order.rank):
+        if self._built is not None and _same_place(self._built, order):
             return
         if self._trainer is not None:
             self._trainer.close()
@@ -193,7 +193,11 @@ class Life:
         self._trainer = _trainer_of(order, self._comm, self.reporter)
         self._built = order
 
-    def _end(self, generation: int) -> None:
+    def _end(self, generation: int, after_step: bool) -> None:
+        if after_step:
+            if self._comm is not None:
+                self._comm.end_after_step(generation)
+            return
         self._over = max(self._over, generation)
         if self._comm is not None:
             self._comm.end(generation)
@@ -228,6 +232,11 @@ class Life:
             kill_store(self.order.store_port)
         elif fault.kind == "partition" and self._comm is not None:
             self._comm.cut(fault.seconds)
+
+
+def _same_place(one: LaunchOrder, other: LaunchOrder) -> bool:
+    """Whether what was built for `one` serves `other`."""
+    return (one.spec, one.rank, one.snapshot_folder) == (other.spec, other.rank, other.snapshot_folder)
 
 
 def report_lines(order: LaunchOrder, messages: list[dict[str, Any]]) -> bytes:

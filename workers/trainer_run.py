@@ -78,16 +78,17 @@ class TrainerRun:
         ready.cancel()
         return self._prepared.is_set()
 
-    async def rest(self, generation: int, grace: float) -> bool:
-        """Have the trainer leave `generation`; whether it is at rest. One that takes longer than `grace` seconds is
-        killed."""
+    async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
+        """Have the trainer leave `generation`; whether it is at rest. It may finish its step first, if that takes it no
+        more than `patience` seconds. One that takes longer than `grace` seconds after that is killed."""
         if self.generation > generation:
             return self.at_rest  # an order of yesterday
-        if self.generation == generation and not self.at_rest:
-            self._tell({"do": "rest", "generation": generation})
-            resting = asyncio.create_task(self._resting.wait())
-            await asyncio.wait({resting, self._watching}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-            resting.cancel()
+        for seconds, after_step in ((patience, True), (grace, False)):
+            if seconds and self.generation == generation and not self.at_rest:
+                self._tell({"do": "rest", "generation": generation, "after_step": after_step})
+                resting = asyncio.create_task(self._resting.wait())
+                await asyncio.wait({resting, self._watching}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                resting.cancel()
         if not self.at_rest:
             await self.stop()
         return self.at_rest

@@ -90,7 +90,8 @@ class Zygote:
             endpoint.setblocking(False)
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the owner, who closes the pipe in good order
+        for number in (signal.SIGINT, signal.SIGTERM):  # they are for the owner, who closes the pipe in good order
+            signal.signal(number, signal.SIG_IGN)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_signal)
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_connect)
         self._selector.register(self._owner_pipe, selectors.EVENT_READ, None)

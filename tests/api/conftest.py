@@ -13,6 +13,7 @@ import uvicorn
 
 from api.app import create_app
 from service.faults import FaultsNotAllowed, refuse_impossible
+from service.nodes import NodeNotFound
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
 from workers.faults import Fault
@@ -51,6 +52,12 @@ class FakeControl:
 
     def resize(self, job_id: str) -> None:
         self.asked.append(("resize", job_id))
+
+    def drain(self, node: str, seconds: float) -> dict[str, Any]:
+        if not "abcd1234".startswith(node):
+            raise NodeNotFound(node, 0)
+        self.asked.append(("drain", node))
+        return {**self.cluster()["nodes"][0], "id": "abcd1234", "draining": True}
 
     def cluster(self) -> dict[str, Any]:
         node = {"id": "n1", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 15}

@@ -144,6 +144,14 @@ def test_the_cluster_is_what_the_control_plane_says(service):
     assert (node["total"], node["free"], node["ranks"]) == (16, 15, [{"job": "job_000000000001", "rank": 0}])
 
 
+def test_a_node_is_drained_by_the_start_of_its_id(service):
+    answer = service.http.post("/v1/nodes/abcd/drain", json={"deadline_seconds": 30})
+    assert (answer.status_code, answer.json()["id"], answer.json()["draining"]) == (202, "abcd1234", True)
+    unknown = service.http.post("/v1/nodes/0123/drain", json={})
+    assert (unknown.status_code, unknown.json()["code"]) == (404, "node_not_found")
+    assert service.http.post("/v1/nodes/abcd/drain", json={"deadline_seconds": -1}).status_code == 422
+
+
 def test_health_is_about_the_process_and_readiness_about_the_rest(service):
     assert service.http.get("/readyz").json() == {"status": "ready"}
     service.control.reasons = ["Ray does not answer"]

@@ -19,7 +19,7 @@ from benchmarks import own_processes
 from service.states import is_final
 from workers.paths import Paths
 
-SECONDS = 120.0
+SECONDS = 60.0
 POLL_SECONDS = 0.02
 STEPS = 60
 SLOTS = 8
@@ -28,14 +28,14 @@ SLOTS = 8
 class Manta:
     """A running service as its users see it, and what tests do behind its back."""
 
-    def __init__(self, home: Path, corpus: Path):
-        self.home, self.paths, self._corpus = home, Paths.of(home), corpus
+    def __init__(self, home: Path, corpus: Path, slots: int = SLOTS):
+        self.home, self.paths, self._corpus, self._slots = home, Paths.of(home), corpus, slots
         self.url = ""
         self.start()
 
     def start(self) -> None:
         """`manta up`."""
-        self.url = start_service(self.home, "127.0.0.1", 0, SLOTS, None, allow_faults=True)
+        self.url = start_service(self.home, "127.0.0.1", 0, self._slots, None, allow_faults=True)
         self.client = MantaClient(self.url)
 
     def kill_service(self) -> None:
@@ -96,7 +96,10 @@ class Manta:
             assert found.state in states or not is_final(found.state), self.story(job)
             return found if found.state in states else None
 
-        return self.until(f"{job} being {' or '.join(states)}", reached)
+        try:
+            return self.until(f"{job} being {' or '.join(states)}", reached)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.story(job)}") from None
 
     def until_generation(self, job: str, generation: int) -> None:
         """Wait until generation number `generation` has been started."""

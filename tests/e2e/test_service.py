@@ -76,6 +76,29 @@ def test_job_is_taken_over_in_every_state(manta, undisturbed, kill, state):
     assert manta.leftovers(job) == []
 
 
+def test_change_of_size_is_carried_on_by_the_next_service(manta):
+    spec = manta.spec(20_000, train={"deterministic": "elastic"}, elastic={"min_data": 1, "max_data": 2})
+    job = manta.submit(spec)
+    manta.until_step(job, 5)
+    before = manta.pids(job)
+    manta.client.resize(job, 1)
+    manta.until_state(job, "RESIZING")
+    manta.kill_service()
+    manta.start()
+    manta.until("one replica", lambda: manta.client.job(job).parallel["data"] == 1)
+    manta.until_state(job, "RUNNING")
+    found = manta.client.job(job)
+    manta.until_step(job, found.step + 5)
+    assert manta.pids(job) == before[:2], "those who stay keep their processes"
+    assert found.restarts == 0
+    assert manta.events(job, "rank_lost") == []
+    manta.client.cancel(job)
+    manta.until_state(job, "CANCELLED")
+    steps = [step for step, _, _ in manta.curve(job)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert manta.leftovers(job) == []
+
+
 def manta_command(home, *words):
     """Run `manta` with `home`; its exit code and what it printed."""
     command = [sys.executable, "-m", "api.cli", *words]

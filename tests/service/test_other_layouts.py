@@ -7,7 +7,7 @@ from service.other_layouts import spread, whole_states
 
 def file(rank, *steps, layout="aaaa", replica=False):
     return {
-        "path": f"/shm/{layout}/{rank}",
+        "path": f"/shm/{layout}/{'replica-' if replica else ''}{rank}",
         "rank": rank,
         "layout": layout,
         "is_replica": replica,
@@ -23,11 +23,19 @@ def test_newest_step_that_every_rank_has_counts():
     assert state.paths == [f"/shm/aaaa/{rank}" for rank in range(4)]
 
 
-def test_a_missing_rank_a_replica_or_a_layout_that_is_not_the_jobs_is_no_state():
+def test_a_missing_rank_or_a_layout_that_is_not_the_jobs_is_no_state():
     assert whole_states({"one": [file(0, 5)]}, {"aaaa": 2}) == []
-    assert whole_states({"one": [file(0, 5), file(1, 5, replica=True)]}, {"aaaa": 2}) == []
     assert whole_states({"one": [file(0, 5, layout="bbbb")]}, {"aaaa": 1}) == []
     assert whole_states({"one": [file(0, 4), file(1, 5)]}, {"aaaa": 2}) == []
+
+
+def test_a_replica_stands_for_a_rank_whose_host_is_lost():
+    kept = {"one": [file(0, 5), file(1, 5, replica=True)]}
+    (state,) = whole_states(kept, {"aaaa": 2})
+    assert state.paths == ["/shm/aaaa/0", "/shm/aaaa/1"], "where its own would lie, so that the path is every host's"
+    agents = {"one": FakeAgent([5])}
+    assert asyncio.run(spread(state, agents, kept, 7))
+    assert agents["one"].fetched == [(1, "aaaa")], "from itself"
 
 
 def test_of_several_layouts_the_newest_comes_first():

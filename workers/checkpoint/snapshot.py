@@ -30,7 +30,9 @@ from workers.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-_NAME = re.compile(r"(replica-)?rank-(\d{5,})\.(?:([0-9a-f]{8})\.)?snapshot")
+REPLICA_PREFIX = "replica-"
+"""Start of the name of a file that a rank's partner keeps; what follows is the name of the rank's own."""
+_NAME = re.compile(rf"({REPLICA_PREFIX})?rank-(\d{{5,}})\.(?:([0-9a-f]{{8}})\.)?snapshot")
 
 
 def snapshot_path(folder: str | Path, rank: int, layout: str = "") -> Path:
@@ -43,7 +45,7 @@ def snapshot_path(folder: str | Path, rank: int, layout: str = "") -> Path:
 def replica_path(folder: str | Path, rank: int, layout: str) -> Path:
     """The copy of the snapshot file of `rank` that another rank's node keeps."""
     path = snapshot_path(folder, rank, layout)
-    return path.with_name(f"replica-{path.name}")
+    return path.with_name(f"{REPLICA_PREFIX}{path.name}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,205 @@
+"""Several nodes: one is lost, or is to be left, and the job's curve does not show it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from api.cli_service import stop_service
+from api.client import ApiError
+from service.ray_head import MARK, RayHead
+from tests.e2e.conftest import SECONDS, Manta
+
+STEPS = 20_000
+HEAD_SLOTS = NODE_SLOTS = 2
+
+
+class Node:
+    """A further Ray node on this machine, with slots of its own. `started` before anything else."""
+
+    def __init__(self, manta):
+        options = {"address": RayHead(manta.home).record().address, "num-cpus": 3, "object-store-memory": 80 * 2**20,
+                   "resources": json.dumps({"manta_slot": NODE_SLOTS})}  # fmt: skip
+        environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(manta.paths.ray_token),
+                       MARK: manta.paths.tag, "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0",
+                       "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}  # fmt: skip
+        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block"]
+        self._command = [*ray, "--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())]
+        self._environment = {**os.environ, **environment}
+        self._manta, self.id = manta, ""
+        self._others = {node.id for node in manta.client.cluster().nodes}
+        self._start()
+
+    def _start(self):
+        with (self._manta.home / "logs" / "node.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def registered(self):
+        """Wait until the cluster has it: Ray cannot start two nodes on one machine at the same time."""
+        known = self._others
+        (self.id,) = self._manta.until("a further node", lambda: self._ids() - known, 3 * SECONDS)
+        return self
+
+    def _ids(self):
+        if self.process.poll() is not None:  # Ray gives a node 30 s to start, which a busy machine may not hold
+            self._start()
+        return {node.id for node in self._manta.client.cluster().nodes}
+
+    def started(self):
+        """Wait until it can be placed on."""
+        self._manta.until("the node's daemon", self.daemon)
+        return self
+
+    def processes(self):
+        """All of this node's: Ray, daemon, zygote, agents, trainers."""
+        return [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
+
+    def daemon(self):
+        """The process of the node's daemon; None before it is up."""
+        return next((process for process in self.processes() if is_daemon(process)), None)
+
+    def kill(self, job=None, ranks=()):
+        """kill -9 of everything on the node, as when the power fails; what `ranks` of `job` kept there goes with it."""
+        for rank in ranks:
+            for file in self._manta.paths.snapshot_folder(job).glob(f"rank-{rank:05d}.*"):
+                file.unlink()
+        for process in self.processes():
+            process.kill()
+        self.process.wait(10)
+
+
+def is_daemon(process):
+    try:
+        return process.name().startswith("ray::NodeDaemon")
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module")
+def manta(tmp_path_factory, corpus):
+    """A service whose head has room for one replica of two ranks."""
+    running = Manta(tmp_path_factory.mktemp("manta"), corpus, HEAD_SLOTS)
+    yield running
+    stop_service(running.home)
+
+
+@pytest.fixture(scope="module")
+def nodes(manta):
+    """Two further nodes, each with room for one replica. Tests use them up, one after the other."""
+    all_nodes = [Node(manta).registered() for _ in range(2)]
+    yield [node.started() for node in all_nodes]
+    for node in all_nodes:
+        if node.process.poll() is None:
+            node.kill()
+
+
+def spec_of(manta, min_data, data=2):
+    train, elastic = {"deterministic": "elastic"}, {"min_data": min_data, "max_data": 2}
+    return manta.spec(STEPS, (2, 1, data), train=train, elastic=elastic)
+
+
+def same_as_undisturbed(manta, job):
+    """End `job`, and see whether its curve is that of a job to which nothing happens; the number of its replicas does
+    not show in it."""
+    ended = stopped(manta, job)
+    curve = manta.curve(job)
+    undisturbed = manta.submit(spec_of(manta, 1, data=1))
+    manta.until_step(undisturbed, len(curve))
+    stopped(manta, undisturbed)
+    assert curve == manta.curve(undisturbed)[: len(curve)]
+    return ended
+
+
+def stopped(manta, job):
+    manta.client.cancel(job)
+    return manta.until_state(job, "CANCELLED")
+
+
+def ranks_on(manta, job, node):
+    """The ranks of `job` on `node`, by its processes."""
+    pids = {process.pid for process in node.processes()} if node.process.poll() is None else set()
+    return [rank for rank, pid in enumerate(manta.pids(job)) if pid in pids]
+
+
+def node_with_ranks(manta, job, nodes):
+    """The one of `nodes` that has ranks of `job`, and which."""
+    ((node, ranks),) = [(node, found) for node in nodes if (found := ranks_on(manta, job, node))]
+    return node, ranks
+
+
+def kept_ranks(before, after):
+    """Ranks that have the process that they had."""
+    return [rank for rank, pid in enumerate(after) if pid == before[rank]]
+
+
+def steps_committed(manta, job, times):
+    """Wait until a generation has committed its first step for the `times`-th time."""
+    manta.until(f"generation {times}'s first step", lambda: len(manta.events(job, "first_step")) >= times)
+
+
+def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes):
+    job = manta.submit(spec_of(manta, min_data=2))
+    manta.until_step(job, 8)
+    leaving, moved = node_with_ranks(manta, job, nodes)
+    before = manta.pids(job)
+    leaving.daemon().terminate()
+    steps_committed(manta, job, 2)
+    assert ranks_on(manta, job, leaving) == []
+    assert kept_ranks(before, manta.pids(job)) == [rank for rank in range(4) if rank not in moved]
+    ended = same_as_undisturbed(manta, job)
+    assert (ended.generation, ended.restarts) == (2, 0)
+    assert manta.events(job, "rank_lost") == []
+    (told,) = manta.events(job, "node_draining")
+    assert (told.data["node"], told.data["ranks"]) == (leaving.id, moved)
+    resumed, first = manta.events(job, "generation_started")[-1], manta.events(job, "first_step")[-1]
+    changed = [event for event in manta.events(job, "state_changed") if event.data["to"] == "RESIZING"]
+    assert resumed.data["resume_source"] == "snapshot"
+    assert resumed.data["resume_step"] >= changed[0].step, "nothing that was committed is done again"
+    assert first.step == resumed.data["resume_step"] + 1
+    assert manta.leftovers(job) == []
+
+
+def test_lost_node_costs_a_step_at_most(manta, nodes):
+    job = manta.submit(spec_of(manta, min_data=1))
+    manta.until_step(job, 8)
+    lost, ranks = node_with_ranks(manta, job, nodes)
+    before = manta.pids(job)
+    lost.kill(job, ranks)
+    (event,) = manta.until("the loss", lambda: manta.events(job, "node_lost"))
+    assert event.data == {"node": lost.id, "ranks": ranks}
+    steps_committed(manta, job, 2)
+    assert manta.pids(job) == [pid for rank, pid in enumerate(before) if rank not in ranks]
+    ended = same_as_undisturbed(manta, job)
+    assert (ended.generation, ended.restarts, ended.parallel["data"]) == (2, 1, 1)
+    (recovered,) = manta.events(job, "recovered")
+    assert recovered.data["steps_redone"] <= 1
+    assert recovered.data["source"] == "memory", "of the lost ranks it is the replicas"
+    assert len(manta.events(job, "rank_lost")) == 1
+    assert manta.leftovers(job) == []
+
+
+def test_without_room_elsewhere_it_stays_and_says_so(manta):
+    job = manta.submit(manta.spec(STEPS, (2, 1, 1)))
+    manta.until_step(job, 3)
+    (node,) = [node for node in manta.client.cluster().nodes if node.ranks and not node.draining]
+    assert manta.client.drain(node.id[:16], 600).draining
+    (told,) = manta.until("its being told", lambda: manta.events(job, "drain_waiting"))
+    assert "there is no room elsewhere" in told.message
+    manta.until_step(job, manta.client.job(job).step + 5)
+    found = stopped(manta, job)
+    assert (found.generation, found.restarts) == (1, 0)
+
+
+def test_node_that_nobody_knows_is_one_clear_sentence(manta):
+    with pytest.raises(ApiError, match="there is no node 0123abcd; `manta nodes` lists them"):
+        manta.client.drain("0123abcd")
