@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -88,15 +87,17 @@ class Attention(nn.Module):
             self.kv = ColumnParallelLinear(h, 2 * units * d, region, model.bias, INIT_STD, units)
         self.output = RowParallelLinear(h, h, region, model.bias, residual_std(model))
 
-    def forward(self, x: torch.Tensor, run: ForwardPass, again: Again | None) -> torch.Tensor:
-        """[s or s/t, b, h] -> the same."""
+    def forward(
+        self, x: torch.Tensor, run: ForwardPass, again: Again | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[s or s/t, b, h] -> the same, added to the residual where it is given."""
         q, k, v = self._projections(x, again)
         recompute = "core_attention" in run.recompute
         if self.explicit:
             context = self._explicit(q, k, v, run, recompute)
         else:
             context = fused_attention(q, k, v, recompute, self.region.comm)
-        return self.output(context.flatten(2))
+        return self.output(context.flatten(2), residual)
 
     def _projections(self, x: torch.Tensor, again: Again | None) -> tuple[torch.Tensor, ...]:
         """q [s, b, a/t, d], k and v [s, b, g/t, d]."""
@@ -129,15 +130,13 @@ class MLP(nn.Module):
         super().__init__()
         h, f = model.hidden_size, model.ffn_size
         self.up = ColumnParallelLinear(h, f, region, model.bias, INIT_STD)
-        self.down = RowParallelLinear(f, h, region, model.bias, residual_std(model))
+        self.down = RowParallelLinear(f, h, region, model.bias, residual_std(model), gelu=True)
 
-    def forward(self, x: torch.Tensor, run: ForwardPass, again: Again | None) -> torch.Tensor:
-        """[s or s/t, b, h] -> the same."""
-        inner = self.up(x, again)
-        if "mlp_activation" in run.recompute:
-            kept = inner.detach()
-            return self.down(F.gelu(inner), lambda: F.gelu(kept))
-        return self.down(F.gelu(inner))
+    def forward(
+        self, x: torch.Tensor, run: ForwardPass, again: Again | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[s or s/t, b, h] -> the same, added to the residual where it is given."""
+        return self.down(self.up(x, again), residual, "mlp_activation" in run.recompute)
 
 
 class Layer(nn.Module):
@@ -155,10 +154,13 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """[s or s/t, b, h] -> the same."""
-        attended = self.attention(self.attention_norm(x), run, self._again(self.attention_norm, x, run))
-        x = x + (attended if run.keys_b is None else self.attention_dropout(attended, run.keys_b))
-        found = self.mlp(self.mlp_norm(x), run, self._again(self.mlp_norm, x, run))
-        return x + (found if run.keys_b is None else self.mlp_dropout(found, run.keys_b))
+        # Dropout lies between a block and the residual; without it the block's last product adds the residual itself.
+        residual = x if run.keys_b is None else None
+        found = self.attention(self.attention_norm(x), run, self._again(self.attention_norm, x, run), residual)
+        x = found if run.keys_b is None else x + self.attention_dropout(found, run.keys_b)
+        residual = x if run.keys_b is None else None
+        found = self.mlp(self.mlp_norm(x), run, self._again(self.mlp_norm, x, run), residual)
+        return found if run.keys_b is None else x + self.mlp_dropout(found, run.keys_b)
 
     @staticmethod
     def _again(norm: LayerNorm, x: torch.Tensor, run: ForwardPass) -> Again | None:

@@ -28,25 +28,21 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         start = comm.index("tensor") * columns
         real = max(0, min(columns, vocabulary_size - start))
         wide = torch.float32 if logits_nv.element_size() < 4 else logits_nv.dtype
-        largest_n = logits_nv.new_full((len(logits_nv),), float("-inf"), dtype=wide)
-        if real:
-            largest_n = logits_nv[:, :real].amax(1).to(wide)
+        logits_nv[:, real:] = float("-inf")  # padding has no probability
+        own_largest_n = logits_nv.amax(1).to(wide)
+        largest_n = own_largest_n.clone()
         comm.all_reduce("tensor", largest_n, largest=True)
 
         local_n = targets_n - start
         mine_n = (local_n >= 0) & (local_n < real)
         local_n = local_n.masked_fill(~mine_n, 0).unsqueeze(1)
         target_n = logits_nv.gather(1, local_n).squeeze(1).to(wide) - largest_n
-        own_n = torch.zeros_like(largest_n)  # this rank's part of the sum of exponentials
-        for rows in _blocks(logits_nv):
-            # In place where the logits are wide already.
-            exponentials = logits_nv[rows].to(wide).sub_(largest_n[rows].unsqueeze(1)).exp_()
-            own_n[rows] = exponentials[:, :real].sum(1)
+        own_n = _sums_of_exponentials(logits_nv, own_largest_n, largest_n, real)
         sums_2n = torch.stack([own_n, target_n.masked_fill(~mine_n, 0.0)])
         comm.all_reduce("tensor", sums_2n)
         losses_n = (sums_2n[0].log() - sums_2n[1]).masked_fill(targets_n < 0, 0.0)
         if ctx.needs_input_grad[0]:
-            factor_n = _unscaled_probabilities(logits_nv, largest_n, sums_2n[0], real, wide)
+            factor_n = _unscaled_probabilities(logits_nv, largest_n, own_n, sums_2n[0])
             # Kept apart: rounding p before 1 is taken from it would lose the small difference.
             error_n = target_n.exp() / sums_2n[0] - 1.0
             ctx.save_for_backward(logits_nv, local_n, mine_n, error_n, factor_n, targets_n < 0)
@@ -62,25 +58,40 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         return grad_nv, None, None, None
 
 
-def _blocks(logits_nv: torch.Tensor) -> Iterator[slice]:
-    """All rows at once where they are wide already, else a block at a time."""
-    step = len(logits_nv) if logits_nv.element_size() >= 4 else BLOCK_ROWS
-    for first in range(0, len(logits_nv), max(1, step)):
-        yield slice(first, first + step)
+def _sums_of_exponentials(
+    logits_nv: torch.Tensor, own_largest_n: torch.Tensor, largest_n: torch.Tensor, real: int
+) -> torch.Tensor:
+    """This rank's part of each token's sum of exponentials, in units of the largest. Wide logits become this rank's
+    own softmax, by torch's fused kernel."""
+    if logits_nv.dtype == largest_n.dtype:
+        if real == 0:
+            logits_nv.zero_()
+            return torch.zeros_like(largest_n)
+        torch.softmax(logits_nv, 1, out=logits_nv)
+        # The largest logit's exponential is 1 before a softmax divides it by the sum.
+        return (own_largest_n - largest_n).exp_().div_(logits_nv.amax(1))
+    own_n = torch.empty_like(largest_n)
+    for rows in _blocks(logits_nv):
+        own_n[rows] = logits_nv[rows].to(own_n.dtype).sub_(largest_n[rows].unsqueeze(1)).exp_().sum(1)
+    return own_n
 
 
 def _unscaled_probabilities(
-    logits_nv: torch.Tensor, largest_n: torch.Tensor, sums_n: torch.Tensor, real: int, wide: torch.dtype
+    logits_nv: torch.Tensor, largest_n: torch.Tensor, own_n: torch.Tensor, sums_n: torch.Tensor
 ) -> torch.Tensor:
-    """Turn the logits (or, where they are wide, their exponentials) into what, times the factor [n] that is returned,
-    are the probabilities."""
-    logits_nv[:, real:] = 0.0 if wide == logits_nv.dtype else float("-inf")  # padding has no probability
-    if wide == logits_nv.dtype:
-        return sums_n.reciprocal()
+    """Turn 16-bit logits into what, times the factor [n] that is returned, are the probabilities; wide ones are that
+    already."""
+    if logits_nv.dtype == largest_n.dtype:
+        return own_n / sums_n
     log_sums_n = (sums_n.log() + largest_n).unsqueeze(1)
     for rows in _blocks(logits_nv):
-        logits_nv[rows] = logits_nv[rows].to(wide).sub_(log_sums_n[rows]).exp_()
+        logits_nv[rows] = logits_nv[rows].to(sums_n.dtype).sub_(log_sums_n[rows]).exp_()
     return torch.ones_like(sums_n)
+
+
+def _blocks(logits_nv: torch.Tensor) -> Iterator[slice]:
+    for first in range(0, len(logits_nv), BLOCK_ROWS):
+        yield slice(first, first + BLOCK_ROWS)
 
 
 def vocabulary_parallel_cross_entropy(

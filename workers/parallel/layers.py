@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from workers.parallel import opaque
-from workers.parallel.linear import Again, Region, column_parallel, look_up, row_parallel
+from workers.parallel.linear import Again, Region, column_parallel, gelu_row_parallel, look_up, row_parallel
 from workers.parallel.mappings import leave_tensor_region
 from workers.parallel.shards import ParameterShard, ShardedModule, as_shared_copy
 
@@ -42,11 +42,12 @@ class ColumnParallelLinear(ShardedModule):
 
 
 class RowParallelLinear(ShardedModule):
-    """y = x W^T + b with W [out, in] split over its columns: [s, b, in/t] -> [s or s/t, b, out]."""
+    """y = x W^T + b with W [out, in] split over its columns: [s, b, in/t] -> [s or s/t, b, out]. With `gelu`, of
+    gelu(x)."""
 
-    def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float):
+    def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float, gelu: bool = False):
         super().__init__()
-        self.region = region
+        self.region, self.gelu = region, gelu
         columns = inputs // region.tensor_size
         start = region.comm.index("tensor") * columns
         self.weight = self.add_parameter(
@@ -54,11 +55,17 @@ class RowParallelLinear(ShardedModule):
         )
         self.bias = self.add_parameter("bias", (outputs,), ParameterShard((outputs,), decay=False)) if bias else None
 
-    def forward(self, x: torch.Tensor, again: Again | None = None) -> torch.Tensor:
-        """[s, b, in/t] -> [s or s/t, b, out]. The bias is added once, after the sum."""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, recompute_gelu: bool = False
+    ) -> torch.Tensor:
+        """[s, b, in/t] -> [s or s/t, b, out]. Bias and `residual` are added once, after the sum."""
         if torch.compiler.is_compiling():
-            return opaque.row_parallel(x, self.weight, self.bias, self.region.sequence_split)
-        return row_parallel(x, self.weight, self.bias, self.region, again)
+            active = F.gelu(x) if self.gelu else x
+            y = opaque.row_parallel(active, self.weight, self.bias, self.region.sequence_split)
+            return y if residual is None else residual + y
+        if self.gelu:
+            return gelu_row_parallel(x, self.weight, self.bias, self.region, residual, recompute_gelu)
+        return row_parallel(x, self.weight, self.bias, self.region, residual)
 
 
 class LayerNorm(ShardedModule):

@@ -148,24 +148,55 @@ class _RowParallel(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
+        residual: torch.Tensor | None,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         region: Region,
-        again: Again | None,
     ) -> torch.Tensor:
-        ctx.region, ctx.again, ctx.weight, ctx.bias = region, again, weight, bias
-        ctx.save_for_backward(x if again is None else None)
-        return row_forward(x, weight, bias, region)
+        ctx.region, ctx.weight, ctx.bias, ctx.added = region, weight, bias, residual is not None
+        ctx.save_for_backward(x)
+        return _plus(row_forward(x, weight, bias, region), residual)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        (kept,), again, region = ctx.saved_tensors, ctx.again, ctx.region
-        ctx.again = None  # it holds what nobody needs any more
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        grad_x = row_backward(grads[0].contiguous(), lambda: x, ctx.weight, ctx.bias, ctx.region)
+        return grad_x, grads[0] if ctx.added else None, None, None, None
+
+
+class _GeluRowParallel(torch.autograd.Function):
+    """GELU and the product after it, so that the activation's gradient takes the memory of the product's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        region: Region,
+        recompute: bool,
+    ) -> torch.Tensor:
+        ctx.region, ctx.weight, ctx.bias, ctx.added = region, weight, bias, residual is not None
+        active = F.gelu(x)
+        ctx.save_for_backward(x, None if recompute else active)
+        return _plus(row_forward(active, weight, bias, region), residual)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x, active), region = ctx.saved_tensors, ctx.region
 
         def input_of() -> torch.Tensor:
-            return kept if again is None else _recomputed(again, region.comm)
+            return _recomputed(lambda: F.gelu(x), region.comm) if active is None else active
 
-        return row_backward(grads[0].contiguous(), input_of, ctx.weight, ctx.bias, region), None, None, None, None
+        grad_x = row_backward(grads[0].contiguous(), input_of, ctx.weight, ctx.bias, region)
+        torch.ops.aten.gelu_backward.grad_input(grad_x, x, grad_input=grad_x)
+        return grad_x, grads[0] if ctx.added else None, None, None, None, None
+
+
+def _plus(y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """y, which nobody else holds, plus the residual."""
+    return y if residual is None else y.add_(residual)
 
 
 class _LookUp(torch.autograd.Function):
@@ -209,11 +240,22 @@ def column_parallel_pair(
 
 
 def row_parallel(
-    x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, region: Region, again: Again | None = None
+    x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, region: Region, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """The sum over ranks of x W^T, plus b once: [s, b, i/t] -> [s or s/t, b, o], W [o, i/t]. With `again`, x is not
-    kept for backward."""
-    return _RowParallel.apply(x, weight, bias, region, again)
+    """The sum over ranks of x W^T, plus b and the residual once: [s, b, i/t] -> [s or s/t, b, o], W [o, i/t]."""
+    return _RowParallel.apply(x, residual, weight, bias, region)
+
+
+def gelu_row_parallel(
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    region: Region,
+    residual: torch.Tensor | None,
+    recompute: bool,
+) -> torch.Tensor:
+    """The same of gelu(x), exact by erf. With `recompute`, gelu(x) is not kept for backward, but x is."""
+    return _GeluRowParallel.apply(x, residual, weight, bias, region, recompute)
 
 
 def look_up(rows_sb: torch.Tensor, weight: nn.Parameter, region: Region) -> torch.Tensor:

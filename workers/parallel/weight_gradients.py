@@ -61,7 +61,11 @@ class WeightGradients:
     def add_sum(self, bias: nn.Parameter, grads_no: torch.Tensor) -> None:
         """Add the sum over tokens, [out], to the gradient of `bias`."""
         total_o = main_grad(bias)
-        total_o.add_(grads_no.sum(0, dtype=total_o.dtype))
+        if total_o.is_cuda or total_o.dtype != grads_no.dtype:
+            total_o.add_(grads_no.sum(0, dtype=total_o.dtype))
+        else:
+            # On a CPU a product with ones reads the rows twice as fast as a sum over dimension 0.
+            total_o.addmv_(grads_no.t(), grads_no.new_ones(len(grads_no)))
         self._added(bias)
 
     def add_rows(self, weight: nn.Parameter, rows_n: torch.Tensor, grads_nh: torch.Tensor) -> None:

@@ -157,7 +157,7 @@ class ZeroOptimizer:
             agreed = self._agree(gradient, loss, memory_bytes)
             progress.at("optimizer")
             norm, divisor, bad = self._norm_and_divisor(agreed, loss.scale)
-            gradient.div_(divisor)
+            gradient.mul_(divisor.reciprocal())
             if len(gradient) < len(self.exp_avg):  # stage 0
                 self.reduction.gather(self._by_bucket(gradient), self.flat.gradients)
                 gradient = self.flat.gradients
