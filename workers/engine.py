@@ -9,6 +9,7 @@ import torch
 from workers.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
+from workers.host_memory import keep_freed_memory
 from workers.model.gpt import GPTStage
 from workers.parallel.elastic_sums import ElasticOptimizer, ElasticReduction
 from workers.parallel.flat import FlatParameters, Sharing
@@ -26,6 +27,8 @@ class Engine:
         """`dtype` overrides the precision of compute: fp64 checks the arithmetic."""
         self.spec, self.comm = spec, comm
         layout = spec.layout
+        if comm.device.type == "cpu":
+            keep_freed_memory()
         dtype = dtype or getattr(torch, spec.train.dtype)
         with torch.device(comm.device):
             self.model = GPTStage(spec, comm)
