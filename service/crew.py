@@ -14,6 +14,8 @@ from service.gangs import Gangs, Handle, NotPlaced
 from service.placement import Capacity, Unit, agent_name, placement_group_name, replica_of, seats_of, unit_of
 from workers.config import JobSpec, ParallelConfig
 
+PREPARE_SECONDS = 120.0
+"""How long trainers of joiners may take to be ready."""
 REPLICA_SECONDS = 10.0
 """How long a replica that there should be room for may take to be placed."""
 
@@ -199,6 +201,7 @@ async def prepared(agents: Sequence[Handle], orders: Sequence[dict[str, Any]], l
     """Whether every agent has a trainer ready for its order; `lost` is what a call to one that is gone raises."""
     pairs = zip(agents, orders, strict=True)
     try:
-        return all(await asyncio.gather(*(agent.prepare.remote(order) for agent, order in pairs)))
-    except lost:
+        async with asyncio.timeout(PREPARE_SECONDS):
+            return all(await asyncio.gather(*(agent.prepare.remote(order) for agent, order in pairs)))
+    except (lost, TimeoutError):
         return False

@@ -270,6 +270,9 @@ class Supervisor:
     async def _rearrange(self, gang: Gang) -> Gang | None:
         """Other nodes, or another number of replicas; the same gang when nothing can or need be changed."""
         self._size_asked.clear()
+        current = await self._generation_row(await self._job())
+        if current is None or current.first_step_at is None:
+            return gang  # ranks may still read what others left; `_look_for_room` asks again
         leaving = self._leaving()
         return await (self._leave(gang, leaving) if leaving else self._resize(gang))
 
@@ -312,7 +315,9 @@ class Supervisor:
         await self._say(JobState.RESIZING)
         noticed = time.time()
         await gang.rest(REST_SECONDS, PATIENCE_SECONDS)
-        if gang.deaths or gang.all_ended or self.cancelled.is_set():
+        # Who took too long to rest was killed, and its rank goes on from its snapshot.
+        failed = any(death.kind != "stopped" for death in gang.deaths)
+        if failed or gang.all_ended or self.cancelled.is_set():
             if joiners is not None:
                 await self._crew.send_away(joiners)
             if gang.deaths and not self.cancelled.is_set():
@@ -366,30 +371,44 @@ class Supervisor:
         held = self._crew.layout.world_size
         # A rank that others have now has files in the shared memory that nodes of one machine share: not yet those.
         orders = [order if order.rank >= held else replace(order, snapshot_folder=None) for order in orders]
-        ready = about is not None and await prepared(
-            joiners.agents, [order.to_json() for order in orders], self.site.ray.exceptions.RayError
+        ready = about is not None and await self._while_it_runs(
+            gang, prepared(joiners.agents, [order.to_json() for order in orders], self.site.ray.exceptions.RayError)
         )
         if ready and not (gang.broken or gang.all_ended or self.cancelled.is_set()):
             return joiners
         await self._crew.send_away(joiners)
         return None
 
+    async def _while_it_runs(self, gang: Gang, work: Coroutine[Any, Any, bool]) -> bool:
+        """What `work` answers; False as soon as something happens to the gang, which comes first."""
+        working, watching = asyncio.create_task(work), asyncio.create_task(gang.wait(self.cancelled))
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        watching.cancel()
+        if working.done():
+            return working.result()
+        working.cancel()
+        return False
+
     async def _look_for_room(self) -> None:
-        """Whenever the job runs with fewer replicas than are wanted, or on nodes that are to be left, see now and then
-        whether there is room for more: no event tells."""
+        """Now and then, see whether the job could run where or with as many replicas as it should: no event tells."""
         while True:
             await asyncio.sleep(ROOM_SECONDS)
-            if leaving := self._leaving():
-                if not self._told_waiting or room_for(self.spec.layout, await self._crew.capacity()) >= len(leaving):
+            try:
+                if await self._may_change():
                     self._size_asked.set()
-                continue
-            if len(sizes_of(self.submitted)) == 1:
-                continue
-            wanted = (await self._job()).wanted_replicas or self.submitted.layout.data
-            if wanted <= self.spec.layout.data or await self._others_wait():
-                continue
-            if room_for(self.spec.layout, await self._crew.capacity()) > 0:
-                self._size_asked.set()
+            except Exception:  # what is only a look must not end the job: look again in a moment
+                log.exception("a look for room for %s failed", self.job_id)
+
+    async def _may_change(self) -> bool:
+        """Whether a change of place or size has become possible."""
+        if leaving := self._leaving():
+            return not self._told_waiting or room_for(self.spec.layout, await self._crew.capacity()) >= len(leaving)
+        if len(sizes_of(self.submitted)) == 1:
+            return False
+        wanted = (await self._job()).wanted_replicas or self.submitted.layout.data
+        if wanted <= self.spec.layout.data or await self._others_wait():
+            return wanted < self.spec.layout.data
+        return room_for(self.spec.layout, await self._crew.capacity()) > 0
 
     async def _others_wait(self) -> bool:
         """Whether jobs stand in the queue, to whom what is free belongs."""
@@ -399,6 +418,7 @@ class Supervisor:
         task = asyncio.create_task(work)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
+        task.add_done_callback(_complain)
 
     async def _adopt(self, job: Job) -> Gang | None:
         """Find the gang by the names of its agents and go on from wherever the control plane before this one was. Its
@@ -711,3 +731,9 @@ class Supervisor:
 
     async def _write(self, operation: Any) -> Any:
         return await self.site.store.write_async(operation)
+
+
+def _complain(task: asyncio.Task[None]) -> None:
+    """What is done beside a job's life may fail, but not unheard."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("beside a job: %r", task.exception(), exc_info=task.exception())
