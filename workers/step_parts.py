@@ -72,6 +72,10 @@ class StepParts:
         self._last = time.perf_counter()
         self._mark("other")
 
+    def drop(self) -> None:
+        """Measure no longer: the step that was measured was broken off."""
+        self.measuring = False
+
     def enter(self, name: Part) -> None:
         """A part begins."""
         self._mark(self._stack[-1])

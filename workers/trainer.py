@@ -89,6 +89,7 @@ class Trainer:
         job that are known outside of it. Raises CheckpointError when the state cannot be had."""
         self.comm.progress.belongs_to(self.comm.generation)
         self.comm.progress.at("restoring")
+        self.comm.parts.drop()
         stays = resume.source == "snapshot" and self.settled_step == resume.step
         if not stays:
             self._restored = False

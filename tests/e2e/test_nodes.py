@@ -132,9 +132,8 @@ def ranks_on(manta, job, node):
 
 
 def node_with_ranks(manta, job, nodes):
-    """The one of `nodes` that has ranks of `job`, and which."""
-    ((node, ranks),) = [(node, found) for node in nodes if (found := ranks_on(manta, job, node))]
-    return node, ranks
+    """One of `nodes` that has ranks of `job`, and which: Ray may also have left the head empty."""
+    return next((node, found) for node in nodes if (found := ranks_on(manta, job, node)))
 
 
 def kept_ranks(before, after):

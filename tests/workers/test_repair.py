@@ -35,7 +35,7 @@ def test_cut_at_any_message_changes_no_bit(ranks, corpus, tmp_path, name):
     job = document(
         model=model,
         data={"paths": [corpus]},
-        train={"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 1},
+        train={"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 1, "time_parts_every": 2},
         parallel={**sizes, **parallel},
     )
     layout = ParallelConfig(**sizes, **parallel)
