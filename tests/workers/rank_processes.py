@@ -33,6 +33,13 @@ RANKS = 8
 HOST = "127.0.0.1"
 
 
+def join_default_group(comm: Comm, port: int) -> None:
+    """Make the ranks of `comm` torch.distributed's default group, over gloo, until `comm` is closed. `port`:
+    of the store."""
+    store = dist.PrefixStore(f"default-group-{comm.generation}", dist.TCPStore(HOST, port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size("world"))
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or hung; the message holds its traceback."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from plain_gpt import PlainGPT, PlainStage
+from rank_processes import join_default_group
 
 from workers.checkpoint.pieces import Piece, pieces_of
 from workers.comm import Comm
@@ -348,10 +349,11 @@ def broken_off(comm: Comm, document: dict[str, Any], weights: Weights, windows: 
 
 
 def torch_pipeline(
-    comm: Comm, kind: str, jobs: list[dict[str, Any]], weights: list[Weights], windows: list[torch.Tensor]
+    comm: Comm, port: int, kind: str, jobs: list[dict[str, Any]], weights: list[Weights], windows: list[torch.Tensor]
 ) -> list[tuple[float, Weights]]:
     """For each job: its plain model run by torch.distributed.pipelining in fp64 over the ranks of the pipeline: (sum of
     the losses, gradients of that sum), this rank's parts of both."""
+    join_default_group(comm, port)
     with _default_dtype(torch.float64):
         return [
             _torch_pipeline(comm, kind, parse_job_spec(document), start, tokens)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_specs import axes
-from rank_processes import HOST
+from rank_processes import join_default_group
 
 from workers.comm import Comm
 from workers.config import ParallelConfig
@@ -14,8 +14,7 @@ from workers.config import ParallelConfig
 
 def sums_of_ranks(comm: Comm, port: int) -> dict[str, tuple[float, int]]:
     """Over each group, the sum of its members' ranks; the groups as they are made on GPUs, but over gloo."""
-    store = dist.PrefixStore(f"groups-{comm.generation}", dist.TCPStore(HOST, port, is_master=False))
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size("world"))
+    join_default_group(comm, port)
     comm._connect_groups()
     found = {}
     for name, group in comm._groups.items():

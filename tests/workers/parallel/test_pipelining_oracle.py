@@ -41,7 +41,7 @@ def test_gradients_equal_those_of_torch_pipelining(ranks, schedule, virtual_stag
     weights = [random_weights(parse_job_spec(each)) for each in jobs]
     batch = torch.randint(256, (4 * stages, 9), generator=torch.Generator().manual_seed(stages))
     engine = ranks.run(layout, run_steps, jobs, weights, [[batch]] * 2, torch.float64)
-    oracle = ranks.run(layout, torch_pipeline, TORCH_NAMES[schedule], jobs, weights, [batch] * 2)
+    oracle = ranks.run(layout, torch_pipeline, ranks.port, TORCH_NAMES[schedule], jobs, weights, [batch] * 2)
     for number, start in enumerate(weights):
         compare([rank[number] for rank in engine], [rank[number] for rank in oracle], start, batch[:, 1:].numel())
 
