@@ -26,6 +26,7 @@ from benchmarks.own_service import POLL_SECONDS, JobWentWrong, OwnService, own_s
 from benchmarks.ray_view import RayView
 from benchmarks.report import Report, deliver, parser
 
+NO_WEIGHTS = "no checkpoint of the last step"
 JOB_SECONDS = 400.0
 GONE_SECONDS = 10.0
 
@@ -126,7 +127,10 @@ class Soak:
             problems = self._left(job_id)
             if self._service.client.recoveries(job_id).items:
                 problems.append("the clean run has recoveries")
-            self._clean[key] = Clean(self._service.rows(job_id), self._weights(job_id), problems)
+            weights = self._weights(job_id)
+            if weights == NO_WEIGHTS:
+                problems.append("the clean run has no weights to compare with")
+            self._clean[key] = Clean(self._service.rows(job_id), weights, problems)
         return self._clean[key]
 
     def _differences(self, job_id: str, clean: Clean) -> list[str]:
@@ -148,7 +152,7 @@ class Soak:
             for row in self._service.client.checkpoints(job_id).items
             if row.state == "complete" and row.step == STEPS
         ]
-        return weights_of(Path(whole[0].path)) if whole else "no checkpoint of the last step"
+        return weights_of(Path(whole[0].path)) if whole else NO_WEIGHTS
 
     def _left(self, job_id: str) -> list[str]:
         """What a job that is over has left behind; processes that are ending may take a moment."""
