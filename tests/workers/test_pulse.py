@@ -55,7 +55,8 @@ import signal, time
 from workers.preemption import on_termination
 on_termination(lambda: print("told", flush=True))
 print("ready", flush=True)
-signal.pause()
+while True:
+    signal.pause()
 """
 
 
