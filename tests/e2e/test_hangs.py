@@ -72,16 +72,17 @@ def test_clean_run_raises_no_alarm(manta, undisturbed):
 
 @contextlib.contextmanager
 def slowed_down(pid):
-    """Keep a process from running most of the time, in pieces too short to be a standstill."""
+    """Keep a process from running most of the time: in pieces too short to be a standstill, and so close to each other
+    that no step's work falls between them."""
     over = threading.Event()
 
     def hold_up():
         with contextlib.suppress(ProcessLookupError):
             while not over.is_set():
                 os.kill(pid, signal.SIGSTOP)
-                over.wait(0.12)
+                over.wait(0.09)
                 os.kill(pid, signal.SIGCONT)
-                over.wait(0.02)
+                over.wait(0.01)
 
     thread = threading.Thread(target=hold_up)
     thread.start()
