@@ -25,11 +25,12 @@ from service.placement import unit_of
 from service.processes import ended
 from service.ray_head import ExistingRay, RayHead
 from service.scheduler import Scheduler
+from service.site import Site
 from service.states import JobState, is_final
 from service.store import IllegalTransition, Store, jobs, ranks
 from service.store.tables import Job
 from service.stored_specs import stored_spec_problem
-from service.supervisor import Site, Supervisor
+from service.supervisor import Supervisor
 from workers.faults import Fault
 from workers.paths import Paths
 

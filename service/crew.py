@@ -1,4 +1,4 @@
-"""Who carries out a job: its agents in order of rank, and the placement groups of its replicas.
+"""Who carries out a job, and in which layout: its agents in order of rank, the placement groups of its replicas.
 
 All changes are whole: a method either does what it says, or answers False and leaves the crew as it was.
 """
@@ -6,12 +6,14 @@ All changes are whole: a method either does what it says, or answers False and l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from service.gangs import Gangs, Handle, NotPlaced
 from service.placement import Capacity, Unit, agent_name, placement_group_name, replica_of, seats_of, unit_of
+from service.sizes import resized
+from workers.checkpoint.snapshot import layout_tag
 from workers.config import JobSpec, ParallelConfig
 
 PREPARE_SECONDS = 120.0
@@ -30,12 +32,12 @@ class Joiners:
 
 
 class Crew:
-    """The agents of one job. `layout` is the one that they are numbered by."""
+    """The agents of one job."""
 
     def __init__(self, gangs: Gangs, job_id: str, spec: JobSpec):
         self._gangs, self._job_id = gangs, job_id
-        self._accelerator = spec.resources.accelerator
-        self.layout: ParallelConfig = spec.layout
+        self.spec = spec
+        """With the number of replicas that the job runs with; the agents are numbered by its layout."""
         self.agents: list[Handle] = []
         self.names: list[str] = []
         """Of the agents, as Ray knows them."""
@@ -45,49 +47,64 @@ class Crew:
         """By rank the last report that was handled."""
         self.nodes: dict[int, str | None] = {}
         """By rank the node that it was last seen on."""
+        self.memory: dict[int, int | None] = {}
+        """By rank the committed step that its trainer, which is at rest, holds for the layout."""
+
+    @property
+    def layout(self) -> ParallelConfig:
+        """The one that the agents are numbered by."""
+        return self.spec.layout
+
+    @property
+    def tag(self) -> str:
+        """Of the layout, in the names of its snapshots."""
+        return layout_tag(self.spec.model_dump(mode="json"))
 
     async def unit(self) -> Unit:
         """The resource of which each rank takes one."""
-        return unit_of(self._accelerator, await self._gangs.has_gpus())
+        return unit_of(self.spec.resources.accelerator, await self._gangs.has_gpus())
 
     async def capacity(self) -> Capacity:
         """What the cluster has of it."""
         return await self._gangs.capacity(await self.unit())
 
-    async def start(self, generation: int, layout: ParallelConfig) -> None:
-        """Start all agents in the groups that were acquired for `generation`."""
-        self.layout, self.after = layout, {}
-        self.groups = [placement_group_name(self._job_id, generation, replica) for replica in range(layout.data)]
-        seats = seats_of(layout, self.groups)
+    async def start(self, generation: int, spec: JobSpec) -> None:
+        """Start all agents in the groups that were acquired for `generation` of the job with `spec`."""
+        self.spec, self.after, self.memory = spec, {}, {}
+        self.groups = [placement_group_name(self._job_id, generation, replica) for replica in range(spec.layout.data)]
+        seats = seats_of(spec.layout, self.groups)
         self.agents = await self._gangs.start_agents(self._job_id, generation, seats, await self.unit())
         self.names = [agent_name(self._job_id, generation, rank) for rank in seats]
 
     async def release(self) -> None:
         """Give up all agents and their places; the snapshots stay."""
+        self.memory = {}
         await self._gangs.release(self._job_id, keep_snapshots=True)
 
-    async def place(self, generation: int, layout: ParallelConfig, avoid: Collection[str]) -> None:
-        """Acquire places for all, and start agents there. Raises NotPlaced."""
-        await self._gangs.acquire(self._job_id, generation, layout, await self.unit(), avoid=avoid)
-        await self.start(generation, layout)
+    async def place(self, generation: int, spec: JobSpec, avoid: Collection[str]) -> None:
+        """Acquire places for all ranks of `spec`, and start agents there. Raises NotPlaced."""
+        await self._gangs.acquire(self._job_id, generation, spec.layout, await self.unit(), avoid=avoid)
+        await self.start(generation, spec)
 
-    async def adopt(self, names: Sequence[str], after: dict[int, int]) -> list[dict[str, Any]] | None:
-        """Take over the agents with these names; how they describe themselves, or None when one of them is gone."""
-        found = await self._gangs.find_agents(names)
-        if len(found) != self.layout.world_size or any(agent is None for agent in found):
+    async def adopt(self, names: Sequence[str], after: dict[int, int]) -> dict[int, dict[str, Any]] | None:
+        """Take over the agents with these names, by rank; by rank how those that are left describe themselves. None
+        when of some replica none is: then nobody knows its places any more."""
+        if len(names) != self.layout.world_size:
             return None
-        about = await self._gangs.describe(found)
-        if about is None:
+        found = dict(enumerate(await self._gangs.find_agents(names)))
+        about = await self._gangs.describe_each({rank: agent for rank, agent in found.items() if agent is not None})
+        if len(self.replicas_of(about)) < self.layout.data:
             return None
-        self.agents, self.names, self.after = list(found), list(names), after
+        self.agents = [found[rank] for rank in sorted(found)]
+        self.names, self.after = list(names), after
         self.note(about)
         await self._gangs.end_strays(self._job_id, names, self.groups)
         return about
 
-    def note(self, about: Sequence[dict[str, Any]]) -> None:
-        """Remember where the agents are, as they describe themselves."""
-        self.nodes = {rank: place["node"] for rank, place in enumerate(about)}
-        by_replica = {replica_of(self.layout, rank): str(place["group"]) for rank, place in enumerate(about)}
+    def note(self, about: Mapping[int, dict[str, Any]]) -> None:
+        """Remember where the agents are, as they describe themselves, by rank."""
+        self.nodes = {rank: place["node"] for rank, place in about.items()}
+        by_replica = {replica_of(self.layout, rank): str(place["group"]) for rank, place in about.items()}
         self.groups = [by_replica[replica] for replica in range(self.layout.data)]
 
     async def replace(self, generation: int, lost: Sequence[int]) -> bool:
@@ -96,6 +113,7 @@ class Crew:
             return False
         seats = seats_of(self.layout, self.groups)
         wanted = {rank: seats[rank] for rank in lost}
+        await self._gangs.kill([self.agents[rank] for rank in lost])  # one that only does not answer has its seat still
         fresh = await self._gangs.replace_agents(self._job_id, generation, wanted, await self.unit())
         for rank, agent in zip(lost, fresh or [], strict=False):
             self._put(rank, agent, agent_name(self._job_id, generation, rank))
@@ -151,14 +169,14 @@ class Crew:
             self.groups[replica] = group
         return left
 
-    def grow(self, layout: ParallelConfig, joiners: Joiners) -> None:
-        """From now on the joiners have the ranks of `layout` that follow the crew's."""
+    def grow(self, spec: JobSpec, joiners: Joiners) -> None:
+        """From now on the joiners have the ranks of `spec`'s layout that follow the crew's."""
         self.agents += joiners.agents
         self.names += joiners.names
         self.groups += joiners.groups
-        self.layout = layout
+        self.spec, self.memory = spec, {}
 
-    def shrink(self, layout: ParallelConfig, replicas: Sequence[int]) -> Joiners:
+    def shrink(self, replicas: Sequence[int]) -> Joiners:
         """Go on with only these replicas, numbered anew in their order; those who leave, to be sent away."""
         staying = [rank for replica in replicas for rank in range(len(self.agents)) if self._in(rank, [replica])]
         leaving = [rank for rank in range(len(self.agents)) if rank not in set(staying)]
@@ -169,7 +187,7 @@ class Crew:
         self.agents = [self.agents[rank] for rank in staying]
         self.names = [self.names[rank] for rank in staying]
         self.groups = [self.groups[replica] for replica in replicas]
-        self.layout = layout
+        self.spec, self.memory = resized(self.spec, len(replicas)), {}
         return left
 
     async def send_away(self, people: Joiners) -> None:
@@ -193,8 +211,8 @@ class Crew:
 
     def _put(self, rank: int, agent: Handle, name: str) -> None:
         self.agents[rank], self.names[rank] = agent, name
-        self.after.pop(rank, None)
-        self.nodes.pop(rank, None)
+        for about in (self.after, self.nodes, self.memory):
+            about.pop(rank, None)
 
 
 async def prepared(agents: Sequence[Handle], orders: Sequence[dict[str, Any]], lost: type[Exception]) -> bool:

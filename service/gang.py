@@ -29,7 +29,8 @@ class Gang:
     """The agents of a job, watched during one generation."""
 
     def __init__(self, ray: Any, agents: Sequence[Handle], generation: int, after: dict[int, int], handle: Handler):
-        """`after`: last sequence handled of each rank; `handle` gets every report of this generation."""
+        """`agents`: None for one that was gone before; `after`: last sequence handled of each rank; `handle` gets every
+        report of this generation."""
         self._ray, self.agents, self.generation = ray, list(agents), generation
         self._after, self._handle = after, handle
         self.deaths: list[Death] = []
@@ -136,11 +137,16 @@ class Gang:
                 task.result()
 
     async def _asked(self, ask: Callable[[Handle], Awaitable[Any]], agent: Handle, seconds: float) -> None:
+        if agent is None:
+            return
         with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
             async with asyncio.timeout(seconds):
                 await ask(agent)
 
     async def _watch(self, rank: int) -> None:
+        if self.agents[rank] is None:
+            self._bury(Death(rank, "agent_lost", message="lost its agent while the control plane was away"))
+            return
         while True:
             try:
                 reports = await self.agents[rank].reports.remote(self._after.get(rank, 0), POLL_SECONDS)

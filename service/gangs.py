@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,16 +150,16 @@ class Gangs:
     async def _acquire(
         self, job: str, wanted: dict[str, list[dict[str, float]]], timeout: float, avoided: set[str]
     ) -> None:
-        groups = [
-            await asyncio.to_thread(self._create_group, name, bundles, avoided) for name, bundles in wanted.items()
-        ]
+        ready = False
         try:
-            async with asyncio.timeout(timeout):
-                ready = await asyncio.gather(*(asyncio.to_thread(group.wait, timeout) for group in groups))
-        except TimeoutError:
-            ready = [False]
-        if not all(ready):
-            await self.remove_groups(wanted)
+            groups = [await asyncio.to_thread(self._create_group, *each, avoided) for each in wanted.items()]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    ready = all(await asyncio.gather(*(asyncio.to_thread(group.wait, timeout) for group in groups)))
+        finally:
+            if not ready:
+                await self.remove_groups(wanted)
+        if not ready:
             units = sum(sum(bundle.values()) for bundles in wanted.values() for bundle in bundles)
             raise NotPlaced(f"{job} did not get {units:g} slots or GPUs within {timeout:g} s; it goes on waiting.")
 
@@ -192,7 +192,16 @@ class Gangs:
         if any(groups.get(seat.group) != "CREATED" for seat in seats.values()):
             return None
         agents = await self.start_agents(job, generation, seats, unit)
-        return agents if await self.answer(agents) else None
+        if await self.answer(agents):
+            return agents
+        await self.kill(agents)
+        return None
+
+    async def kill(self, agents: Iterable[Handle | None]) -> None:
+        """Kill these agents, and with them their trainers, without a word; those that are gone are no error."""
+        for agent in agents:
+            if agent is not None:
+                await asyncio.to_thread(self._ray.kill, agent, no_restart=True)
 
     async def answer(self, agents: Sequence[Handle]) -> bool:
         """Whether all of these agents answer."""
@@ -200,11 +209,35 @@ class Gangs:
 
     async def describe(self, agents: Sequence[Handle]) -> list[dict[str, Any]] | None:
         """What these agents say about themselves; None when one of them does not answer."""
-        try:
-            async with asyncio.timeout(AGENT_SECONDS):
-                return list(await asyncio.gather(*(_awaited(agent.describe.remote()) for agent in agents)))
-        except (self._ray.exceptions.RayError, TimeoutError):
-            return None
+        about = await self.describe_each(dict(enumerate(agents)))
+        return list(about.values()) if len(about) == len(agents) else None
+
+    async def describe_each(self, agents: Mapping[int, Handle]) -> dict[int, dict[str, Any]]:
+        """By rank what those of these agents say about themselves that answer."""
+        answers, _ = await self.ask(agents, lambda rank, agent: agent.describe.remote(), AGENT_SECONDS)
+        return answers
+
+    async def ask(
+        self, agents: Mapping[int, Handle], question: Callable[[int, Handle], Any], seconds: float
+    ) -> tuple[dict[int, Any], dict[int, str]]:
+        """Put `question` to each of `agents`, by rank; by rank the answers, and why the others gave none within
+        `seconds`, in a line."""
+
+        async def put(rank: int, agent: Handle) -> Any:
+            async with asyncio.timeout(seconds):
+                return await question(rank, agent)
+
+        results = await asyncio.gather(*(put(*each) for each in agents.items()), return_exceptions=True)
+        answers: dict[int, Any] = {}
+        silent: dict[int, str] = {}
+        for rank, result in zip(agents, results, strict=True):
+            if isinstance(result, self._ray.exceptions.RayError | TimeoutError):
+                silent[rank] = (str(result).strip() or f"no answer in {seconds:g} s").splitlines()[-1]
+            elif isinstance(result, BaseException):
+                raise result
+            else:
+                answers[rank] = result
+        return answers, silent
 
     def _start_agents(
         self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit, snapshots: bool
@@ -245,9 +278,10 @@ class Gangs:
         await asyncio.gather(*(self._end_agent(agent, keep_snapshots) for agent in agents))
         await asyncio.to_thread(self._remove_groups, job)
 
-    async def dismiss(self, agents: Iterable[Handle], groups: Iterable[str]) -> None:
-        """End these agents and their trainers, but keep what they have in shared memory; remove these groups."""
-        await asyncio.gather(*(self._end_agent(agent, keep_snapshots=True) for agent in agents))
+    async def dismiss(self, agents: Iterable[Handle | None], groups: Iterable[str]) -> None:
+        """End these agents (None: gone already) and their trainers, but keep what they have in shared memory; remove
+        these groups."""
+        await asyncio.gather(*(self._end_agent(agent, keep_snapshots=True) for agent in agents if agent is not None))
         await self.remove_groups(groups)
 
     async def end_strays(self, job: str, names: Collection[str], groups: Collection[str]) -> None:

@@ -110,6 +110,8 @@ class HangWatch:
     async def _progress(self, agent: Handle) -> tuple[bool, dict[str, Any] | None]:
         """Whether the agent answers, and what; None where no trainer runs. An agent that is gone is no hang: whoever
         watches it hears of that."""
+        if agent is None:
+            return True, None
         try:
             async with asyncio.timeout(ASK_SECONDS):
                 return True, await agent.progress.remote()

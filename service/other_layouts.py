@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +61,13 @@ def _own_path(path: str) -> str:
     return f"{folder}{slash}{name.removeprefix(REPLICA_PREFIX)}"
 
 
-async def spread(state: Whole, agents: Mapping[str, Handle], kept: KeptByHost, generation: int) -> bool:
-    """Bring the files of `state` to every host, of which `agents` has one agent each, a replica as if it were the
-    rank's own; False when that fails."""
+async def spread(
+    state: Whole, agents: Mapping[str, Handle], kept: KeptByHost, generation: int, hosts: Collection[str]
+) -> bool:
+    """Bring the files of `state` to each of `hosts`, a replica as if it were the rank's own; False when that fails.
+    `agents` has one agent of each host that holds or wants any."""
     token, wanted = secrets.token_hex(), []
-    for host in agents:
+    for host in sorted(hosts):
         files = [file for file in kept[host] if file["layout"] == state.layout and not file["is_replica"]]
         here = {file["rank"] for file in files if state.step in file["steps"]}
         wanted += [(host, rank, source) for rank, (source, _) in enumerate(state.places) if rank not in here]

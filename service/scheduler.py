@@ -18,12 +18,12 @@ from pydantic import ValidationError
 from service.budgets import avoided_nodes, faults_of
 from service.gangs import NotPlaced
 from service.placement import missing, unit_of
+from service.site import Site
 from service.sizes import resized, room_for, size_within, sizes_of
 from service.states import JobState
 from service.store import IllegalTransition, generations, jobs
 from service.store.tables import Job
 from service.stored_specs import stored_spec_problem
-from service.supervisor import Site
 from workers.config import JobSpec
 from workers.data.sources import check_data
 from workers.errors import DataError
@@ -100,7 +100,7 @@ class Scheduler:
         return missing(spec.layout, await self.site.gangs.capacity(unit))
 
     async def _never_fits(self, spec: JobSpec) -> bool:
-        shortage = await self._shortage(spec)
+        shortage = await self._shortage(resized(spec, sizes_of(spec).start))
         return shortage is not None and shortage.possible < shortage.needed
 
     async def _sized(self, job: Job, spec: JobSpec) -> JobSpec:
@@ -122,13 +122,15 @@ class Scheduler:
             )
             return False
         unit = unit_of(spec.resources.accelerator, await self.site.gangs.has_gpus())
-        if not await self._transition(job, JobState.STARTING):
+        if not await self._transition(job, JobState.STARTING, replicas=spec.layout.data):
             return True
         generation = job.generation + 1
         try:
             avoid = await asyncio.to_thread(self._avoided, job.id)
             await self.site.gangs.acquire(job.id, generation, spec.layout, unit, PLACEMENT_SECONDS, avoid)
-        except (NotPlaced, self.site.ray.exceptions.RayError) as error:
+        except Exception as error:  # a job that is STARTING with nobody who starts it would stay so
+            if not isinstance(error, NotPlaced | self.site.ray.exceptions.RayError):
+                log.exception("%s could not be placed", job.id)
             if await self._transition(job, JobState.QUEUED, "insufficient_slots", str(error)):
                 return False
             # It was cancelled meanwhile; its supervisor ends it.

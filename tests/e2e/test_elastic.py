@@ -2,7 +2,7 @@
 
 from api.client import ApiError
 
-STEPS = 300
+STEPS = 200
 
 
 def spec_of(manta, data, **train):
@@ -31,6 +31,12 @@ def test_resized_job_goes_on_without_losing_a_bit(manta):
     assert sources == ["start", "memory", "memory"]
     assert manta.events(job, "rank_lost") == []
     assert manta.leftovers(job) == []
+
+
+def test_job_starts_with_as_many_replicas_as_there_is_room_for(manta):
+    job = manta.submit(manta.spec(10, (2, 2, 3), elastic={"min_data": 1, "max_data": 3}))
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert (ended.parallel["data"], ended.restarts, ended.generation) == (2, 0, 1)
 
 
 def test_size_outside_of_the_bounds_is_refused_with_a_sentence(manta):

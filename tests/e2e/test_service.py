@@ -54,6 +54,30 @@ def test_rank_that_died_while_the_service_was_away(manta, undisturbed, kill):
     assert ended.restarts == 1
 
 
+def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta, undisturbed):
+    job = manta.submit(manta.spec(steps=200))
+    manta.until_step(job, MIDDLE)
+    before = manta.pids(job)
+    manta.kill_service()
+    seen = snapshot_step(manta, job)
+    manta.until("five steps without a service", lambda: snapshot_step(manta, job) >= seen + 5)
+    lost = manta.agents()[1]
+    lost.kill()
+    lost.wait()
+    manta.start()
+    manta.until_generation(job, 2)
+    manta.until_step(job, seen + 20)
+    after = manta.pids(job)
+    assert len(set(before) & set(after)) == len(before) - 1
+    (recovery,) = manta.client.recoveries(job).items
+    assert recovery.kind == "agent_lost"
+    manta.client.cancel(job)
+    manta.until_state(job, "CANCELLED")
+    steps = [step for step, _, _ in manta.curve(job)]
+    assert steps == list(range(1, len(steps) + 1)), "what was committed while nobody listened is there"
+    assert manta.leftovers(job) == []
+
+
 @pytest.mark.parametrize("state", ["STARTING", "RECOVERING", "CANCELLING"])
 def test_job_is_taken_over_in_every_state(manta, undisturbed, kill, state):
     job = manta.submit(manta.spec())

@@ -60,10 +60,10 @@ class FakeAgent:
             self.say("exit", code=None, signal=9)
 
 
-def run(body, ranks=2):
+def run(body, ranks=2, gone=()):
     async def bounded():
         async with asyncio.timeout(10):
-            agents = [FakeAgent(rank) for rank in range(ranks)]
+            agents = [None if rank in gone else FakeAgent(rank) for rank in range(ranks)]
             handled = []
 
             async def handle(report):
@@ -174,6 +174,17 @@ def test_dead_agent_is_a_death_and_does_not_keep_stop_waiting():
         assert [(death.rank, death.kind) for death in gang.deaths] == [(0, "agent_lost"), (1, "stopped")]
 
     run(body)
+
+
+def test_agent_that_was_gone_before_is_a_death_and_the_others_are_heard():
+    async def body(gang, agents, handled):
+        agents[1].say("metrics", rows=[])
+        await gang.wait(asyncio.Event())
+        await gang.stop()
+        assert [(death.rank, death.kind) for death in gang.deaths] == [(0, "agent_lost"), (1, "stopped")]
+        assert (1, "metrics") in handled
+
+    run(body, gone=[0])
 
 
 def test_agent_that_does_not_answer_is_given_up(monkeypatch):

@@ -34,7 +34,7 @@ def test_a_replica_stands_for_a_rank_whose_host_is_lost():
     (state,) = whole_states(kept, {"aaaa": 2})
     assert state.paths == ["/shm/aaaa/0", "/shm/aaaa/1"], "where its own would lie, so that the path is every host's"
     agents = {"one": FakeAgent([5])}
-    assert asyncio.run(spread(state, agents, kept, 7))
+    assert asyncio.run(spread(state, agents, kept, 7, ["one"]))
     assert agents["one"].fetched == [(1, "aaaa")], "from itself"
 
 
@@ -68,11 +68,11 @@ class Remote:
         self.remote = function
 
 
-def brought(steps):
+def brought(steps, hosts=("one", "two")):
     agents = {"one": FakeAgent(steps), "two": FakeAgent(steps)}
     kept = {"one": [file(0, 5)], "two": [file(1, 5)]}
     (state,) = whole_states(kept, {"aaaa": 2})
-    done = asyncio.run(spread(state, agents, kept, 7))
+    done = asyncio.run(spread(state, agents, kept, 7, hosts))
     return done, agents["one"].fetched, agents["two"].fetched
 
 
@@ -83,3 +83,7 @@ def test_each_host_fetches_what_it_lacks():
 def test_a_fetch_that_fails_or_brings_another_step_says_so():
     assert brought([4])[0] is False
     assert brought(None)[0] is False
+
+
+def test_a_host_that_is_left_gives_and_needs_nothing():
+    assert brought([5], ["one"]) == (True, [(1, "aaaa")], [])

@@ -132,6 +132,21 @@ def test_job_that_never_fits_steps_aside(store, submit, look, gangs):
     assert job_now(store, never).state == "QUEUED"
 
 
+def test_elastic_job_starts_with_as_many_replicas_as_there_is_room_for(store, submit, look, gangs):
+    gangs.free = 5
+    job = submit(parallel={"tensor": 2, "data": 4}, elastic={"min_data": 1, "max_data": 4})
+    assert look() == [(job.id, 1)]
+    assert job_now(store, job).replicas == 2, "which its supervisor goes by"
+    assert gangs.free == 1
+
+
+def test_elastic_job_of_which_the_smallest_size_would_fit_keeps_its_turn(submit, look, gangs):
+    gangs.total, gangs.free = 2, 1
+    submit(parallel={"tensor": 2, "data": 4}, elastic={"min_data": 1, "max_data": 4})
+    submit()
+    assert look() == []
+
+
 def test_priority_comes_before_age(submit, look, gangs):
     gangs.total = gangs.free = 1
     submit()
@@ -153,6 +168,16 @@ def test_job_cancelled_in_the_queue_is_never_placed(store, submit, look, gangs):
 def test_job_that_got_no_placement_goes_on_waiting(store, submit, look, gangs):
     def refuse():
         raise NotPlaced("not in time")
+
+    gangs.refuse = refuse
+    job = submit()
+    assert look() == []
+    assert job_now(store, job).state == "QUEUED"
+
+
+def test_job_whose_placement_fails_for_any_reason_goes_on_waiting(store, submit, look, gangs):
+    def refuse():
+        raise OSError("nobody expected this")
 
     gangs.refuse = refuse
     job = submit()

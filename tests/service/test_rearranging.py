@@ -1,0 +1,64 @@
+"""When a job that is smaller than it should be may grow: on a real database and a cluster that exists on paper."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from service.crew import Crew
+from service.job_record import JobRecord
+from service.placement import Capacity
+from service.rearranging import Rearranger
+from service.sizes import resized
+from service.states import JobState
+from service.store import jobs
+from workers.config import JobSpec
+
+
+class PaperGangs:
+    """Two nodes with two slots each; one job has two of them."""
+
+    def __init__(self):
+        self.draining = set()
+
+    async def has_gpus(self):
+        return False
+
+    async def capacity(self, unit):
+        return Capacity(unit, 4, 2, {"one": (2, 0), "two": (2, 2)})
+
+
+@pytest.fixture
+def may_grow(store, submit):
+    """Whether a job that runs with one of two replicas sees room for the other."""
+
+    def look():
+        job = submit(parallel={"tensor": 2, "data": 2}, elastic={"min_data": 1, "max_data": 2})
+        submitted, gangs = JobSpec.model_validate(job.spec), PaperGangs()
+        store.write(lambda s: _running(s, job.id))
+        crew = Crew(gangs, job.id, resized(submitted, 1))
+        site = SimpleNamespace(gangs=gangs)
+        event = asyncio.Event()
+        return asyncio.run(
+            Rearranger(site, JobRecord(store, job.id), crew, None, submitted, event, event)._may_change()
+        )
+
+    return look
+
+
+def _running(session, job):
+    jobs.transition(session, job, JobState.STARTING)
+
+
+def test_room_that_nobody_waits_for_is_room_to_grow(may_grow):
+    assert may_grow()
+
+
+def test_room_belongs_to_those_who_wait_in_the_queue(may_grow, submit):
+    submit(parallel={"tensor": 2})
+    assert not may_grow()
+
+
+def test_who_waits_for_another_cluster_holds_nobody_back(may_grow, submit):
+    submit(parallel={"tensor": 2, "data": 4})
+    assert may_grow()
