@@ -19,7 +19,7 @@ AVOID_FAULTS = 3
 AVOID_SECONDS = 3600.0
 """How long such a fault is held against its node."""
 USERS_FAULTS = frozenset({"exception", "bad_data", "not_finite", "spike"})
-CHECKPOINT_FAULTS = frozenset({"bad_checkpoint"})
+CHECKPOINT_FAULTS = frozenset({"bad_checkpoint", "not_saved"})
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ CULPRIT_SECONDS = 0.3
 # An agent that takes longer to stop its trainer is given up.
 STOP_SECONDS = 15.0
 # Kinds of failure whose message is a sentence that needs no exception's name before it.
-SAY_ALL = frozenset({"no_shared_memory", "bad_data", "bad_checkpoint", "not_finite", "spike"})
+SAY_ALL = frozenset({"no_shared_memory", "bad_data", "bad_checkpoint", "not_saved", "not_finite", "spike"})
 
 Handle = Any
 Handler = Callable[[dict[str, Any]], Awaitable[None]]

@@ -19,6 +19,10 @@ class CheckpointError(MantaError):
     """A checkpoint or snapshot cannot be used; the message names the file."""
 
 
+class CheckpointNotSaved(MantaError):
+    """The state after the last step could not be saved: without it the whole job would have been for nothing."""
+
+
 class PeerLost(MantaError):
     """A collective failed because another rank is gone. This rank is not the culprit."""
 

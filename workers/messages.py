@@ -104,7 +104,15 @@ class Failure:
     """Why a trainer ends before its last step; the `data` of a `failure` report."""
 
     kind: Literal[
-        "exception", "peer_lost", "no_shared_memory", "bad_data", "bad_checkpoint", "not_finite", "spike", "corrupt"
+        "exception",
+        "peer_lost",
+        "no_shared_memory",
+        "bad_data",
+        "bad_checkpoint",
+        "not_saved",
+        "not_finite",
+        "spike",
+        "corrupt",
     ]
     """exception: user or program error; peer_lost: a collective failed because another rank died, so this rank is
     not the culprit; the others are typed errors whose message is one clear sentence."""

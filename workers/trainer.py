@@ -26,7 +26,7 @@ from workers.config import JobSpec
 from workers.data.batches import Batches
 from workers.data.passed_over import PassedOver
 from workers.engine import Engine
-from workers.errors import PeerLost, ReplicaDiffers
+from workers.errors import CheckpointNotSaved, PeerLost, ReplicaDiffers
 from workers.learning_rate import learning_rate
 from workers.messages import Resume
 from workers.number_guard import NumberGuard, error_of
@@ -147,6 +147,7 @@ class Trainer:
             held = self.settled_step
             if held is not None and held not in committed_steps(self.snapshots.path):
                 self.snapshots.save(held, self._note())  # for ranks of another layout
+            self.snapshots.wait_for_sums()  # other nodes are given none without
         if self.checkpoints is not None:
             self.checkpoints.finish()
 
@@ -160,7 +161,8 @@ class Trainer:
             self.checkpoints.close()
 
     def train(self) -> None:
-        """Run all steps that are left, and save what the last generation did not get to save."""
+        """Run all steps that are left, and save what the last generation did not get to save. Raises CheckpointNotSaved
+        when the last checkpoint cannot be saved."""
         self.clock.restart()
         self.comm.progress.at("checkpoint")
         if self.checkpoints is not None and self.checkpoints.is_missing(self.step):
@@ -175,6 +177,9 @@ class Trainer:
             with self.clock.waiting("checkpoint_stall"):
                 self.checkpoints.finish()
         self.comm.barrier()
+        if self.checkpoints is not None and self.checkpoints.failure is not None:
+            reason = f"the last checkpoint, of step {self.step}, could not be saved: {self.checkpoints.failure}"
+            raise CheckpointNotSaved(f"{reason}; it is tried again, make it possible meanwhile")
         self.comm.progress.at("done")
 
     def _save_checkpoint(self, step: int) -> None:

@@ -25,6 +25,7 @@ from workers.comm import Comm
 from workers.device_peak import measure_peak_flops
 from workers.errors import (
     CheckpointError,
+    CheckpointNotSaved,
     DataError,
     NonFiniteError,
     PeerLost,
@@ -62,6 +63,7 @@ _KINDS: dict[type[BaseException], str] = {
     SpikeError: "spike",
     ReplicaDiffers: "corrupt",
     CheckpointError: "bad_checkpoint",
+    CheckpointNotSaved: "not_saved",
 }
 
 

@@ -41,6 +41,8 @@ class Checkpointer:
         self._needed = pieces_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
+        self.failure: str | None = None
+        """Why the newest save has failed; all ranks say the same."""
 
     def due(self, step: int) -> bool:
         """Whether `step` is one that is saved: every `checkpoint.every_steps`, and the last."""
@@ -59,6 +61,7 @@ class Checkpointer:
         """Copy the state of committed step `step` aside and begin to write it, with its `numbers` in the manifest.
         Waits for the save before."""
         self.finish()
+        self.failure = None
         parts = {kind: part.to("cpu", copy=True) for kind, part in self._parts().items()}
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
         self._tell("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
@@ -117,8 +120,9 @@ class Checkpointer:
                 self._seal(step, path, sums, loss_scale, numbers)
         except (OSError, RuntimeError, MantaError) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            message = f"checkpoint of step {step} failed: {reason}; training goes on"
-            self._tell("checkpoint_failed", step, message, {"path": path})
+            self.failure = reason
+            then = "training goes on" if step < self.spec.train.steps else "it is tried again"
+            self._tell("checkpoint_failed", step, f"checkpoint of step {step} failed: {reason}; {then}", {"path": path})
             if self.comm.rank == 0:
                 shutil.rmtree(path, ignore_errors=True)  # what is left of it would keep a full disk full
 
