@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from api import schemas
 from service.ledger import Ledger
 from service.logs import LogLine
+from service.sizes import layout_in_use
 from service.states import JobState
 from service.store import jobs, ledgers, metrics, recoveries, tables
 from workers.config import JobSpec, ParallelConfig
@@ -67,7 +68,7 @@ def _layout_in_use(job: tables.Job) -> dict[str, Any]:
         layout = ParallelConfig.model_validate(document)
     except ValidationError:
         return document
-    return layout_of(layout if job.replicas is None else layout.model_copy(update={"data": job.replicas}))
+    return layout_of(layout_in_use(layout, job))
 
 
 def layout_of(layout: ParallelConfig) -> dict[str, Any]:

@@ -76,10 +76,13 @@ class Crew:
         self.agents = await self._gangs.start_agents(self._job_id, generation, seats, await self.unit())
         self.names = [agent_name(self._job_id, generation, rank) for rank in seats]
 
-    async def release(self) -> None:
-        """Give up all agents and their places; the snapshots stay."""
+    async def release(self) -> Joiners:
+        """Give up all agents and their places; the snapshots stay. Answers who hands them out, to be sent away once
+        they have been fetched: the next agents may be on other nodes."""
         self.memory = {}
+        keepers = await self._gangs.start_keepers(self._job_id, {node for node in self.nodes.values() if node})
         await self._gangs.release(self._job_id, keep_snapshots=True)
+        return Joiners(keepers, [], [])
 
     async def place(self, generation: int, spec: JobSpec, avoid: Collection[str]) -> None:
         """Acquire places for all ranks of `spec`, and start agents there. Raises NotPlaced."""

@@ -197,6 +197,25 @@ class Gangs:
         await self.kill(agents)
         return None
 
+    async def start_keepers(self, job: str, nodes: Collection[str]) -> list[Handle]:
+        """Agents without a rank or a place on those of these nodes that live (with none given: on all): they hand out
+        what the agents of `job` leave in the shared memory there, until they are killed. Nobody finds them again: they
+        end with this process. A cluster of one node needs none."""
+        return await asyncio.to_thread(self._start_keepers, job, nodes)
+
+    def _start_keepers(self, job: str, nodes: Collection[str]) -> list[Handle]:
+        living = {node["NodeID"] for node in self._living_nodes()}
+        if len(living) < 2:
+            return []
+        affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        folders = str(self._paths.home), str(self._paths.runtime_folder), str(self._paths.snapshot_folder(job))
+        return [
+            self._agent_class.options(
+                num_cpus=0, max_concurrency=AGENT_CONCURRENCY, scheduling_strategy=affinity(node_id=node, soft=False)
+            ).remote(job, 0, *folders)
+            for node in sorted(living.intersection(nodes or living))
+        ]
+
     async def kill(self, agents: Iterable[Handle | None]) -> None:
         """Kill these agents, and with them their trainers, without a word; those that are gone are no error."""
         for agent in agents:

@@ -12,6 +12,7 @@ from service.incident import Incident
 from service.states import JobState, can
 from service.store import Store, checkpoints, events, generations, jobs, ranks, recoveries
 from service.store.tables import Generation, Job
+from workers.config import ParallelConfig
 from workers.messages import Resume
 
 Outcome = Mapping[str, Any]
@@ -71,14 +72,14 @@ class JobRecord:
         await self.write(say)
 
     async def begin(
-        self, cause: str, counts: bool, resume: Resume, source: str, replicas: int, incident: Incident | None
+        self, cause: str, counts: bool, resume: Resume, source: str, layout: ParallelConfig, incident: Incident | None
     ) -> int:
-        """Begin the next generation with so many replicas; its number. `counts`: as a restart; `source`: where its
-        state comes from, for the record of the recovery from `incident`."""
+        """Begin the next generation in `layout`; its number. `counts`: as a restart; `source`: where its state comes
+        from, for the record of the recovery from `incident`."""
         words = {
             "start": "from the start",
             "snapshot": "from shared memory",
-            "memory": "from the shared memory of another size",
+            "memory": "from the shared memory of another layout",
             "checkpoint": f"from {resume.path}",
         }
         failure = None if incident is None else incident.fault.to_json()
@@ -88,7 +89,7 @@ class JobRecord:
         def begin(session: Any) -> int:
             reached = jobs.get(session, self.id).step
             number = generations.begin(session, self.id, cause, counts, resume.source, resume.step, data)
-            jobs.set_replicas(session, self.id, replicas)
+            jobs.set_layout(session, self.id, layout)
             if incident is not None:
                 recoveries.begin(session, self.id, number, incident.beginning(source, resume.step))
             message = f"generation {number} resumes at step {resume.step} {words[resume.source]}: {cause}"

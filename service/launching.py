@@ -59,8 +59,7 @@ class Launcher:
         async with asyncio.timeout(LAUNCH_SECONDS):
             found = await newest_state(crew, self._submitted, folder, self._record, last_kind, leavers)
             store = await self._start_store(where[0]["node"])
-            replicas = crew.layout.data
-            generation = await self._record.begin(cause, counts, found.resume, found.source, replicas, incident)
+            generation = await self._record.begin(cause, counts, found.resume, found.source, crew.layout, incident)
             passed = await self._record.rolled_back()
         orders = {
             rank: self.order(rank, crew.spec, generation, found.resume, store, place, passed)

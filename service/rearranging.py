@@ -14,9 +14,9 @@ from service.gang import Gang
 from service.job_record import JobRecord
 from service.launching import Launcher
 from service.moving import hand_over
-from service.placement import missing, replica_of, unit_of
+from service.placement import Capacity, missing, replica_of, unit_of
 from service.site import Site
-from service.sizes import resized, room_for, size_within, sizes_of
+from service.sizes import fitting, given_back, resized, room_for, shapes_of, size_within, sizes_of, smallest
 from service.states import JobState
 from service.store import jobs
 from service.store.tables import Job
@@ -56,7 +56,7 @@ class Rearranger:
     ):
         """`asked` is set when there may be something to change."""
         self._site, self._record, self._crew, self._launcher = site, record, crew, launcher
-        self._sizes, self._data = sizes_of(submitted), submitted.layout.data
+        self._sizes, self._shapes = sizes_of(submitted), shapes_of(submitted)
         self._asked, self._cancelled = asked, cancelled
         self._told_waiting = False
 
@@ -72,8 +72,10 @@ class Rearranger:
         current = await self._record.current_generation()
         if current is None or current.first_step_at is None:
             return None  # ranks may still read what others left; `look_for_room` asks again
-        leaving = self._leaving()
-        return await (self._leave(gang, leaving) if leaving else self._resize(gang))
+        if leaving := self._leaving():
+            return await self._leave(gang, leaving)
+        larger = None if await self._others_wait() else await self._larger_shape()
+        return await self._resize(gang) if larger is None else self._place_anew(gang, larger, "there is room again")
 
     async def look_for_room(self) -> None:
         """Now and then, see whether the job could run where or with as many replicas as it should: no event tells."""
@@ -88,16 +90,32 @@ class Rearranger:
     async def _may_change(self) -> bool:
         """Whether a change of place or size has become possible."""
         if leaving := self._leaving():
-            return not self._told_waiting or await self._room(self._crew.spec) >= len(leaving)
-        if len(self._sizes) == 1:
+            if not self._told_waiting or await self._room(self._crew.spec) >= len(leaving):
+                return True
+            return fitting(self._shapes, await self._wanted(), await self._without_itself()) is not None
+        if len(self._sizes) == len(self._shapes) == 1:
             return False
-        wanted = await self._wanted()
-        if wanted <= self._crew.layout.data or await self._others_wait():
-            return wanted < self._crew.layout.data
-        return await self._room(self._crew.spec) > 0
+        wanted, others_wait = await self._wanted(), await self._others_wait()
+        if wanted < self._crew.layout.data:
+            return True
+        if others_wait:
+            return False
+        grows = wanted > self._crew.layout.data and await self._room(self._crew.spec) > 0
+        return grows or await self._larger_shape() is not None
+
+    async def _larger_shape(self) -> JobSpec | None:
+        """The layout that a job with smaller tensor and pipeline sizes than submitted could go back to."""
+        layout = self._crew.layout
+        sizes = [(shape.layout.tensor, shape.layout.pipeline) for shape in self._shapes]
+        larger = self._shapes[: sizes.index((layout.tensor, layout.pipeline))]
+        return fitting(larger, await self._wanted(), await self._without_itself()) if larger else None
+
+    async def _without_itself(self) -> Capacity:
+        """What the cluster would have if this job gave back what it holds."""
+        return given_back(await self._crew.capacity(), self._crew.nodes.values())
 
     async def _wanted(self) -> int:
-        return (await self._record.job()).wanted_replicas or self._data
+        return (await self._record.job()).wanted_replicas or self._shapes[0].layout.data
 
     async def _room(self, spec: JobSpec) -> int:
         return room_for(spec.layout, await self._crew.capacity())
@@ -112,7 +130,7 @@ class Rearranger:
         for job in waiting:
             spec = JobSpec.model_validate(job.spec)
             capacity = await self._site.gangs.capacity(unit_of(spec.resources.accelerator, has_gpus))
-            shortage = missing(resized(spec, sizes_of(spec).start).layout, capacity)
+            shortage = missing(smallest(spec).layout, capacity)
             if shortage is None or shortage.possible >= shortage.needed:
                 return True
         return False
@@ -142,6 +160,9 @@ class Rearranger:
         if self._is_over(gang):
             return None
         if len(staying) not in self._sizes:
+            elsewhere = fitting(self._shapes, await self._wanted(), await self._without_itself())
+            if elsewhere is not None:
+                return self._place_anew(gang, elsewhere, "its nodes are to be left")
             if not self._told_waiting:
                 message = "there is no room elsewhere; it stays until there is, or until the end"
                 await self._record.event("drain_waiting", message)
@@ -152,6 +173,18 @@ class Rearranger:
             return self._crew.shrink(staying)
 
         return Change(f"went on without replicas {leaving}: their nodes are to be left", shrink)
+
+    def _place_anew(self, gang: Gang, target: JobSpec, why: str) -> Change:
+        """Give up all places, and go on in others."""
+        layout, crew = target.layout, self._crew
+
+        async def place_anew() -> Joiners:
+            left = await crew.release()
+            await crew.place(gang.generation + 1, target, ())
+            return left
+
+        told = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+        return Change(f"placed anew as {told}: {why}", place_anew)
 
     async def _resize(self, gang: Gang) -> Change | None:
         """Go on with as many replicas as are wanted and fit."""

@@ -40,17 +40,24 @@ async def begin(agents: Sequence[Handle], nodes: Sequence[str], generation: int,
 
 
 async def bring_back(
-    agents: Sequence[Handle], steps: Sequence[Sequence[int]], generation: int, layout: str
+    agents: Sequence[Handle],
+    steps: Sequence[Sequence[int]],
+    generation: int,
+    layout: str,
+    leavers: Sequence[Handle] = (),
 ) -> list[list[int]]:
-    """The steps in each rank's own shared memory, after those that have none fetched the newest replica of theirs that
-    any agent's node keeps. `steps`: the same before that."""
+    """The steps in each rank's own shared memory, after those that have none, or only some that the others are long
+    past, fetched the newest of theirs, or a replica of it, from any agent's node. `steps`: the same before that;
+    `leavers`: agents without a rank whose nodes may keep some."""
     found = [list(each) for each in steps]
-    lost = [rank for rank, each in enumerate(found) if not each]
-    if not lost or len(lost) == len(found):
+    lost = without_state(found)
+    if not lost or (len(lost) == len(found) and not leavers):
         return found
+    holders = [*agents, *leavers]
     token = secrets.token_hex()  # one for all: an agent that several fetch from knows one at a time
     fetched = await asyncio.gather(
-        *(_fetch(agents, rank, token, generation, layout) for rank in lost), return_exceptions=True
+        *(_fetch(agents[rank], holders, rank, found[rank], token, generation, layout) for rank in lost),
+        return_exceptions=True,
     )
     for rank, result in zip(lost, fetched, strict=True):
         if isinstance(result, BaseException):
@@ -60,12 +67,25 @@ async def bring_back(
     return found
 
 
-async def _fetch(agents: Sequence[Handle], rank: int, token: str, generation: int, layout: str) -> list[int]:
-    kept = await asyncio.gather(*(agent.replica_steps.remote(rank, layout) for agent in agents), return_exceptions=True)
+def without_state(steps: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks whose `steps` are of no use: none, or all of them before the oldest that any other rank holds. Such are
+    left on a node that a rank once ran on and has come back to."""
+    lost = []
+    for rank, own in enumerate(steps):
+        others = [step for other, each in enumerate(steps) if other != rank for step in each]
+        if not own or (others and max(own) < min(others)):
+            lost.append(rank)
+    return lost
+
+
+async def _fetch(
+    agent: Handle, holders: Sequence[Handle], rank: int, own: list[int], token: str, generation: int, layout: str
+) -> list[int]:
+    kept = await asyncio.gather(*(each.steps_of.remote(rank, layout) for each in holders), return_exceptions=True)
     newest = {keeper: max(steps) for keeper, steps in enumerate(kept) if isinstance(steps, list) and steps}
-    if not newest:
-        return []
+    if not newest or max(newest.values()) <= max(own, default=0):
+        return own
     keeper = max(newest, key=lambda number: newest[number])
-    place = await agents[keeper].receive_replicas.remote(token, generation)
-    found: list[int] = await agents[rank].fetch_snapshot.remote(rank, place, token, generation, layout)
+    place = await holders[keeper].receive_replicas.remote(token, generation)
+    found: list[int] = await agent.fetch_snapshot.remote(rank, place, token, generation, layout)
     return found

@@ -19,12 +19,12 @@ from service.budgets import avoided_nodes, faults_of
 from service.gangs import NotPlaced
 from service.placement import missing, unit_of
 from service.site import Site
-from service.sizes import resized, room_for, size_within, sizes_of
+from service.sizes import fitting, resized, shapes_of, smallest
 from service.states import JobState
 from service.store import IllegalTransition, generations, jobs
 from service.store.tables import Job
 from service.stored_specs import stored_spec_problem
-from workers.config import JobSpec
+from workers.config import JobSpec, ParallelConfig
 from workers.data.sources import check_data
 from workers.errors import DataError
 
@@ -100,16 +100,16 @@ class Scheduler:
         return missing(spec.layout, await self.site.gangs.capacity(unit))
 
     async def _never_fits(self, spec: JobSpec) -> bool:
-        shortage = await self._shortage(resized(spec, sizes_of(spec).start))
+        shortage = await self._shortage(smallest(spec))
         return shortage is not None and shortage.possible < shortage.needed
 
     async def _sized(self, job: Job, spec: JobSpec) -> JobSpec:
-        """`spec` with the wanted number of replicas, or with as many as there is room for, where `elastic` allows it:
-        the job grows when there is more."""
+        """`spec` with the wanted number of replicas, or in the largest layout that there is room for, where `elastic`
+        allows it: the job grows when there is more."""
         wanted = job.wanted_replicas or spec.layout.data
         unit = unit_of(spec.resources.accelerator, await self.site.gangs.has_gpus())
-        room = room_for(spec.layout, await self.site.gangs.capacity(unit))
-        return resized(spec, size_within(sizes_of(spec), wanted, 0, room) or wanted)
+        found = fitting(shapes_of(spec), wanted, await self.site.gangs.capacity(unit))
+        return found or resized(spec, wanted)
 
     async def _try_to_place(self, job: Job, spec: JobSpec) -> bool:
         spec = await self._sized(job, spec)
@@ -122,7 +122,7 @@ class Scheduler:
             )
             return False
         unit = unit_of(spec.resources.accelerator, await self.site.gangs.has_gpus())
-        if not await self._transition(job, JobState.STARTING, replicas=spec.layout.data):
+        if not await self._transition(job, JobState.STARTING, layout=spec.layout):
             return True
         generation = job.generation + 1
         try:
@@ -147,14 +147,14 @@ class Scheduler:
         to: JobState,
         reason: str | None = None,
         message: str | None = None,
-        replicas: int | None = None,
+        layout: ParallelConfig | None = None,
     ) -> bool:
-        """False when the user was faster. `replicas`: of the layout that it is placed with."""
+        """False when the user was faster. `layout`: the one that it is placed with."""
 
         def change(session: Any) -> None:
             jobs.transition(session, job.id, to, reason=reason, message=message)
-            if replicas is not None:
-                jobs.set_replicas(session, job.id, replicas)
+            if layout is not None:
+                jobs.set_layout(session, job.id, layout)
 
         try:
             await self.site.store.write_async(change)

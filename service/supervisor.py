@@ -26,7 +26,7 @@ from service.rearranging import Change, Rearranger
 from service.recovery import Death, GiveUp, decide, fault_of
 from service.recovery_timeline import RecoveryTimeline
 from service.site import Site
-from service.sizes import resized, room_for, size_within, sizes_of
+from service.sizes import fitting, in_use, room_for, shapes_of, sizes_of
 from service.states import JobState, is_final
 from service.store import ranks
 from service.store.tables import Job
@@ -53,7 +53,7 @@ class Supervisor:
         self.submitted = JobSpec.model_validate(job.spec)
         self.cancelled = asyncio.Event()
         self._record = JobRecord(site.store, job.id)
-        self._crew = Crew(site.gangs, job.id, self._sized(job))
+        self._crew = Crew(site.gangs, job.id, in_use(self.submitted, job))
         self._launcher = Launcher(site, self._record, self._crew, self.submitted)
         self._to_change = asyncio.Event()
         self._rearranger = Rearranger(
@@ -191,13 +191,9 @@ class Supervisor:
             async with asyncio.timeout(seconds):
                 await self.cancelled.wait()
 
-    def _sized(self, job: Job) -> JobSpec:
-        """The job's spec with the number of replicas that it runs with."""
-        return resized(self.submitted, job.replicas or self.submitted.layout.data)
-
     async def _launch_placed(self, placed_generation: int) -> Gang | None:
         job = await self._record.job()
-        await self._crew.start(placed_generation, self._sized(job))
+        await self._crew.start(placed_generation, in_use(self.submitted, job))
         return await self._launch("submitted" if job.generation == 0 else "placed again", counts=job.generation > 0)
 
     async def _replace(self, job: Job, cause: str, incident: Incident | None = None) -> Gang | None:
@@ -205,13 +201,15 @@ class Supervisor:
         failing."""
         crew = self._crew
         faults = [*faults_of(await self._record.generations()), *([] if incident is None else [incident.fault])]
-        await crew.release()
+        left = await crew.release()
         wanted = job.wanted_replicas or self.submitted.layout.data
-        room = room_for(crew.layout, await crew.capacity())
-        # With too little room for any size, wait for the one that it has.
-        size = size_within(sizes_of(self.submitted), wanted, 0, room) or crew.layout.data
-        await crew.place(job.generation + 1, resized(crew.spec, size), avoided_nodes(faults, time.time()))
-        return await self._launch(cause, counts=job.generation > 0, incident=incident)
+        # With too little room for any layout, wait for the one that it has.
+        spec = fitting(shapes_of(self.submitted), wanted, await crew.capacity()) or crew.spec
+        try:
+            await crew.place(job.generation + 1, spec, avoided_nodes(faults, time.time()))
+            return await self._launch(cause, counts=job.generation > 0, incident=incident, left=left)
+        finally:
+            self._in_background(crew.send_away(left))
 
     async def _make_whole(self, job: Job, lost: list[int], fault: MachineFault) -> bool:
         """Find agents for the ranks `lost`: in their own places, else by placing their replicas elsewhere, else by

@@ -232,12 +232,16 @@ class ParallelConfig(Section):
 
 
 class ElasticConfig(Section):
-    """How far the number of replicas may move while the job runs."""
+    """How far the layout may move while the job runs."""
 
     min_data: AxisSize | None = None
     """Fewest replicas the job may go on with; default: parallel.data."""
     max_data: AxisSize | None = None
     """Most replicas the job may grow to; default: parallel.data."""
+    reshape: StrictBool = False
+    """Whether the job may go on with smaller tensor and pipeline sizes, which divide its own, when min_data replicas do
+    not fit; it goes back when they do. Each rank then holds more of the model, and the loss curve is the same to
+    rounding only."""
 
 
 class ResourcesConfig(Section):

@@ -17,7 +17,7 @@ from service.store.errors import IdempotencyConflict, IllegalTransition, Invalid
 from service.store.ids import is_job_id, next_job_id
 from service.store.paging import Page, decode_cursor
 from service.store.tables import Job
-from workers.config import JobSpec
+from workers.config import JobSpec, ParallelConfig
 
 _CREATE_ATTEMPTS = 5
 
@@ -163,10 +163,11 @@ def set_waiting(
     return job
 
 
-def set_replicas(session: Session, job_id: str, replicas: int) -> None:
-    """Note with how many replicas the job runs from its next generation on. Raises JobNotFound."""
+def set_layout(session: Session, job_id: str, layout: ParallelConfig) -> None:
+    """Note with which sizes the job runs from its next generation on. Raises JobNotFound."""
     job = get(session, job_id, lock=True)
-    job.replicas, job.updated_at = replicas, time.time()
+    job.tensor, job.pipeline, job.replicas = layout.tensor, layout.pipeline, layout.data
+    job.updated_at = time.time()
 
 
 def queue_position(session: Session, job: Job) -> int | None:

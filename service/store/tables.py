@@ -66,6 +66,10 @@ class Job(Base):
     """Steps of the whole job."""
     replicas: Mapped[int | None] = mapped_column()
     """Data-parallel replicas in use; None: as many as the spec says."""
+    tensor: Mapped[int | None] = mapped_column()
+    """Tensor-parallel size in use; None: as the spec says."""
+    pipeline: Mapped[int | None] = mapped_column()
+    """Pipeline-parallel size in use; None: as the spec says."""
     wanted_replicas: Mapped[int | None] = mapped_column()
     """Data-parallel replicas that the user asked for last; None: as many as the spec says."""
     generation: Mapped[int] = mapped_column(default=0)

@@ -187,6 +187,31 @@ def test_lost_node_costs_a_step_at_most(manta, nodes):
     assert manta.leftovers(job) == []
 
 
+def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta):
+    first = Node(manta).registered().started()
+    job = manta.submit(manta.spec(STEPS, (2, 2, 1), elastic={"reshape": True}))
+    manta.until_step(job, 8)
+    lost, ranks = (first, ranks_on(manta, job, first))
+    lost.kill(job, ranks)
+    steps_committed(manta, job, 2)
+    smaller = manta.client.job(job).parallel
+    assert (smaller["tensor"], smaller["pipeline"], smaller["data"]) == (2, 1, 1)
+    (recovered,) = manta.events(job, "recovered")
+    assert (recovered.data["source"], recovered.data["steps_redone"] <= 1) == ("memory", True)
+    second = Node(manta).registered().started()
+    steps_committed(manta, job, 3)
+    ended = stopped(manta, job)
+    assert (ended.parallel["tensor"], ended.parallel["pipeline"], ended.restarts) == (2, 2, 1)
+    curve = manta.curve(job)
+    assert [step for step, _, _ in curve] == list(range(1, len(curve) + 1)), "every step once"
+    clean = manta.submit(manta.spec(STEPS, (2, 1, 1)))
+    manta.until_step(clean, len(curve))
+    stopped(manta, clean)
+    for (_, loss, _), (_, expected, _) in zip(curve, manta.curve(clean), strict=False):
+        assert loss == pytest.approx(expected, rel=1e-5)
+    second.kill()
+
+
 def test_without_room_elsewhere_it_stays_and_says_so(manta):
     job = manta.submit(manta.spec(STEPS, (2, 1, 1)))
     manta.until_step(job, 3)

@@ -6,6 +6,7 @@ import pytest
 
 from service.job_record import JobRecord
 from service.store import events, jobs
+from workers.config import ParallelConfig
 from workers.messages import Resume
 
 
@@ -15,7 +16,7 @@ def record(store, submit):
 
 
 def begun(record, resume):
-    asyncio.run(record.begin("test", False, resume, resume.source, 1, None))
+    asyncio.run(record.begin("test", False, resume, resume.source, ParallelConfig(), None))
     with record.store.read() as session:
         return [event.type for event in events.page(session, record.id).items]
 

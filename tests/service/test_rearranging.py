@@ -9,7 +9,7 @@ from service.crew import Crew
 from service.job_record import JobRecord
 from service.placement import Capacity
 from service.rearranging import Rearranger
-from service.sizes import resized
+from service.sizes import resized, shapes_of
 from service.states import JobState
 from service.store import jobs
 from workers.config import JobSpec
@@ -32,11 +32,12 @@ class PaperGangs:
 def may_grow(store, submit):
     """Whether a job that runs with one of two replicas sees room for the other."""
 
-    def look():
-        job = submit(parallel={"tensor": 2, "data": 2}, elastic={"min_data": 1, "max_data": 2})
+    def look(shape=0, **changes):
+        job = submit(**{"parallel": {"tensor": 2, "data": 2}, "elastic": {"min_data": 1, "max_data": 2}, **changes})
         submitted, gangs = JobSpec.model_validate(job.spec), PaperGangs()
         store.write(lambda s: _running(s, job.id))
-        crew = Crew(gangs, job.id, resized(submitted, 1))
+        crew = Crew(gangs, job.id, resized(shapes_of(submitted)[shape], 1))
+        crew.nodes = dict.fromkeys(range(crew.layout.world_size), "one")
         site = SimpleNamespace(gangs=gangs)
         event = asyncio.Event()
         return asyncio.run(
@@ -62,3 +63,16 @@ def test_room_belongs_to_those_who_wait_in_the_queue(may_grow, submit):
 def test_who_waits_for_another_cluster_holds_nobody_back(may_grow, submit):
     submit(parallel={"tensor": 2, "data": 4})
     assert may_grow()
+
+
+WHOLE = {"parallel": {"tensor": 2, "pipeline": 2}, "elastic": {"reshape": True}}
+
+
+def test_reshaped_job_goes_back_when_that_fits_together_with_what_it_holds(may_grow):
+    assert not may_grow(shape=0, **WHOLE)
+    assert may_grow(shape=1, **WHOLE), "it holds two units, and two are free"
+
+
+def test_reshaped_job_stays_as_it_is_while_others_wait(may_grow, submit):
+    submit(parallel={"tensor": 2})
+    assert not may_grow(shape=1, **WHOLE)

@@ -58,7 +58,7 @@ class Job:
             snapshots.save(step)
         deadline = time.monotonic() + 30
         for rank, keeper in keepers.items():
-            while step not in await self.agents[keeper].agent.replica_steps(rank, LAYOUT):
+            while step not in await self.agents[keeper].agent.steps_of(rank, LAYOUT):
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.005)
 

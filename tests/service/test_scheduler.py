@@ -140,6 +140,14 @@ def test_elastic_job_starts_with_as_many_replicas_as_there_is_room_for(store, su
     assert gangs.free == 1
 
 
+def test_job_that_may_be_reshaped_starts_in_the_largest_layout_that_there_is_room_for(store, submit, look, gangs):
+    gangs.free = 3
+    job = submit(parallel={"tensor": 2, "pipeline": 2}, elastic={"reshape": True})
+    assert look() == [(job.id, 1)]
+    found = job_now(store, job)
+    assert (found.tensor, found.pipeline, found.replicas) == (2, 1, 1)
+
+
 def test_elastic_job_of_which_the_smallest_size_would_fit_keeps_its_turn(submit, look, gangs):
     gangs.total, gangs.free = 2, 1
     submit(parallel={"tensor": 2, "data": 4}, elastic={"min_data": 1, "max_data": 4})

@@ -5,10 +5,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.placement import Capacity
-from service.sizes import SizeOutOfBounds, resized, room_for, size_within, sizes_of
+from service.sizes import (
+    SizeOutOfBounds,
+    fitting,
+    given_back,
+    in_use,
+    resized,
+    room_for,
+    shapes_of,
+    size_within,
+    sizes_of,
+    smallest,
+)
 from workers.config import ParallelConfig
 from workers.spec_problems import SpecError
 from workers.spec_reading import parse_job_spec
+from workers.spec_rules import find_problems
 
 
 def spec(**sections):
@@ -68,3 +80,69 @@ def test_sentence_about_a_size_out_of_bounds_says_what_would_work():
         "job_1 cannot run with 9 replicas: its elastic.min_data..max_data is 1..4"
     )
     assert "its size is fixed" in str(SizeOutOfBounds("job_1", 9, range(2, 3)))
+
+
+def sizes(spec):
+    return spec.layout.tensor, spec.layout.pipeline, spec.layout.data
+
+
+def reshaping(**parallel):
+    model = {"layers": 8, "hidden_size": 32, "heads": 4, "sequence_length": 8}
+    return spec(model=model, parallel={"data": 1, **parallel}, elastic={"reshape": True})
+
+
+def test_shape_is_fixed_unless_elastic_says_otherwise():
+    assert shapes_of(spec()) == [spec()]
+
+
+def test_smaller_shapes_divide_the_own_one_and_come_after_larger_ones():
+    found = [sizes(shape)[:2] for shape in shapes_of(reshaping(tensor=4, pipeline=2))]
+    assert found == [(4, 2), (4, 1), (2, 2), (2, 1), (1, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("parallel", [
+    {"tensor": 4, "pipeline": 4, "schedule": "interleaved", "virtual_stages": 2},
+    {"tensor": 2, "pipeline": 4, "schedule": "zb-v", "virtual_stages": 2},
+    {"tensor": 4, "pipeline": 1, "sequence_parallel": True},
+])  # fmt: skip
+def test_every_shape_is_a_spec_that_would_be_taken(parallel):
+    found = shapes_of(reshaping(**parallel))
+    assert sizes(found[-1])[:2] == (1, 1)
+    assert all(find_problems(shape) == [] for shape in found)
+
+
+def on(**free):
+    """Nodes of four units each, of which so many are free."""
+    return Capacity("manta_slot", 4 * len(free), sum(free.values()), {node: (4, each) for node, each in free.items()})
+
+
+def test_largest_layout_that_fits_is_taken():
+    shapes = shapes_of(spec(parallel={"tensor": 2, "pipeline": 2, "data": 2}, elastic={"min_data": 1, "reshape": True}))
+    chosen = {free: fitting(shapes, 2, on(a=free)) for free in range(1, 5)}
+    assert {free: sizes(found) for free, found in chosen.items()} == {
+        1: (1, 1, 1),
+        2: (2, 1, 1),
+        3: (2, 1, 1),
+        4: (2, 2, 1),
+    }
+    assert sizes(fitting(shapes, 2, on(a=4, b=4))) == (2, 2, 2)
+    assert fitting(shapes, 2, on(a=0)) is None
+    assert sizes(smallest(shapes[0])) == (1, 1, 1)
+
+
+def test_what_a_job_gives_back_is_free_on_its_node():
+    found = given_back(on(a=1, b=0), ["a", "b", "b", None, "left"])
+    assert (found.nodes, found.free) == ({"a": (4, 2), "b": (4, 2)}, 4)
+
+
+def test_layout_in_use_is_the_submitted_one_with_what_is_stored():
+    class Stored:
+        tensor, pipeline, replicas = None, None, None
+
+    submitted = spec(parallel={"tensor": 2, "pipeline": 2, "data": 2})
+    assert in_use(submitted, Stored) == submitted
+    for shape in shapes_of(
+        submitted.model_copy(update={"elastic": submitted.elastic.model_copy(update={"reshape": True})})
+    ):
+        Stored.tensor, Stored.pipeline, Stored.replicas = sizes(shape)
+        assert in_use(submitted, Stored).layout == shape.layout
