@@ -17,6 +17,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from service.store.errors import StoreUnusable
 
 T = TypeVar("T")
+MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_MILLISECONDS = 10_000
 _MOST_EXTRA_CONNECTIONS = 60
 
@@ -59,12 +60,14 @@ class Store:
 
         Raises StoreUnusable when the database cannot be opened, or was made by a newer Manta.
         """
+        if revision == "head" and self._revision() == newest_revision():
+            return  # a control plane that is restarted has jobs to look after, and alembic takes long to import
         from alembic import command
         from alembic.config import Config
         from alembic.util import CommandError
 
         config = Config()
-        config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+        config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
 
         def run() -> None:
             with self._writing_engine.begin() as connection:
@@ -75,6 +78,15 @@ class Store:
             self._writer.submit(run).result()
         except (SQLAlchemyError, CommandError) as error:
             raise StoreUnusable(self._location, error) from error
+
+    def _revision(self) -> str | None:
+        """Of the schema as it is; None where there is none, or no database that can be opened."""
+        try:
+            with self._engine.connect() as connection:
+                found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one_or_none()
+        except SQLAlchemyError:
+            return None
+        return None if found is None else str(found)
 
     @contextmanager
     def read(self) -> Iterator[Session]:
@@ -112,6 +124,11 @@ class Store:
     def _run(self, operation: Callable[[Session], T]) -> T:
         with self._write_session.begin() as session:
             return operation(session)
+
+
+def newest_revision() -> str:
+    """Of the schema that this version works with: migrations are numbered in order by their files' names."""
+    return max(path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
 
 
 def _make_folder(folder: Path, location: str) -> None:

@@ -14,6 +14,7 @@ from sqlalchemy.schema import CreateTable
 
 from service.states import JobState
 from service.store import JobNotFound, Store, StoreUnusable, events, jobs, ledgers
+from service.store.database import newest_revision
 from service.store.tables import Base
 
 TABLES = {"jobs", "generations", "ranks", "events", "metrics", "checkpoints", "state_changes", "recoveries"}
@@ -35,6 +36,11 @@ def test_migrations_go_down_and_up_again(store):
     assert tables_of(store) == set()
     store.migrate()
     assert tables_of(store) == TABLES
+
+
+def test_the_newest_revision_is_the_one_that_migrations_end_at(store):
+    with store.engine.connect() as connection:
+        assert MigrationContext.configure(connection).get_current_revision() == newest_revision()
 
 
 def test_migrating_twice_keeps_what_is_there(store, submit):
