@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parser("chaos", __doc__)
     options.add_argument("--schedules", type=int, default=200, help="how many (default: 200)")
+    options.add_argument("--first", type=int, default=0, metavar="K", help="the number of the first one (default: 0)")
     options.add_argument("--only", type=int, metavar="K", help="only the schedule number K")
     return deliver(measure, options.parse_args(arguments))
 
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(options: argparse.Namespace) -> Report:
     """Run one schedule after the other; those that fail are named on standard error at once."""
     report = Report("chaos", options.seed)
-    numbers = range(options.schedules) if options.only is None else [options.only]
+    numbers = range(options.first, options.first + options.schedules) if options.only is None else [options.only]
     began, failed, recoveries, strikes = time.monotonic(), [], 0, 0
     with own_service(allow_faults=True) as service, RayView(str(service.home)) as ray:
         soak = Soak(service, ray, options.seed)

@@ -1,106 +1,38 @@
 """Several nodes: one is lost, or is to be left, and the job's curve does not show it."""
 
-import json
-import os
-import subprocess
-import sys
-
-import psutil
 import pytest
 
 from api.cli_service import stop_service
 from api.client import ApiError
-from service.ray_head import MARK, RayHead
-from tests.e2e.conftest import SECONDS, Manta
+from tests.e2e.conftest import Manta
+from tests.e2e.ray_nodes import SLOTS, Network, Node
 
 STEPS = 20_000
-HEAD_SLOTS = NODE_SLOTS = 2
-
-
-class Node:
-    """A further Ray node on this machine, with slots of its own. `started` before anything else."""
-
-    def __init__(self, manta):
-        options = {"address": RayHead(manta.home).record().address, "num-cpus": 3, "object-store-memory": 80 * 2**20,
-                   "resources": json.dumps({"manta_slot": NODE_SLOTS})}  # fmt: skip
-        environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(manta.paths.ray_token),
-                       MARK: manta.paths.tag, "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0",
-                       "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}  # fmt: skip
-        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block"]
-        self._command = [*ray, "--disable-usage-stats", *(f"--{name}={value}" for name, value in options.items())]
-        self._environment = {**os.environ, **environment}
-        self._manta, self.id = manta, ""
-        self._others = {node.id for node in manta.client.cluster().nodes}
-        self._start()
-
-    def _start(self):
-        with (self._manta.home / "logs" / "node.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                self._command,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def registered(self):
-        """Wait until the cluster has it: Ray cannot start two nodes on one machine at the same time."""
-        known = self._others
-        (self.id,) = self._manta.until("a further node", lambda: self._ids() - known, 3 * SECONDS)
-        return self
-
-    def _ids(self):
-        if self.process.poll() is not None:  # Ray gives a node 30 s to start, which a busy machine may not hold
-            self._start()
-        return {node.id for node in self._manta.client.cluster().nodes}
-
-    def started(self):
-        """Wait until it can be placed on."""
-        self._manta.until("the node's daemon", self.daemon)
-        return self
-
-    def processes(self):
-        """All of this node's: Ray, daemon, zygote, agents, trainers."""
-        return [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
-
-    def daemon(self):
-        """The process of the node's daemon; None before it is up."""
-        return next((process for process in self.processes() if is_daemon(process)), None)
-
-    def kill(self, job=None, ranks=()):
-        """kill -9 of everything on the node, as when the power fails; what `ranks` of `job` kept there goes with it."""
-        for rank in ranks:
-            for file in self._manta.paths.snapshot_folder(job).glob(f"rank-{rank:05d}.*"):
-                file.unlink()
-        for process in self.processes():
-            process.kill()
-        self.process.wait(10)
-
-
-def is_daemon(process):
-    try:
-        return process.name().startswith("ray::NodeDaemon")
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.fixture(scope="module")
 def manta(tmp_path_factory, corpus):
     """A service whose head has room for one replica of two ranks."""
-    running = Manta(tmp_path_factory.mktemp("manta"), corpus, HEAD_SLOTS)
+    running = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS)
     yield running
     stop_service(running.home)
 
 
 @pytest.fixture(scope="module")
-def nodes(manta):
+def network(manta):
+    """What further nodes are plugged into."""
+    made = Network(manta.paths.tag)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def nodes(manta, network):
     """Two further nodes, each with room for one replica. Tests use them up, one after the other."""
-    all_nodes = [Node(manta).registered() for _ in range(2)]
+    all_nodes = [Node(manta, network).registered() for _ in range(2)]
     yield [node.started() for node in all_nodes]
     for node in all_nodes:
-        if node.process.poll() is None:
-            node.kill()
+        node.close()
 
 
 def spec_of(manta, min_data, data=2):
@@ -127,7 +59,7 @@ def stopped(manta, job):
 
 def ranks_on(manta, job, node):
     """The ranks of `job` on `node`, by its processes."""
-    pids = {process.pid for process in node.processes()} if node.process.poll() is None else set()
+    pids = {process.pid for process in node.processes()}
     return [rank for rank, pid in enumerate(manta.pids(job)) if pid in pids]
 
 
@@ -187,18 +119,42 @@ def test_lost_node_costs_a_step_at_most(manta, nodes):
     assert manta.leftovers(job) == []
 
 
-def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta):
-    first = Node(manta).registered().started()
+def test_host_behind_a_pulled_cable_is_done_without_and_comes_back(manta, network):
+    if not network.usable:
+        pytest.skip("this user may not make network namespaces")
+    node = Node(manta, network).registered().started()
+    job = manta.submit(spec_of(manta, min_data=1))
+    manta.until_step(job, 8)
+    cut_off = ranks_on(manta, job, node)
+    assert len(cut_off) == 2
+    node.cable.pull()
+    (lost,) = manta.until("the loss", lambda: manta.events(job, "node_lost"))
+    assert (lost.data["node"], lost.data["ranks"]) == (node.id, cut_off)
+    steps_committed(manta, job, 2)
+    assert manta.client.job(job).parallel["data"] == 1
+    (recovered,) = manta.events(job, "recovered")
+    assert recovered.data["steps_redone"] <= 1
+    assert recovered.data["source"] == "memory", "of the ranks that are cut off it is the replicas"
+    node.cable.put_back()
+    steps_committed(manta, job, 3)
+    assert manta.client.job(job).parallel["data"] == 2
+    assert len(ranks_on(manta, job, node)) == 2
+    ended = same_as_undisturbed(manta, job)
+    assert ended.restarts == 1
+    node.close()
+
+
+def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta, network):
+    first = Node(manta, network).registered().started()
     job = manta.submit(manta.spec(STEPS, (2, 2, 1), elastic={"reshape": True}))
     manta.until_step(job, 8)
-    lost, ranks = (first, ranks_on(manta, job, first))
-    lost.kill(job, ranks)
+    first.kill(job, ranks_on(manta, job, first))
     steps_committed(manta, job, 2)
     smaller = manta.client.job(job).parallel
     assert (smaller["tensor"], smaller["pipeline"], smaller["data"]) == (2, 1, 1)
     (recovered,) = manta.events(job, "recovered")
     assert (recovered.data["source"], recovered.data["steps_redone"] <= 1) == ("memory", True)
-    second = Node(manta).registered().started()
+    second = Node(manta, network).registered().started()
     steps_committed(manta, job, 3)
     ended = stopped(manta, job)
     assert (ended.parallel["tensor"], ended.parallel["pipeline"], ended.restarts) == (2, 2, 1)
@@ -209,7 +165,8 @@ def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta):
     stopped(manta, clean)
     for (_, loss, _), (_, expected, _) in zip(curve, manta.curve(clean), strict=False):
         assert loss == pytest.approx(expected, rel=1e-5)
-    second.kill()
+    for node in (first, second):
+        node.close()
 
 
 def test_without_room_elsewhere_it_stays_and_says_so(manta):

@@ -1,0 +1,172 @@
+"""Further Ray nodes on this machine. Where the machine allows it, each is like a machine of its own: with a network of
+its own (a namespace on a bridge, whose cable can be pulled), a shared memory of its own and a name of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+
+from service.ray_head import MARK, RayHead
+from tests.e2e.conftest import SECONDS, Manta
+
+SLOTS = 2
+SHARED_MEMORY_MEGABYTES = 300
+# A node's first process: gives itself a name and a shared memory, and becomes what it was told to be.
+ENTRY = f'hostname "$0" && mount -t tmpfs -o size={SHARED_MEMORY_MEGABYTES}m tmpfs /dev/shm && exec "$@"'
+
+
+class Network:
+    """A bridge that nodes are plugged into."""
+
+    def __init__(self, tag: str):
+        """`tag`: something short that no other network of this machine has."""
+        self.bridge = f"mt{tag[:8]}"
+        self._subnet = f"10.213.{int(tag[:6], 16) % 250 + 1}"
+        self._plugged = 0
+        self.usable = self._set_up()
+
+    def _set_up(self) -> bool:
+        """False where this user may not."""
+        try:
+            _ip("link", "add", self.bridge, "type", "bridge")
+            _ip("addr", "add", f"{self._subnet}.1/24", "dev", self.bridge)
+            _ip("link", "set", self.bridge, "up")
+        except (OSError, subprocess.CalledProcessError):
+            return False
+        return True
+
+    def plug_in(self) -> Cable:
+        """A namespace with an address in this network."""
+        self._plugged += 1
+        return Cable(self.bridge, self._plugged, self._subnet)
+
+    def close(self) -> None:
+        """Take it down; the cables went before."""
+        if self.usable:
+            _ip("link", "del", self.bridge)
+
+
+class Cable:
+    """What connects one namespace with the bridge."""
+
+    def __init__(self, bridge: str, number: int, subnet: str):
+        self.namespace, self.address = f"{bridge}-{number}", f"{subnet}.{number + 1}"
+        self._here, there = f"{bridge}{number}h", f"{bridge}{number}n"
+        _ip("netns", "add", self.namespace)
+        _ip("link", "add", self._here, "type", "veth", "peer", "name", there, "netns", self.namespace)
+        _ip("link", "set", self._here, "master", bridge)
+        _ip("link", "set", self._here, "up")
+        inside = ("-n", self.namespace)
+        _ip(*inside, "addr", "add", f"{self.address}/24", "dev", there)
+        for device in ("lo", there):
+            _ip(*inside, "link", "set", device, "up")
+        _ip(*inside, "route", "add", "default", "via", f"{subnet}.1")
+
+    def pull(self) -> None:
+        """From now on nothing gets through, and nobody is told."""
+        _ip("link", "set", self._here, "down")
+
+    def put_back(self) -> None:
+        """As before."""
+        _ip("link", "set", self._here, "up")
+
+    def close(self) -> None:
+        """Remove the namespace, once nobody lives there."""
+        _ip("netns", "del", self.namespace)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class Node:
+    """A further Ray node with slots of its own. `registered`, then `started` before anything else."""
+
+    def __init__(self, manta: Manta, network: Network):
+        options = {"address": RayHead(manta.home).record().address, "num-cpus": 3, "object-store-memory": 80 * 2**20,
+                   "resources": json.dumps({"manta_slot": SLOTS})}  # fmt: skip
+        environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(manta.paths.ray_token),
+                       MARK: manta.paths.tag, "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0",
+                       "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}  # fmt: skip
+        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block"]
+        alone: list[str] = []
+        self.cable = network.plug_in() if network.usable else None
+        if self.cable is not None:
+            options["node-ip-address"] = self.cable.address
+            namespaces = ["unshare", "--mount", "--uts", "--propagation", "private"]
+            alone = ["ip", "netns", "exec", self.cable.namespace, *namespaces, "sh", "-c", ENTRY, self.cable.namespace]
+        self._command = [
+            *alone,
+            *ray,
+            "--disable-usage-stats",
+            *(f"--{name}={value}" for name, value in options.items()),
+        ]
+        self._environment = {**os.environ, **environment}
+        self._manta, self.id = manta, ""
+        self._others = {node.id for node in manta.client.cluster().nodes}
+        self._start()
+
+    def _start(self) -> None:
+        with (self._manta.home / "logs" / "node.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def registered(self) -> Node:
+        """Wait until the cluster has it: Ray cannot start two nodes on one machine at the same time."""
+        known = self._others
+        (self.id,) = self._manta.until("a further node", lambda: self._ids() - known, 3 * SECONDS)
+        return self
+
+    def _ids(self) -> set[str]:
+        if self.process.poll() is not None:  # Ray gives a node 30 s to start, which a busy machine may not hold
+            self._start()
+        return {node.id for node in self._manta.client.cluster().nodes}
+
+    def started(self) -> Node:
+        """Wait until it can be placed on."""
+        self._manta.until("the node's daemon", self.daemon)
+        return self
+
+    def processes(self) -> list[psutil.Process]:
+        """All of this node's: Ray, daemon, zygote, agents, trainers."""
+        if self.process.poll() is not None:
+            return []
+        return [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
+
+    def daemon(self) -> Any:
+        """The process of the node's daemon; None before it is up."""
+        return next((process for process in self.processes() if _is_daemon(process)), None)
+
+    def kill(self, job: str | None = None, ranks: Any = ()) -> None:
+        """kill -9 of everything on the node, as when the power fails; what `ranks` of `job` kept there goes with it."""
+        if self.cable is None and job is not None:
+            for rank in ranks:
+                for file in self._manta.paths.snapshot_folder(job).glob(f"rank-{rank:05d}.*"):
+                    file.unlink()
+        for process in self.processes():
+            process.kill()
+        self.process.wait(10)
+
+    def close(self) -> None:
+        """Leave nothing of it."""
+        self.kill()
+        if self.cable is not None:
+            self.cable.close()
+
+
+def _is_daemon(process: psutil.Process) -> bool:
+    try:
+        return process.name().startswith("ray::NodeDaemon")
+    except psutil.NoSuchProcess:
+        return False
