@@ -58,8 +58,8 @@ class Pace:
     def note_step(self, step: int, seconds: float, comm: Comm) -> None:
         """What step `step` took. Raises PeerLost."""
         self._steps.append(seconds)
-        if not self._auto or step % AGREE_EVERY:
-            return
+        if not self._auto or step % AGREE_EVERY or len(self._steps) < AGREE_EVERY:
+            return  # the first steps of a generation touch all memory for the first time, and say little
         mine = [statistics.median(self._stalls or [0.0]), statistics.median(self._steps)]
         shared = torch.tensor(mine, dtype=torch.float64, device=comm.device)
         comm.all_reduce("world", shared, largest=True)

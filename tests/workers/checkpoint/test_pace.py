@@ -51,6 +51,22 @@ def test_all_ranks_use_the_same_number_which_is_that_of_the_slowest(ranks: Any):
     assert first[-1] == (1, True), "a new generation knows nothing yet"
 
 
+def generation_that_begins_late(comm: Comm) -> list[int]:
+    """Steps between snapshots over a generation's steps, which are held up by them."""
+    pace, found = Pace("auto"), []
+    pace.begin()
+    for step in range(AGREE_EVERY - 2, 3 * AGREE_EVERY + 1):
+        pace.note_stall(0.004)
+        pace.note_step(step, 0.1, comm)
+        found.append(pace.every)
+    return found
+
+
+def test_a_generation_is_judged_by_a_whole_window_of_its_steps(ranks: Any):
+    first, second = ranks.run(ParallelConfig(data=2), generation_that_begins_late)
+    assert first == second == [1] * (AGREE_EVERY + 2) + [4] * (AGREE_EVERY + 1)
+
+
 def test_a_number_that_was_asked_for_stays():
     pace = Pace(3)
     pace.begin()
