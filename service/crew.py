@@ -12,7 +12,7 @@ from typing import Any
 
 from service.gangs import Gangs, Handle, NotPlaced
 from service.placement import Capacity, Unit, agent_name, placement_group_name, replica_of, seats_of, unit_of
-from service.sizes import resized
+from service.sizes import given_back, resized
 from workers.checkpoint.snapshot import layout_tag
 from workers.config import JobSpec, ParallelConfig
 
@@ -70,7 +70,7 @@ class Crew:
 
     async def start(self, generation: int, spec: JobSpec) -> None:
         """Start all agents in the groups that were acquired for `generation` of the job with `spec`."""
-        self.spec, self.after, self.memory = spec, {}, {}
+        self.spec, self.after, self.nodes, self.memory = spec, {}, {}, {}
         self.groups = [placement_group_name(self._job_id, generation, replica) for replica in range(spec.layout.data)]
         seats = seats_of(spec.layout, self.groups)
         self.agents = await self._gangs.start_agents(self._job_id, generation, seats, await self.unit())
@@ -80,9 +80,16 @@ class Crew:
         """Give up all agents and their places; the snapshots stay. Answers who hands them out, to be sent away once
         they have been fetched: the next agents may be on other nodes."""
         self.memory = {}
-        keepers = await self._gangs.start_keepers(self._job_id, {node for node in self.nodes.values() if node})
+        keepers = await self.keepers()
+        expected = given_back(await self.capacity(), self.nodes.values())
         await self._gangs.release(self._job_id, keep_snapshots=True)
-        return Joiners(keepers, [], [])
+        await self._gangs.until_free(expected)
+        return keepers
+
+    async def keepers(self) -> Joiners:
+        """Who hands out what the job has left in the shared memory of nodes that it may not be on any more."""
+        nodes = {node for node in self.nodes.values() if node}
+        return Joiners(await self._gangs.start_keepers(self._job_id, nodes), [], [])
 
     async def place(self, generation: int, spec: JobSpec, avoid: Collection[str]) -> None:
         """Acquire places for all ranks of `spec`, and start agents there. Raises NotPlaced."""
@@ -131,8 +138,10 @@ class Crew:
 
     async def give_up(self, replicas: Sequence[int]) -> None:
         """End what is left of these replicas, and free their places. Their snapshots stay."""
-        agents = [agent for rank, agent in enumerate(self.agents) if self._in(rank, replicas)]
-        await self._gangs.dismiss(agents, [self.groups[replica] for replica in replicas])
+        ranks = self.ranks_in(replicas)
+        expected = given_back(await self.capacity(), [self.nodes.get(rank) for rank in ranks])
+        await self._gangs.dismiss([self.agents[rank] for rank in ranks], [self.groups[each] for each in replicas])
+        await self._gangs.until_free(expected)
 
     async def enlist(
         self, generation: int, layout: ParallelConfig, replicas: Sequence[int], avoid: Collection[str] = ()

@@ -36,6 +36,8 @@ AVOIDING_SECONDS = 5.0
 DAEMON_SECONDS = 30.0
 # How long a new agent on a node that lives may take to come up.
 AGENT_SECONDS = 20.0
+# How long units that were given back may take to be shown as free, and how often that is looked at.
+SETTLED_SECONDS, LOOK_SECONDS = 2.0, 0.05
 
 Handle = Any
 """A Ray actor handle."""
@@ -82,6 +84,14 @@ class Gangs:
         """Whether any living node has a GPU."""
         nodes = await asyncio.to_thread(self._living_nodes)
         return any(node["Resources"].get("GPU", 0) for node in nodes)
+
+    async def until_free(self, expected: Capacity) -> None:
+        """Wait until so much is free of what was given back, which Ray shows with some delay; a moment at most, since
+        others may have taken it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLED_SECONDS):
+                while (await self.capacity(expected.unit)).free < expected.free:
+                    await asyncio.sleep(LOOK_SECONDS)
 
     def _living_nodes(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"] and node["NodeID"] not in self.lost]

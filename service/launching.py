@@ -71,7 +71,7 @@ class Launcher:
             lambda rank, agent: agent.launch.remote(orders[rank].to_json()),
             LAUNCH_SECONDS,
         )
-        rows = [self._row(orders[rank], where[rank], answer["pid"]) for rank, answer in answers.items()]
+        rows = [self._row(orders[rank], where[rank], answers.get(rank)) for rank in orders]
         kept = [rank for rank, answer in answers.items() if answer["kept"]]
         await self._record.launched(generation, time.time(), rows, kept)
         for rank, why in silent.items():
@@ -152,7 +152,7 @@ class Launcher:
             in_place=not where["devices"],  # over NCCL a survivor cannot leave a collective
         )
 
-    def _row(self, order: LaunchOrder, where: dict[str, Any], pid: int) -> dict[str, Any]:
+    def _row(self, order: LaunchOrder, where: dict[str, Any], answer: dict[str, Any] | None) -> dict[str, Any]:
         at = RankGrid(self._crew.layout).coordinates(order.rank)
         return {
             "rank": order.rank,
@@ -162,8 +162,8 @@ class Launcher:
             "context": at.context,
             "node": where["host"],
             "device": f"GPU {where['devices'][0]}" if where["devices"] else "cpu",
-            "pid": pid,
+            "pid": None if answer is None else answer["pid"],
             "generation": order.generation,
-            "state": "running",
+            "state": "exited" if answer is None else "running",
             "actor": self._crew.names[order.rank],
         }

@@ -9,8 +9,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from service.crew import Crew, Joiners, prepared
 from service.gang import Gang
+from service.gangs import NotPlaced
 from service.job_record import JobRecord
 from service.launching import Launcher
 from service.moving import hand_over
@@ -128,7 +131,10 @@ class Rearranger:
         )
         has_gpus = await self._site.gangs.has_gpus() if waiting else False
         for job in waiting:
-            spec = JobSpec.model_validate(job.spec)
+            try:
+                spec = JobSpec.model_validate(job.spec)
+            except ValidationError:
+                continue  # the scheduler fails it when its turn comes
             capacity = await self._site.gangs.capacity(unit_of(spec.resources.accelerator, has_gpus))
             shortage = missing(smallest(spec).layout, capacity)
             if shortage is None or shortage.possible >= shortage.needed:
@@ -179,8 +185,12 @@ class Rearranger:
         layout, crew = target.layout, self._crew
 
         async def place_anew() -> Joiners:
-            left = await crew.release()
-            await crew.place(gang.generation + 1, target, ())
+            before, left = crew.spec, await crew.release()
+            try:
+                await crew.place(gang.generation + 1, target, ())
+            except NotPlaced:  # others were faster
+                still = fitting(self._shapes, await self._wanted(), await crew.capacity())
+                await crew.place(gang.generation + 1, still or before, ())
             return left
 
         told = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"

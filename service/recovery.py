@@ -80,23 +80,23 @@ class GiveUp:
 
 
 def decide(
-    culprit: Death, fault: Fault, history: Sequence[Fault], max_restarts: int, window_seconds: float, more: int = 0
+    culprit: Death, fault: Fault, history: Sequence[Fault], max_restarts: int, window_seconds: float
 ) -> Restart | GiveUp:
     """Restart or give up after `culprit`'s death, which is `fault`, the job having survived `history`.
 
     An exception that comes back at the same step is the user's error, not the machine's. `max_restarts` faults are
-    allowed within `window_seconds` (0: ever); `more` count that are not in the history.
+    allowed within `window_seconds` (0: ever).
     """
     if culprit.kind in HOPELESS:
         return GiveUp(HOPELESS[culprit.kind], culprit.message)
     if comes_again(history, fault):
         return GiveUp("user_error", f"{culprit.sentence}, twice at the same step\n{culprit.traceback}".strip())
     counted = within(history, fault.at, window_seconds)
-    if len(counted) + more >= max_restarts:
+    if len(counted) >= max_restarts:
         kinds = f" ({told_by_kind(counted)})" if counted else ""
         recently = f" in {window_seconds:g} s" if counted and window_seconds else ""
         tail = f"\n{culprit.traceback}" if culprit.traceback else ""
-        told = f"restarted {len(counted) + more} times{recently}{kinds}; last: {culprit.sentence}{tail}"
+        told = f"restarted {len(counted)} times{recently}{kinds}; last: {culprit.sentence}{tail}"
         return GiveUp("restarts_exhausted", told.strip())
     return Restart(culprit.sentence, wait_seconds(history, fault))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from service.other_layouts import KeptByHost
 from service.replicas import partners
 
 log = logging.getLogger(__name__)
@@ -42,50 +43,47 @@ async def begin(agents: Sequence[Handle], nodes: Sequence[str], generation: int,
 async def bring_back(
     agents: Sequence[Handle],
     steps: Sequence[Sequence[int]],
+    needy: Iterable[int],
     generation: int,
     layout: str,
-    leavers: Sequence[Handle] = (),
+    holders: Mapping[str, Handle],
+    kept: KeptByHost,
 ) -> list[list[int]]:
-    """The steps in each rank's own shared memory, after those that have none, or only some that the others are long
-    past, fetched the newest of theirs, or a replica of it, from any agent's node. `steps`: the same before that;
-    `leavers`: agents without a rank whose nodes may keep some."""
-    found = [list(each) for each in steps]
-    lost = without_state(found)
-    if not lost or (len(lost) == len(found) and not leavers):
-        return found
-    holders = [*agents, *leavers]
-    token = secrets.token_hex()  # one for all: an agent that several fetch from knows one at a time
+    """The steps in each rank's own shared memory, after the `needy` ranks fetched theirs where some host keeps newer
+    ones, in the rank's own file or in a replica of it. `steps`: the same before that; `kept`: the files of each host,
+    of which `holders` has an agent."""
+    found, token = [list(each) for each in steps], secrets.token_hex()
+    newest = {rank: _newest(rank, layout, kept) for rank in needy}
+    wanted = {rank: host for rank, (step, host) in newest.items() if step > max(found[rank], default=0)}
     fetched = await asyncio.gather(
-        *(_fetch(agents[rank], holders, rank, found[rank], token, generation, layout) for rank in lost),
+        *(_fetch(agents[rank], holders[host], rank, token, generation, layout) for rank, host in wanted.items()),
         return_exceptions=True,
     )
-    for rank, result in zip(lost, fetched, strict=True):
+    for rank, result in zip(wanted, fetched, strict=True):
         if isinstance(result, BaseException):
-            log.warning("no replica of rank %d could be fetched: %s", rank, result)
+            log.warning("the snapshots of rank %d could not be fetched: %s", rank, result)
         else:
             found[rank] = result
     return found
 
 
 def without_state(steps: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks whose `steps` are of no use: none, or all of them before the oldest that any other rank holds. Such are
+    """The ranks whose `steps` are of no use: none, or all of them before those of the rank that is furthest. Such are
     left on a node that a rank once ran on and has come back to."""
-    lost = []
-    for rank, own in enumerate(steps):
-        others = [step for other, each in enumerate(steps) if other != rank for step in each]
-        if not own or (others and max(own) < min(others)):
-            lost.append(rank)
-    return lost
+    furthest = max(steps, key=lambda each: max(each, default=-1), default=())
+    return [rank for rank, own in enumerate(steps) if not own or max(own) < min(furthest)]
 
 
-async def _fetch(
-    agent: Handle, holders: Sequence[Handle], rank: int, own: list[int], token: str, generation: int, layout: str
-) -> list[int]:
-    kept = await asyncio.gather(*(each.steps_of.remote(rank, layout) for each in holders), return_exceptions=True)
-    newest = {keeper: max(steps) for keeper, steps in enumerate(kept) if isinstance(steps, list) and steps}
-    if not newest or max(newest.values()) <= max(own, default=0):
-        return own
-    keeper = max(newest, key=lambda number: newest[number])
-    place = await holders[keeper].receive_replicas.remote(token, generation)
+def _newest(rank: int, layout: str, kept: KeptByHost) -> tuple[int, str]:
+    """The newest step of `rank` that any host keeps, and which; (0, "") when none does."""
+    mine = ((file, host) for host, files in sorted(kept.items()) for file in files if file["rank"] == rank)
+    return max(
+        ((max(file["steps"]), host) for file, host in mine if file["layout"] == layout and file["steps"]),
+        default=(0, ""),
+    )
+
+
+async def _fetch(agent: Handle, holder: Handle, rank: int, token: str, generation: int, layout: str) -> list[int]:
+    place = await holder.receive_replicas.remote(token, generation)
     found: list[int] = await agent.fetch_snapshot.remote(rank, place, token, generation, layout)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,11 @@ from workers.checkpoint.catalog import whole_checkpoints
 from workers.checkpoint.snapshot import layout_tag
 from workers.config import JobSpec
 from workers.messages import Resume
+
+log = logging.getLogger(__name__)
+
+# A leaver that takes longer to answer is done without: it may be gone.
+LEAVER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -44,18 +50,20 @@ async def newest_state(
     nodes may hold state."""
     agents, generation = crew.agents, (await record.job()).generation
     own = await asyncio.gather(*(agent.snapshot_steps.remote(crew.tag) for agent in agents))
-    found = await replication.bring_back(agents, own, generation, crew.tag, leavers)
+    found, others = list(own), _other_layouts(submitted, crew.tag)
+    foreign: list[tuple[int, list[str]]] = []
+    needy = list(range(len(agents))) if leavers else replication.without_state(own)
+    if generation and (needy or others):
+        memory = await _memory_of(agents, leavers)
+        found = await replication.bring_back(agents, own, needy, generation, crew.tag, memory.holders, memory.kept)
+        foreign = await _of_other_layouts(memory, others, generation)
     held = [{*steps, *_in_process(crew, rank)} for rank, steps in enumerate(found)]
     whole = await asyncio.to_thread(whole_checkpoints, checkpoint_folder)
     await record.reconcile_checkpoints(whole)
-    resume = choose_resume(
-        held,
-        [(manifest.step, str(path)) for path, manifest in whole],
-        unusable_sources(await record.generations(), last_kind),
-        await _of_other_layouts([*agents, *leavers], agents, submitted, crew.tag, generation),
-    )
-    replicated = {step for before, after in zip(own, found, strict=True) for step in {*after} - {*before}}
-    return Found(resume, _told(resume, resume.step in replicated, resume.step in crew.memory.values()))
+    durable = [(manifest.step, str(path)) for path, manifest in whole]
+    resume = choose_resume(held, durable, unusable_sources(await record.generations(), last_kind), foreign)
+    fetched = {step for before, after in zip(own, found, strict=True) for step in {*after} - {*before}}
+    return Found(resume, _told(resume, resume.step in fetched, resume.step in crew.memory.values()))
 
 
 def _in_process(crew: Crew, rank: int) -> list[int]:
@@ -70,38 +78,53 @@ def _told(resume: Resume, from_replica: bool, from_memory: bool) -> str:
     return f"memory and {where}" if from_memory else where
 
 
-async def _of_other_layouts(
-    holders: Sequence[Handle], staying: Sequence[Handle], submitted: JobSpec, tag: str, generation: int
-) -> list[tuple[int, list[str]]]:
-    """(Step, files) of the newest state that ranks of another layout than the one with `tag` left whole in the shared
-    memory of any node of `holders`, once it is on every node of `staying`."""
+def _other_layouts(submitted: JobSpec, tag: str) -> dict[str, int]:
+    """By tag the ranks of all layouts that the job may run in, but for the one with `tag`."""
     layouts = [resized(shape, size) for shape in shapes_of(submitted) for size in sizes_of(submitted)]
     worlds = {layout_tag(spec.model_dump(mode="json")): spec.layout.world_size for spec in layouts}
     worlds.pop(tag, None)
-    if not worlds:
-        return []
-    agents, kept, hosts = await _hosts_of(holders, staying)
-    for state in whole_states(kept, worlds):
-        if await spread(state, agents, kept, generation, hosts):
+    return worlds
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What lies in the shared memory of the job's hosts."""
+
+    holders: dict[str, Handle]
+    """An agent of each host."""
+    kept: dict[str, list[dict[str, Any]]]
+    """The files of each host (`Agent.kept`)."""
+    hosts: set[str]
+    """Where the crew is."""
+
+
+async def _memory_of(staying: Sequence[Handle], leavers: Sequence[Handle]) -> _Memory:
+    """A leaver that does not answer holds nothing."""
+    where = await asyncio.gather(*(agent.describe.remote() for agent in staying))
+    asked = await asyncio.gather(*(_answer(agent.describe) for agent in leavers))
+    hosts = {place["host"]: agent for place, agent in zip(where, staying, strict=True)}
+    left = {place["host"]: agent for place, agent in zip(asked, leavers, strict=True) if place is not None}
+    left = {host: agent for host, agent in left.items() if host not in hosts}
+    here = await asyncio.gather(*(agent.kept.remote() for agent in hosts.values()))
+    there = await asyncio.gather(*(_answer(agent.kept) for agent in left.values()))
+    kept = dict(zip(hosts, here, strict=True)) | {h: files for h, files in zip(left, there, strict=True) if files}
+    return _Memory({host: agent for host, agent in {**left, **hosts}.items() if host in kept}, kept, set(hosts))
+
+
+async def _answer(method: Any) -> Any:
+    """What `method` of a leaver answers; None when it does not."""
+    try:
+        async with asyncio.timeout(LEAVER_SECONDS):
+            return await method.remote()
+    except Exception as error:  # noqa: BLE001 - whatever it is, what it holds cannot be had
+        log.warning("an agent that was left does not answer: %s", error)
+        return None
+
+
+async def _of_other_layouts(memory: _Memory, worlds: dict[str, int], generation: int) -> list[tuple[int, list[str]]]:
+    """(Step, files) of the newest state that ranks of other layouts left whole, once it is on every host of the
+    crew."""
+    for state in whole_states(memory.kept, worlds):
+        if await spread(state, memory.holders, memory.kept, generation, memory.hosts):
             return [(state.step, state.paths)]
     return []
-
-
-async def _hosts_of(
-    holders: Sequence[Handle], staying: Sequence[Handle]
-) -> tuple[dict[str, Handle], dict[str, list[dict[str, Any]]], set[str]]:
-    """One agent of each host of `holders`; which files each host keeps; the hosts of `staying`, who are among them. A
-    holder that does not answer holds nothing, unless it stays."""
-    answers = await asyncio.gather(*(agent.describe.remote() for agent in holders), return_exceptions=True)
-    agents: dict[str, Handle] = {}
-    hosts = set()
-    for agent, place in zip(holders, answers, strict=True):
-        if isinstance(place, BaseException):
-            if agent in staying:
-                raise place
-            continue
-        agents[place["host"]] = agent
-        if agent in staying:
-            hosts.add(place["host"])
-    kept = await asyncio.gather(*(agent.kept.remote() for agent in agents.values()))
-    return agents, dict(zip(agents, kept, strict=True)), hosts

@@ -56,7 +56,7 @@ def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int) -> ParallelCon
     changed: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline}
     if pipeline == 1 < layout.pipeline:  # nothing is left to schedule
         changed |= {"schedule": "1f1b", "virtual_stages": 1}
-    if tensor == 1:
+    if tensor == 1 < layout.tensor:
         changed |= {"sequence_parallel": None}
     return layout.model_copy(update=changed)
 

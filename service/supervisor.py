@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from service.budgets import Fault as MachineFault
@@ -45,6 +46,18 @@ PATIENCE_SECONDS = 20.0
 INJECT_SECONDS = 10.0
 
 
+@dataclass(frozen=True)
+class Launching:
+    """A generation that is to be begun."""
+
+    cause: str
+    """In words."""
+    counts: bool
+    """As a restart."""
+    incident: Incident | None = None
+    """What made it necessary."""
+
+
 class Supervisor:
     """Owns one job. `run` returns when the job is final, or back in the queue."""
 
@@ -62,7 +75,10 @@ class Supervisor:
         self._gang: Gang | None = None
         """Of the newest generation."""
         self._chores: set[asyncio.Task[None]] = set()
-        self._failed_launches = 0
+        self._leavers: list[Joiners] = []
+        """Not of the crew any more; their nodes may hold the state that the next generation needs."""
+        self._failed_launches: list[MachineFault] = []
+        """Since the last one that did not fail: they have no rows."""
 
     def cancel(self) -> None:
         """The job is CANCELLING: stop it."""
@@ -72,6 +88,8 @@ class Supervisor:
         """Have the agent of the fault's rank make it. Raises FaultNotPossible."""
         agents = list(self._crew.agents)
         refuse_impossible(fault, len(agents), (await self._record.job()).step, self.submitted.train.steps)
+        if agents[fault.rank] is None:
+            raise FaultNotPossible(f"rank {fault.rank} is being replaced; try again")
         step = None if fault.phase in BETWEEN_STEPS else fault.at_step
         await self._record.event("fault_injected", fault.sentence, rank=fault.rank, step=step, data=fault.to_json())
         try:
@@ -130,6 +148,7 @@ class Supervisor:
             else:
                 await self._record.back_to_queue(str(error))
         finally:
+            self._send_leavers_away()
             if gang is not None:
                 await gang.close()
 
@@ -156,20 +175,22 @@ class Supervisor:
         agents_lost = [death.rank for death in gang.deaths if death.kind == "agent_lost"]
         return await self._recover(gang.culprit, agents_lost, timeline)
 
-    async def _recover(self, culprit: Death, agents_lost: list[int], timeline: RecoveryTimeline) -> Gang | None:
+    async def _recover(
+        self, culprit: Death, agents_lost: list[int], timeline: RecoveryTimeline, launching: Launching | None = None
+    ) -> Gang | None:
         """The next generation after `culprit`'s death, with new agents for the ranks whose own were lost; None when
-        the job is given up."""
+        the job is given up. `launching`: the launch that failed by it, before its generation had begun."""
         await self._record.say(JobState.RECOVERING)  # again: a last report may have told of the first step
         job = await self._record.job()
         lives = await self._record.generations()
-        progressed = bool(lives) and lives[-1].first_step_at is not None
+        progressed = bool(lives) and lives[-1].first_step_at is not None and launching is None
         fault = fault_of(culprit, time.time(), job.step, progressed, self._crew.nodes.get(culprit.rank))
         data = {**fault.to_json(), "traceback": culprit.traceback}
         await self._record.event("rank_lost", culprit.sentence, rank=culprit.rank, step=culprit.step, data=data)
-        policy = self.submitted.recovery
-        decision = decide(
-            culprit, fault, faults_of(lives), policy.max_restarts, policy.restart_window_seconds, self._failed_launches
-        )
+        policy, history = self.submitted.recovery, [*faults_of(lives), *self._failed_launches]
+        decision = decide(culprit, fault, history, policy.max_restarts, policy.restart_window_seconds)
+        if launching is not None:
+            self._failed_launches.append(fault)
         if isinstance(decision, GiveUp):
             await self._end(JobState.FAILED, decision.reason, decision.message)
             return None
@@ -177,10 +198,11 @@ class Supervisor:
             await self._hold_back(decision.wait_seconds, culprit)
         if self.cancelled.is_set():
             return None
-        incident = Incident(culprit, fault, timeline, decision.wait_seconds)
+        if launching is None:
+            launching = Launching(decision.cause, True, Incident(culprit, fault, timeline, decision.wait_seconds))
         if agents_lost and not await self._make_whole(job, agents_lost, fault):
-            return await self._replace(job, decision.cause, incident)
-        return await self._launch(decision.cause, counts=True, incident=incident)
+            return await self._replace(job, launching)
+        return await self._launch(launching)
 
     async def _hold_back(self, seconds: float, culprit: Death) -> None:
         """Wait before the next generation, or until the job is cancelled."""
@@ -193,23 +215,26 @@ class Supervisor:
 
     async def _launch_placed(self, placed_generation: int) -> Gang | None:
         job = await self._record.job()
+        again = job.generation > 0
+        if again:
+            self._leavers.append(await self._crew.keepers())
         await self._crew.start(placed_generation, in_use(self.submitted, job))
-        return await self._launch("submitted" if job.generation == 0 else "placed again", counts=job.generation > 0)
+        return await self._launch(Launching("placed again" if again else "submitted", counts=again))
 
-    async def _replace(self, job: Job, cause: str, incident: Incident | None = None) -> Gang | None:
+    async def _replace(self, job: Job, launching: Launching) -> Gang | None:
         """Give up the placement, keep the snapshots, and place the whole gang anew, away from nodes that keep
         failing."""
-        crew = self._crew
-        faults = [*faults_of(await self._record.generations()), *([] if incident is None else [incident.fault])]
-        left = await crew.release()
+        crew, incident = self._crew, launching.incident
+        faults = [*await self._faults(), *([] if incident is None else [incident.fault])]
+        self._leavers.append(await crew.release())
         wanted = job.wanted_replicas or self.submitted.layout.data
         # With too little room for any layout, wait for the one that it has.
         spec = fitting(shapes_of(self.submitted), wanted, await crew.capacity()) or crew.spec
-        try:
-            await crew.place(job.generation + 1, spec, avoided_nodes(faults, time.time()))
-            return await self._launch(cause, counts=job.generation > 0, incident=incident, left=left)
-        finally:
-            self._in_background(crew.send_away(left))
+        await crew.place(job.generation + 1, spec, avoided_nodes(faults, time.time()))
+        return await self._launch(launching)
+
+    async def _faults(self) -> list[MachineFault]:
+        return [*faults_of(await self._record.generations()), *self._failed_launches]
 
     async def _make_whole(self, job: Job, lost: list[int], fault: MachineFault) -> bool:
         """Find agents for the ranks `lost`: in their own places, else by placing their replicas elsewhere, else by
@@ -217,12 +242,12 @@ class Supervisor:
         crew, generation = self._crew, job.generation + 1
         if len(lost) == len(crew.agents):
             return False
-        if await crew.replace(generation, lost):
+        avoid = avoided_nodes([*await self._faults(), fault], time.time())
+        if avoid.isdisjoint(crew.nodes.get(rank) for rank in lost) and await crew.replace(generation, lost):
             return True
         replicas = crew.replicas_of(lost)
         staying = [replica for replica in range(crew.layout.data) if replica not in replicas]
         await crew.give_up(replicas)
-        avoid = avoided_nodes([*faults_of(await self._record.generations()), fault], time.time())
         has_room = room_for(crew.layout, await crew.capacity()) >= len(replicas)
         if has_room and await crew.place_replicas(generation, replicas, avoid):
             return True
@@ -248,11 +273,9 @@ class Supervisor:
                 return await self._after_deaths(gang, RecoveryTimeline(noticed))
             return gang
         left = await change.arrange()
-        try:
-            return await self._launch(change.cause, counts=False, left=left)
-        finally:
-            if left is not None:
-                self._in_background(self._crew.send_away(left))
+        if left is not None:
+            self._leavers.append(left)
+        return await self._launch(Launching(change.cause, counts=False))
 
     async def _adopt(self, job: Job) -> Gang | None:
         """Find the gang by the names of its agents and go on from wherever the control plane before this one was. Its
@@ -263,19 +286,21 @@ class Supervisor:
         if about is None:
             if job.state == JobState.RUNNING:
                 await self._record.say(JobState.RECOVERING)
-            found = (
-                "its agents were lost while the control plane was away" if rows else "the control plane was restarted"
+            lost_too = " and its agents were lost" if rows else ""
+            return await self._replace(
+                job, Launching(f"the control plane was restarted{lost_too}", counts=job.generation > 0)
             )
-            return await self._replace(job, found)
         lost = [rank for rank in range(len(rows)) if rank not in about]
         if any(state["generation"] != job.generation for state in about.values()):
             if lost:
                 death = Death(lost[0], "agent_lost", message="lost its agent while the control plane was away")
                 return await self._recover(death, lost, RecoveryTimeline(time.time()))
-            return await self._launch("the control plane was restarted during a launch", counts=True)
+            return await self._launch(Launching("the control plane was restarted during a launch", counts=True))
         current = await self._record.current_generation()
         resume_step = current.resume_step if current is not None else 0
         gang = self._gang = self._watched(self._launcher.watch(job.generation, resume_step, taken_over=True))
+        for rank in lost:
+            gang.lose(rank, "has an agent that does not answer")
         if job.state == JobState.RESIZING:  # all have been told to rest, or not yet: what was to change is seen again
             self._to_change.set()
 
@@ -287,20 +312,24 @@ class Supervisor:
             await self._record.event("adopted", "the control plane was restarted; the job never noticed")
         return gang
 
-    async def _launch(
-        self, cause: str, counts: bool, incident: Incident | None = None, left: Joiners | None = None
-    ) -> Gang | None:
-        """Start the next generation on the agents at hand. `left`: who has just left the crew."""
-        leavers = [] if left is None else left.agents
+    async def _launch(self, launching: Launching) -> Gang | None:
+        """Start the next generation on the agents at hand."""
+        leavers = [agent for people in self._leavers for agent in people.agents]
         try:
-            gang = await self._launcher.launch(cause, counts, incident, leavers)
+            gang = await self._launcher.launch(launching.cause, launching.counts, launching.incident, leavers)
         except (self.site.ray.exceptions.RayError, LaunchFailed, TimeoutError) as error:
             log.warning("launch of %s failed: %s", self.job_id, error)
-            self._failed_launches += 1
-            return await self._recover(*await self._launch_failure(error), RecoveryTimeline(time.time()))
-        self._failed_launches = 0
+            death, lost = await self._launch_failure(error)
+            return await self._recover(death, lost, RecoveryTimeline(time.time()), launching)
+        self._failed_launches = []
+        self._send_leavers_away()
         self._gang = self._watched(gang)
         return gang
+
+    def _send_leavers_away(self) -> None:
+        for people in self._leavers:
+            self._in_background(self._crew.send_away(people))
+        self._leavers = []
 
     async def _launch_failure(self, error: Exception) -> tuple[Death, list[int]]:
         """The death that a launch failed by, and the ranks whose agents are lost: all, where none can be blamed."""

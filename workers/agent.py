@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoint.snapshot import kept_files, replica_path, snapshot_path, steps_kept
+from workers.checkpoint.snapshot import kept_files, steps_kept
 from workers.checkpoint.snapshot_file import committed_steps
 from workers.errors import MantaError
 from workers.host import this_host
@@ -262,14 +262,6 @@ class Agent:
     async def replication(self) -> dict[str, Any] | None:
         """How far this rank's replica is (`Replication`); None without a partner."""
         return self._replicator.state.to_json() if self._replicator is not None else None
-
-    async def steps_of(self, rank: int, layout: str) -> list[int]:
-        """Committed steps of `rank` that are kept on this node, ascending: in its own file, if it ran here, or in the
-        replica of that, whichever goes further."""
-        if self._snapshot_folder is None:
-            return []
-        paths = [kind(self._snapshot_folder, rank, layout) for kind in (snapshot_path, replica_path)]
-        return max((committed_steps(path) for path in paths), key=lambda steps: max(steps, default=-1))
 
     async def fetch_snapshot(
         self, rank: int, holder: dict[str, Any], token: str, generation: int, layout: str

@@ -165,8 +165,10 @@ class Trainer:
         when the last checkpoint cannot be saved."""
         self.clock.restart()
         self.comm.progress.at("checkpoint")
-        if self.checkpoints is not None and self.checkpoints.is_missing(self.step):
-            self._save_checkpoint(self.step)
+        if self.checkpoints is not None:
+            self.checkpoints.failure = None  # of a generation before this one
+            if self.checkpoints.is_missing(self.step):
+                self._save_checkpoint(self.step)
         while self.step < self.spec.train.steps:
             self.comm.leave_between_steps()
             self.train_step()

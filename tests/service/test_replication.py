@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from service.replication import begin, bring_back
+from service.replication import begin, bring_back, without_state
 from workers.agent import Agent
-from workers.checkpoint.snapshot import Snapshots
+from workers.checkpoint.snapshot import Snapshots, replica_path
+from workers.checkpoint.snapshot_file import committed_steps
 
 LAYOUT = "0a0a0a0a"
 
@@ -58,9 +59,15 @@ class Job:
             snapshots.save(step)
         deadline = time.monotonic() + 30
         for rank, keeper in keepers.items():
-            while step not in await self.agents[keeper].agent.steps_of(rank, LAYOUT):
+            while step not in committed_steps(replica_path(self.folder / self.nodes[keeper], rank, LAYOUT)):
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.005)
+
+    async def brought_back(self, own: list[list[int]]) -> list[list[int]]:
+        """The steps of all ranks after the agents of "a" and "b" were asked for what the needy ones lack."""
+        holders = {"a": self.agents[0], "b": self.agents[-1]}
+        kept = {host: await agent.agent.kept() for host, agent in holders.items()}
+        return await bring_back(self.agents, own, without_state(own), 1, LAYOUT, holders, kept)
 
     async def close(self) -> None:
         """End what is left."""
@@ -84,7 +91,7 @@ def test_the_ranks_of_a_lost_node_go_on_from_what_the_other_one_kept(job):
         job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
         own = [await handle.agent.snapshot_steps() for handle in job.agents]
         assert own == [[1, 2], [1, 2], [], []]
-        assert await bring_back(job.agents, own, 1, LAYOUT) == [[1, 2]] * 4
+        assert await job.brought_back(own) == [[1, 2]] * 4
         state = [torch.zeros(1000)]
         Snapshots(job.folder / "c", 3, state, b"0" * 16, LAYOUT).load(2)
         assert bool((state[0] == 3).all())
@@ -100,9 +107,6 @@ def test_without_another_node_nothing_is_replicated_and_nothing_asked(job):
     for agent in job.agents:
         agent.lost = True
     assert asyncio.run(begin(job.agents, ["a"] * 4, 1, LAYOUT)) == {}
-    steps = [[1], [1, 2], [2], [2]]
-    assert asyncio.run(bring_back(job.agents, steps, 1, LAYOUT)) == steps
-    assert asyncio.run(bring_back(job.agents, [[]] * 4, 1, LAYOUT)) == [[]] * 4
 
 
 def test_a_partner_that_fails_costs_its_rank_the_replica_and_nobody_else(job, caplog):
@@ -112,7 +116,33 @@ def test_a_partner_that_fails_costs_its_rank_the_replica_and_nobody_else(job, ca
         assert len(found) == 2
         assert 3 not in found and 3 not in found.values()
         assert "2 of 4 ranks have no replica: the actor is dead" in caplog.text
-        assert await bring_back(job.agents, [[1], [1], [1], []], 1, LAYOUT) == [[1], [1], [1], []]
+        job.agents[3].lost = False
+        assert await job.brought_back([[1], [1], [1], []]) == [[1], [1], [1], []]
+        await job.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_a_rank_is_without_state_when_it_has_none_or_only_what_the_furthest_is_long_past():
+    assert without_state([[], []]) == [0, 1]
+    assert without_state([[1], [1, 2], [2], [2, 3]]) == [0]
+    assert without_state([[7, 8], [8, 9], [9, 10], [8, 9]]) == [0], "it is a step too far back"
+    assert without_state([[8, 9], [9, 10]]) == []
+    assert without_state([[4, 5], [4, 5], [99, 100], [99, 100]]) == [0, 1], "both have come back to an old node"
+
+
+def test_a_rank_that_came_back_to_old_snapshots_takes_the_replica(job):
+    async def body():
+        keepers = await begin(job.agents, job.nodes, 1, LAYOUT)
+        await job.commit(1, keepers)
+        await job.commit(2, keepers)
+        old = Snapshots(job.folder / "c", 2, [torch.full((1000,), 9.0)], b"0" * 16, LAYOUT)
+        old.save(0)
+        old.close()
+        job.agents[2] = job.agent(2, "c")
+        own = [await handle.agent.snapshot_steps() for handle in job.agents]
+        assert own[2] == [0]
+        assert (await job.brought_back(own))[2] == [1, 2]
         await job.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))

@@ -146,3 +146,16 @@ def test_layout_in_use_is_the_submitted_one_with_what_is_stored():
     ):
         Stored.tensor, Stored.pipeline, Stored.replicas = sizes(shape)
         assert in_use(submitted, Stored).layout == shape.layout
+
+
+@pytest.mark.parametrize("sequence_parallel", [None, False, True])
+def test_layout_that_was_never_changed_is_the_submitted_one_to_the_letter(sequence_parallel):
+    """Its tag is in the names of snapshots."""
+
+    class Stored:
+        tensor, pipeline, replicas = None, None, None
+
+    submitted = spec(
+        parallel={"tensor": 1 if sequence_parallel is False else 2, "sequence_parallel": sequence_parallel}
+    )
+    assert in_use(submitted, Stored) == submitted

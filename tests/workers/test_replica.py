@@ -303,7 +303,7 @@ def test_agents_keep_each_others_snapshots(tmp_path, go):
             rank.commit(step)
             while (await mine.replication())["step"] != step:
                 assert (await mine.replication())["problem"] is None or step == 1
-        assert await partner.steps_of(0, LAYOUT) == [1, 2]
+        assert committed_steps(replica_path(tmp_path / "there", 0, LAYOUT)) == [1, 2]
         assert await partner.snapshot_steps() == [], "a replica is no snapshot of its own"
         assert await replacement.snapshot_steps() == []
         assert await replacement.fetch_snapshot(0, address, TOKEN, 1, LAYOUT) == [1, 2]
