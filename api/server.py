@@ -9,18 +9,18 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
-import uvicorn
-from fastapi import FastAPI
 
-from api.app import create_app
 from service.control_plane import ControlPlane
 from service.processes import same_process
 from service.ray_head import ExistingRay, RayHead
 from service.settings import Settings
 from workers.errors import MantaError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 SHUTDOWN_SECONDS = 3
 
@@ -52,6 +52,8 @@ def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None, 
     control.start()
     service_file = Settings(home).service_file
     try:
+        import uvicorn  # once the jobs are under control, like what `build_app` imports
+
         app = build_app(control, url)
         _announce(service_file, url)
         config = uvicorn.Config(
@@ -69,7 +71,8 @@ def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None, 
 
 def build_app(control: ControlPlane, url: str) -> FastAPI:
     """REST and dashboard on top of `control`; the dashboard calls the service at `url`."""
-    from api.ui import mount  # imports NiceGUI, which only the server needs
+    from api.app import create_app  # imports FastAPI, which only the server needs
+    from api.ui import mount  # and NiceGUI
 
     app = create_app(control)
     mount(app, url)

@@ -128,7 +128,7 @@ def _control_kills(report: Report, service: OwnService, options: argparse.Namesp
     world = math.prod(FOURS["tensor_data"])
     job_id = service.client.submit(quickstart(FOURS["tensor_data"], LONG_STEPS, options.seed)).id
     service.wait_for_step(job_id, STEPS_BETWEEN, JOB_SECONDS)
-    controlled, away, gaps = [], [], []
+    controlled, answered, away, gaps = [], [], [], []
     for number in range(1, options.control_kills + 1):
         before = service.committed(job_id, world)
         service.kill()
@@ -140,15 +140,19 @@ def _control_kills(report: Report, service: OwnService, options: argparse.Namesp
             if time.monotonic() - began > JOB_SECONDS:
                 raise JobWentWrong(f"{job_id} was not taken over")
             time.sleep(POLL_SECONDS)
-        controlled.append(max(time.monotonic() - began, adopted[-1].time.timestamp() - began_at))
+        answered.append(time.monotonic() - began)
+        controlled.append(adopted[-1].time.timestamp() - began_at)
         service.wait_for_step(job_id, service.committed(job_id, world) + STEPS_BETWEEN, JOB_SECONDS)
     job, rows = service.client.job(job_id), service.rows(job_id)
     report.add_spread("control_plane_start_to_jobs_under_control", controlled, "s", CONTROL_TARGET)
+    report.add_spread("control_plane_start_to_rest_answers", answered, "s")
     report.add("control_plane_away_steps_committed_min", min(away), "steps")
     report.add("control_plane_away_longest_gap_between_steps", round(max(gaps), 3), "s")
     report.add("control_plane_generations", job.generation, "generations", 1)
     report.add("control_plane_steps_missing", len(set(range(1, max(rows) + 1)) - set(rows)), "steps", 0)
-    report.samples["control_plane"] = [{"under_control": _rounded(controlled), "steps_while_away": away}]
+    report.samples["control_plane"] = [
+        {"under_control": _rounded(controlled), "answered": _rounded(answered), "steps_while_away": away}
+    ]
     usual = job.metrics.latest.get("step_seconds")
     if usual is not None:
         report.add("control_plane_step_usually", round(usual, 4), "s")
