@@ -47,6 +47,8 @@ class Crew:
         """By rank the last report that was handled."""
         self.nodes: dict[int, str | None] = {}
         """By rank the node that it was last seen on."""
+        self._been: set[str] = set()
+        """All nodes that agents of the job were ever seen on: some may hold its state."""
         self.memory: dict[int, int | None] = {}
         """By rank the committed step that its trainer, which is at rest, holds for the layout."""
 
@@ -80,16 +82,21 @@ class Crew:
         """Give up all agents and their places; the snapshots stay. Answers who hands them out, to be sent away once
         they have been fetched: the next agents may be on other nodes."""
         self.memory = {}
-        keepers = await self.keepers()
+        keepers = await self.keepers(self._been)
         expected = given_back(await self.capacity(), self.nodes.values())
         await self._gangs.release(self._job_id, keep_snapshots=True)
         await self._gangs.until_free(expected)
         return keepers
 
-    async def keepers(self) -> Joiners:
-        """Who hands out what the job has left in the shared memory of nodes that it may not be on any more."""
-        nodes = {node for node in self.nodes.values() if node}
+    async def keepers(self, nodes: Collection[str] = ()) -> Joiners:
+        """Who hands out what the job has left in the shared memory of these nodes, or of all; to be sent away."""
         return Joiners(await self._gangs.start_keepers(self._job_id, nodes), [], [])
+
+    async def keepers_of(self, replicas: Sequence[int]) -> Joiners:
+        """The same for the nodes of these replicas, but for those that are lost."""
+        nodes = {node for rank in self.ranks_in(replicas) if (node := self.nodes.get(rank)) is not None}
+        living = nodes - self._gangs.lost
+        return await self.keepers(living) if living else Joiners([], [], [])
 
     async def place(self, generation: int, spec: JobSpec, avoid: Collection[str]) -> None:
         """Acquire places for all ranks of `spec`, and start agents there. Raises NotPlaced."""
@@ -113,9 +120,14 @@ class Crew:
 
     def note(self, about: Mapping[int, dict[str, Any]]) -> None:
         """Remember where the agents are, as they describe themselves, by rank."""
-        self.nodes = {rank: place["node"] for rank, place in about.items()}
+        self.seen({rank: place["node"] for rank, place in about.items()})
         by_replica = {replica_of(self.layout, rank): str(place["group"]) for rank, place in about.items()}
         self.groups = [by_replica[replica] for replica in range(self.layout.data)]
+
+    def seen(self, nodes: Mapping[int, str | None]) -> None:
+        """Remember on which nodes the agents of these ranks, and of no others, are."""
+        self.nodes = dict(nodes)
+        self._been.update(node for node in nodes.values() if node is not None)
 
     async def replace(self, generation: int, lost: Sequence[int]) -> bool:
         """New agents for the ranks `lost`, in their places; False where those are gone too."""

@@ -123,6 +123,10 @@ class Gangs:
             if agent is not None and await asyncio.to_thread(self._node_of, agent) == node:
                 await asyncio.to_thread(self._ray.kill, agent, no_restart=True)
 
+    async def node_of(self, agent: Handle) -> str | None:
+        """The node that Ray has put `agent` on; None when it has not yet."""
+        return await asyncio.to_thread(self._node_of, agent)
+
     def _node_of(self, actor: Handle) -> str | None:
         about = self._ray._private.state.actors(actor._actor_id.hex()) or {}
         return (about.get("Address") or {}).get("NodeID")
@@ -399,12 +403,13 @@ class Gangs:
     async def end_node_daemons(self) -> None:
         """Shut down the daemons of all nodes: no process and no shared memory of ours is left on them."""
         names = [name for name in await self._agent_names() if name.startswith(node_daemon_name(""))]
-        errors = (self._ray.exceptions.RayError, TimeoutError)
-        for daemon in await self.find_agents(names):
-            if daemon is not None:
-                with contextlib.suppress(*errors):
-                    await asyncio.wait_for(_awaited(daemon.shutdown.remote()), DAEMON_SECONDS)
-                await asyncio.to_thread(self._ray.kill, daemon, no_restart=True)
+        found = await self.find_agents(names)
+        await asyncio.gather(*(self._end_daemon(daemon) for daemon in found if daemon is not None))
+
+    async def _end_daemon(self, daemon: Handle) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
+            await asyncio.wait_for(_awaited(daemon.shutdown.remote()), DAEMON_SECONDS)
+        await asyncio.to_thread(self._ray.kill, daemon, no_restart=True)
 
 
 def _detached(name: str) -> dict[str, Any]:

@@ -86,6 +86,8 @@ class Launcher:
         agents = dict(enumerate(self._crew.agents))
         where, silent = await self._site.gangs.ask(agents, lambda _, agent: agent.describe.remote(), LAUNCH_SECONDS)
         if silent:
+            places = {rank: await self._site.gangs.node_of(agents[rank]) for rank in silent}
+            self._crew.seen({**{rank: place["node"] for rank, place in where.items()}, **places})
             raise LaunchFailed(silent)
         self._crew.note(where)
         return where

@@ -49,12 +49,20 @@ async def bring_back(
     holders: Mapping[str, Handle],
     kept: KeptByHost,
 ) -> list[list[int]]:
-    """The steps in each rank's own shared memory, after the `needy` ranks fetched theirs where some host keeps newer
-    ones, in the rank's own file or in a replica of it. `steps`: the same before that; `kept`: the files of each host,
-    of which `holders` has an agent."""
+    """The steps in each rank's own shared memory, after those of the `needy` ranks that lack it fetched the newest step
+    that all ranks can have, from their own files or replicas of these on any host. `steps`: the same before that;
+    `kept`: the files of each host, of which `holders` has an agent."""
     found, token = [list(each) for each in steps], secrets.token_hex()
-    newest = {rank: _newest(rank, layout, kept) for rank in needy}
-    wanted = {rank: host for rank, (step, host) in newest.items() if step > max(found[rank], default=0)}
+    offers = {rank: _offers(rank, layout, kept) for rank in needy}
+    reach = [{*own}.union(*offers.get(rank, {}).values()) for rank, own in enumerate(found)]
+    step = max(set.intersection(*reach), default=None)
+    if step is None:
+        return found  # what only some of them can have is of no use
+    wanted = {
+        rank: next(host for host, held in each.items() if step in held)
+        for rank, each in offers.items()
+        if step not in found[rank]
+    }
     fetched = await asyncio.gather(
         *(_fetch(agents[rank], holders[host], rank, token, generation, layout) for rank, host in wanted.items()),
         return_exceptions=True,
@@ -74,13 +82,13 @@ def without_state(steps: Sequence[Sequence[int]]) -> list[int]:
     return [rank for rank, own in enumerate(steps) if not own or max(own) < min(furthest)]
 
 
-def _newest(rank: int, layout: str, kept: KeptByHost) -> tuple[int, str]:
-    """The newest step of `rank` that any host keeps, and which; (0, "") when none does."""
-    mine = ((file, host) for host, files in sorted(kept.items()) for file in files if file["rank"] == rank)
-    return max(
-        ((max(file["steps"]), host) for file, host in mine if file["layout"] == layout and file["steps"]),
-        default=(0, ""),
-    )
+def _offers(rank: int, layout: str, kept: KeptByHost) -> dict[str, list[int]]:
+    """By host the steps of `rank` that can be fetched from there: those of the file that goes furthest."""
+    offers = {}
+    for host, files in sorted(kept.items()):
+        mine = [list(file["steps"]) for file in files if (file["rank"], file["layout"]) == (rank, layout)]
+        offers[host] = max(mine, key=lambda steps: max(steps, default=-1), default=[])
+    return offers
 
 
 async def _fetch(agent: Handle, holder: Handle, rank: int, token: str, generation: int, layout: str) -> list[int]:

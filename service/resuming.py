@@ -23,8 +23,8 @@ from workers.messages import Resume
 
 log = logging.getLogger(__name__)
 
-# A leaver that takes longer to answer is done without: it may be gone.
-LEAVER_SECONDS = 10.0
+# A leaver that takes longer to answer is done without: it may be gone. A keeper has to come up first.
+LEAVER_SECONDS = 30.0
 
 
 @dataclass(frozen=True)

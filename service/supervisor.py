@@ -23,6 +23,7 @@ from service.gangs import NotPlaced
 from service.incident import Incident
 from service.job_record import JobRecord
 from service.launching import Launcher, LaunchFailed
+from service.placement import avoidable
 from service.rearranging import Change, Rearranger
 from service.recovery import Death, GiveUp, decide, fault_of
 from service.recovery_timeline import RecoveryTimeline
@@ -188,9 +189,14 @@ class Supervisor:
         data = {**fault.to_json(), "traceback": culprit.traceback}
         await self._record.event("rank_lost", culprit.sentence, rank=culprit.rank, step=culprit.step, data=data)
         policy, history = self.submitted.recovery, [*faults_of(lives), *self._failed_launches]
+        if launching is not None and launching.incident is not None:
+            history.append(launching.incident.fault)  # it has no row either
         decision = decide(culprit, fault, history, policy.max_restarts, policy.restart_window_seconds)
         if launching is not None:
             self._failed_launches.append(fault)
+            if len(self._failed_launches) > policy.max_restarts:  # however long ago the first of them was
+                message = f"could not be launched {len(self._failed_launches)} times in a row; last: {culprit.sentence}"
+                decision = GiveUp("restarts_exhausted", message)
         if isinstance(decision, GiveUp):
             await self._end(JobState.FAILED, decision.reason, decision.message)
             return None
@@ -200,7 +206,7 @@ class Supervisor:
             return None
         if launching is None:
             launching = Launching(decision.cause, True, Incident(culprit, fault, timeline, decision.wait_seconds))
-        if agents_lost and not await self._make_whole(job, agents_lost, fault):
+        if agents_lost and not await self._make_whole(job, agents_lost, [*history, fault]):
             return await self._replace(job, launching)
         return await self._launch(launching)
 
@@ -226,7 +232,9 @@ class Supervisor:
         failing."""
         crew, incident = self._crew, launching.incident
         faults = [*await self._faults(), *([] if incident is None else [incident.fault])]
-        self._leavers.append(await crew.release())
+        kept = await crew.release()  # on all nodes that it has been on, so that no others are needed
+        self._send_leavers_away()
+        self._leavers.append(kept)
         wanted = job.wanted_replicas or self.submitted.layout.data
         # With too little room for any layout, wait for the one that it has.
         spec = fitting(shapes_of(self.submitted), wanted, await crew.capacity()) or crew.spec
@@ -236,17 +244,19 @@ class Supervisor:
     async def _faults(self) -> list[MachineFault]:
         return [*faults_of(await self._record.generations()), *self._failed_launches]
 
-    async def _make_whole(self, job: Job, lost: list[int], fault: MachineFault) -> bool:
+    async def _make_whole(self, job: Job, lost: list[int], faults: list[MachineFault]) -> bool:
         """Find agents for the ranks `lost`: in their own places, else by placing their replicas elsewhere, else by
-        going on without those replicas, where `elastic` allows it. False when the job must be placed anew."""
+        going on without those replicas, where `elastic` allows it. False when the job must be placed anew. `faults`:
+        all that the job has survived, and this one."""
         crew, generation = self._crew, job.generation + 1
         if len(lost) == len(crew.agents):
             return False
-        avoid = avoided_nodes([*await self._faults(), fault], time.time())
+        avoid = avoidable(crew.layout, await crew.capacity(), avoided_nodes(faults, time.time()))
         if avoid.isdisjoint(crew.nodes.get(rank) for rank in lost) and await crew.replace(generation, lost):
             return True
         replicas = crew.replicas_of(lost)
         staying = [replica for replica in range(crew.layout.data) if replica not in replicas]
+        self._leavers.append(await crew.keepers_of(replicas))
         await crew.give_up(replicas)
         has_room = room_for(crew.layout, await crew.capacity()) >= len(replicas)
         if has_room and await crew.place_replicas(generation, replicas, avoid):

@@ -84,8 +84,8 @@ def fault(death, **changes):
     return replace(fault_of(death, at=100.0, committed=(death.step or 1) - 1, progressed=True), **changes)
 
 
-def judge(death, history=(), max_restarts=20, window=0.0, **more):
-    return decide(death, fault(death), history, max_restarts, window, **more)
+def judge(death, history=(), max_restarts=20, window=0.0):
+    return decide(death, fault(death), history, max_restarts, window)
 
 
 def test_exception_that_comes_back_at_the_same_step_is_the_users():

@@ -146,3 +146,21 @@ def test_a_rank_that_came_back_to_old_snapshots_takes_the_replica(job):
         await job.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_what_all_can_have_is_fetched_and_not_what_one_rank_could_have_alone(job):
+    """Rank 2's replica goes further than the other ranks ever went again."""
+
+    async def body():
+        keepers = await begin(job.agents, job.nodes, 1, LAYOUT)
+        await job.commit(7, keepers)
+        await job.commit(8, keepers)
+        steps = [[3, 4], [3, 4], [3, 4], [3, 4]]
+        holders = {"b": job.agents[3]}
+        kept = {"b": [file for file in await job.agents[3].agent.kept() if file["rank"] == 2]}
+        assert kept["b"]
+        found = await bring_back(job.agents, steps, range(4), 1, LAYOUT, holders, kept)
+        assert found == steps
+        await job.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
