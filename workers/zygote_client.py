@@ -136,7 +136,8 @@ async def _request(connection: socket.socket, line: bytes) -> ForkedProcess:
             theirs.close()
             os.close(stdout_write)
             os.close(stderr_write)
-        await asyncio.get_running_loop().sock_sendall(connection, line[sent:])
+        if sent < len(line):  # else it may have answered and hung up already, and even sending nothing fails then
+            await asyncio.get_running_loop().sock_sendall(connection, line[sent:])
         replies, requests = await asyncio.open_connection(sock=connection)
         pid = _pid_of(await replies.readline())
         undo.pop_all()
