@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from service.other_layouts import KeptByHost
-from service.replicas import partners
+from service.replicas import partners, reachable
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +55,10 @@ async def bring_back(
     `kept`: the files of each host, of which `holders` has an agent."""
     found, token = [list(each) for each in steps], secrets.token_hex()
     offers = {rank: _offers(rank, layout, kept) for rank in needy}
-    reach = [{*own}.union(*offers.get(rank, {}).values()) for rank, own in enumerate(found)]
-    step = max(set.intersection(*reach), default=None)
-    if step is None:
+    state = reachable(found, {rank: itertools.chain(*each.values()) for rank, each in offers.items()})
+    if state is None:
         return found  # what only some of them can have is of no use
-    wanted = {
-        rank: next(host for host, held in each.items() if step in held)
-        for rank, each in offers.items()
-        if step not in found[rank]
-    }
+    wanted = {rank: next(host for host, held in offers[rank].items() if state.step in held) for rank in state.fetched}
     fetched = await asyncio.gather(
         *(_fetch(agents[rank], holders[host], rank, token, generation, layout) for rank, host in wanted.items()),
         return_exceptions=True,
