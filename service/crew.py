@@ -15,6 +15,7 @@ from service.placement import Capacity, Unit, agent_name, placement_group_name, 
 from service.sizes import given_back, resized
 from workers.checkpoint.snapshot import layout_tag
 from workers.config import JobSpec, ParallelConfig
+from workers.parallel.grid import state_peers
 
 PREPARE_SECONDS = 120.0
 """How long trainers of joiners may take to be ready."""
@@ -61,6 +62,11 @@ class Crew:
     def tag(self) -> str:
         """Of the layout, in the names of its snapshots."""
         return layout_tag(self.spec.model_dump(mode="json"))
+
+    @property
+    def peers(self) -> dict[int, list[int]]:
+        """For each rank those that have the same state."""
+        return {rank: state_peers(self.layout, rank) for rank in range(self.layout.world_size)}
 
     async def unit(self) -> Unit:
         """The resource of which each rank takes one."""
@@ -156,7 +162,7 @@ class Crew:
         await self._gangs.until_free(expected)
 
     async def enlist(
-        self, generation: int, layout: ParallelConfig, replicas: Sequence[int], avoid: Collection[str] = ()
+        self, generation: int, layout: ParallelConfig, replicas: Sequence[int], avoid: Collection[str]
     ) -> Joiners | None:
         """Place and start agents for these replicas of `layout`: more than the crew has, who join with `grow`, or
         others in the place of its own, with `swap`."""

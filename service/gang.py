@@ -39,7 +39,6 @@ class Gang:
         """Ranks that committed the last step and exited."""
         self.resting: dict[int, int | None] = {}
         """Ranks that have left the generation and wait for the next, with the committed step that each holds."""
-        self._failures: dict[int, dict[str, Any]] = {}
         self._peers_lost: list[Death] = []
         self._said_finished: set[int] = set()
         self._still_since: dict[int, float] = {}
@@ -163,9 +162,7 @@ class Gang:
         """Handle one report of this generation; True when it was the rank's last."""
         await self._handle(report)
         kind, data = report["kind"], report["data"]
-        if kind == "failure":
-            self._failures[rank] = {**data, "at": report["time"]}
-        elif kind == "stalled":
+        if kind == "stalled":
             self._note_stall(rank, report)
         elif kind == "finished":
             self._said_finished.add(rank)
@@ -188,7 +185,7 @@ class Gang:
             self._still_since.pop(rank, None)
 
     def _end(self, rank: int, exit_data: dict[str, Any], at: float) -> None:
-        failure = self._failures.get(rank)
+        failure = exit_data.get("failure")
         if failure is None and (rank in self._said_finished or exit_data.get("code") == 0):
             self.finished.add(rank)
             self._changed.set()

@@ -4,10 +4,12 @@ written here before the next thing is done, so that another control plane can ta
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from service.budgets import avoided_nodes, faults_of
 from service.incident import Incident
 from service.states import JobState, can
 from service.store import Store, checkpoints, events, generations, jobs, ranks, recoveries
@@ -33,6 +35,10 @@ class JobRecord:
         """All of them, in order."""
         found: list[Generation] = await self.read(lambda s: generations.of_job(s, self.id))
         return found
+
+    async def avoided_nodes(self) -> set[str]:
+        """Nodes on which the machine keeps failing the job."""
+        return avoided_nodes(faults_of(await self.generations()), time.time())
 
     async def current_generation(self) -> Generation | None:
         """The newest one; None before the first."""

@@ -78,7 +78,7 @@ class Launcher:
             gang.lose(rank, f"could not be launched ({why})")
         if not silent:
             nodes = [place["node"] or place["host"] for place in where.values()]
-            await replication.begin(crew.agents, nodes, generation, crew.tag)
+            await replication.begin(crew.agents, nodes, generation, crew.tag, crew.peers)
         return gang
 
     async def _everywhere(self) -> dict[int, dict[str, Any]]:

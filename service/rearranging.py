@@ -185,12 +185,12 @@ class Rearranger:
         layout, crew = target.layout, self._crew
 
         async def place_anew() -> Joiners:
-            before, left = crew.spec, await crew.release()
+            before, avoid, left = crew.spec, await self._record.avoided_nodes(), await crew.release()
             try:
-                await crew.place(gang.generation + 1, target, ())
+                await crew.place(gang.generation + 1, target, avoid)
             except NotPlaced:  # others were faster
                 still = fitting(self._shapes, await self._wanted(), await crew.capacity())
-                await crew.place(gang.generation + 1, still or before, ())
+                await crew.place(gang.generation + 1, still or before, avoid)
             return left
 
         told = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
@@ -229,7 +229,8 @@ class Rearranger:
         if await self._room(target) < len(replicas):
             return None
         generation = gang.generation + 1
-        joiners = await self._crew.enlist(generation, target.layout, replicas)
+        avoid = await self._record.avoided_nodes()
+        joiners = await self._crew.enlist(generation, target.layout, replicas, avoid)
         if joiners is None:
             return None
         about = await self._site.gangs.describe(joiners.agents)

@@ -7,6 +7,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from service.other_layouts import KeptByHost
@@ -16,12 +17,18 @@ log = logging.getLogger(__name__)
 
 Handle = Any
 """A Ray actor handle of an agent."""
+Peers = Mapping[int, Sequence[int]]
+"""For each rank those that have the same state, itself among them (`grid.state_peers`)."""
 
 
-async def begin(agents: Sequence[Handle], nodes: Sequence[str], generation: int, layout: str) -> dict[int, int]:
+async def begin(
+    agents: Sequence[Handle], nodes: Sequence[str], generation: int, layout: str, peers: Peers
+) -> dict[int, int]:
     """Let every agent keep its rank's snapshots (of the layout with tag `layout`) with a partner on another node, from
-    now on. `nodes`: the node of each rank. Answers who keeps whose; a rank whose partner fails is left out."""
-    wanted, token = partners(nodes), secrets.token_hex()
+    now on, unless a peer there has the same. `nodes`: the node of each rank. Answers who keeps whose; a rank whose
+    partner fails is left out."""
+    alone = {rank for rank, same in peers.items() if len({nodes[peer] for peer in same}) == 1}
+    wanted, token = {rank: keeper for rank, keeper in partners(nodes).items() if rank in alone}, secrets.token_hex()
     if not wanted:
         return {}
     keepers = sorted(set(wanted.values()))
@@ -35,10 +42,20 @@ async def begin(agents: Sequence[Handle], nodes: Sequence[str], generation: int,
         return_exceptions=True,
     )
     found = {rank: wanted[rank] for rank, problem in zip(ranks, begun, strict=True) if problem is None}
-    if len(found) < len(agents):
+    if len(found) < len(wanted):
         problems = [str(each) for each in (*answers, *begun) if isinstance(each, BaseException)]
-        log.warning("%d of %d ranks have no replica: %s", len(agents) - len(found), len(agents), "; ".join(problems))
+        log.warning("%d of %d ranks have no replica: %s", len(wanted) - len(found), len(agents), "; ".join(problems))
     return found
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What lies in shared memory of the nodes of the ranks that need it."""
+
+    steps: list[list[int]]
+    """Of each rank."""
+    taken: dict[int, str]
+    """By rank what was fetched for it: its own `snapshot` from another node, that of a `peer`, or a `replica`."""
 
 
 async def bring_back(
@@ -49,26 +66,31 @@ async def bring_back(
     layout: str,
     holders: Mapping[str, Handle],
     kept: KeptByHost,
-) -> list[list[int]]:
+    peers: Peers,
+) -> Brought:
     """The steps in each rank's own shared memory, after those of the `needy` ranks that lack it fetched the newest step
-    that all ranks can have, from their own files or replicas of these on any host. `steps`: the same before that;
-    `kept`: the files of each host, of which `holders` has an agent."""
+    that all ranks can have, from files of their own or of their peers, or from replicas, on any host. `steps`: the same
+    before that; `kept`: the files of each host, of which `holders` has an agent."""
     found, token = [list(each) for each in steps], secrets.token_hex()
-    offers = {rank: _offers(rank, layout, kept) for rank in needy}
-    state = reachable(found, {rank: itertools.chain(*each.values()) for rank, each in offers.items()})
+    taken: dict[int, str] = {}
+    offers = {rank: _offers(peers[rank], rank, layout, kept) for rank in needy}
+    state = reachable(found, {rank: itertools.chain(*(each.steps for each in offers[rank])) for rank in offers})
     if state is None:
-        return found  # what only some of them can have is of no use
-    wanted = {rank: next(host for host, held in offers[rank].items() if state.step in held) for rank in state.fetched}
+        return Brought(found, taken)  # what only some of them can have is of no use
+    wanted = {rank: next(each for each in offers[rank] if state.step in each.steps) for rank in state.fetched}
     fetched = await asyncio.gather(
-        *(_fetch(agents[rank], holders[host], rank, token, generation, layout) for rank, host in wanted.items()),
+        *(
+            _fetch(agents[rank], holders[offer.host], rank, offer.rank, token, generation, layout)
+            for rank, offer in wanted.items()
+        ),
         return_exceptions=True,
     )
     for rank, result in zip(wanted, fetched, strict=True):
         if isinstance(result, BaseException):
             log.warning("the snapshots of rank %d could not be fetched: %s", rank, result)
         else:
-            found[rank] = result
-    return found
+            found[rank], taken[rank] = result, wanted[rank].kind
+    return Brought(found, taken)
 
 
 def without_state(steps: Sequence[Sequence[int]]) -> list[int]:
@@ -78,16 +100,39 @@ def without_state(steps: Sequence[Sequence[int]]) -> list[int]:
     return [rank for rank, own in enumerate(steps) if not own or max(own) < min(furthest)]
 
 
-def _offers(rank: int, layout: str, kept: KeptByHost) -> dict[str, list[int]]:
-    """By host the steps of `rank` that can be fetched from there: those of the file that goes furthest."""
-    offers = {}
+KINDS = ("snapshot", "peer", "replica")
+"""What a rank can go on from, the nearest first."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """Snapshots that can be fetched."""
+
+    host: str
+    rank: int
+    """Whose they are."""
+    kind: str
+    """One of KINDS."""
+    steps: tuple[int, ...]
+
+
+def _offers(peers: Sequence[int], rank: int, layout: str, kept: KeptByHost) -> list[_Offer]:
+    """What `rank` could go on from, the nearest first. Of a rank's files on one host only the one that goes furthest is
+    given out."""
+    found = []
     for host, files in sorted(kept.items()):
-        mine = [list(file["steps"]) for file in files if (file["rank"], file["layout"]) == (rank, layout)]
-        offers[host] = max(mine, key=lambda steps: max(steps, default=-1), default=[])
-    return offers
+        for peer in peers:
+            theirs = [file for file in files if (file["rank"], file["layout"]) == (peer, layout)]
+            if theirs:
+                furthest = max(theirs, key=lambda file: max(file["steps"], default=-1))
+                kind = "replica" if furthest["is_replica"] else "snapshot" if peer == rank else "peer"
+                found.append(_Offer(host, peer, kind, tuple(furthest["steps"])))
+    return sorted(found, key=lambda offer: KINDS.index(offer.kind))
 
 
-async def _fetch(agent: Handle, holder: Handle, rank: int, token: str, generation: int, layout: str) -> list[int]:
+async def _fetch(
+    agent: Handle, holder: Handle, rank: int, of: int, token: str, generation: int, layout: str
+) -> list[int]:
     place = await holder.receive_replicas.remote(token, generation)
-    found: list[int] = await agent.fetch_snapshot.remote(rank, place, token, generation, layout)
+    found: list[int] = await agent.fetch_snapshot.remote(rank, place, token, generation, layout, of)
     return found

@@ -50,20 +50,22 @@ async def newest_state(
     nodes may hold state."""
     agents, generation = crew.agents, (await record.job()).generation
     own = await asyncio.gather(*(agent.snapshot_steps.remote(crew.tag) for agent in agents))
-    found, others = list(own), _other_layouts(submitted, crew.tag)
+    brought, others = replication.Brought([list(steps) for steps in own], {}), _other_layouts(submitted, crew.tag)
     foreign: list[tuple[int, list[str]]] = []
     needy = list(range(len(agents))) if leavers else replication.without_state(own)
     if generation and (needy or others):
         memory = await _memory_of(agents, leavers)
-        found = await replication.bring_back(agents, own, needy, generation, crew.tag, memory.holders, memory.kept)
+        brought = await replication.bring_back(
+            agents, own, needy, generation, crew.tag, memory.holders, memory.kept, crew.peers
+        )
         foreign = await _of_other_layouts(memory, others, generation)
-    held = [{*steps, *_in_process(crew, rank)} for rank, steps in enumerate(found)]
+    held = [{*steps, *_in_process(crew, rank)} for rank, steps in enumerate(brought.steps)]
     whole = await asyncio.to_thread(whole_checkpoints, checkpoint_folder)
     await record.reconcile_checkpoints(whole)
     durable = [(manifest.step, str(path)) for path, manifest in whole]
     resume = choose_resume(held, durable, unusable_sources(await record.generations(), last_kind), foreign)
-    fetched = {step for before, after in zip(own, found, strict=True) for step in {*after} - {*before}}
-    return Found(resume, _told(resume, resume.step in fetched, resume.step in crew.memory.values()))
+    taken = {kind for rank, kind in brought.taken.items() if resume.step in brought.steps[rank]}
+    return Found(resume, _told(resume, taken, resume.step in crew.memory.values()))
 
 
 def _in_process(crew: Crew, rank: int) -> list[int]:
@@ -71,10 +73,10 @@ def _in_process(crew: Crew, rank: int) -> list[int]:
     return [] if step is None else [step]
 
 
-def _told(resume: Resume, from_replica: bool, from_memory: bool) -> str:
+def _told(resume: Resume, taken: set[str], from_memory: bool) -> str:
     if resume.source != "snapshot":
         return resume.source
-    where = "replica" if from_replica else "snapshot"
+    where = max(taken or {"snapshot"}, key=replication.KINDS.index)
     return f"memory and {where}" if from_memory else where
 
 

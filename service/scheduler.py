@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
 from pydantic import ValidationError
 
-from service.budgets import avoided_nodes, faults_of
 from service.gangs import NotPlaced
+from service.job_record import JobRecord
 from service.placement import missing, unit_of
 from service.site import Site
 from service.sizes import fitting, resized, shapes_of, smallest
 from service.states import JobState
-from service.store import IllegalTransition, generations, jobs
+from service.store import IllegalTransition, jobs
 from service.store.tables import Job
 from service.stored_specs import stored_spec_problem
 from workers.config import JobSpec, ParallelConfig
@@ -126,7 +125,7 @@ class Scheduler:
             return True
         generation = job.generation + 1
         try:
-            avoid = await asyncio.to_thread(self._avoided, job.id)
+            avoid = await JobRecord(self.site.store, job.id).avoided_nodes()
             await self.site.gangs.acquire(job.id, generation, spec.layout, unit, PLACEMENT_SECONDS, avoid)
         except Exception as error:  # a job that is STARTING with nobody who starts it would stay so
             if not isinstance(error, NotPlaced | self.site.ray.exceptions.RayError):
@@ -136,10 +135,6 @@ class Scheduler:
             # It was cancelled meanwhile; its supervisor ends it.
         self._placed(job, generation)
         return True
-
-    def _avoided(self, job_id: str) -> set[str]:
-        with self.site.store.read() as session:
-            return avoided_nodes(faults_of(generations.of_job(session, job_id)), time.time())
 
     async def _transition(
         self,

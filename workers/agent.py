@@ -264,14 +264,15 @@ class Agent:
         return self._replicator.state.to_json() if self._replicator is not None else None
 
     async def fetch_snapshot(
-        self, rank: int, holder: dict[str, Any], token: str, generation: int, layout: str
+        self, rank: int, holder: dict[str, Any], token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
-        """Bring the snapshots of `rank` that the agent `holder` (as `receive_replicas` answered) keeps to this node;
-        the steps that came whole. Raises ReplicaError, SharedMemoryError, OSError."""
+        """Bring the snapshots of `rank` that the agent `holder` (as `receive_replicas` answered) keeps to this node, or
+        those of the rank `of`, which has the same state; the steps that came whole. Raises ReplicaError,
+        SharedMemoryError, OSError."""
         if self._snapshot_folder is None:
             raise ReplicaError("this agent was started without a folder in shared memory")
         address = (str(holder["host"]), int(holder["port"]))
-        return await asyncio.to_thread(fetch, self._snapshot_folder, rank, layout, address, token, generation)
+        return await asyncio.to_thread(fetch, self._snapshot_folder, rank, layout, address, token, generation, of)
 
     async def reports(self, after: int, timeout: float) -> list[dict[str, Any]]:
         """Reports with a sequence above `after`, as JSON: at once if there are any, else within `timeout` seconds.

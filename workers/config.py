@@ -257,7 +257,8 @@ class CheckpointConfig(Section):
     every_steps: StepsOrNever = 50
     """Steps between durable checkpoints; the last step is always saved. 0: no durable checkpoint at all."""
     keep: Steps = 3
-    """Newest durable checkpoints kept; older ones are deleted after a newer one is complete."""
+    """Newest durable checkpoints kept; older ones are deleted after a newer one is complete. Where a roll back could
+    undo all of these, up to two from before are kept too."""
     snapshot_every_steps: Steps | Literal["auto"] = "auto"
     """Steps between snapshots in shared memory; the most that a crash makes a job redo. auto: 1, or more where making
     sure of each would take the training thread over 1 ms and over 1% of a step's time; `snapshot_every_steps` in the

@@ -78,14 +78,14 @@ class LaunchOrder:
 class Report:
     """One message of a trainer, or of its agent about it, to the control plane."""
 
-    kind: Literal["started", "metrics", "event", "stalled", "resting", "failure", "finished", "exit"]
+    kind: Literal["started", "metrics", "event", "stalled", "resting", "finished", "exit"]
     """started: trainer is up; metrics: `data.rows`, one per committed step; event: something to tell (`data.type`,
     `data.message`, more); stalled: the trainer stands still for longer than it may, or moves on after it did (`data` as
     `Watch.describe`), added by the agent; resting: the trainer has lost a peer, or was told to rest, and waits for the
-    next generation's order (`data.step`: the committed step that it holds or None, `data.message`: why); failure: the
-    trainer is about to exit (`data` as `Failure`); finished: last step committed; exit: the process is gone
-    (`data.code` or `data.signal`; `data.condemned`, where its agent killed it for something: `kind` and `message`),
-    added by the agent. The last of a generation is exit or resting."""
+    next generation's order (`data.step`: the committed step that it holds or None, `data.message`: why); finished:
+    last step committed; exit: the process is gone (`data.code` or `data.signal`; `data.failure`, where it said why: as
+    `Failure`, and `at`; `data.condemned`, where its agent killed it for something: `kind` and `message`), added by the
+    agent. The last of a generation is exit or resting."""
     generation: int
     rank: int
     time: float
@@ -101,7 +101,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a trainer ends before its last step; the `data` of a `failure` report."""
+    """Why a trainer ends before its last step, as it tells its agent."""
 
     kind: Literal[
         "exception",

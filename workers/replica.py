@@ -259,16 +259,23 @@ def _shut(connection: socket.socket) -> None:
 
 
 def fetch(
-    folder: str | Path, rank: int, layout: str, holder: tuple[str, int], token: str, generation: int
+    folder: str | Path,
+    rank: int,
+    layout: str,
+    holder: tuple[str, int],
+    token: str,
+    generation: int,
+    of: int | None = None,
 ) -> list[int]:
     """Bring the snapshots of `rank` that the agent at `holder` keeps into `folder`, as the rank's own; the steps that
-    came whole. A file of the rank that is there already is replaced, once all has come.
+    came whole. A file of the rank that is there already is replaced, once all has come. `of`: another rank that has the
+    same state, whose snapshots are to be taken.
 
     Raises ReplicaError, SharedMemoryError, OSError.
     """
     path = snapshot_path(folder, rank, layout)
     arriving = path.with_name(f"{path.name}.arriving")
-    wish = {"do": "get", "rank": rank, "layout": layout, "generation": generation}
+    wish = {"do": "get", "rank": rank if of is None else of, "layout": layout, "generation": generation}
     with socket.create_connection(holder, CONNECT_SECONDS) as connection:
         wire.prepare(connection)
         wire.introduce(connection, token, wish)

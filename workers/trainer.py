@@ -31,6 +31,7 @@ from workers.learning_rate import learning_rate
 from workers.messages import Resume
 from workers.number_guard import NumberGuard, error_of
 from workers.parallel.elastic_sums import shared_leaves, sum_of_halves
+from workers.parallel.grid import state_peers
 from workers.parallel.replica_check import ReplicaCheck
 from workers.parallel.zero import StepStatistics
 from workers.reporter import Reporter
@@ -60,6 +61,8 @@ class Trainer:
         self.spec, self.comm, self.reporter, self.peak_flops = spec, comm, reporter, peak_flops
         self.engine = Engine(spec, comm)
         self.batches = Batches(spec, comm.index("data"), comm.device, self.engine.model.reads_tokens)
+        self._first_peer = state_peers(spec.layout, comm.rank)[0]
+        """The first rank that has the same state as this one: perhaps this one."""
         self._places, self._pace = places, Pace(spec.checkpoint.snapshot_every_steps)
         self.guard = NumberGuard(spec.recovery, self.engine, comm)
         self.engine.optimizer.before_update = self._before_update
@@ -81,7 +84,7 @@ class Trainer:
             return None
         spec, rank = self.spec.model_dump(mode="json"), self.comm.rank
         table = describe(places.job, spec["parallel"], self.engine, self.comm)
-        identity, layout = fingerprint(spec, rank), layout_tag(spec)
+        identity, layout = fingerprint(spec, self._first_peer), layout_tag(spec)
         return Snapshots(places.snapshots, rank, self.engine.state(), identity, layout, table)
 
     def restore(self, resume: Resume, roll_backs: Sequence[dict[str, Any]] = ()) -> None:
@@ -285,12 +288,13 @@ class Trainer:
 
     def _keep_and_report(self, step: int, make_row: Callable[[], dict[str, Any]]) -> None:
         """Snapshot the step and report its row. The snapshot holds the rows of the last steps too: a process that is
-        killed takes the rows with it that it had not shipped yet."""
+        killed takes the rows with it that it had not shipped yet. So do those that may stand in for it."""
         report: Callable[[], None] | None = None
-        if self.comm.rank == 0:
+        if self._first_peer == 0:
             row = make_row() | self._when()
             self._journal.append(json.dumps(row).encode())
-            report = partial(self.reporter.metrics, row)
+            if self.comm.rank == 0:
+                report = partial(self.reporter.metrics, row)
         if self.snapshots is not None and self._pace.due(step):
             self.comm.progress.at("snapshot")
             with self.clock.waiting("snapshot_stall"):
@@ -338,16 +342,17 @@ class Trainer:
         return b"\n".join(lines)
 
     def _report_again(self, note: bytes) -> Numbers | None:
-        """Report the rows that came with a snapshot, of rank 0; the receiver knows most of them already. Returns the
+        """Report, on rank 0, the rows that came with a snapshot; the receiver knows most of them already. Returns the
         numbers that came with it."""
         numbers: Numbers | None = None
         for line in note.splitlines():
             row = json.loads(line)
             if "numbers" in row:
                 numbers = Numbers.from_json(row["numbers"])
-            elif self.comm.rank == 0:
+            elif self._first_peer == 0:
                 self._journal.append(line)
-                self.reporter.metrics(row)
+                if self.comm.rank == 0:
+                    self.reporter.metrics(row)
         return numbers
 
     def validate(self) -> float:

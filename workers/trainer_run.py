@@ -17,7 +17,7 @@ from workers.zygote_client import Exit, ForkedProcess
 DRAIN_SECONDS = 2.0
 """How long to read on after a trainer's end. Its channels close with it, unless a grandchild holds on to them."""
 CHUNK_BYTES = 65536
-KINDS = frozenset({"started", "metrics", "event", "resting", "failure", "finished"})
+KINDS = frozenset({"started", "metrics", "event", "resting", "finished"})
 
 
 class TrainerRun:
@@ -47,6 +47,9 @@ class TrainerRun:
         """Whether its end was asked for."""
         self._stderr = LineSplitter()
         self._condemned: dict[str, str] | None = None
+        self._failure: dict[str, Any] | None = None
+        """What it said that it fails with; told with its end, since a reader who is replaced in between knows only what
+        comes after."""
         self._watching = asyncio.create_task(self._watch(), name=f"trainer {process.pid}")
 
     @property
@@ -136,6 +139,8 @@ class TrainerRun:
         data: dict[str, Any] = {**found.to_json(), "last_output": list(self._stderr.tail)}
         if self._condemned is not None:
             data["condemned"] = self._condemned
+        if self._failure is not None:
+            data["failure"] = self._failure
         self._reports.add("exit", self.generation, self._rank, data)
         self.process.close()
         return found
@@ -159,11 +164,14 @@ class TrainerRun:
             if document["kind"] == "prepared":
                 self._prepared.set()
                 return
-            if document["generation"] != self.generation or document["kind"] not in KINDS:
+            if document["generation"] != self.generation or document["kind"] not in {*KINDS, "failure"}:
                 return
             kind, when, data = document["kind"], float(document["time"]), dict(document["data"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             self._log.write(self.generation, "agent", [f"unreadable report ({error}): {line[:200]!r}"])
+            return
+        if kind == "failure":
+            self._failure = {**data, "at": when}
             return
         self._reports.add(kind, self.generation, self._rank, data, when)
         if kind == "event" and data.get("type") == STRUCK:

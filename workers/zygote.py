@@ -1,6 +1,7 @@
 """The zygote: a process with torch imported, from which trainers are forked in milliseconds.
 
-    python -m workers.zygote --socket PATH --owner-pipe FD [--entry NAME=module:function ...] [--warm MODULE ...]
+    python -m workers.zygote --socket PATH --owner-pipe FD [--entry NAME=MODULE:FUNCTION ...]
+                            [--warm MODULE[:FUNCTION] ...]
 
 It is single-threaded, never imports ray and never touches CUDA, so a fork copies a quiet process. One connection on
 its Unix socket is one child:
@@ -40,7 +41,13 @@ DEFAULT_ENTRIES = {
 }
 # An optimizer's first step imports torch._dynamo, a checkpoint's first save the checkpoint package: once here, not in
 # each trainer.
-DEFAULT_WARM = ("torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint")
+DEFAULT_WARM = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "workers.host_names:settle",
+)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Environment of every process that computes on a CPU: results must not depend on the number of threads."""
 
@@ -289,7 +296,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--socket", type=Path, required=True, help="path of the Unix socket to serve")
     parser.add_argument("--owner-pipe", type=int, required=True, help="descriptor whose closing ends the zygote")
     parser.add_argument("--entry", action="append", help="NAME=module:function; replaces the built-in table")
-    parser.add_argument("--warm", action="append", help="module to import at start; replaces the built-in list")
+    parser.add_argument(
+        "--warm",
+        action="append",
+        help="MODULE[:FUNCTION] to import (and call) at start; replaces the built-in list",
+    )
     return parser.parse_args(arguments)
 
 
@@ -309,8 +320,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Warm up and serve until the owner is gone."""
     options = _arguments(arguments)
     os.environ.update(ONE_THREAD)
-    for module in options.warm or DEFAULT_WARM:
-        importlib.import_module(module)
+    for item in options.warm or DEFAULT_WARM:
+        module, _, function = item.partition(":")
+        loaded = importlib.import_module(module)
+        if function:
+            getattr(loaded, function)()
     entries = _resolve(options.entry or [f"{name}={target}" for name, target in DEFAULT_ENTRIES.items()])
     if "ray" in sys.modules:
         raise AssertionError("the zygote imported ray, whose threads a fork does not survive")

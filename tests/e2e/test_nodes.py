@@ -8,6 +8,7 @@ from tests.e2e.conftest import Manta
 from tests.e2e.ray_nodes import SLOTS, Network, Node
 
 STEPS = 20_000
+HELD_BACK_SECONDS = 0.15
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,16 @@ def spec_of(manta, min_data, data=2):
     return manta.spec(STEPS, (2, 1, data), train=train, elastic=elastic)
 
 
+def submitted_whole(manta, document):
+    """Submit a job once all of its ranks have room, what a job before it gave back included: it might begin smaller."""
+
+    def free():
+        return sum(node.free for node in manta.client.cluster().nodes if node.alive and not node.draining)
+
+    manta.until("room for all ranks", lambda: free() >= 2 * SLOTS)
+    return manta.submit(document)
+
+
 def same_as_undisturbed(manta, job):
     """End `job`, and see whether its curve is that of a job to which nothing happens; the number of its replicas does
     not show in it."""
@@ -68,6 +79,14 @@ def node_with_ranks(manta, job, nodes):
     return next((node, found) for node in nodes if (found := ranks_on(manta, job, node)))
 
 
+def held_back(manta, job, left_alone):
+    """Make each of the job's steps a slow one, by a rank that is not among `left_alone`: while a node comes up it would
+    otherwise make thousands, all of which the undisturbed job has to make too."""
+    rank = next(rank for rank in range(4) if rank not in left_alone)
+    manta.client.inject(job, "slow", rank, seconds=HELD_BACK_SECONDS)
+    manta.until_step(job, manta.client.job(job).step + 3)
+
+
 def kept_ranks(before, after):
     """Ranks that have the process that they had."""
     return [rank for rank, pid in enumerate(after) if pid == before[rank]]
@@ -79,9 +98,10 @@ def steps_committed(manta, job, times):
 
 
 def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes):
-    job = manta.submit(spec_of(manta, min_data=2))
+    job = submitted_whole(manta, spec_of(manta, min_data=2))
     manta.until_step(job, 8)
     leaving, moved = node_with_ranks(manta, job, nodes)
+    held_back(manta, job, moved)
     before = manta.pids(job)
     leaving.daemon().terminate()
     steps_committed(manta, job, 2)
@@ -101,7 +121,7 @@ def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes
 
 
 def test_lost_node_costs_a_step_at_most(manta, nodes):
-    job = manta.submit(spec_of(manta, min_data=1))
+    job = submitted_whole(manta, spec_of(manta, min_data=1))
     manta.until_step(job, 8)
     lost, ranks = node_with_ranks(manta, job, nodes)
     before = manta.pids(job)
@@ -123,10 +143,11 @@ def test_host_behind_a_pulled_cable_is_done_without_and_comes_back(manta, networ
     if not network.usable:
         pytest.skip("this user may not make network namespaces")
     node = Node(manta, network).registered().started()
-    job = manta.submit(spec_of(manta, min_data=1))
+    job = submitted_whole(manta, spec_of(manta, min_data=1))
     manta.until_step(job, 8)
     cut_off = ranks_on(manta, job, node)
     assert len(cut_off) == 2
+    held_back(manta, job, cut_off)
     node.cable.pull()
     (lost,) = manta.until("the loss", lambda: manta.events(job, "node_lost"))
     assert (lost.data["node"], lost.data["ranks"]) == (node.id, cut_off)
@@ -146,9 +167,11 @@ def test_host_behind_a_pulled_cable_is_done_without_and_comes_back(manta, networ
 
 def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta, network):
     first = Node(manta, network).registered().started()
-    job = manta.submit(manta.spec(STEPS, (2, 2, 1), elastic={"reshape": True}))
+    job = submitted_whole(manta, manta.spec(STEPS, (2, 2, 1), elastic={"reshape": True}))
     manta.until_step(job, 8)
-    first.kill(job, ranks_on(manta, job, first))
+    lost = ranks_on(manta, job, first)
+    held_back(manta, job, lost)
+    first.kill(job, lost)
     steps_committed(manta, job, 2)
     smaller = manta.client.job(job).parallel
     assert (smaller["tensor"], smaller["pipeline"], smaller["data"]) == (2, 1, 1)

@@ -141,6 +141,22 @@ def complete_checkpoints(manta, job):
     return [row.step for row in manta.client.checkpoints(job).items if row.state == "complete"]
 
 
+def test_without_its_own_snapshot_a_rank_goes_on_from_a_peers(manta, kill):
+    document = manta.spec(parallel={"zero": 0})
+    clean = manta.submit(document)
+    manta.until_state(clean, "SUCCEEDED")
+    job = manta.submit(document)
+    manta.until_step(job, MIDDLE)
+    for file in manta.paths.snapshot_folder(job).glob("rank-00000.*snapshot"):
+        file.unlink()
+    kill(manta.pids(job)[0])
+    manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == manta.curve(clean), "with the rows that the killed rank had not shipped"
+    assert at_most_one_step_redone(manta, job)
+    (recovered,) = manta.events(job, "recovered")
+    assert recovered.data["source"].endswith("peer")
+
+
 def test_job_that_may_not_be_restarted_fails_and_says_why(manta, kill):
     job = manta.submit(manta.spec(recovery={"max_restarts": 0}))
     manta.until_step(job, 1)

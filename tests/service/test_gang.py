@@ -79,7 +79,7 @@ def run(body, ranks=2, gone=()):
 
 
 def failure(kind, **changes):
-    return {"kind": kind, "step": 3, "exception": "E", "message": "m", "traceback": "t", **changes}
+    return {"kind": kind, "step": 3, "exception": "E", "message": "m", "traceback": "t", "at": 0.0, **changes}
 
 
 def test_gang_ends_when_all_ranks_finished():
@@ -108,8 +108,7 @@ def test_exit_with_code_0_is_a_finish_although_its_word_was_heard_by_another_con
 
 def test_consequence_waits_for_its_culprit():
     async def body(gang, agents, handled):
-        agents[0].say("failure", **failure("peer_lost"))
-        agents[0].say("exit", code=75, signal=None)
+        agents[0].say("exit", code=75, signal=None, failure=failure("peer_lost"))
         await gang.wait(asyncio.Event())
         assert [death.kind for death in gang.deaths] == ["peer_lost"]
         waiting = asyncio.create_task(gang.wait_for_culprit())
@@ -123,8 +122,7 @@ def test_consequence_waits_for_its_culprit():
 def test_death_is_as_old_as_what_its_agent_saw():
     async def body(gang, agents, handled):
         agents[0].say("exit", at=40.0, code=None, signal=9)
-        agents[1].say("failure", at=41.0, **failure("exception"))
-        agents[1].say("exit", at=43.0, code=1, signal=None)
+        agents[1].say("exit", at=43.0, code=1, signal=None, failure=failure("exception", at=41.0))
         agents[2].say("stalled", at=30.0, overdue=True, standing_seconds=2.0)
         agents[2].say("stalled", at=31.0, overdue=False, standing_seconds=0.0)
         agents[2].say("stalled", at=38.0, overdue=True, standing_seconds=3.0)
@@ -140,8 +138,7 @@ def test_death_is_as_old_as_what_its_agent_saw():
 
 def test_consequence_alone_is_not_waited_on_for_ever():
     async def body(gang, agents, handled):
-        agents[0].say("failure", **failure("peer_lost"))
-        agents[0].say("exit", code=75, signal=None)
+        agents[0].say("exit", code=75, signal=None, failure=failure("peer_lost"))
         await gang.wait(asyncio.Event())
         await gang.wait_for_culprit()
         assert len(gang.deaths) == 1
@@ -151,8 +148,7 @@ def test_consequence_alone_is_not_waited_on_for_ever():
 
 def test_stop_kills_everybody_and_hears_their_last_words():
     async def body(gang, agents, handled):
-        agents[1].say("failure", **failure("exception"))
-        agents[1].say("exit", code=1, signal=None)
+        agents[1].say("exit", code=1, signal=None, failure=failure("exception"))
         await gang.wait(asyncio.Event())
         agents[0].say("metrics", rows=[])
         await gang.stop()

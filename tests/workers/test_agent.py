@@ -116,6 +116,19 @@ def test_reports_that_make_no_sense_or_are_stale_are_dropped(make_agent, go, tmp
     go(body)
 
 
+def test_what_a_trainer_fails_with_is_told_with_its_end(make_agent, go):
+    async def body():
+        agent = make_agent()
+        said = {"kind": "exception", "message": "why"}
+        failure = json.dumps({"kind": "failure", "generation": 1, "rank": 3, "time": 1.0, "data": said})
+        await agent.launch(order(1, raw=[failure], code=1))
+        (report,) = await until_exit(agent)
+        assert report["data"]["failure"] == {**said, "at": 1.0}
+        await agent.close()
+
+    go(body)
+
+
 def test_signal_is_reported_with_the_last_output(make_agent, go):
     async def body():
         agent = make_agent()

@@ -193,11 +193,20 @@ def next_generation(folder: str | Path) -> int:
     return 1 + max((generation for _, _, generation in _folders(Path(folder))), default=0)
 
 
-def prune(folder: str | Path, keep: int, generation: int) -> list[Path]:
+def prune(folder: str | Path, keep: int, generation: int, undoes: int = 0) -> list[Path]:
     """Delete all but the newest `keep` whole checkpoints, and the interrupted ones of generations before
-    `generation`. Returns what was deleted; what cannot be stays."""
-    whole = [path for path, _ in whole_checkpoints(folder)]
+    `generation`. Returns what was deleted; what cannot be stays.
+
+    `undoes`: how many steps may yet be undone, with their checkpoints; one from before those is kept too, and one that
+    takes its place in time.
+    """
+    found = whole_checkpoints(folder)
+    whole = [path for path, _ in found]
     doomed = whole[:-keep]
+    if undoes:
+        safe = [path for path, manifest in found if manifest.step <= found[-1][1].step - undoes]
+        successors = [path for path in doomed if path not in safe]
+        doomed = [path for path in doomed if path not in (*safe[-1:], *successors[:1])]
     doomed += [path for path, _, made_by in _folders(Path(folder)) if path not in whole and made_by < generation]
     return _removed(doomed)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from workers.bad_numbers import rolls_back
 from workers.checkpoint import catalog, durable
 from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.catalog import Manifest
@@ -142,7 +143,9 @@ class Checkpointer:
         catalog.seal(Path(path), manifest)
         data = {"path": path, "bytes": manifest.bytes}
         self._tell("checkpoint_saved", step, f"checkpoint of step {step} is complete", data)
-        for old in catalog.prune(self.folder, self.spec.checkpoint.keep, self.comm.generation):
+        recovery = self.spec.recovery
+        undoes = 2 * recovery.roll_back_steps if rolls_back(recovery) else 0
+        for old in catalog.prune(self.folder, self.spec.checkpoint.keep, self.comm.generation, undoes):
             self._tell("checkpoint_deleted", step, f"deleted {old.name}", {"path": str(old)})
 
     def _tell(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from workers.checkpoint.snapshot_file import SnapshotFile
 from workers.comm import Comm
 from workers.engine import Engine
 from workers.errors import CheckpointError
+from workers.parallel.grid import state_peers
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a rectangle."""
@@ -30,6 +31,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 def describe(job: str, layout: dict[str, Any], engine: Engine, comm: Comm) -> dict[str, Any]:
     """The table of a rank's snapshots, of what `Engine.state` gives; `layout` is the spec's `parallel` as JSON.
+
+    `rank` is the first of those that hold the same state: they may take each other's files.
 
     The payload is one part for each kind, the held ranges one after the other, and then the loss scale. A piece lies in
     each of the parts, from element `start` on, its rows `stride` elements apart.
@@ -42,7 +45,7 @@ def describe(job: str, layout: dict[str, Any], engine: Engine, comm: Comm) -> di
         at += length * dtype.itemsize
     return {
         "job": job,
-        "rank": comm.rank,
+        "rank": state_peers(engine.spec.layout, comm.rank)[0],
         "world_size": comm.size("world"),
         "layout": layout,
         "parts": parts,

@@ -89,7 +89,8 @@ def layout_tag(spec: dict[str, Any]) -> str:
 
 
 def fingerprint(spec: dict[str, Any], rank: int) -> bytes:
-    """16 bytes that tell apart states that do not fit each other: the model, the layout and the rank."""
+    """16 bytes that tell apart states that do not fit each other: the model, the layout and the rank, of several with
+    the same state (`grid.state_peers`) the first."""
     text = json.dumps([spec["model"], spec["parallel"], spec["data"], spec["train"]["precision"], rank], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 

@@ -63,3 +63,9 @@ class RankGrid:
     def groups(self, axis: Axis) -> list[list[int]]:
         """All distinct groups along `axis`, ordered by their first rank."""
         return [list(group) for group in sorted({tuple(self.group(axis, rank)) for rank in range(self.world_size)})]
+
+
+def state_peers(layout: ParallelConfig, rank: int) -> list[int]:
+    """The ranks whose whole state has the same bits as that of `rank`, itself among them, in order: those of its data
+    group, unless ZeRO has split the optimizer's state over it."""
+    return [rank] if layout.zero else RankGrid(layout).group("data", rank)

@@ -164,5 +164,16 @@ def test_pruning_keeps_the_newest_and_what_this_generation_still_writes(tmp_path
     assert [path for path, _ in whole_checkpoints(tmp_path)] == kept, "oldest first"
 
 
+def test_pruning_keeps_one_that_no_roll_back_can_undo(tmp_path):
+    for step in range(10, 500, 10):
+        listed(tmp_path, step, 1)
+        prune(tmp_path, 2, generation=1, undoes=60)
+        steps = [manifest.step for _, manifest in whole_checkpoints(tmp_path)]
+        assert steps[-2:] == [step - 10, step][-len(steps) :] and len(steps) <= 4
+        assert step < 70 or step - 130 <= steps[0] <= step - 60
+    prune(tmp_path, 2, generation=1, undoes=10)
+    assert len(whole_checkpoints(tmp_path)) == 2, "these are enough"
+
+
 def test_no_folder_holds_no_checkpoints(tmp_path):
     assert whole_checkpoints(tmp_path / "none") == []

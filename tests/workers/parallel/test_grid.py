@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.config import ParallelConfig
-from workers.parallel.grid import Coordinates, RankGrid
+from workers.parallel.grid import Coordinates, RankGrid, state_peers
 
 small = st.integers(1, 4)
 grids = st.builds(
@@ -65,3 +65,9 @@ def test_embedding_group_is_the_first_and_last_stage(grid):
 def test_ranks_outside_the_grid_are_named(rank):
     with pytest.raises(IndexError, match=f"rank {rank} is outside a grid of 8 ranks"):
         RankGrid(ParallelConfig(tensor=2, pipeline=2, data=2)).coordinates(rank)
+
+
+def test_replicas_have_the_same_state_unless_zero_splits_it():
+    whole = ParallelConfig(tensor=2, pipeline=2, data=3, zero=0)
+    assert state_peers(whole, 5) == state_peers(whole, 1) == [1, 5, 9]
+    assert state_peers(whole.model_copy(update={"zero": 1}), 5) == [5]
