@@ -31,7 +31,7 @@ check: setup
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-# The engine's tests share a machine well; those of whole services have it for themselves.
+# Most tests share a machine well; those of whole services have it for themselves.
 test: check
-	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/workers
-	@$(BIN)/python -m pytest --ignore=tests/workers
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not cluster"
+	@$(BIN)/python -m pytest -m cluster

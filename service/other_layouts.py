@@ -19,41 +19,57 @@ KeptByHost = Mapping[str, Sequence[Mapping[str, Any]]]
 """For each host the snapshot files there, as `Agent.kept` tells them."""
 
 
+Groups = Sequence[Sequence[int]]
+"""The ranks of a layout, in groups that have the same state (`grid.state_groups`)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a snapshot file lies."""
+
+    rank: int
+    """Whose it is."""
+    host: str
+    path: str
+    """Where the rank keeps its own; here perhaps that of a replica."""
+
+
 @dataclass(frozen=True)
 class Whole:
-    """The newest step that the files of one layout hold of all of its ranks."""
+    """The newest step that files of one layout hold all of."""
 
     layout: str
     """Tag of the layout."""
     step: int
-    places: tuple[tuple[str, str], ...]
-    """Of each rank, in order: a host where its file, or a replica of it, lies; and the path of such a file where a rank
-    keeps its own."""
+    places: tuple[Place, ...]
+    """One of each group of ranks with the same state, in order."""
 
     @property
     def paths(self) -> list[str]:
         """Of all files; the same on every host, once `spread` has brought them there."""
-        return [path for _, path in self.places]
+        return [place.path for place in self.places]
 
 
-def whole_states(kept: KeptByHost, worlds: Mapping[str, int]) -> list[Whole]:
-    """The newest whole state of each layout of which there is one, newest first. `worlds`: ranks of each layout, by its
-    tag; files of other layouts mean nothing to this job."""
-    found = [state for layout, world in worlds.items() if (state := _whole(kept, layout, world)) is not None]
+def whole_states(kept: KeptByHost, layouts: Mapping[str, Groups]) -> list[Whole]:
+    """The newest whole state of each layout of which there is one, newest first. `layouts`: by tag; files of others
+    mean nothing to this job."""
+    found = [state for layout, groups in layouts.items() if (state := _whole(kept, layout, groups)) is not None]
     return sorted(found, key=lambda state: -state.step)
 
 
-def _whole(kept: KeptByHost, layout: str, world: int) -> Whole | None:
-    files: dict[int, dict[int, tuple[str, str]]] = {}  # by step, by rank
+def _whole(kept: KeptByHost, layout: str, groups: Groups) -> Whole | None:
+    group_of = {rank: group for group, ranks in enumerate(groups) for rank in ranks}
+    files: dict[int, dict[int, Place]] = {}  # by step, by group
     found = [(host, file) for host in sorted(kept) for file in kept[host] if file["layout"] == layout]
     for host, file in sorted(found, key=lambda each: bool(each[1]["is_replica"])):  # own files first
+        place = Place(file["rank"], host, _own_path(file["path"]))
         for step in file["steps"]:
-            files.setdefault(step, {}).setdefault(file["rank"], (host, _own_path(file["path"])))
-    steps = [step for step, by_rank in files.items() if all(rank in by_rank for rank in range(world))]
+            files.setdefault(step, {}).setdefault(group_of[place.rank], place)
+    steps = [step for step, by_group in files.items() if len(by_group) == len(groups)]
     if not steps:
         return None
     step = max(steps)
-    return Whole(layout, step, tuple(files[step][rank] for rank in range(world)))
+    return Whole(layout, step, tuple(files[step][group] for group in range(len(groups))))
 
 
 def _own_path(path: str) -> str:
@@ -70,7 +86,7 @@ async def spread(
     for host in sorted(hosts):
         files = [file for file in kept[host] if file["layout"] == state.layout and not file["is_replica"]]
         here = {file["rank"] for file in files if state.step in file["steps"]}
-        wanted += [(host, rank, source) for rank, (source, _) in enumerate(state.places) if rank not in here]
+        wanted += [(host, place.rank, place.host) for place in state.places if place.rank not in here]
     try:
         doors = {
             source: await agents[source].receive_replicas.remote(token, generation)

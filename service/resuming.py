@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from service import replication
 from service.crew import Crew
 from service.gangs import Handle
 from service.job_record import JobRecord
-from service.other_layouts import spread, whole_states
+from service.other_layouts import Groups, spread, whole_states
 from service.recovery import choose_resume, unusable_sources
 from service.sizes import resized, shapes_of, sizes_of
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.checkpoint.snapshot import layout_tag
 from workers.config import JobSpec
 from workers.messages import Resume
+from workers.parallel.grid import state_groups
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +81,12 @@ def _told(resume: Resume, taken: set[str], from_memory: bool) -> str:
     return f"memory and {where}" if from_memory else where
 
 
-def _other_layouts(submitted: JobSpec, tag: str) -> dict[str, int]:
-    """By tag the ranks of all layouts that the job may run in, but for the one with `tag`."""
+def _other_layouts(submitted: JobSpec, tag: str) -> dict[str, Groups]:
+    """By tag all layouts that the job may run in, but for the one with `tag`."""
     layouts = [resized(shape, size) for shape in shapes_of(submitted) for size in sizes_of(submitted)]
-    worlds = {layout_tag(spec.model_dump(mode="json")): spec.layout.world_size for spec in layouts}
-    worlds.pop(tag, None)
-    return worlds
+    found: dict[str, Groups] = {layout_tag(spec.model_dump(mode="json")): state_groups(spec.layout) for spec in layouts}
+    found.pop(tag, None)
+    return found
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,12 @@ async def _answer(method: Any) -> Any:
         return None
 
 
-async def _of_other_layouts(memory: _Memory, worlds: dict[str, int], generation: int) -> list[tuple[int, list[str]]]:
+async def _of_other_layouts(
+    memory: _Memory, layouts: Mapping[str, Groups], generation: int
+) -> list[tuple[int, list[str]]]:
     """(Step, files) of the newest state that ranks of other layouts left whole, once it is on every host of the
     crew."""
-    for state in whole_states(memory.kept, worlds):
+    for state in whole_states(memory.kept, layouts):
         if await spread(state, memory.holders, memory.kept, generation, memory.hosts):
             return [(state.step, state.paths)]
     return []

@@ -190,7 +190,8 @@ class Supervisor:
         await self._record.event("rank_lost", culprit.sentence, rank=culprit.rank, step=culprit.step, data=data)
         policy, history = self.submitted.recovery, [*faults_of(lives), *self._failed_launches]
         if launching is not None and launching.incident is not None:
-            history.append(launching.incident.fault)  # it has no row either
+            known = launching.incident.fault  # it has no row either
+            history += [] if known in history else [known]
         decision = decide(culprit, fault, history, policy.max_restarts, policy.restart_window_seconds)
         if launching is not None:
             self._failed_launches.append(fault)
@@ -204,8 +205,11 @@ class Supervisor:
             await self._hold_back(decision.wait_seconds, culprit)
         if self.cancelled.is_set():
             return None
+        incident = Incident(culprit, fault, timeline, decision.wait_seconds)
         if launching is None:
-            launching = Launching(decision.cause, True, Incident(culprit, fault, timeline, decision.wait_seconds))
+            launching = Launching(decision.cause, True, incident)
+        elif launching.incident is None and lives:  # it was for a change
+            launching = Launching(f"{launching.cause}, and {decision.cause}", True, incident)
         if agents_lost and not await self._make_whole(job, agents_lost, [*history, fault]):
             return await self._replace(job, launching)
         return await self._launch(launching)

@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what runs on a Ray cluster."""
+    for item in items:
+        if "e2e" in item.path.parts or "ray_head" in getattr(item, "fixturenames", ()):
+            item.add_marker("cluster")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Any]:
     """Eight processes that run programs as the ranks of a layout; see tests/workers/rank_processes.py."""

@@ -101,6 +101,9 @@ class Agent:
             if self._run is not None:
                 await self._run.stop()
             self._run = await self._fork(launch)
+            for fault in self._waiting_faults():
+                if fault not in launch.faults:  # it came meanwhile
+                    self._run.arm(fault)
             self._mind(self._run, launch)
             return {"pid": self._run.process.pid, "kept": False}
 

@@ -33,6 +33,25 @@ def test_resized_job_goes_on_without_losing_a_bit(manta):
     assert manta.leftovers(job) == []
 
 
+def test_agent_lost_while_the_size_changes_is_one_recovery(manta):
+    job = manta.submit(manta.spec(100_000, (2, 1, 2), elastic={"min_data": 1, "max_data": 2}))
+    manta.until_step(job, 10)
+    log = str(manta.paths.rank_log(job, 0))
+    (agent,) = [agent for agent in manta.agents() if log in [file.path for file in agent.open_files()]]
+    manta.client.resize(job, 1)
+    manta.until_state(job, "RESIZING")
+    agent.kill()
+    manta.until("one replica", lambda: manta.client.job(job).parallel["data"] == 1)
+    manta.until("the recovery", lambda: manta.events(job, "recovered"))
+    manta.client.cancel(job)
+    ended = manta.until_state(job, "CANCELLED")
+    assert ended.restarts == 1
+    assert len(manta.events(job, "recovered")) == len(manta.client.recoveries(job).items) == 1
+    steps = [step for step, _, _ in manta.curve(job)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert manta.leftovers(job) == []
+
+
 def test_job_starts_with_as_many_replicas_as_there_is_room_for(manta):
     job = manta.submit(manta.spec(10, (2, 2, 3), elastic={"min_data": 1, "max_data": 3}))
     ended = manta.until_state(job, "SUCCEEDED")

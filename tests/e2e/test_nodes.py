@@ -36,9 +36,9 @@ def nodes(manta, network):
         node.close()
 
 
-def spec_of(manta, min_data, data=2):
+def spec_of(manta, min_data, data=2, zero=1):
     train, elastic = {"deterministic": "elastic"}, {"min_data": min_data, "max_data": 2}
-    return manta.spec(STEPS, (2, 1, data), train=train, elastic=elastic)
+    return manta.spec(STEPS, (2, 1, data), train=train, elastic=elastic, parallel={"zero": zero})
 
 
 def submitted_whole(manta, document):
@@ -56,7 +56,7 @@ def same_as_undisturbed(manta, job):
     not show in it."""
     ended = stopped(manta, job)
     curve = manta.curve(job)
-    undisturbed = manta.submit(spec_of(manta, 1, data=1))
+    undisturbed = manta.submit(spec_of(manta, 1, data=1, zero=ended.parallel["zero"]))
     manta.until_step(undisturbed, len(curve))
     stopped(manta, undisturbed)
     assert curve == manta.curve(undisturbed)[: len(curve)]
@@ -121,7 +121,7 @@ def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes
 
 
 def test_lost_node_costs_a_step_at_most(manta, nodes):
-    job = submitted_whole(manta, spec_of(manta, min_data=1))
+    job = submitted_whole(manta, spec_of(manta, min_data=1, zero=0))
     manta.until_step(job, 8)
     lost, ranks = node_with_ranks(manta, job, nodes)
     before = manta.pids(job)
@@ -134,7 +134,7 @@ def test_lost_node_costs_a_step_at_most(manta, nodes):
     assert (ended.generation, ended.restarts, ended.parallel["data"]) == (2, 1, 1)
     (recovered,) = manta.events(job, "recovered")
     assert recovered.data["steps_redone"] <= 1
-    assert recovered.data["source"] == "memory", "of the lost ranks it is the replicas"
+    assert recovered.data["source"] == "memory", "that of the ranks that are left is the same"
     assert len(manta.events(job, "rank_lost")) == 1
     assert manta.leftovers(job) == []
 

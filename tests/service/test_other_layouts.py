@@ -15,32 +15,47 @@ def file(rank, *steps, layout="aaaa", replica=False):
     }
 
 
+def alone(world):
+    """Ranks that all have different states."""
+    return [[rank] for rank in range(world)]
+
+
 def test_newest_step_that_every_rank_has_counts():
     kept = {"one": [file(0, 4, 5), file(1, 5, 6)], "two": [file(2, 5), file(3, 4, 5)]}
-    (state,) = whole_states(kept, {"aaaa": 4})
+    (state,) = whole_states(kept, {"aaaa": alone(4)})
     assert (state.layout, state.step) == ("aaaa", 5)
-    assert [host for host, _ in state.places] == ["one", "one", "two", "two"]
+    assert [place.host for place in state.places] == ["one", "one", "two", "two"]
     assert state.paths == [f"/shm/aaaa/{rank}" for rank in range(4)]
 
 
 def test_a_missing_rank_or_a_layout_that_is_not_the_jobs_is_no_state():
-    assert whole_states({"one": [file(0, 5)]}, {"aaaa": 2}) == []
-    assert whole_states({"one": [file(0, 5, layout="bbbb")]}, {"aaaa": 1}) == []
-    assert whole_states({"one": [file(0, 4), file(1, 5)]}, {"aaaa": 2}) == []
+    assert whole_states({"one": [file(0, 5)]}, {"aaaa": alone(2)}) == []
+    assert whole_states({"one": [file(0, 5, layout="bbbb")]}, {"aaaa": alone(1)}) == []
+    assert whole_states({"one": [file(0, 4), file(1, 5)]}, {"aaaa": alone(2)}) == []
 
 
 def test_a_replica_stands_for_a_rank_whose_host_is_lost():
     kept = {"one": [file(0, 5), file(1, 5, replica=True)]}
-    (state,) = whole_states(kept, {"aaaa": 2})
+    (state,) = whole_states(kept, {"aaaa": alone(2)})
     assert state.paths == ["/shm/aaaa/0", "/shm/aaaa/1"], "where its own would lie, so that the path is every host's"
     agents = {"one": FakeAgent([5])}
     assert asyncio.run(spread(state, agents, kept, 7, ["one"]))
     assert agents["one"].fetched == [(1, "aaaa")], "from itself"
 
 
+def test_of_ranks_with_the_same_state_one_is_enough():
+    kept = {"one": [file(1, 5), file(2, 5)], "two": []}
+    (state,) = whole_states(kept, {"aaaa": [[0, 2], [1, 3]]})
+    assert state.paths == ["/shm/aaaa/2", "/shm/aaaa/1"]
+    agents = {"one": FakeAgent([5]), "two": FakeAgent([5])}
+    assert asyncio.run(spread(state, agents, kept, 7, ["one", "two"]))
+    assert (agents["one"].fetched, agents["two"].fetched) == ([], [(2, "aaaa"), (1, "aaaa")])
+    assert whole_states({"one": [file(1, 5), file(3, 5)]}, {"aaaa": [[0, 2], [1, 3]]}) == []
+
+
 def test_of_several_layouts_the_newest_comes_first():
     kept = {"one": [file(0, 5), file(0, 7, layout="bbbb"), file(1, 7, layout="bbbb")]}
-    assert [state.layout for state in whole_states(kept, {"aaaa": 1, "bbbb": 2})] == ["bbbb", "aaaa"]
+    assert [state.layout for state in whole_states(kept, {"aaaa": alone(1), "bbbb": alone(2)})] == ["bbbb", "aaaa"]
 
 
 class FakeAgent:
@@ -71,7 +86,7 @@ class Remote:
 def brought(steps, hosts=("one", "two")):
     agents = {"one": FakeAgent(steps), "two": FakeAgent(steps)}
     kept = {"one": [file(0, 5)], "two": [file(1, 5)]}
-    (state,) = whole_states(kept, {"aaaa": 2})
+    (state,) = whole_states(kept, {"aaaa": alone(2)})
     done = asyncio.run(spread(state, agents, kept, 7, hosts))
     return done, agents["one"].fetched, agents["two"].fetched
 

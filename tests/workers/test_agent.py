@@ -13,6 +13,7 @@ import pytest
 from workers.agent import Agent, StaleGeneration
 from workers.messages import LaunchOrder
 from workers.paths import Paths
+from workers.trainer_run import TrainerRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,6 +112,25 @@ def test_reports_that_make_no_sense_or_are_stale_are_dropped(make_agent, go, tmp
         await agent.launch(order(5, raw=[stale, "junk", "[]", invented], reports=1))
         assert [report["kind"] for report in await until_exit(agent)] == ["event", "exit"]
         assert sum("unreadable report" in line["text"] for line in log_of(tmp_path)) == 2
+        await agent.close()
+
+    go(body)
+
+
+def test_fault_that_is_armed_while_the_trainer_is_forked_reaches_it(make_agent, go, monkeypatch):
+    async def body():
+        agent, fork = make_agent(), Agent._fork
+
+        async def slow_fork(self, order, prepared=False):
+            await self.arm({"id": "late"})
+            return await fork(self, order, prepared)
+
+        armed = []
+        monkeypatch.setattr(Agent, "_fork", slow_fork)
+        monkeypatch.setattr(TrainerRun, "arm", lambda run, fault: armed.append(fault))
+        await agent.arm({"id": "early"})
+        await agent.launch(order(1, wait=True))
+        assert armed == [{"id": "late"}], "the other one was in the order"
         await agent.close()
 
     go(body)

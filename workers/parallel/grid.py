@@ -69,3 +69,9 @@ def state_peers(layout: ParallelConfig, rank: int) -> list[int]:
     """The ranks whose whole state has the same bits as that of `rank`, itself among them, in order: those of its data
     group, unless ZeRO has split the optimizer's state over it."""
     return [rank] if layout.zero else RankGrid(layout).group("data", rank)
+
+
+def state_groups(layout: ParallelConfig) -> list[list[int]]:
+    """All ranks, in groups with the same state, ordered by their first rank."""
+    groups = [state_peers(layout, rank) for rank in range(layout.world_size)]
+    return [group for rank, group in enumerate(groups) if group[0] == rank]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.config import ParallelConfig
-from workers.parallel.grid import Coordinates, RankGrid, state_peers
+from workers.parallel.grid import Coordinates, RankGrid, state_groups, state_peers
 
 small = st.integers(1, 4)
 grids = st.builds(
@@ -70,4 +70,7 @@ def test_ranks_outside_the_grid_are_named(rank):
 def test_replicas_have_the_same_state_unless_zero_splits_it():
     whole = ParallelConfig(tensor=2, pipeline=2, data=3, zero=0)
     assert state_peers(whole, 5) == state_peers(whole, 1) == [1, 5, 9]
-    assert state_peers(whole.model_copy(update={"zero": 1}), 5) == [5]
+    assert state_groups(whole) == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    split = whole.model_copy(update={"zero": 1})
+    assert state_peers(split, 5) == [5]
+    assert state_groups(split) == [[rank] for rank in range(12)]
