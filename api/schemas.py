@@ -309,7 +309,7 @@ class Recovery(Answer):
     kept: int
     """Number of ranks that kept theirs."""
     source: str
-    """Where the state came from, such as memory, snapshot, replica or checkpoint."""
+    """Where the state came from, such as memory, snapshot, peer, replica or checkpoint."""
     resume_step: int
     """Committed step that the state belongs to."""
     steps_redone: int | None

@@ -116,7 +116,7 @@ class Crew:
             return None
         found = dict(enumerate(await self._gangs.find_agents(names)))
         about = await self._gangs.describe_each({rank: agent for rank, agent in found.items() if agent is not None})
-        self.seen({rank: place["node"] for rank, place in about.items()})
+        self.nodes = {rank: place["node"] for rank, place in about.items()}
         if len(self.replicas_of(about)) < self.layout.data:
             return None
         self.agents = [found[rank] for rank in sorted(found)]

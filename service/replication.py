@@ -77,19 +77,20 @@ async def bring_back(
     state = reachable(found, {rank: itertools.chain(*(each.steps for each in offers[rank])) for rank in offers})
     if state is None:
         return Brought(found, taken)  # what only some of them can have is of no use
-    wanted = {rank: next(each for each in offers[rank] if state.step in each.steps) for rank in state.fetched}
-    fetched = await asyncio.gather(
-        *(
-            _fetch(agents[rank], holders[offer.host], rank, offer.rank, token, generation, layout)
-            for rank, offer in wanted.items()
-        ),
-        return_exceptions=True,
-    )
-    for rank, result in zip(wanted, fetched, strict=True):
-        if isinstance(result, BaseException):
-            log.warning("the snapshots of rank %d could not be fetched: %s", rank, result)
-        else:
-            found[rank], taken[rank] = result, wanted[rank].kind
+
+    async def fetch(rank: int) -> None:
+        for offer in offers[rank]:
+            if state.step not in offer.steps or state.step in found[rank]:
+                continue
+            try:
+                place = await holders[offer.host].receive_replicas.remote(token, generation)
+                fetched = await agents[rank].fetch_snapshot.remote(rank, place, token, generation, layout, offer.rank)
+            except Exception as error:  # noqa: BLE001 - whatever it is, others may offer the same
+                log.warning("the snapshots of rank %d could not be fetched from %s: %s", rank, offer.host, error)
+            else:
+                found[rank], taken[rank] = fetched, offer.kind
+
+    await asyncio.gather(*(fetch(rank) for rank in state.fetched))
     return Brought(found, taken)
 
 
@@ -128,11 +129,3 @@ def _offers(peers: Sequence[int], rank: int, layout: str, kept: KeptByHost) -> l
                 kind = "replica" if furthest["is_replica"] else "snapshot" if peer == rank else "peer"
                 found.append(_Offer(host, peer, kind, tuple(furthest["steps"])))
     return sorted(found, key=lambda offer: KINDS.index(offer.kind))
-
-
-async def _fetch(
-    agent: Handle, holder: Handle, rank: int, of: int, token: str, generation: int, layout: str
-) -> list[int]:
-    place = await holder.receive_replicas.remote(token, generation)
-    found: list[int] = await agent.fetch_snapshot.remote(rank, place, token, generation, layout, of)
-    return found

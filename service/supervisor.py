@@ -235,7 +235,9 @@ class Supervisor:
         """Give up the placement, keep the snapshots, and place the whole gang anew, away from nodes that keep
         failing."""
         crew, incident = self._crew, launching.incident
-        faults = [*await self._faults(), *([] if incident is None else [incident.fault])]
+        faults = await self._faults()
+        if incident is not None and incident.fault not in faults:
+            faults.append(incident.fault)
         kept = await crew.release()  # on all nodes that it has been on, so that no others are needed
         self._send_leavers_away()
         self._leavers.append(kept)

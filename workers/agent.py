@@ -97,6 +97,7 @@ class Agent:
                 kept = self._run.generation > 0
                 self._run.go(launch)
                 self._mind(self._run, launch)
+                await self.stop_replication()  # in this generation it may be for somebody else, or nobody
                 return {"pid": self._run.process.pid, "kept": kept}
             if self._run is not None:
                 await self._run.stop()
@@ -105,6 +106,7 @@ class Agent:
                 if fault not in launch.faults:  # it came meanwhile
                     self._run.arm(fault)
             self._mind(self._run, launch)
+            await self.stop_replication()
             return {"pid": self._run.process.pid, "kept": False}
 
     async def prepare(self, order: dict[str, Any]) -> bool:

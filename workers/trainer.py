@@ -20,7 +20,7 @@ from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.pace import Pace
 from workers.checkpoint.reshard import describe, restore_from_snapshots
 from workers.checkpoint.snapshot import Snapshots, fingerprint, layout_tag, remove_other_layouts
-from workers.checkpoint.snapshot_file import committed_steps
+from workers.checkpoint.snapshot_file import NOTE_BYTES, committed_steps
 from workers.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import Batches
@@ -291,7 +291,7 @@ class Trainer:
         killed takes the rows with it that it had not shipped yet. So do those that may stand in for it."""
         report: Callable[[], None] | None = None
         if self._first_peer == 0:
-            row = make_row() | self._when()
+            row = make_row() | self._when() | {"rank": self.comm.rank}
             self._journal.append(json.dumps(row).encode())
             if self.comm.rank == 0:
                 report = partial(self.reporter.metrics, row)
@@ -335,10 +335,12 @@ class Trainer:
         return {"time": time.time(), "generation": self.comm.generation, "seconds": self.clock.lap()}
 
     def _note(self) -> bytes:
-        """What goes with a snapshot: the rows of the last steps, and what later decisions depend on."""
-        lines = list(self._journal)
+        """What goes with a snapshot: what later decisions depend on, and the rows of the last steps, as many as fit."""
+        lines = deque(self._journal)
         if self.guard.active:
             lines.append(json.dumps({"numbers": self.guard.numbers.to_json()}).encode())
+        while sum(len(line) + 1 for line in lines) > NOTE_BYTES:
+            lines.popleft()
         return b"\n".join(lines)
 
     def _report_again(self, note: bytes) -> Numbers | None:

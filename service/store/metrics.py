@@ -102,6 +102,8 @@ def _store(session: Session, job: Job, reporting: int, row: dict[str, Any]) -> N
     stored = session.get(Metric, (job.id, step))
     if stored is not None and stored.generation > generation:
         return
+    if stored is not None and stored.generation == generation and row.get("rank"):
+        return  # a copy that a peer of the reporting rank kept, which stamped it itself
     values = _numbers_of(row)
     # In one generation only a roll-back does a step again; the same row twice has the same time.
     done_again = stored is not None and (stored.generation < generation or ("time" in row and stored.time < at))

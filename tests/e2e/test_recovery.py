@@ -155,6 +155,8 @@ def test_without_its_own_snapshot_a_rank_goes_on_from_a_peers(manta, kill):
     assert at_most_one_step_redone(manta, job)
     (recovered,) = manta.events(job, "recovered")
     assert recovered.data["source"].endswith("peer")
+    seconds = manta.client.ledger(job).seconds
+    assert seconds["redo"] < seconds["compute"] / 4, "rows that a peer kept too are not of steps done again"
 
 
 def test_job_that_may_not_be_restarted_fails_and_says_why(manta, kill):

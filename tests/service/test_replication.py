@@ -133,6 +133,24 @@ def test_where_peers_have_the_same_state_on_another_node_it_is_theirs_that_is_ta
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
+def test_where_the_nearest_cannot_be_fetched_the_next_is(tmp_path, caplog):
+    async def body():
+        job = Job(tmp_path, state_of=(0, 1, 0, 1))
+        await job.commit(1, {})
+        gone = Remote(job.agents[0].agent)
+        gone.lost = True
+        job.agents[0] = job.agent(0, "c")
+        kept = {"a": await job.agents[1].agent.kept(), "b": await job.agents[2].agent.kept()}
+        own = [await handle.agent.snapshot_steps() for handle in job.agents]
+        holders = {"a": gone, "b": job.agents[2]}
+        found = await bring_back(job.agents, own, [0], 1, LAYOUT, holders, kept, job.peers)
+        assert found == Brought([[1]] * 4, {0: "peer"})
+        assert "rank 0 could not be fetched from a: the actor is dead" in caplog.text
+        await job.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
 def test_peers_on_the_same_node_do_not_save_the_replica(tmp_path):
     async def body():
         job = Job(tmp_path, state_of=(0, 0, 2, 3))

@@ -1,5 +1,6 @@
 """What a trainer owes a job beyond its steps."""
 
+import json
 import math
 import shutil
 import threading
@@ -167,6 +168,16 @@ def test_snapshots_change_no_bit_and_their_cost_is_in_every_row(tmp_path):
     assert all(0 < row["snapshot_stall_seconds"] < row["step_seconds"] for row in kept[1:])
     assert "snapshot_every_steps" not in plain[0]
     assert steps_kept(tmp_path / "shared", 0) == [2, 3]
+
+
+def test_rows_that_do_not_fit_into_a_snapshots_note_are_left_out_the_oldest_first(tmp_path, monkeypatch):
+    job = _two_step_job(tmp_path)
+    rows, _ = _rows(job, Places())
+    monkeypatch.setattr("workers.trainer.NOTE_BYTES", 2 * len(json.dumps(rows[-1])) + 200)
+    trainer = _trainer(job, Places())
+    trainer.restore(Resume())
+    trainer.train()
+    assert [json.loads(line)["step"] for line in trainer._note().splitlines()] == [2, 3]
 
 
 def test_a_number_of_steps_between_snapshots_is_kept_to(tmp_path):

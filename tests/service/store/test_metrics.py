@@ -125,6 +125,17 @@ def test_step_that_a_roll_back_does_again_is_redo(store, running, record):
     assert sums(store, running) == [((10.0, 13.0), 2, 1, {"compute": 2.0, "redo": 1.0})]
 
 
+def test_row_that_a_peer_kept_too_is_not_of_a_step_done_again(store, running, record):
+    record(1, [lap(1, 10.0) | {"loss": 3.0}])
+    before = sums(store, running)
+    record(2, [lap(1, 10.1) | {"loss": 3.0, "tokens_per_second": 7.0, "rank": 2}])
+    assert sums(store, running) == before
+    record(3, [lap(2, 11.1) | {"loss": 2.0, "rank": 2}])
+    assert read(store, running, ["loss", "tokens_per_second"]).series == {
+        "loss": [3.0, 2.0], "tokens_per_second": [None, None]
+    }, "what nobody else told of counts"  # fmt: skip
+
+
 def test_clock_of_a_rank_that_is_ahead_does_not_train_in_the_future(store, running, record):
     record(1, [lap(1, time.time() + 500)])
     assert sums(store, running)[0][0][1] <= time.time()
