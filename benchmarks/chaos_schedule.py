@@ -57,6 +57,8 @@ WAYS = {
 }
 """What can befall a job, and whether it makes a recovery necessary."""
 CONTROL = ("control", "control_starting", "control_recovering")
+ERRORS = ("exception", "oom")
+"""The same one twice at the same step would be taken for the user's own, and rightly end the job."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ def schedule(seed: int, number: int) -> Schedule:
     more = draw.choices([way for way in WAYS if way not in CONTROL], k=draw.randint(0, MOST_STRIKES - 1))
     # While the control plane comes back the job goes on, perhaps to its end: nothing else can be sure to befall it.
     ways = [first] if first == "control_starting" else [*more, first] if first in CONTROL else [first, *more]
+    ways = ["kill" if way in ERRORS and way in ways[:at] else way for at, way in enumerate(ways)]
     steps = sorted(draw.randint(FIRST_STRIKE, LAST_STRIKE) for _ in ways)
     strikes = [_strike(way, step, ranks, draw) for way, step in zip(ways, steps, strict=True)]
     return Schedule(number, layout, zero, tuple(strikes))

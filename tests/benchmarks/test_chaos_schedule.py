@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.chaos_schedule import HANGS_IN, STEPS, WAYS, schedule, short_form
+from benchmarks.chaos_schedule import ERRORS, HANGS_IN, STEPS, WAYS, schedule, short_form
 from benchmarks.chaos_strikes import CARRIED_OUT
 from workers.spec_reading import parse_job_spec
 
@@ -31,6 +31,12 @@ def test_a_schedule_is_a_job_that_can_be_run_with_strikes_that_can_happen(number
 def test_every_way_is_drawn_and_can_be_carried_out():
     drawn = {strike.way for number in range(len(WAYS)) for strike in schedule(7, number).strikes}
     assert drawn == set(WAYS) == set(CARRIED_OUT)
+
+
+def test_no_error_comes_twice_because_it_would_be_the_users_own():
+    for number in MANY:
+        ways = [strike.way for strike in schedule(1, number).strikes]
+        assert all(ways.count(way) <= 1 for way in ERRORS)
 
 
 def test_the_short_form_covers_different_kinds():
