@@ -291,7 +291,7 @@ class Trainer:
         killed takes the rows with it that it had not shipped yet. So do those that may stand in for it."""
         report: Callable[[], None] | None = None
         if self._first_peer == 0:
-            row = make_row() | self._when() | {"rank": self.comm.rank}
+            row = make_row() | self._when() | ({"rank": self.comm.rank} if self.comm.rank else {})
             self._journal.append(json.dumps(row).encode())
             if self.comm.rank == 0:
                 report = partial(self.reporter.metrics, row)

@@ -2,7 +2,7 @@
 
 from api.client import ApiError
 
-STEPS = 200
+STEPS = 120
 
 
 def spec_of(manta, data, **train):

@@ -130,7 +130,7 @@ def test_parameters_are_the_rounded_master_weights(ranks, precision, layout):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("layout", "count"), [((1, 1, 1), 512), ((2, 2, 2), 256)], ids=str)
+@pytest.mark.parametrize(("layout", "count"), [((1, 1, 1), 512), ((1, 2, 2), 256)], ids=str)
 def test_hundreds_of_micro_batches_add_up(ranks, precision, layout, count):
     """Hundreds of times the same sequence: the mean gradient is that of one. A sum of 16 bits would lose up to half of
     its last bit each time, and in bf16 stand still after 256."""
