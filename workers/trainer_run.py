@@ -17,7 +17,8 @@ from workers.zygote_client import Exit, ForkedProcess
 DRAIN_SECONDS = 2.0
 """How long to read on after a trainer's end. Its channels close with it, unless a grandchild holds on to them."""
 CHUNK_BYTES = 65536
-KINDS = frozenset({"started", "metrics", "event", "resting", "finished"})
+KINDS = frozenset({"started", "metrics", "event", "resting", "failure", "finished"})
+"""What a trainer says that is of a generation. All but `failure` are reports."""
 
 
 class TrainerRun:
@@ -164,7 +165,7 @@ class TrainerRun:
             if document["kind"] == "prepared":
                 self._prepared.set()
                 return
-            if document["generation"] != self.generation or document["kind"] not in {*KINDS, "failure"}:
+            if document["generation"] != self.generation or document["kind"] not in KINDS:
                 return
             kind, when, data = document["kind"], float(document["time"]), dict(document["data"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
