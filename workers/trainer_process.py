@@ -47,6 +47,7 @@ from workers.faults import (
 from workers.mailbox import Mailbox
 from workers.messages import Failure, LaunchOrder
 from workers.parallel.grid import RankGrid
+from workers.priority import give_way
 from workers.progress import Progress
 from workers.reporter import Reporter
 from workers.spec_reading import parse_job_spec
@@ -118,6 +119,8 @@ class Life:
             assert trainer is not None
             self.reporter.send("started", self._about())
             self._print(f"goes on after step {trainer.step}")
+            if self.order.device == "cpu":
+                give_way()
             trainer.train()
             self._print(f"is done with step {trainer.step}")
         except PeerLost as error:

@@ -1,0 +1,47 @@
+"""A process that computes gives way, once and for all, and never goes before others."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers.priority import AUTOGROUP, NICENESS
+
+SCRIPT = """
+import os, threading
+from workers.priority import give_way
+os.nice({before})
+give_way(), give_way()
+late = []
+thread = threading.Thread(target=lambda: late.append(os.getpriority(os.PRIO_PROCESS, 0)))
+thread.start(), thread.join()
+print(os.getpriority(os.PRIO_PROCESS, 0), *late)
+"""
+
+
+def niceness_after(before: int) -> list[int]:
+    """Niceness of a process and of a thread that it starts afterwards."""
+    command = [sys.executable, "-c", SCRIPT.format(before=before)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True)
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_process_and_its_threads_give_way():
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    assert niceness_after(0) == [max(NICENESS, before)] * 2
+
+
+def test_one_that_is_nicer_already_stays_so():
+    assert niceness_after(19) == [19, 19]
+
+
+@pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not group processes by session")
+def test_the_whole_session_gives_way():
+    script = "from workers.priority import AUTOGROUP, give_way; give_way(); print(AUTOGROUP.read_text())"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, start_new_session=True
+    )
+    assert done.stdout.split()[-1] == str(NICENESS)
+    assert Path("/proc/self/autogroup").read_text().split()[-1] != str(NICENESS), "and no other session"
