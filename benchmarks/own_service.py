@@ -13,7 +13,7 @@ import psutil  # type: ignore[import-untyped]
 
 from api.cli_service import start_service, stop_service
 from api.client import MantaClient
-from api.schemas import Event, Job
+from api.schemas import Event, Job, Recovery
 from api.server import running_service
 from service.processes import wait_until_ended
 from service.states import is_final
@@ -107,12 +107,9 @@ class OwnService:
         steps = [event.step for event in self.events(job_id, "generation_started") if event.generation == generation]
         return steps[0] if steps else None
 
-    def next_step_at(self, job_id: str) -> float | None:
-        """When the step after the last recovery was committed, Unix seconds; None where that is not known."""
-        found = self.client.recoveries(job_id, limit=1000).items
-        if not found or found[-1].total_seconds is None:
-            return None
-        return found[-1].time.timestamp() + found[-1].total_seconds
+    def recoveries(self, job_id: str) -> list[Recovery]:
+        """The records of the job's recoveries, oldest first."""
+        return self.client.recoveries(job_id, limit=1000).items
 
     def processes(self, job_id: str) -> dict[int, tuple[int, float]]:
         """Process id and time of creation of each rank's trainer that runs."""

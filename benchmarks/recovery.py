@@ -1,8 +1,8 @@
 """What a failure costs: a killed rank, a stopped one, a killed control plane; and the same kill under torchrun and Ray
 Train, on the same machine in the same run.
 
-Times run from the signal to the next committed step as seen over REST; for the baselines to the next completed step
-in their own log, also when it is an old one that is done again.
+Times run from the signal to the next committed step by the clock of the ranks, for the baselines to the next completed
+step in their own log, also when it is an old one that is done again; after a SIGSTOP until the step is seen over REST.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import baselines
 from benchmarks.jobs import quickstart
-from benchmarks.kills import JOB_SECONDS, STEPS_BETWEEN, kills_of
+from benchmarks.kills import JOB_SECONDS, STEPS_BETWEEN, WATCH_SECONDS, kills_of
 from benchmarks.own_service import POLL_SECONDS, JobWentWrong, OwnService, own_service
 from benchmarks.report import Report, deliver, parser
 from service.states import is_final
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> Report:
         "job": quickstart(FOURS["tensor_data"], STEPS_BETWEEN, options.seed),
         "steps_between_kills": STEPS_BETWEEN,
         "layouts": {name: list(layout) for name, layout in FOURS.items()} | {"eight": list(EIGHT)},
-        "polled_every_seconds": POLL_SECONDS,
+        "asked_every_seconds": {"after_a_kill": WATCH_SECONDS, "else": POLL_SECONDS},
         "control_plane_away_seconds": AWAY_SECONDS,
         "baselines": {"checkpoint_every": baselines.CHECKPOINT_EVERY, "steps_between_kills": baselines.STEPS_BETWEEN},
         **report.settings,
