@@ -21,6 +21,8 @@ from workers.paths import Paths
 
 SECONDS = 60.0
 POLL_SECONDS = 0.02
+END_POLL_SECONDS = 0.1
+"""How often an end is looked for: each look costs 6 ms of the cores that the job runs on."""
 STEPS = 60
 SLOTS = 8
 
@@ -58,7 +60,7 @@ class Manta:
             "name": "tiny",
             "model": {"layers": 2, "hidden_size": 32, "heads": 4, "sequence_length": 32},
             "data": {"source": "text", "paths": [str(self._corpus)]},
-            "train": {"steps": steps, "global_batch_size": 8, "micro_batch_size": 2},
+            "train": {"steps": steps, "global_batch_size": 8, "micro_batch_size": min(4, 8 // data)},
             "parallel": {"tensor": tensor, "pipeline": pipeline, "data": data},
             "checkpoint": {"every_steps": 0},
         }
@@ -70,12 +72,14 @@ class Manta:
         """Submit over REST; the job's id."""
         return self.client.submit(copy.deepcopy(document)).id
 
-    def until(self, what: str, condition: Callable[[], Any], seconds: float = SECONDS) -> Any:
+    def until(
+        self, what: str, condition: Callable[[], Any], seconds: float = SECONDS, every: float = POLL_SECONDS
+    ) -> Any:
         """Ask `condition` until it holds, and return what it said."""
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
-            time.sleep(POLL_SECONDS)
+            time.sleep(every)
         return found
 
     def until_step(self, job: str, step: int) -> None:
@@ -86,7 +90,7 @@ class Manta:
             assert found.step >= step or not is_final(found.state), self.story(job)
             return found.step >= step
 
-        self.until(f"step {step} of {job}", reached)
+        self.until(f"step {step} of {job}", reached, every=2 * POLL_SECONDS)
 
     def until_state(self, job: str, *states: str) -> Any:
         """Wait until the job is in one of `states`; the job."""
@@ -96,8 +100,9 @@ class Manta:
             assert found.state in states or not is_final(found.state), self.story(job)
             return found if found.state in states else None
 
+        every = END_POLL_SECONDS if all(is_final(state) for state in states) else POLL_SECONDS
         try:
-            return self.until(f"{job} being {' or '.join(states)}", reached)
+            return self.until(f"{job} being {' or '.join(states)}", reached, every=every)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.story(job)}") from None
 

@@ -7,7 +7,7 @@ STEPS = 120
 
 def spec_of(manta, data, **train):
     """A job that may run with one to three replicas, and says the same whatever their number."""
-    train = {"deterministic": "elastic", **train}
+    train = {"deterministic": "elastic", "micro_batch_size": 2, **train}
     return manta.spec(STEPS, (2, 1, data), train=train, elastic={"min_data": 1, "max_data": 3})
 
 

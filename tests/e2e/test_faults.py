@@ -25,29 +25,39 @@ def lost(manta, job):
     return [(event.rank, event.data["kind"]) for event in manta.events(job, "rank_lost")]
 
 
-@pytest.mark.parametrize("phase", ["data", "forward", "backward", "reduction", "optimizer", "snapshot"])
-def test_rank_killed_in_a_phase(manta, undisturbed, phase):
+def test_rank_killed_in_each_phase_of_a_step(manta, undisturbed):
+    """One job, six deaths: each strikes the successor of the one before."""
+    phases = ("data", "forward", "backward", "reduction", "optimizer", "snapshot")
+    strikes = [(1, MIDDLE + 7 * number, f"kill in {phase}") for number, phase in enumerate(phases)]
     job = manta.submit(manta.spec())
     manta.until_state(job, "RUNNING")
-    told = inject(manta, job, "kill", 1, at_step=MIDDLE, phase=phase)
-    assert (told.rank, told.step, told.data["kind"]) == (1, MIDDLE, "kill")
+    for phase, (rank, step, _) in zip(phases, strikes, strict=True):
+        told = inject(manta, job, "kill", rank, at_step=step, phase=phase)
+        assert (told.rank, told.step, told.data["kind"]) == (rank, step, "kill")
     ended = manta.until_state(job, "SUCCEEDED")
-    assert struck(manta, job) == [(1, MIDDLE, f"kill in {phase}")]
-    assert lost(manta, job) == [(1, "killed")]
+    assert struck(manta, job) == strikes
+    assert lost(manta, job) == [(1, "killed")] * len(phases)
     assert manta.curve(job) == undisturbed
-    assert ended.restarts == 1
+    assert ended.restarts == len(phases)
 
 
-@pytest.mark.parametrize(("kind", "known_as"), [("exception", "exception"), ("oom", "exception"), ("hang", "hung")])
-def test_rank_that_fails_otherwise(manta, undisturbed, kind, known_as):
+def test_rank_that_fails_otherwise(manta, undisturbed):
+    """An exception, an out-of-memory error and a standstill that holds the GIL, one after the other."""
+    strikes = [
+        (2, MIDDLE, "exception in backward"),
+        (2, MIDDLE + 15, "oom in backward"),
+        (2, MIDDLE + 30, "hang in backward"),
+    ]
     job = manta.submit(manta.spec())
     manta.until_state(job, "RUNNING")
-    inject(manta, job, kind, 2, at_step=MIDDLE, phase="backward", hold_gil=kind == "hang")
+    for rank, step, said in strikes:
+        kind, _, phase = said.split()
+        inject(manta, job, kind, rank, at_step=step, phase=phase, hold_gil=kind == "hang")
     ended = manta.until_state(job, "SUCCEEDED")
-    assert struck(manta, job) == [(2, MIDDLE, f"{kind} in backward")]
-    assert lost(manta, job) == [(2, known_as)]
+    assert struck(manta, job) == strikes
+    assert lost(manta, job) == [(2, "exception"), (2, "exception"), (2, "hung")]
     assert manta.curve(job) == undisturbed
-    assert ended.restarts == 1
+    assert ended.restarts == len(strikes)
 
 
 def test_cut_connections_cost_no_process(manta, undisturbed):
