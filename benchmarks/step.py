@@ -1,19 +1,24 @@
 """One training step of the engine in one process on a CPU, beside the same model written plainly in PyTorch and
 beside `transformers`' GPT-2: forward, backward, clipping and AdamW (fused in all three) on the same tokens.
 
-The three take turns in blocks of steps, so that the machine's other work meets all of them. A speed is the ratio of
-median step times, theirs over the engine's: above 1 the engine is faster. Also the host's time a layer: the parallel
-path with groups of size 2 whose collectives return at once, on tensors so small that arithmetic does not count.
+Each is a process of its own, as a user would run it: the engine tells its C library to keep freed memory, and a plain
+program does not. They take turns in blocks of steps, so that the machine's other work meets all of them. Ratios are the
+engine's median step time over theirs: below 1 the engine is faster. Also the host's time a layer: the parallel path
+with groups of size 2 whose collectives return at once, on tensors so small that arithmetic does not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -26,15 +31,19 @@ from workers.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
-from workers.model.gpt import ForwardPass, Layer
+from workers.model.gpt import ForwardPass, GPTStage, Layer
 from workers.parallel.flat import FlatParameters, Sharing
 from workers.parallel.grid import RankGrid
 from workers.parallel.linear import Region
-from workers.parallel.shards import named_shards
+from workers.parallel.shards import fill_initial, named_shards
 from workers.parallel.weight_gradients import WeightGradients
 from workers.spec_reading import parse_job_spec
 
 LEARNING_RATE = 1e-4
+
+Step = Callable[[], object]
+Block = Callable[[], list[float]]
+"""Does some steps; the seconds that each took."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,8 @@ def measure(options: argparse.Namespace) -> Report:
     report = Report("step", options.seed)
     torch.set_num_threads(1)
     for name, size in SIZES.items():
-        medians = _race(_contestants(size, options.seed), options.rounds, options.seconds)
+        with _processes(size, options.seed, options.seconds) as contestants:
+            medians = _race(contestants, options.rounds)
         for contestant, seconds in medians.items():
             report.add(f"{name}_{contestant}_step", round(1e3 * seconds, 3), "ms")
         # Targets are limits from above: the engine's time over theirs.
@@ -79,7 +89,8 @@ def measure(options: argparse.Namespace) -> Report:
         report.add(
             f"{name}_engine_to_transformers", round(medians["engine"] / medians["transformers"], 4), "ratio", 1.0
         )
-    host = _race(_layers(), options.rounds, options.seconds / 3)
+    layers = {name: partial(_block, step, _steps_in(step, options.seconds / 3)) for name, step in _layers().items()}
+    host = _race(layers, options.rounds)
     for contestant, seconds in host.items():
         report.add(f"host_time_{contestant}_layer", round(1e6 * seconds, 1), "us")
     report.add("host_time_parallel_to_plain", round(host["parallel"] / host["plain"], 4), "ratio", 1.5)
@@ -99,34 +110,77 @@ def job(size: Size, seed: int) -> JobSpec:
     return parse_job_spec({"model": model, "data": {"source": "python-stdlib"}, "train": train})
 
 
-def _contestants(size: Size, seed: int) -> dict[str, Callable[[], object]]:
-    """One step of each, on the same tokens and from the same weights."""
+def _contestant(name: str, size: Size, seed: int) -> Step:
+    """One step of one of them; all begin with the same weights, and have the same tokens."""
     spec = job(size, seed)
     generator = torch.Generator().manual_seed(seed)
     shape = (size.sequence_length + 1, size.batch)
     tokens_sb = torch.randint(size.vocabulary_size, shape, generator=generator)
     batch = MicroBatch(range(size.batch), tokens_sb[:-1], tokens_sb[1:])
-    engine = Engine(spec, Comm(RankGrid(spec.layout), 0, torch.device("cpu")))
+    if name == "transformers":
+        return _transformers_step(spec, tokens_sb.t().contiguous())
+    comm = Comm(RankGrid(spec.layout), 0, torch.device("cpu"))
+    if name == "plain":
+        plain = PlainLoop(spec, _initial_weights(spec, comm, seed), fused=True)
+        return lambda: plain.step(batch, LEARNING_RATE)
+    engine = Engine(spec, comm)
     engine.initialise(seed)
-    plain = PlainLoop(spec, {entry.name: entry.parameter for entry in engine.model.named_shards()}, fused=True)
 
     def step() -> None:
         engine.step([batch], size.batch, LEARNING_RATE, 0)
 
     def measured_step() -> None:
-        engine.comm.parts.begin()
+        comm.parts.begin()
         step()
-        engine.comm.parts.end()
+        comm.parts.end()
 
-    return {
-        "engine": step,
-        "engine_measured": measured_step,
-        "plain": lambda: plain.step(batch, LEARNING_RATE),
-        "transformers": _transformers_step(spec, tokens_sb.t().contiguous()),
-    }
+    return measured_step if name == "engine_measured" else step
 
 
-def _transformers_step(spec: JobSpec, tokens_bs: torch.Tensor) -> Callable[[], object]:
+def _initial_weights(spec: JobSpec, comm: Comm, seed: int) -> dict[str, torch.Tensor]:
+    """What an engine begins with, without one: it would change how this process's memory is kept."""
+    entries = GPTStage(spec, comm).named_shards()
+    weights = {entry.name: torch.zeros(entry.parameter.shape) for entry in entries}
+    for entry in entries:
+        fill_initial(entry, weights[entry.name], seed)
+    return weights
+
+
+@contextlib.contextmanager
+def _processes(size: Size, seed: int, seconds: float) -> Iterator[dict[str, Block]]:
+    """A process for each contestant; its block takes `seconds`, roughly."""
+    spawn, pipes = multiprocessing.get_context("spawn"), {}
+    with contextlib.ExitStack() as stack:
+        for name in ("engine", "engine_measured", "plain", "transformers"):
+            pipes[name], theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(theirs, name, size, seed, seconds), daemon=True)
+            process.start()
+            theirs.close()
+            stack.callback(process.join)
+            stack.callback(pipes[name].close)
+            pipes[name].recv()
+        yield {name: partial(_ask, pipe) for name, pipe in pipes.items()}
+
+
+def _serve(pipe: Connection, name: str, size: Size, seed: int, seconds: float) -> None:
+    """Answer each message with a block of steps, until nobody asks any more."""
+    torch.set_num_threads(1)
+    step = _contestant(name, size, seed)
+    count = _steps_in(step, seconds)
+    pipe.send(count)
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.recv()
+            pipe.send(_block(step, count))
+
+
+def _ask(pipe: Connection) -> list[float]:
+    pipe.send(None)
+    seconds: list[float] = pipe.recv()
+    return seconds
+
+
+def _transformers_step(spec: JobSpec, tokens_bs: torch.Tensor) -> Step:
     model = gpt2_like(spec)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
@@ -142,7 +196,7 @@ def _transformers_step(spec: JobSpec, tokens_bs: torch.Tensor) -> Callable[[], o
     return step
 
 
-def _layers() -> dict[str, Callable[[], object]]:
+def _layers() -> dict[str, Step]:
     """Forward and backward of one small layer: the parallel path, and the plain one."""
     model = {"layers": 1, "hidden_size": 32, "heads": 4, "sequence_length": 8}
     parallel = {"tensor": 2, "sequence_parallel": True}
@@ -162,21 +216,27 @@ def _layers() -> dict[str, Callable[[], object]]:
     }
 
 
-def _race(contestants: dict[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, float]:
-    """Median seconds of a step of each."""
-    counts = {}
-    for name, step in contestants.items():
-        step()
+def _block(step: Step, count: int) -> list[float]:
+    found = []
+    for _ in range(count):
         began = time.perf_counter()
         step()
-        counts[name] = max(3, int(seconds / (time.perf_counter() - began)))
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def _steps_in(step: Step, seconds: float) -> int:
+    """How many steps take so long; at least three."""
+    step()
+    return max(3, int(seconds / _block(step, 1)[0]))
+
+
+def _race(contestants: Mapping[str, Block], rounds: int) -> dict[str, float]:
+    """Median seconds of a step of each."""
     found: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
-        for name, step in contestants.items():
-            for _ in range(counts[name]):
-                began = time.perf_counter()
-                step()
-                found[name].append(time.perf_counter() - began)
+        for name, block in contestants.items():
+            found[name] += block()
     return {name: statistics.median(values) for name, values in found.items()}
 
 
