@@ -7,7 +7,7 @@ sequence parallelism the residual stream between the parallel blocks is [s/t, b,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -45,6 +45,8 @@ class ForwardPass:
     """Modules that are recomputed in backward: core_attention, norm, mlp_activation."""
     recompute_layers: int = 0
     """k: every k-th layer is recomputed as a whole; 0: none is."""
+    batch_first: bool = False
+    """Whether the residual stream is [b, s, h]: then attention finds the tokens of a sample side by side."""
 
 
 # Places in the model at which dropout happens; keys of different places are independent.
@@ -92,11 +94,15 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual where it is given."""
         q, k, v = self._projections(x, again)
+        if run.batch_first:
+            q, k, v = (each.transpose(0, 1) for each in (q, k, v))
         recompute = "core_attention" in run.recompute
         if self.explicit:
             context = self._explicit(q, k, v, run, recompute)
         else:
             context = fused_attention(q, k, v, recompute, self.region.comm)
+        if run.batch_first:
+            context = context.transpose(0, 1)
         return self.output(context.flatten(2), residual)
 
     def _projections(self, x: torch.Tensor, again: Again | None) -> tuple[torch.Tensor, ...]:
@@ -183,7 +189,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_sb: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """Tokens [s, b] -> [s or s/t, b, h]."""
-        x = self.position(self.token(tokens_sb))
+        x = self.position(self.token(tokens_sb), run.batch_first)
         return x if run.keys_b is None else self.dropout(x, run.keys_b)
 
 
@@ -196,6 +202,7 @@ class GPTChunk(nn.Module):
         model = spec.model
         self.region, self.index = region, index
         self.is_first, self.is_last = index == 0, index == count - 1
+        self.sequence_is_whole = count == 1 and region.tensor_size == 1
         self.embedding = Embedding(spec, region) if self.is_first else None
         self.layers = nn.ModuleDict({str(i): Layer(spec, region, i) for i in stage_layers(model.layers, count, index)})
         self.final_norm = LayerNorm(model.hidden_size, model.bias) if self.is_last else None
@@ -208,6 +215,9 @@ class GPTChunk(nn.Module):
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """Tokens [s, b] in the first virtual stage, else [s or s/t, b, h]; logits [s, b, v/t] in the last one, else
         [s or s/t, b, h]."""
+        if self.sequence_is_whole and run.keys_b is None:
+            run = replace(run, batch_first=True)
+            x = x.t().contiguous()
         if self.embedding is not None:
             x = self.embedding(x, run)
         for name, layer in self.layers.items():
@@ -217,7 +227,7 @@ class GPTChunk(nn.Module):
                 x = layer(x, run)
         if self.final_norm is not None and self.output is not None:
             x = self.output(self.final_norm(x))
-        return x
+        return x.transpose(0, 1) if run.batch_first else x
 
     def _again(self, layer: Layer, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         with self.region.comm.parts.forward_work():

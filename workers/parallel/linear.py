@@ -85,16 +85,29 @@ def column_backward(
     return grad_x
 
 
-def row_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, region: Region) -> torch.Tensor:
-    """The sum over ranks of x W^T, with W split over its columns, plus b once."""
+def row_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    region: Region,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum over ranks of x W^T, with W split over its columns, plus b and the residual once."""
     if region.tensor_size == 1:
-        return F.linear(x, weight, bias)
+        if residual is None:
+            return F.linear(x, weight, bias)
+        # The product is added to what is there: one pass over the result less.
+        y = (residual.clone() if bias is None else residual + bias).contiguous()
+        y.view(-1, y.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+        return y
     y = F.linear(x, weight)
     if region.sequence_parallel:
         y = region.comm.reduce_scatter("tensor", y)
     else:
         region.comm.all_reduce("tensor", y)
-    return y if bias is None else y.add_(bias)
+    if bias is not None:
+        y.add_(bias)
+    return y if residual is None else y.add_(residual)
 
 
 def row_backward(
@@ -155,7 +168,7 @@ class _RowParallel(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.region, ctx.weight, ctx.bias, ctx.added = region, weight, bias, residual is not None
         ctx.save_for_backward(x)
-        return _plus(row_forward(x, weight, bias, region), residual)
+        return row_forward(x, weight, bias, region, residual)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -180,7 +193,7 @@ class _GeluRowParallel(torch.autograd.Function):
         ctx.region, ctx.weight, ctx.bias, ctx.added = region, weight, bias, residual is not None
         active = F.gelu(x)
         ctx.save_for_backward(x, None if recompute else active)
-        return _plus(row_forward(active, weight, bias, region), residual)
+        return row_forward(active, weight, bias, region, residual)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -192,11 +205,6 @@ class _GeluRowParallel(torch.autograd.Function):
         grad_x = row_backward(grads[0].contiguous(), input_of, ctx.weight, ctx.bias, region)
         torch.ops.aten.gelu_backward.grad_input(grad_x, x, grad_input=grad_x)
         return grad_x, grads[0] if ctx.added else None, None, None, None, None
-
-
-def _plus(y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """y, which nobody else holds, plus the residual."""
-    return y if residual is None else y.add_(residual)
 
 
 class _LookUp(torch.autograd.Function):

@@ -197,6 +197,8 @@ class Pipeline:
         """Sum of the micro-batch's losses, for backward; also counts it."""
         targets_sb = held.batch[micro_batch].targets_sb
         assert targets_sb is not None
+        if not logits.is_contiguous():  # a sample's tokens lie side by side
+            logits, targets_sb = logits.transpose(0, 1), targets_sb.t()
         targets_n = targets_sb.flatten()
         losses_n = vocabulary_parallel_cross_entropy(
             logits.flatten(0, 1), targets_n, self.spec.vocabulary_size, self.comm
