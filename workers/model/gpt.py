@@ -202,7 +202,7 @@ class GPTChunk(nn.Module):
         model = spec.model
         self.region, self.index = region, index
         self.is_first, self.is_last = index == 0, index == count - 1
-        self.sequence_is_whole = count == 1 and region.tensor_size == 1
+        self.sequence_is_whole = count == 1 and region.tensor_size == 1  # so nobody else sees the order of its tokens
         self.embedding = Embedding(spec, region) if self.is_first else None
         self.layers = nn.ModuleDict({str(i): Layer(spec, region, i) for i in stage_layers(model.layers, count, index)})
         self.final_norm = LayerNorm(model.hidden_size, model.bias) if self.is_last else None
@@ -213,8 +213,8 @@ class GPTChunk(nn.Module):
             )
 
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
-        """Tokens [s, b] in the first virtual stage, else [s or s/t, b, h]; logits [s, b, v/t] in the last one, else
-        [s or s/t, b, h]."""
+        """Tokens [s, b] in the first virtual stage, else [s or s/t, b, h]; logits [s, b, v/t] in the last one, perhaps
+        a view of [b, s, v], else [s or s/t, b, h]."""
         if self.sequence_is_whole and run.keys_b is None:
             run = replace(run, batch_first=True)
             x = x.t().contiguous()
