@@ -110,19 +110,19 @@ def job(size: Size, seed: int) -> JobSpec:
     return parse_job_spec({"model": model, "data": {"source": "python-stdlib"}, "train": train})
 
 
-def _contestant(name: str, size: Size, seed: int) -> Step:
-    """One step of one of them; all begin with the same weights, and have the same tokens."""
+def _steps_of(program: str, size: Size, seed: int) -> dict[str, Step]:
+    """The contestants of one program, by name; all begin with the same weights, and have the same tokens."""
     spec = job(size, seed)
     generator = torch.Generator().manual_seed(seed)
     shape = (size.sequence_length + 1, size.batch)
     tokens_sb = torch.randint(size.vocabulary_size, shape, generator=generator)
     batch = MicroBatch(range(size.batch), tokens_sb[:-1], tokens_sb[1:])
-    if name == "transformers":
-        return _transformers_step(spec, tokens_sb.t().contiguous())
+    if program == "transformers":
+        return {program: _transformers_step(spec, tokens_sb.t().contiguous())}
     comm = Comm(RankGrid(spec.layout), 0, torch.device("cpu"))
-    if name == "plain":
+    if program == "plain":
         plain = PlainLoop(spec, _initial_weights(spec, comm, seed), fused=True)
-        return lambda: plain.step(batch, LEARNING_RATE)
+        return {program: lambda: plain.step(batch, LEARNING_RATE)}
     engine = Engine(spec, comm)
     engine.initialise(seed)
 
@@ -134,7 +134,7 @@ def _contestant(name: str, size: Size, seed: int) -> Step:
         step()
         comm.parts.end()
 
-    return measured_step if name == "engine_measured" else step
+    return {"engine": step, "engine_measured": measured_step}
 
 
 def _initial_weights(spec: JobSpec, comm: Comm, seed: int) -> dict[str, torch.Tensor]:
@@ -148,34 +148,36 @@ def _initial_weights(spec: JobSpec, comm: Comm, seed: int) -> dict[str, torch.Te
 
 @contextlib.contextmanager
 def _processes(size: Size, seed: int, seconds: float) -> Iterator[dict[str, Block]]:
-    """A process for each contestant; its block takes `seconds`, roughly."""
-    spawn, pipes = multiprocessing.get_context("spawn"), {}
+    """The contestants, each program in a process of its own; a block takes `seconds`, roughly."""
+    spawn = multiprocessing.get_context("spawn")
+    contestants: dict[str, Block] = {}
     with contextlib.ExitStack() as stack:
-        for name in ("engine", "engine_measured", "plain", "transformers"):
-            pipes[name], theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(theirs, name, size, seed, seconds), daemon=True)
+        for program in ("engine", "plain", "transformers"):
+            pipe, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(theirs, program, size, seed, seconds), daemon=True)
             process.start()
             theirs.close()
             stack.callback(process.join)
-            stack.callback(pipes[name].close)
-            pipes[name].recv()
-        yield {name: partial(_ask, pipe) for name, pipe in pipes.items()}
+            stack.callback(pipe.close)
+            contestants.update({name: partial(_ask, pipe, name) for name in pipe.recv()})
+        yield contestants
 
 
-def _serve(pipe: Connection, name: str, size: Size, seed: int, seconds: float) -> None:
-    """Answer each message with a block of steps, until nobody asks any more."""
+def _serve(pipe: Connection, program: str, size: Size, seed: int, seconds: float) -> None:
+    """Say the names of the program's contestants, and answer each that is called with a block of its steps, until
+    nobody asks any more."""
     torch.set_num_threads(1)
-    step = _contestant(name, size, seed)
-    count = _steps_in(step, seconds)
-    pipe.send(count)
+    steps = _steps_of(program, size, seed)
+    counts = {name: _steps_in(step, seconds) for name, step in steps.items()}
+    pipe.send(list(steps))
     with contextlib.suppress(EOFError):
         while True:
-            pipe.recv()
-            pipe.send(_block(step, count))
+            name = pipe.recv()
+            pipe.send(_block(steps[name], counts[name]))
 
 
-def _ask(pipe: Connection) -> list[float]:
-    pipe.send(None)
+def _ask(pipe: Connection, name: str) -> list[float]:
+    pipe.send(name)
     seconds: list[float] = pipe.recv()
     return seconds
 
