@@ -62,7 +62,7 @@ def test_all_schedules_are_timed_and_take_at_least_what_they_must(monkeypatch: p
 
 def test_a_step_is_timed_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "SIZES", {"tiny": step.Size(1, 32, 2, 8, 2, 256)})
-    report = step.measure(argparse.Namespace(seed=1, rounds=1, seconds=0.01))
+    report = step.measure(argparse.Namespace(seed=1, starts=1, rounds=1, seconds=0.01))
     for name in ("tiny_engine_to_plain", "tiny_engine_to_transformers", "host_time_parallel_to_plain"):
         assert report.figures[name].value > 0
 
