@@ -104,7 +104,14 @@ def _loaded(comm: Comm, spec: JobSpec, weights: Weights, dtype: torch.dtype | No
         where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.sizes, strict=True))
         piece.view(start).copy_(torch.as_tensor(weights[piece.name][where]))
     engine.optimizer.load_parameters(start)
+    leave_gradients_behind(engine)
     return engine, everything
+
+
+def leave_gradients_behind(engine: Engine) -> None:
+    """What a step that was broken off may leave in the gradients' place."""
+    for slot in engine.flat.slots:
+        engine.flat.gradients[slot.start : slot.end] = float("nan")
 
 
 def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.Tensor], dtype: torch.dtype) -> Steps:
@@ -288,14 +295,18 @@ def attempts(
     statistics, and the state after."""
     engine, _ = _loaded(comm, parse_job_spec(document), weights, None)
     engine.loss_scale.state[0] = scale
-    seen, train = [], engine.pipeline.train
+    seen, begin = [], engine.reduction.begin
+    train = engine.pipeline.train
+
+    def begun(*arguments: Any) -> None:
+        leave_gradients_behind(engine)
+        begin(*arguments)
 
     def watched(batch: list[MicroBatch], loss_scale: float) -> Any:
         seen.append((engine.loss_scale.value, [each.samples for each in batch], _bits(engine)))
-        assert not engine.flat.gradients.any(), "an attempt begins without gradients"
         return train(batch, loss_scale)
 
-    engine.pipeline.train = watched
+    engine.reduction.begin, engine.pipeline.train = begun, watched
     return seen, _step(comm, engine, windows, 1), _bits(engine)
 
 

@@ -17,14 +17,16 @@ from workers.parallel.dropout import derived_keys, kept
 
 
 def fused_attention(
-    q_sbad: torch.Tensor, k_sbgd: torch.Tensor, v_sbgd: torch.Tensor, recompute: bool, comm: Comm
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch_first: bool, recompute: bool, comm: Comm
 ) -> torch.Tensor:
-    """[s, b, a, d] by scaled_dot_product_attention; keys and values may have fewer heads (g divides a).
+    """[s, b, a, d], or [b, s, a, d] with `batch_first`, from such q and from k and v that may have fewer heads (g
+    divides a), by scaled_dot_product_attention.
 
     Its kernels keep no s x s tensor for backward, and their result is the next product's input, so recomputing it
     saves no more than the log-sums of the softmax: one fp32 number a token and head.
     """
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbad, k_sbgd, v_sbgd))
+    order, back = ((0, 2, 1, 3), (0, 2, 1, 3)) if batch_first else ((1, 2, 0, 3), (2, 0, 1, 3))
+    q, k, v = q.permute(order), k.permute(order), v.permute(order)
     grouped = q.shape[1] != k.shape[1]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -37,7 +39,7 @@ def fused_attention(
         context = checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
     else:
         context = attend(q, k, v)
-    return context.permute(2, 0, 1, 3)
+    return context.permute(back)
 
 
 def explicit_attention(

@@ -94,19 +94,15 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual where it is given."""
         q, k, v = self._projections(x, again)
-        if run.batch_first:
-            q, k, v = (each.transpose(0, 1) for each in (q, k, v))
         recompute = "core_attention" in run.recompute
         if self.explicit:
             context = self._explicit(q, k, v, run, recompute)
         else:
-            context = fused_attention(q, k, v, recompute, self.region.comm)
-        if run.batch_first:
-            context = context.transpose(0, 1)
+            context = fused_attention(q, k, v, run.batch_first, recompute, self.region.comm)
         return self.output(context.flatten(2), residual)
 
     def _projections(self, x: torch.Tensor, again: Again | None) -> tuple[torch.Tensor, ...]:
-        """q [s, b, a/t, d], k and v [s, b, g/t, d]."""
+        """q [s, b, a/t, d], k and v [s, b, g/t, d]; [b, s, ...] where x is [b, s, h]."""
         if self.fused:
             qkv = self.qkv(x, again)
             return qkv.view(*qkv.shape[:2], self.heads, 3, self.head_size).unbind(3)
@@ -121,12 +117,15 @@ class Attention(nn.Module):
     def _explicit(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: ForwardPass, recompute: bool
     ) -> torch.Tensor:
+        if run.batch_first:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         keys_ba = None
         if self.rate > 0.0 and run.keys_b is not None:
             first = self.region.comm.index("tensor") * self.heads
             heads = torch.arange(first, first + self.heads, dtype=torch.int32, device=q.device)
             keys_ba = derived_keys(derived_keys(run.keys_b, self.place).unsqueeze(1), heads)
-        return explicit_attention(q, k, v, recompute, self.rate, keys_ba, self.region.comm)
+        context = explicit_attention(q, k, v, recompute, self.rate, keys_ba, self.region.comm)
+        return context.transpose(0, 1) if run.batch_first else context
 
 
 class MLP(nn.Module):

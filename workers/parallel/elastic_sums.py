@@ -23,7 +23,6 @@ from workers.data.batch_plan import leaf_share
 from workers.parallel.flat import ALIGNMENT, FlatParameters, Range, Slot, merged
 from workers.parallel.reduction import GradientReduction
 from workers.parallel.schedules import Action
-from workers.parallel.shards import ShardedModule
 from workers.parallel.tree_sum import Node, TreeSum, cover
 from workers.parallel.zero import Loss, ZeroOptimizer
 
@@ -122,15 +121,14 @@ def regions(
     `apart`: the weights' gradients come in a pass of their own, and so at another time than those that autograd adds.
     """
     waiting = WaitingBuffers(flat)
+    by_autograd = {slot.entry.parameter for slot in flat.slots if slot.entry.by_autograd}
     passes: dict[nn.Parameter, set[Pass]] = {slot.entry.parameter: set() for slot in flat.slots}
     for number, chunk in enumerate(chunks):
-        for module in chunk.modules():
-            for parameter in module.parameters(recurse=False):
-                kind = "backward"
-                if apart:
-                    by_autograd = isinstance(module, ShardedModule) and module.by_autograd
-                    kind = "backward_input" if by_autograd else "backward_weight"
-                passes[parameter].add((kind, number))
+        for parameter in chunk.parameters():
+            kind = "backward"
+            if apart:
+                kind = "backward_input" if parameter in by_autograd else "backward_weight"
+            passes[parameter].add((kind, number))
     together: dict[frozenset[Pass], list[Slot]] = {}
     for slot in flat.slots:
         together.setdefault(frozenset(passes[slot.entry.parameter]), []).append(slot)
@@ -157,9 +155,7 @@ class ElasticReduction(GradientReduction):
 
     def begin(self, micro_batches: int, sequences: int) -> None:
         """A step begins, whatever became of the one before."""
-        if self._under_way:
-            self.flat.gradients.zero_()
-        self._under_way = True
+        self.flat.gradients.zero_()  # a leaf is made from zero
         self.leaves, self.mine = shared_leaves(self.spec, sequences, self.comm.index("data"))
         if len(self.mine) != micro_batches:
             raise ValueError(f"of {self.leaves} micro-batches this replica runs {self.mine}, not {micro_batches}")

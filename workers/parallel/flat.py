@@ -52,6 +52,7 @@ class FlatParameters:
 
     `dtype` is that of the parameters in compute; gradients are summed in at least fp32. Each parameter's attribute
     `main_grad` is its gradient's view; where both have the same type it is also its `.grad`, into which autograd adds.
+    `holds_gradient` says whether what is there belongs to the step (workers/parallel/weight_gradients.py).
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class FlatParameters:
         parameter.data = self.parameters[slot.start : slot.end].view(parameter.shape)
         gradient = self.gradients[slot.start : slot.end].view(parameter.shape)
         parameter.main_grad = gradient  # type: ignore[attr-defined]
+        parameter.holds_gradient = True  # type: ignore[attr-defined]
         if gradient.dtype == parameter.dtype:
             parameter.grad = gradient  # autograd adds into an existing .grad in place
         else:

@@ -20,6 +20,9 @@ from workers.parallel.weight_gradients import WeightGradients
 Again = Callable[[], torch.Tensor]
 """Computes a product's input once more in backward, instead of keeping it."""
 
+Weights = Sequence[nn.Parameter]
+Biases = Sequence[nn.Parameter | None]
+
 
 class Region:
     """What a parallel layer needs to know about its stage."""
@@ -43,8 +46,8 @@ def column_forward(
 def column_backward(
     grads: Sequence[torch.Tensor],
     x: torch.Tensor,
-    weights: Sequence[nn.Parameter],
-    biases: Sequence[nn.Parameter | None],
+    weights: Weights,
+    biases: Biases,
     region: Region,
 ) -> torch.Tensor:
     """The gradient of x; those of weights and biases go to `region.weight_gradients`.
@@ -53,6 +56,8 @@ def column_backward(
     computed, whose reduction in turn runs while the weights' gradients are.
     """
     comm, store = region.comm, region.weight_gradients
+    if region.tensor_size == 1 and len(weights) == 1:
+        return _backward_alone(grads[0], x, weights[0], biases[0], store)
     grads_no = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
     gathering = None
     if region.sequence_parallel and not store.keeping:
@@ -120,6 +125,8 @@ def row_backward(
     """The gradient of the input, which `input_of` gives (it may have to be computed again, beside the gathering of
     the gradient); those of weight and bias go to `region.weight_gradients`."""
     store, grad, gathering = region.weight_gradients, local_grad, None
+    if region.tensor_size == 1:
+        return _backward_alone(grad, input_of(), weight, bias, store)
     if region.sequence_parallel:
         grad, gathering = region.comm.start_all_gather("tensor", local_grad)
     x = input_of()
@@ -137,12 +144,28 @@ def row_backward(
     return grad_x
 
 
+def _backward_alone(
+    grad: torch.Tensor, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, store: WeightGradients
+) -> torch.Tensor:
+    """The gradient of the input of a whole product, with nobody to talk to. A product of matrices leaves the caches
+    without a trace of the interpreter, so as much as possible is done before the first one."""
+    grad_no, x_ni = grad.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
+    if bias is not None:
+        store.submit(lambda: store.add_sum(bias, grad_no))
+    grad_ni = grad_no @ weight
+    store.submit(lambda: store.add_product(weight, grad_no, x_ni))
+    return grad_ni.view(x.shape)
+
+
+# Autograd does not see the parameters of these products, which are hidden in tuples: it would only pass on that they
+# have no gradients. So there is a gradient only where x has one, and that it has in all layers.
+
+
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, region: Region, again: Again | None, *parameters: Any
+        ctx: Any, x: torch.Tensor, region: Region, again: Again | None, weights: Weights, biases: Biases
     ) -> tuple[torch.Tensor, ...]:
-        weights, biases = parameters[::2], parameters[1::2]
         # Parameters stay attributes: within a recomputed layer, saved tensors come back as others.
         ctx.region, ctx.again, ctx.weights, ctx.biases = region, again, weights, biases
         ctx.save_for_backward(x if again is None else None)
@@ -153,7 +176,7 @@ class _ColumnParallel(torch.autograd.Function):
         again, ctx.again = ctx.again, None  # it holds what nobody needs any more
         x = ctx.saved_tensors[0] if again is None else _recomputed(again, ctx.region.comm)
         grad_x = column_backward(grads, x, ctx.weights, ctx.biases, ctx.region)
-        return (grad_x, None, None, *[None] * (2 * len(ctx.weights)))
+        return grad_x, None, None, None, None
 
 
 class _RowParallel(torch.autograd.Function):
@@ -162,19 +185,19 @@ class _RowParallel(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
+        parameters: tuple[nn.Parameter, nn.Parameter | None],
         region: Region,
     ) -> torch.Tensor:
-        ctx.region, ctx.weight, ctx.bias, ctx.added = region, weight, bias, residual is not None
+        ctx.region, ctx.parameters, ctx.added = region, parameters, residual is not None
         ctx.save_for_backward(x)
-        return row_forward(x, weight, bias, region, residual)
+        return row_forward(x, *parameters, region, residual)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        grad_x = row_backward(grads[0].contiguous(), lambda: x, ctx.weight, ctx.bias, ctx.region)
-        return grad_x, grads[0] if ctx.added else None, None, None, None
+        weight, bias = ctx.parameters
+        grad_x = row_backward(grads[0].contiguous(), lambda: x, weight, bias, ctx.region)
+        return grad_x, grads[0] if ctx.added else None, None, None
 
 
 class _GeluRowParallel(torch.autograd.Function):
@@ -185,26 +208,25 @@ class _GeluRowParallel(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
+        parameters: tuple[nn.Parameter, nn.Parameter | None],
         region: Region,
         recompute: bool,
     ) -> torch.Tensor:
-        ctx.region, ctx.weight, ctx.bias, ctx.added = region, weight, bias, residual is not None
+        ctx.region, ctx.parameters, ctx.added = region, parameters, residual is not None
         active = F.gelu(x)
         ctx.save_for_backward(x, None if recompute else active)
-        return row_forward(active, weight, bias, region, residual)
+        return row_forward(active, *parameters, region, residual)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, active), region = ctx.saved_tensors, ctx.region
+        (x, active), (weight, bias), region = ctx.saved_tensors, ctx.parameters, ctx.region
 
         def input_of() -> torch.Tensor:
             return _recomputed(lambda: F.gelu(x), region.comm) if active is None else active
 
-        grad_x = row_backward(grads[0].contiguous(), input_of, ctx.weight, ctx.bias, region)
+        grad_x = row_backward(grads[0].contiguous(), input_of, weight, bias, region)
         torch.ops.aten.gelu_backward.grad_input(grad_x, x, grad_input=grad_x)
-        return grad_x, grads[0] if ctx.added else None, None, None, None, None
+        return grad_x, grads[0] if ctx.added else None, None, None, None
 
 
 class _LookUp(torch.autograd.Function):
@@ -233,7 +255,7 @@ def column_parallel(
     x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, region: Region, again: Again | None = None
 ) -> torch.Tensor:
     """x W^T + b: [s or s/t, b, i] -> [s, b, o/t], W [o/t, i]. With `again`, x is not kept for backward."""
-    return _ColumnParallel.apply(x, region, again, weight, bias)[0]
+    return _ColumnParallel.apply(x, region, again, (weight,), (bias,))[0]
 
 
 def column_parallel_pair(
@@ -244,14 +266,14 @@ def column_parallel_pair(
     again: Again | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two such products of the same x, given as (weight, bias), which is gathered and reduced once."""
-    return _ColumnParallel.apply(x, region, again, *first, *second)
+    return _ColumnParallel.apply(x, region, again, *zip(first, second, strict=True))
 
 
 def row_parallel(
     x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, region: Region, residual: torch.Tensor | None
 ) -> torch.Tensor:
     """The sum over ranks of x W^T, plus b and the residual once: [s, b, i/t] -> [s or s/t, b, o], W [o, i/t]."""
-    return _RowParallel.apply(x, residual, weight, bias, region)
+    return _RowParallel.apply(x, residual, (weight, bias), region)
 
 
 def gelu_row_parallel(
@@ -263,7 +285,7 @@ def gelu_row_parallel(
     recompute: bool,
 ) -> torch.Tensor:
     """The same of gelu(x), exact by erf. With `recompute`, gelu(x) is not kept for backward, but x is."""
-    return _GeluRowParallel.apply(x, residual, weight, bias, region, recompute)
+    return _GeluRowParallel.apply(x, residual, (weight, bias), region, recompute)
 
 
 def look_up(rows_sb: torch.Tensor, weight: nn.Parameter, region: Region) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 
 from workers.comm import Comm, Handle
 from workers.parallel.flat import FlatParameters
+from workers.parallel.weight_gradients import clear_forgotten, forget, main_grad
 
 
 class GradientReduction:
@@ -38,15 +39,15 @@ class GradientReduction:
         self._incomplete: list[int] = []
         self._next = len(flat.buckets) - 2
         self._started: list[Handle] = []
-        self._under_way = False
+        self._written_over = [slot.entry.parameter for slot in flat.slots if not slot.entry.by_autograd]
+        self._added_to = [main_grad(slot.entry.parameter) for slot in flat.slots if slot.entry.by_autograd]
 
     def begin(self, micro_batches: int, sequences: int) -> None:
         """A step of so many micro-batches of this replica begins, whatever became of the one before. `sequences`: in
         the global batch."""
-        if self._under_way:
-            self._started.clear()
-            self.flat.gradients.zero_()
-        self._under_way = True
+        self._started.clear()
+        forget(self._written_over)
+        torch._foreach_zero_(self._added_to)
         self._awaited = {parameter: uses * micro_batches for parameter, uses in self.uses.items()}
         self._incomplete = [0] * len(self.flat.buckets)
         for parameter in self._awaited:
@@ -69,6 +70,7 @@ class GradientReduction:
     def finish(self, complete_tail: Callable[[], None]) -> torch.Tensor:
         """Reduce what is left, and return this rank's parts of the sum, one after the other. `complete_tail` adds, in
         the flat buffer, what other ranks of the replica have computed of the tail."""
+        clear_forgotten(self._written_over)
         complete_tail()
         if self.overlaps:
             for number in range(self._next, -1, -1):
@@ -89,11 +91,6 @@ class GradientReduction:
         first = sum(end - start for start, end in self.parts[:number])
         start, end = self.parts[number]
         return self.reduced[first : first + end - start]
-
-    def end(self) -> None:
-        """The gradients have been used: clear them for the next step."""
-        self.flat.gradients.zero_()
-        self._under_way = False
 
     def gather(self, parts: list[torch.Tensor], into: torch.Tensor, row: int = 1) -> None:
         """Bring every replica's `parts`, one a bucket, into the flat buffer `into`, which has one element for each

@@ -58,6 +58,8 @@ class NamedShard:
     name: str
     parameter: nn.Parameter = field(repr=False)
     shard: ParameterShard
+    by_autograd: bool
+    """Whether autograd adds its gradient; else WeightGradients does."""
 
 
 def named_shards(model: nn.Module, renamed: dict[str, str] | None = None) -> list[NamedShard]:
@@ -70,7 +72,8 @@ def named_shards(model: nn.Module, renamed: dict[str, str] | None = None) -> lis
         if isinstance(module, ShardedModule):
             for local, shard in module.shards.items():
                 name = f"{prefix}.{local}" if prefix else local
-                found.append(NamedShard((renamed or {}).get(name, name), module.get_parameter(local), shard))
+                parameter = module.get_parameter(local)
+                found.append(NamedShard((renamed or {}).get(name, name), parameter, shard, module.by_autograd))
     return found
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.optim.adamw import adamw
 
 from workers.comm import Comm
 from workers.config import OptimizerConfig
@@ -53,6 +54,19 @@ class StepStatistics:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A part of the held ranges with one rate of weight decay."""
+
+    values: torch.Tensor
+    where: slice
+    """Its place in the held ranges, and so in the moments and in the gradient."""
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    steps: torch.Tensor
+    """Steps done, fp32 scalar."""
+
+
 class ZeroOptimizer:
     """The optimizer of one rank: its parts of the flat parameters with their moments."""
 
@@ -83,16 +97,6 @@ class ZeroOptimizer:
         self.exp_avg = flat.gradients.new_zeros(length)
         self.exp_avg_sq = flat.gradients.new_zeros(length)
         self._groups = self._decay_groups()
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": [view for view, decay, _ in self._groups if decay == rate], "weight_decay": rate}
-                for rate in dict.fromkeys(decay for _, decay, _ in self._groups)
-            ],
-            lr=config.learning_rate,
-            betas=(config.beta1, config.beta2),
-            eps=config.epsilon,
-            fused=True,
-        )
         self.updating = False
         """Whether an update has begun that nobody has declared complete."""
         self.set_step(0)
@@ -113,9 +117,10 @@ class ZeroOptimizer:
         mine = [rows[start // ALIGNMENT : end // ALIGNMENT] for start, end in self.owned]
         return torch.cat(mine).to(self.flat.gradients.device)
 
-    def _decay_groups(self) -> list[tuple[torch.nn.Parameter, float, slice]]:
-        """The held ranges cut where weight decay begins or ends: (view, decay, slice of the moments)."""
-        groups, position = [], 0
+    def _decay_groups(self) -> dict[float, list[_Piece]]:
+        """The held ranges cut where weight decay begins or ends, by the rate of their decay."""
+        groups: dict[float, list[_Piece]] = {}
+        position = 0
         for (start, end), values in zip(self.held, self.parameters, strict=True):
             decayed = overlap((start, end), self.flat.decayed)
             pieces = [((start, decayed[0]), 0.0), (decayed, self.config.weight_decay), ((decayed[1], end), 0.0)]
@@ -123,27 +128,26 @@ class ZeroOptimizer:
                 pieces = [((start, end), 0.0)]
             for (first, last), decay in pieces:
                 if last > first:
-                    view = torch.nn.Parameter(values[first - start : last - start], requires_grad=True)
                     where = slice(position + first - start, position + last - start)
-                    groups.append((view, decay, where))
+                    moments = self.exp_avg[where], self.exp_avg_sq[where]
+                    steps = torch.zeros((), dtype=torch.float32, device=values.device)
+                    piece = _Piece(values[first - start : last - start], where, *moments, steps)
+                    groups.setdefault(decay, []).append(piece)
             position += end - start
         return groups
 
     def set_step(self, step: int) -> None:
-        """Tell AdamW that `step` steps are done and that its moments are this object's flat buffers."""
-        for parameter, _, where in self._groups:
-            self._adamw.state[parameter] = {
-                "step": torch.tensor(float(step), dtype=torch.float32, device=parameter.device),
-                "exp_avg": self.exp_avg[where],
-                "exp_avg_sq": self.exp_avg_sq[where],
-            }
+        """Tell AdamW that `step` steps are done."""
+        for pieces in self._groups.values():
+            for piece in pieces:
+                piece.steps.fill_(step)
 
     def state(self) -> list[torch.Tensor]:
         """Everything that makes up this rank's state, as 1-D tensors."""
         return [*self.parameters, self.exp_avg, self.exp_avg_sq]
 
     def step(self, learning_rate: float, loss: Loss, memory_bytes: int) -> StepStatistics:
-        """Reduce the gradients, agree on the norm with all ranks, clip, update, gather. Clears the gradients.
+        """Reduce the gradients, agree on the norm with all ranks, clip, update, gather.
 
         Every rank is inside this call when any of them updates its parameters. Where the loss or the norm is not
         finite, or above its limit, nothing is updated on any rank, which is decided on the device.
@@ -156,30 +160,25 @@ class ZeroOptimizer:
             progress.at("agreement")
             agreed = self._agree(gradient, loss, memory_bytes)
             progress.at("optimizer")
-            norm, divisor, bad = self._norm_and_divisor(agreed, loss.scale)
-            gradient.mul_(divisor.reciprocal())
+            norm, factor, bad = self._norm_and_factor(agreed, loss.scale)
+            gradient.mul_(factor)
             if len(gradient) < len(self.exp_avg):  # stage 0
                 self.reduction.gather(self._by_bucket(gradient), self.flat.gradients)
                 gradient = self.flat.gradients
-            for group in self._adamw.param_groups:
-                group["lr"] = learning_rate
-            for parameter, _, where in self._groups:
-                parameter.grad = gradient[where]
             self.updating = True
-            self._adamw.step()
+            self._update(gradient, learning_rate, bad)
             self.publish_parameters()
-            self.reduction.end()
             # The one place of a step where the host waits for the device.
             told = [agreed[:2], norm.view(1), bad.view(1).to(agreed.dtype), agreed[3:]]
             total, tokens, found, refused, *each = torch.cat(told).tolist()
         world, memory = self.comm.size("world"), int(max(each[: self.comm.size("world")]))
         return StepStatistics(total / max(tokens, 1.0), found, memory, tuple(each[world:]), not refused)
 
-    def _norm_and_divisor(
+    def _norm_and_factor(
         self, agreed: torch.Tensor, loss_scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradient's norm, what the sums in the buffer are divided by, clipping included, and whether the step must
-        not update anything, which AdamW is told."""
+        """The gradient's norm, what the sums in the buffer are multiplied by, clipping included, and whether the step
+        must not update anything, which AdamW is told."""
         total, tokens, square = agreed[0], agreed[1], agreed[2]
         divisor = tokens.clamp(min=1.0) * loss_scale
         norm = square.sqrt() / divisor
@@ -187,9 +186,29 @@ class ZeroOptimizer:
             divisor = divisor * (norm + 1e-6).div(self.config.clip_norm).clamp(min=1.0)
         finite = torch.isfinite(norm) & torch.isfinite(total)
         bad = ~finite | (total / tokens.clamp(min=1.0) > self.limits[0]) | (norm > self.limits[1])
-        # The protocol of torch.amp.GradScaler with fused optimizers.
-        self._adamw.found_inf = bad.to(torch.float32)  # type: ignore[attr-defined]
-        return norm, divisor, bad
+        # Not a number would stay in the alignment between parameters, where nothing is written.
+        return norm, divisor.reciprocal().masked_fill(bad, 0.0), bad
+
+    def _update(self, gradient: torch.Tensor, learning_rate: float, bad: torch.Tensor) -> None:
+        """AdamW on the held ranges, which does nothing where `bad`."""
+        for decay, pieces in self._groups.items():
+            adamw(
+                [piece.values for piece in pieces],
+                [gradient[piece.where] for piece in pieces],
+                [piece.exp_avg for piece in pieces],
+                [piece.exp_avg_sq for piece in pieces],
+                [],
+                [piece.steps for piece in pieces],
+                fused=True,
+                found_inf=bad.to(torch.float32),
+                amsgrad=False,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
+                lr=learning_rate,
+                weight_decay=decay,
+                eps=self.config.epsilon,
+                maximize=False,
+            )
 
     def load_parameters(self, values: torch.Tensor) -> None:
         """Take over the flat parameters `values`, fp32 [flat.size]."""

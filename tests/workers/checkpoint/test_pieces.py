@@ -45,7 +45,8 @@ def model_of(described: list, tensor_size: int, index: int) -> list[NamedShard]:
         whole[tuple(slice(0, size) for size in shape)] = torch.arange(math.prod(shape)).view(shape).float()
         mine = whole if split is None else whole.narrow(split, start, local[split])
         parameter = nn.Parameter(mine.clone())
-        entries.append((NamedShard(f"p{number}", parameter, as_shared_copy(shard) if copy else shard), mine))
+        placed = as_shared_copy(shard) if copy else shard
+        entries.append((NamedShard(f"p{number}", parameter, placed, by_autograd=False), mine))
     flat_order = [entry for entry, _ in entries]
     values = {entry.name: mine for entry, mine in entries}
     for entry in flat_order:
