@@ -401,14 +401,16 @@ class Gangs:
         return made.remote(node, str(self._paths.home), options, environment)
 
     async def end_node_daemons(self) -> None:
-        """Shut down the daemons of all nodes: no process and no shared memory of ours is left on them."""
+        """Shut down the daemons of all nodes but lost ones: no process and no shared memory of ours is left on them."""
+        lost = {node_daemon_name(node) for node in self.lost}
         names = [name for name in await self._agent_names() if name.startswith(node_daemon_name(""))]
+        names = [name for name in names if name not in lost]
         found = await self.find_agents(names)
         await asyncio.gather(*(self._end_daemon(daemon) for daemon in found if daemon is not None))
 
     async def _end_daemon(self, daemon: Handle) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
-            await asyncio.wait_for(_awaited(daemon.shutdown.remote()), DAEMON_SECONDS)
+            await asyncio.wait_for(_awaited(daemon.shutdown.remote()), CLOSE_SECONDS)
         await asyncio.to_thread(self._ray.kill, daemon, no_restart=True)
 
 
