@@ -28,6 +28,7 @@ class Network:
         self.bridge = f"mt{tag[:8]}"
         self._subnet = f"10.213.{int(tag[:6], 16) % 250 + 1}"
         self._plugged = 0
+        self.nodes: list[Node] = []
         self.usable = self._set_up()
 
     def _set_up(self) -> bool:
@@ -46,7 +47,9 @@ class Network:
         return Cable(self.bridge, self._plugged, self._subnet)
 
     def close(self) -> None:
-        """Take it down; the cables went before."""
+        """Take it down, and all of its nodes."""
+        for node in self.nodes:
+            node.close()
         if self.usable:
             _ip("link", "del", self.bridge)
 
@@ -108,6 +111,7 @@ class Node:
         ]
         self._environment = {**os.environ, **environment}
         self._manta, self.id = manta, ""
+        network.nodes.append(self)
         self._others = {node.id for node in manta.client.cluster().nodes}
         self._start()
 

@@ -2,7 +2,7 @@
 
 from api.client import ApiError
 
-STEPS = 120
+STEPS = 90
 
 
 def spec_of(manta, data, **train):

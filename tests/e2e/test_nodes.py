@@ -24,16 +24,20 @@ def network(manta):
     """What further nodes are plugged into."""
     made = Network(manta.paths.tag)
     yield made
+    stop_service(manta.home)
     made.close()
 
 
 @pytest.fixture(scope="module")
 def nodes(manta, network):
     """Two further nodes, each with room for one replica. Tests use them up, one after the other."""
-    all_nodes = [Node(manta, network).registered() for _ in range(2)]
-    yield [node.started() for node in all_nodes]
-    for node in all_nodes:
-        node.close()
+    return [node.started() for node in [Node(manta, network).registered() for _ in range(2)]]
+
+
+@pytest.fixture(scope="module")
+def host(manta, network):
+    """One more such node: a test leaves it as it found it, or it is the last one and kills it."""
+    return Node(manta, network).registered().started()
 
 
 def spec_of(manta, min_data, data=2, zero=1):
@@ -61,6 +65,10 @@ def same_as_undisturbed(manta, job):
     stopped(manta, undisturbed)
     assert curve == manta.curve(undisturbed)[: len(curve)]
     return ended
+
+
+def living_nodes(manta):
+    return [node.id for node in manta.client.cluster().nodes if node.alive]
 
 
 def stopped(manta, job):
@@ -139,39 +147,36 @@ def test_lost_node_costs_a_step_at_most(manta, nodes):
     assert manta.leftovers(job) == []
 
 
-def test_host_behind_a_pulled_cable_is_done_without_and_comes_back(manta, network):
+def test_host_behind_a_pulled_cable_is_done_without_and_comes_back(manta, network, host):
     if not network.usable:
         pytest.skip("this user may not make network namespaces")
-    node = Node(manta, network).registered().started()
     job = submitted_whole(manta, spec_of(manta, min_data=1))
     manta.until_step(job, 8)
-    cut_off = ranks_on(manta, job, node)
+    cut_off = ranks_on(manta, job, host)
     assert len(cut_off) == 2
     held_back(manta, job, cut_off)
-    node.cable.pull()
+    host.cable.pull()
     (lost,) = manta.until("the loss", lambda: manta.events(job, "node_lost"))
-    assert (lost.data["node"], lost.data["ranks"]) == (node.id, cut_off)
+    assert (lost.data["node"], lost.data["ranks"]) == (host.id, cut_off)
     steps_committed(manta, job, 2)
     assert manta.client.job(job).parallel["data"] == 1
     (recovered,) = manta.events(job, "recovered")
     assert recovered.data["steps_redone"] <= 1
     assert recovered.data["source"] == "memory", "of the ranks that are cut off it is the replicas"
-    node.cable.put_back()
+    host.cable.put_back()
     steps_committed(manta, job, 3)
     assert manta.client.job(job).parallel["data"] == 2
-    assert len(ranks_on(manta, job, node)) == 2
+    assert len(ranks_on(manta, job, host)) == 2
     ended = same_as_undisturbed(manta, job)
     assert ended.restarts == 1
-    node.close()
 
 
-def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta, network):
-    first = Node(manta, network).registered().started()
+def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta, network, host):
     job = submitted_whole(manta, manta.spec(STEPS, (2, 2, 1), elastic={"reshape": True}))
     manta.until_step(job, 8)
-    lost = ranks_on(manta, job, first)
+    lost = ranks_on(manta, job, host)
     held_back(manta, job, lost)
-    first.kill(job, lost)
+    host.kill(job, lost)
     steps_committed(manta, job, 2)
     smaller = manta.client.job(job).parallel
     assert (smaller["tensor"], smaller["pipeline"], smaller["data"]) == (2, 1, 1)
@@ -188,8 +193,8 @@ def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta, 
     stopped(manta, clean)
     for (_, loss, _), (_, expected, _) in zip(curve, manta.curve(clean), strict=False):
         assert loss == pytest.approx(expected, rel=1e-5)
-    for node in (first, second):
-        node.close()
+    second.kill()
+    manta.until("the loss", lambda: second.id not in living_nodes(manta))
 
 
 def test_without_room_elsewhere_it_stays_and_says_so(manta):
