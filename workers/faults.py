@@ -164,8 +164,14 @@ def kill_node() -> None:
     zygote = os.getppid()
     daemon = _parent_of(zygote)
     agents = [pid for pid in _children_of(_parent_of(daemon)) if _name_of(pid).startswith("ray::Agent")]
-    for pid in (*agents, daemon, zygote):
-        os.kill(pid, signal.SIGKILL)
+    # This process, and its group, end with its agent, or with its zygote: a child that has left it sees it through.
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        for pid in (*agents, daemon, zygote):
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 def kill_store(port: int) -> bool:

@@ -90,8 +90,8 @@ def test_killed_store_is_started_anew_by_the_next_recovery(manta, undisturbed):
     manta.until_step(job, 1)
     before = {process.pid for process in manta.trainers()}
     inject(manta, job, "store", 0, at_step=MIDDLE)
-    inject(manta, job, "kill", 1, at_step=MIDDLE + 10)
-    manta.until_step(job, MIDDLE + 5)
+    inject(manta, job, "kill", 1, at_step=MIDDLE + 35)
+    manta.until_step(job, MIDDLE + 2)
     assert len(before - {process.pid for process in manta.trainers()}) == 1, "only the store is gone"
     manta.until_state(job, "SUCCEEDED")
     assert lost(manta, job) == [(1, "killed")]
