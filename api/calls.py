@@ -13,9 +13,9 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from api import schemas
-from service.numbers import spell
+from service.nonfinite import spell
 from workers.errors import MantaError
-from workers.spec_problems import Problem, SpecError
+from workers.spec.problems import Problem, SpecError
 
 T = TypeVar("T")
 

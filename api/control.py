@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from service.store import Store
-from workers.faults import Fault
+from workers.rank.faults import Fault
 
 
 class ControlPlane(Protocol):

@@ -11,14 +11,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from api.cli_service import start_service, stop_service
+from api.cli.progress import duration, figure, follow, percent
+from api.cli.service import start_service, stop_service
 from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.progress import duration, figure, follow, percent
 from api.schemas import Job
 from service.states import JobState, is_final
 from workers.errors import MantaError
-from workers.spec_problems import SpecError
-from workers.spec_reading import read_document
+from workers.spec.problems import SpecError
+from workers.spec.reading import read_document
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / ".demo"

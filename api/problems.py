@@ -11,12 +11,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from api.schemas import FieldProblem, Problem
+from service.cluster.errors import NodeNotFound, NodeUnreachable
+from service.cluster.sizes import SizeOutOfBounds
 from service.faults import FaultNotPossible, FaultsNotAllowed
-from service.nodes import NodeNotFound, NodeUnreachable
-from service.sizes import SizeOutOfBounds
 from service.store import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
 from workers.errors import MantaError
-from workers.spec_problems import SpecError
+from workers.spec.problems import SpecError
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from service.numbers import number, spell
-from workers.faults import FaultKind, FaultPhase
+from service.nonfinite import number, spell
+from workers.rank.faults import FaultKind, FaultPhase
 
 T = TypeVar("T")
 

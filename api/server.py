@@ -13,9 +13,9 @@ from typing import IO, TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
+from service.cluster.processes import same_process
+from service.cluster.ray_head import ExistingRay, RayHead
 from service.control_plane import ControlPlane
-from service.processes import same_process
-from service.ray_head import ExistingRay, RayHead
 from service.settings import Settings
 from workers.errors import MantaError
 

@@ -10,13 +10,13 @@ from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
 from api import schemas
+from service.cluster.sizes import layout_in_use
 from service.ledger import Ledger
 from service.logs import LogLine
-from service.sizes import layout_in_use
 from service.states import JobState
 from service.store import jobs, ledgers, metrics, recoveries, tables
+from workers.comm.grid import RankGrid
 from workers.config import JobSpec, ParallelConfig
-from workers.parallel.grid import RankGrid
 
 MOST_RANKS_LISTED = 4096
 _WITH_ETA = frozenset({JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.RESIZING})

@@ -1,7 +1,7 @@
 """Pipeline bubbles as the engine's runtime really has them, beside those that the schedule promises.
 
-Four stages whose work is a timed wait run whole steps through `workers.parallel.pipeline`, messages and all; the step
-is compared with the event simulation of the same schedule, and the idle time with the papers' formulas.
+Four stages whose work is a timed wait run whole steps through `workers.parallel.pipeline.runtime`, messages and all;
+the step is compared with the event simulation of the same schedule, and the idle time with the papers' formulas.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.local_ranks import LocalRanks
-from benchmarks.report import Report, deliver, parser
-from workers.comm import Comm
+from benchmarks.support.local_ranks import LocalRanks
+from benchmarks.support.report import Report, deliver, parser
+from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
-from workers.model.gpt import ForwardPass
-from workers.parallel.pipeline import Pipeline
-from workers.parallel.schedule_times import PassTimes, simulate
-from workers.parallel.schedules import schedule
-from workers.parallel.stages import virtual_stage
-from workers.parallel.weight_gradients import WeightGradients
+from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.pipeline.runtime import Pipeline
+from workers.parallel.pipeline.schedule_times import PassTimes, simulate
+from workers.parallel.pipeline.schedules import schedule
+from workers.parallel.pipeline.stages import virtual_stage
+from workers.parallel.tensor.weight_gradients import WeightGradients
 
 STAGES = 4
 MICRO_BATCHES = (4, 8, 16)

@@ -19,12 +19,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from benchmarks import own_processes
-from benchmarks.chaos_schedule import SLOW_SECONDS, STEPS, Layout, Schedule, schedule
-from benchmarks.chaos_strikes import Target, strike, struck
-from benchmarks.own_service import POLL_SECONDS, JobWentWrong, OwnService, own_service
-from benchmarks.ray_view import RayView
-from benchmarks.report import Report, deliver, parser
+from benchmarks.support import own_processes
+from benchmarks.support.chaos_schedule import SLOW_SECONDS, STEPS, Layout, Schedule, schedule
+from benchmarks.support.chaos_strikes import Target, strike, struck
+from benchmarks.support.own_service import POLL_SECONDS, JobWentWrong, OwnService, own_service
+from benchmarks.support.ray_view import RayView
+from benchmarks.support.report import Report, deliver, parser
 
 NO_WEIGHTS = "no checkpoint of the last step"
 JOB_SECONDS = 400.0

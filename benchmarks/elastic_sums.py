@@ -13,10 +13,10 @@ import statistics
 import sys
 from typing import Any
 
-from benchmarks.local_ranks import LocalRanks, RankResult
-from benchmarks.report import Report, deliver, parser
-from workers.accounting import parameter_count, waiting_gradient_buffers
-from workers.spec_reading import parse_job_spec
+from benchmarks.support.local_ranks import LocalRanks, RankResult
+from benchmarks.support.report import Report, deliver, parser
+from workers.accounting.flops import parameter_count, waiting_gradient_buffers
+from workers.spec.reading import parse_job_spec
 
 MODES = ("layout", "elastic")
 TIMED = (1, 2)

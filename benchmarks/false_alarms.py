@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.jobs import quickstart
-from benchmarks.own_service import JobWentWrong, own_service
-from benchmarks.report import Report, deliver, machine, parser
+from benchmarks.support.jobs import quickstart
+from benchmarks.support.own_service import JobWentWrong, own_service
+from benchmarks.support.report import Report, deliver, machine, parser
 from service.states import is_final
 
 LAYOUTS = {"tensor_data": (2, 1, 2), "pipeline_data": (1, 2, 2)}

@@ -15,9 +15,9 @@ import time
 from typing import Any
 
 from api.schemas import Job
-from benchmarks.jobs import quickstart
-from benchmarks.own_service import JobWentWrong, OwnService, own_service
-from benchmarks.report import Report, deliver, parser
+from benchmarks.support.jobs import quickstart
+from benchmarks.support.own_service import JobWentWrong, OwnService, own_service
+from benchmarks.support.report import Report, deliver, parser
 from service.states import is_final
 
 LAYOUT = (2, 1, 2)

@@ -8,9 +8,9 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from benchmarks.jobs import quickstart
-from benchmarks.local_ranks import LocalRanks, RankResult
-from benchmarks.report import Report, deliver, parser
+from benchmarks.support.jobs import quickstart
+from benchmarks.support.local_ranks import LocalRanks, RankResult
+from benchmarks.support.report import Report, deliver, parser
 
 Layout = tuple[int, int, int]
 

@@ -17,18 +17,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from benchmarks.jobs import SHAKESPEARE, nanogpt
-from benchmarks.plain_gpt import PlainLoop
-from benchmarks.report import Report, deliver, parser
-from workers.comm import Comm
+from benchmarks.support.jobs import SHAKESPEARE, nanogpt
+from benchmarks.support.plain_gpt import PlainLoop
+from benchmarks.support.report import Report, deliver, parser
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import Batches
 from workers.learning_rate import learning_rate
 from workers.messages import Resume
-from workers.model.gpt import ForwardPass
-from workers.parallel.grid import RankGrid
+from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.reporter import Reporter
-from workers.spec_reading import parse_job_spec
+from workers.spec.reading import parse_job_spec
 from workers.trainer import Trainer
 
 STEPS = 2000

@@ -13,9 +13,9 @@ import statistics
 import sys
 from typing import Any
 
-from benchmarks.jobs import quickstart
-from benchmarks.own_service import OwnService, own_service
-from benchmarks.report import Report, deliver, parser
+from benchmarks.support.jobs import quickstart
+from benchmarks.support.own_service import OwnService, own_service
+from benchmarks.support.report import Report, deliver, parser
 
 STALL_TARGET, CURVE_TARGET = 0.5, 1e-5
 STEPS_BETWEEN = 15

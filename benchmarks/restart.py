@@ -12,11 +12,11 @@ import random
 import sys
 import time
 
-from benchmarks.jobs import quickstart
-from benchmarks.kills import JOB_SECONDS, STEPS_BETWEEN, kills_of
-from benchmarks.own_service import POLL_SECONDS, OwnService, own_service
-from benchmarks.report import Report, deliver, parser
-from benchmarks.visibility import visibility_seconds
+from benchmarks.support.jobs import quickstart
+from benchmarks.support.kills import JOB_SECONDS, STEPS_BETWEEN, kills_of
+from benchmarks.support.own_service import POLL_SECONDS, OwnService, own_service
+from benchmarks.support.report import Report, deliver, parser
+from benchmarks.support.visibility import visibility_seconds
 
 START_TARGET, RECOVERY_TARGET, VISIBILITY_TARGET = 6.0, 4.0, 0.25
 EIGHT = (2, 2, 2)

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import Report, deliver, parser
-from workers.checkpoint.snapshot import Snapshots
+from benchmarks.support.report import Report, deliver, parser
 from workers.errors import MantaError
 from workers.paths import SHARED_MEMORY
-from workers.replica import ReplicaServer, Replicator
+from workers.snapshot.backup import ReplicaServer, Replicator
+from workers.snapshot.snapshots import Snapshots
 
 TARGET_MS = 1.0
 RANKS = 2

@@ -25,23 +25,24 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from benchmarks.faked_comm import FakedComm
-from benchmarks.hugging_face import gpt2_like
-from benchmarks.plain_gpt import Layer as PlainLayer
-from benchmarks.plain_gpt import PlainLoop
-from benchmarks.report import Report, deliver, parser
-from workers.comm import Comm
+from benchmarks.support.faked_comm import FakedComm
+from benchmarks.support.hugging_face import gpt2_like
+from benchmarks.support.plain_gpt import Layer as PlainLayer
+from benchmarks.support.plain_gpt import PlainLoop
+from benchmarks.support.report import Report, deliver, parser
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
 from workers.host_memory import keep_freed_memory
-from workers.model.gpt import ForwardPass, GPTStage, Layer
-from workers.parallel.flat import FlatParameters, Sharing
-from workers.parallel.grid import RankGrid
-from workers.parallel.linear import Region
-from workers.parallel.shards import fill_initial, named_shards
-from workers.parallel.weight_gradients import WeightGradients
-from workers.spec_reading import parse_job_spec
+from workers.model.gpt import GPTStage, Layer
+from workers.parallel.data.flat import FlatParameters, Sharing
+from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.tensor.linear import Region
+from workers.parallel.tensor.shards import fill_initial, named_shards
+from workers.parallel.tensor.weight_gradients import WeightGradients
+from workers.spec.reading import parse_job_spec
 
 LEARNING_RATE = 1e-4
 LIMITS = {"plain": 1 / 0.97, "transformers": 1.0}

@@ -22,18 +22,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.hugging_face import gpt2_like
-from benchmarks.local_ranks import LocalRanks
-from benchmarks.report import Report, deliver, parser
-from workers.accounting import parameter_count, step_flops
-from workers.comm import Comm
+from benchmarks.support.hugging_face import gpt2_like
+from benchmarks.support.local_ranks import LocalRanks
+from benchmarks.support.report import Report, deliver, parser
+from workers.accounting.device_peak import measure_peak_flops
+from workers.accounting.flops import parameter_count, step_flops
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
-from workers.device_peak import measure_peak_flops
 from workers.engine import Engine
 from workers.errors import MantaError
-from workers.parallel.grid import RankGrid
-from workers.spec_reading import parse_job_spec
+from workers.spec.reading import parse_job_spec
 
 GOAL_MFU_CAUSAL = 0.45
 LEARNING_RATE = 1e-4

@@ -17,22 +17,22 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from service.cluster.errors import NodeNotFound, NodeUnreachable
+from service.cluster.gangs import Gangs
+from service.cluster.node_watch import NodeWatch
+from service.cluster.placement import unit_of
+from service.cluster.processes import ended
+from service.cluster.ray_head import ExistingRay, RayHead
 from service.faults import FaultNotPossible, FaultsNotAllowed
-from service.gangs import Gangs
-from service.node_watch import NodeWatch
-from service.nodes import NodeNotFound, NodeUnreachable
-from service.placement import unit_of
-from service.processes import ended
-from service.ray_head import ExistingRay, RayHead
+from service.job.site import Site
+from service.job.supervisor import Supervisor
 from service.scheduler import Scheduler
-from service.site import Site
 from service.states import JobState, is_final
 from service.store import IllegalTransition, Store, jobs, ranks
 from service.store.tables import Job
 from service.stored_specs import stored_spec_problem
-from service.supervisor import Supervisor
-from workers.faults import Fault
 from workers.paths import Paths
+from workers.rank.faults import Fault
 
 log = logging.getLogger(__name__)
 

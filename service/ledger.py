@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from service.recovery_timeline import RecoveryTimeline
+from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState, is_final
 
 LedgerClass = Literal[

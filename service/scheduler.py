@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from service.gangs import NotPlaced
-from service.job_record import JobRecord
-from service.placement import missing, unit_of
-from service.site import Site
-from service.sizes import fitting, resized, shapes_of, smallest
+from service.cluster.gangs import NotPlaced
+from service.cluster.placement import missing, unit_of
+from service.cluster.sizes import fitting, resized, shapes_of, smallest
+from service.job.record import JobRecord
+from service.job.site import Site
 from service.states import JobState
 from service.store import IllegalTransition, jobs
 from service.store.tables import Job

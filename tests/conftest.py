@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Any]:
-    """Eight processes that run programs as the ranks of a layout; see tests/workers/rank_processes.py."""
+    """Eight processes that run programs as the ranks of a layout; see tests/workers/support/rank_processes.py."""
     from rank_processes import RankProcesses
 
     processes = RankProcesses()

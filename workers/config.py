@@ -1,6 +1,6 @@
 """JobSpec: what a user asks for. Pure Python, imports in milliseconds, shared by all three rooms.
 
-Documents are read and checked by `workers/spec_reading.py`; rules across fields live in `workers/spec_rules.py`.
+Documents are read and checked by `workers/spec/reading.py`; rules across fields live in `workers/spec/rules.py`.
 """
 
 from __future__ import annotations

@@ -6,18 +6,18 @@ import math
 
 import torch
 
-from workers.comm import Comm
+from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.host_memory import keep_freed_memory
 from workers.model.gpt import GPTStage
-from workers.parallel.elastic_sums import ElasticOptimizer, ElasticReduction
-from workers.parallel.flat import FlatParameters, Sharing
-from workers.parallel.loss_scale import LossScale
-from workers.parallel.pipeline import Pipeline
-from workers.parallel.reduction import GradientReduction
-from workers.parallel.shards import fill_initial
-from workers.parallel.zero import Loss, StepStatistics, ZeroOptimizer
+from workers.parallel.data.elastic_sums import ElasticOptimizer, ElasticReduction
+from workers.parallel.data.flat import FlatParameters, Sharing
+from workers.parallel.data.loss_scaling import LossScale
+from workers.parallel.data.reduction import GradientReduction
+from workers.parallel.data.zero import Loss, StepStatistics, ZeroOptimizer
+from workers.parallel.pipeline.runtime import Pipeline
+from workers.parallel.tensor.shards import fill_initial
 
 
 class Engine:

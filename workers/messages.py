@@ -58,7 +58,7 @@ class LaunchOrder:
     faults: tuple[dict[str, Any], ...] = ()
     """Faults that were asked for and have not struck yet, each as `Fault.to_json`."""
     roll_backs: tuple[dict[str, Any], ...] = ()
-    """The job's roll backs so far (`workers.bad_numbers.RollBack`): what they passed over stays passed over."""
+    """The job's roll backs so far (`workers.numerics.bad_numbers.RollBack`): samples that they skipped stay skipped."""
     in_place: bool = False
     """Whether a trainer that loses a peer comes to rest and waits for the next order, instead of ending."""
 

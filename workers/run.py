@@ -16,17 +16,17 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from workers.accounting.device_peak import measure_peak_flops
 from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
-from workers.comm import Comm
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
 from workers.config import JobSpec
-from workers.device_peak import measure_peak_flops
 from workers.errors import CheckpointError, MantaError
 from workers.messages import Resume
-from workers.parallel.grid import RankGrid
 from workers.reporter import Reporter
 from workers.settings import Launcher, read_launcher
-from workers.spec_problems import SpecError
-from workers.spec_reading import load_job_spec
+from workers.spec.problems import SpecError
+from workers.spec.reading import load_job_spec
 from workers.trainer import Places, Trainer
 
 

@@ -14,29 +14,29 @@ from typing import Any
 
 import torch
 
-from workers.accounting import step_flops
-from workers.bad_numbers import Bad, Numbers, RollBack
+from workers.accounting.flops import step_flops
 from workers.checkpoint.checkpointer import Checkpointer
-from workers.checkpoint.pace import Pace
-from workers.checkpoint.reshard import describe, restore_from_snapshots
-from workers.checkpoint.snapshot import Snapshots, fingerprint, layout_tag, remove_other_layouts
-from workers.checkpoint.snapshot_file import NOTE_BYTES, committed_steps
-from workers.comm import Comm
+from workers.comm.comm import Comm
+from workers.comm.grid import state_peers
 from workers.config import JobSpec
 from workers.data.batches import Batches
-from workers.data.passed_over import PassedOver
+from workers.data.skipped_samples import PassedOver
 from workers.engine import Engine
 from workers.errors import CheckpointNotSaved, PeerLost, ReplicaDiffers
 from workers.learning_rate import learning_rate
+from workers.liveness.stragglers import Stragglers
 from workers.messages import Resume
-from workers.number_guard import NumberGuard, error_of
-from workers.parallel.elastic_sums import shared_leaves, sum_of_halves
-from workers.parallel.grid import state_peers
-from workers.parallel.replica_check import ReplicaCheck
-from workers.parallel.zero import StepStatistics
+from workers.numerics.bad_numbers import Bad, Numbers, RollBack
+from workers.numerics.guard import NumberGuard, error_of
+from workers.parallel.data.elastic_sums import shared_leaves, sum_of_halves
+from workers.parallel.data.replica_check import ReplicaCheck
+from workers.parallel.data.zero import StepStatistics
 from workers.reporter import Reporter
+from workers.snapshot.interval import Pace
+from workers.snapshot.reshard import describe, restore_from_snapshots
+from workers.snapshot.snapshot_file import NOTE_BYTES, committed_steps
+from workers.snapshot.snapshots import Snapshots, fingerprint, layout_tag, remove_other_layouts
 from workers.step_clock import StepClock
-from workers.stragglers import Stragglers
 
 # Rows of metrics kept in a snapshot: more steps than are ever under way to the database.
 JOURNAL_ROWS = 256

@@ -11,8 +11,8 @@ from api.parameters import Body, Control, Cursor, IdempotencyKey, JobId, Limit, 
 from service.states import STATE_NAMES
 from service.store import jobs
 from workers.config import JobSpec
-from workers.spec_problems import Problem, SpecError
-from workers.spec_reading import parse_job_spec
+from workers.spec.problems import Problem, SpecError
+from workers.spec.reading import parse_job_spec
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from api.progress import duration, figure, percent
-from api.render import class_name, layout_name, replaced, size
+from api.cli.progress import duration, figure, percent
+from api.cli.render import class_name, layout_name, replaced, size
 from api.schemas import Checkpoint, Cluster, Event, Job, Ledger, LogLine, Rank, Recovery
 from service.states import JobState
 

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from service.sizes import SizeOutOfBounds, sizes_of
+from service.cluster.sizes import SizeOutOfBounds, sizes_of
 from service.states import FINAL, JobState, after_action, can, is_final
 from service.store import events, state_changes
 from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy.orm import Session
 
 from service.ledger import STEP_CLASSES, Change, Ledger, Training, ledger
-from service.recovery_timeline import RecoveryTimeline
+from service.recovery.timeline import RecoveryTimeline
 from service.store import generations, jobs, recoveries, state_changes
 from service.store.tables import Generation
 

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, func, select
 from sqlalchemy.orm import Session
 
-from service.numbers import number
+from service.nonfinite import number
 from service.store import generations, jobs
 from service.store.generations import TrainedStep
 from service.store.tables import METRIC_NAMES, Job, Metric

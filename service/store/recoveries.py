@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from service.recovery_timeline import RecoveryTimeline
+from service.recovery.timeline import RecoveryTimeline
 from service.store.paging import Page
 from service.store.tables import Recovery
 

@@ -12,11 +12,11 @@ import pytest
 import uvicorn
 
 from api.app import create_app
+from service.cluster.errors import NodeNotFound
 from service.faults import FaultsNotAllowed, refuse_impossible
-from service.nodes import NodeNotFound
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
-from workers.faults import Fault
+from workers.rank.faults import Fault
 
 DOCUMENT: dict[str, Any] = {
     "name": "small",

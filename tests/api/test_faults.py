@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from api.cli import app
+from api.cli.main import app
 from api.client import MantaClient
 
 

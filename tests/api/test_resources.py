@@ -6,7 +6,7 @@ import time
 import pytest
 
 from service.logs import log_file, log_folder
-from service.recovery_timeline import RecoveryTimeline
+from service.recovery.timeline import RecoveryTimeline
 from service.store import checkpoints, events, generations, ranks, recoveries
 from service.store.recoveries import Beginning
 

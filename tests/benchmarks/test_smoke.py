@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bubbles, elastic_sums, layouts, metrics, nanogpt, snapshots, step, step_gpu
-from benchmarks.report import deliver
+from benchmarks import bubbles, elastic_sums, layouts, nanogpt, snapshots, step, step_gpu
+from benchmarks.support import metrics
+from benchmarks.support.report import deliver
 
 
 def test_nanogpt_follows_the_plain_loop(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from api.cli_service import start_service, stop_service
+from api.cli.service import start_service, stop_service
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.server import running_service
-from benchmarks import own_processes
+from benchmarks.support import own_processes
 from service.states import is_final
 from workers.paths import Paths
 

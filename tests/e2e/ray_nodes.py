@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from service.ray_head import MARK, RayHead
+from service.cluster.ray_head import MARK, RayHead
 from tests.e2e.conftest import SECONDS, Manta
 
 SLOTS = 2

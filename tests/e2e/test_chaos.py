@@ -4,9 +4,9 @@ the long one."""
 import pytest
 
 from benchmarks.chaos import Soak
-from benchmarks.chaos_schedule import short_form
-from benchmarks.own_service import own_service
-from benchmarks.ray_view import RayView
+from benchmarks.support.chaos_schedule import short_form
+from benchmarks.support.own_service import own_service
+from benchmarks.support.ray_view import RayView
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 
 from api.client import ApiError
 from service.states import is_final
-from workers.checkpoint.snapshot import kept_files
-from workers.checkpoint.snapshot_file import SLOTS, SnapshotFile
+from workers.snapshot.snapshot_file import SLOTS, SnapshotFile
+from workers.snapshot.snapshots import kept_files
 
 MIDDLE = 10
 

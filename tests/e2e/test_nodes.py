@@ -2,7 +2,7 @@
 
 import pytest
 
-from api.cli_service import stop_service
+from api.cli.service import stop_service
 from api.client import ApiError
 from tests.e2e.conftest import Manta
 from tests.e2e.ray_nodes import SLOTS, Network, Node

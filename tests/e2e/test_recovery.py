@@ -5,7 +5,7 @@ import shutil
 import psutil
 
 from api.client import ServiceUnreachable
-from service.ray_head import RayHead
+from service.cluster.ray_head import RayHead
 from service.states import is_final
 
 MIDDLE = 20

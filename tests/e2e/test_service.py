@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from api.cli_service import start_service, stop_service
-from service.ray_head import MARK
-from workers.checkpoint.snapshot import steps_kept
+from api.cli.service import start_service, stop_service
+from service.cluster.ray_head import MARK
 from workers.paths import Paths
+from workers.snapshot.snapshots import steps_kept
 
 MIDDLE = 20
 

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from service.gangs import Gangs
-from service.ray_head import RayHead
+from service.cluster.gangs import Gangs
+from service.cluster.ray_head import RayHead
 from service.states import JobState
 from service.store import Job, Store, jobs
 from workers.paths import Paths
-from workers.spec_reading import parse_job_spec
+from workers.spec.reading import parse_job_spec
 
-TESTS = Path(__file__).parents[1] / "workers"
+ROOT = Path(__file__).parents[2]
 ZYGOTE_OPTIONS = (
     "--entry=trainer=zygote_entries:trainer",
-    "--entry=store=workers.rendezvous:run",
-    "--entry=peak=workers.device_peak:run",
+    "--entry=store=workers.node.rendezvous:run",
+    "--entry=peak=workers.accounting.device_peak:run",
 )
-ZYGOTE_ENVIRONMENT = {"PYTHONPATH": f"{TESTS.parents[1]}:{TESTS}"}
+ZYGOTE_ENVIRONMENT = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/workers/support"}
 
 
 @dataclass

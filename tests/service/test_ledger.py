@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.ledger import CLASSES, PATIENCE_STEPS, STEP_CLASSES, Change, Training, ledger
-from service.recovery_timeline import RecoveryTimeline
+from service.recovery.timeline import RecoveryTimeline
 from service.states import TRANSITIONS, JobState
 
 NOW = 1000.0

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.gangs import NotPlaced
-from service.placement import Capacity
+from service.cluster.gangs import NotPlaced
+from service.cluster.placement import Capacity
 from service.scheduler import Scheduler
 from service.states import JobState
 from service.store import generations, jobs

@@ -41,7 +41,7 @@ def _start(folder: Path, *options: str) -> RunningZygote:
         [sys.executable, "-m", "workers.zygote", "--socket", str(path), "--owner-pipe", str(read), *entries, *options],
         pass_fds=[read],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/workers/support"},
     )
     os.close(read)
     return RunningZygote(process, path, write)

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.config import JobSpec, ParallelConfig
-from workers.spec_problems import Problem, SpecError
-from workers.spec_reading import load_job_spec, parse_job_spec, read_document
+from workers.spec.problems import Problem, SpecError
+from workers.spec.reading import load_job_spec, parse_job_spec, read_document
 
 
 def problems_of(spec: Any) -> list[Problem]:

@@ -10,14 +10,14 @@ import torch
 from engine_specs import spec
 
 from workers.checkpoint.catalog import whole_checkpoints
-from workers.checkpoint.snapshot import steps_kept
-from workers.comm import Comm
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.comm.step_parts import PARTS
 from workers.errors import NonFiniteError
+from workers.liveness.progress import Progress, ProgressReader, progress_path
 from workers.messages import Resume
-from workers.parallel.grid import RankGrid
-from workers.progress import Progress, ProgressReader, progress_path
 from workers.reporter import Reporter
-from workers.step_parts import PARTS
+from workers.snapshot.snapshots import steps_kept
 from workers.trainer import Places, Trainer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from workers.checkpoint.checksums import DamagedCheckpoint
-from workers.comm import Comm
+from workers.comm.comm import Comm
 from workers.engine import Engine
 from workers.errors import CheckpointError
 

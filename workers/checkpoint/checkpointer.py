@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from workers.bad_numbers import rolls_back
 from workers.checkpoint import catalog, durable
 from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.catalog import Manifest
 from workers.checkpoint.checksums import FileSums
-from workers.checkpoint.pieces import pieces_of
-from workers.comm import Comm
+from workers.checkpoint.rectangles import pieces_of
+from workers.comm.comm import Comm
+from workers.comm.shared_work import Exchange
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointError, MantaError
-from workers.exchange import Exchange
+from workers.numerics.bad_numbers import rolls_back
 
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Reports an event: type, step, message, data."""

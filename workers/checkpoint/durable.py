@@ -41,9 +41,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from workers.checkpoint.catalog import Manifest, manifest_of
 from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile, checked, damaged
-from workers.checkpoint.pieces import Piece
+from workers.checkpoint.rectangles import Piece
+from workers.comm.shared_work import Exchange
 from workers.errors import CheckpointError
-from workers.exchange import Exchange
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
 

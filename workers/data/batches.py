@@ -15,7 +15,7 @@ from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan, replica_micro_batches
 from workers.data.corpus import ByteCorpus
 from workers.data.order import SampleOrder
-from workers.data.passed_over import PassedOver
+from workers.data.skipped_samples import PassedOver
 from workers.data.sources import corpus_files, split_corpus
 
 # Target of a position that has none: it adds nothing to the loss and does not count as a token.

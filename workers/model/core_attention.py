@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from workers.comm import Comm
-from workers.parallel.dropout import derived_keys, kept
+from workers.comm.comm import Comm
+from workers.parallel.tensor.dropout import derived_keys, kept
 
 
 def fused_attention(

@@ -7,18 +7,20 @@ sequence parallelism the residual stream between the parallel blocks is [s/t, b,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from workers.comm import Comm
+from workers.comm.comm import Comm
 from workers.config import JobSpec, ModelConfig
 from workers.model.core_attention import explicit_attention, fused_attention
-from workers.parallel import opaque
-from workers.parallel.dropout import derived_keys, dropout
-from workers.parallel.layers import (
+from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.pipeline.stages import stage_layers, virtual_stage
+from workers.parallel.tensor import compiled_operators
+from workers.parallel.tensor.dropout import derived_keys, dropout
+from workers.parallel.tensor.layers import (
     ColumnParallelLinear,
     LayerNorm,
     PositionEmbedding,
@@ -27,26 +29,11 @@ from workers.parallel.layers import (
     VocabularyParallelOutput,
     first_position,
 )
-from workers.parallel.linear import Again, Region, column_parallel_pair
-from workers.parallel.shards import NamedShard, named_shards
-from workers.parallel.stages import stage_layers, virtual_stage
-from workers.parallel.weight_gradients import WeightGradients
+from workers.parallel.tensor.linear import Again, Region, column_parallel_pair
+from workers.parallel.tensor.shards import NamedShard, named_shards
+from workers.parallel.tensor.weight_gradients import WeightGradients
 
 INIT_STD = 0.02
-
-
-@dataclass(frozen=True)
-class ForwardPass:
-    """What a stage needs to know about one micro-batch beside its input."""
-
-    keys_b: torch.Tensor | None = None
-    """Dropout keys of the samples (workers/parallel/dropout.py); None: no dropout."""
-    recompute: frozenset[str] = frozenset()
-    """Modules that are recomputed in backward: core_attention, norm, mlp_activation."""
-    recompute_layers: int = 0
-    """k: every k-th layer is recomputed as a whole; 0: none is."""
-    batch_first: bool = False
-    """Whether the residual stream is [b, s, h]: then attention finds the tokens of a sample side by side."""
 
 
 # Places in the model at which dropout happens; keys of different places are independent.
@@ -273,7 +260,7 @@ class GPTStage(nn.Module):
             for layer in chunk.layers.values():
                 for module in layer.modules():
                     if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                        opaque.enter(module)
+                        compiled_operators.enter(module)
                 layer.compile(backend=backend)
 
     @property

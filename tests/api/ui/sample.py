@@ -18,7 +18,7 @@ import uvicorn
 from api.app import create_app
 from api.ui import mount
 from service.logs import log_file, log_folder
-from service.recovery_timeline import RecoveryTimeline
+from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks, recoveries, state_changes
 from service.store.recoveries import Beginning

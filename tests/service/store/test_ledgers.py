@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from service.recovery_timeline import RecoveryTimeline
+from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import JobNotFound, events, generations, jobs, ledgers, metrics, recoveries, state_changes
 from service.store.recoveries import Beginning

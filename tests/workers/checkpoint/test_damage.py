@@ -32,9 +32,9 @@ from workers.checkpoint.catalog import (
     whole_checkpoints,
 )
 from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile
+from workers.comm.shared_work import Exchange
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError
-from workers.exchange import Exchange
 from workers.messages import Resume
 from workers.trainer import Trainer
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from workers.checkpoint.catalog import checkpoint_path, prune, whole_checkpoints
 from workers.config import ParallelConfig
 from workers.messages import Resume
-from workers.spec_reading import parse_job_spec
+from workers.spec.reading import parse_job_spec
 
 WRITER = (2, 2, 2)
 

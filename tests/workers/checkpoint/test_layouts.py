@@ -15,12 +15,12 @@ from torch.distributed.checkpoint import load as dcp_load
 
 from workers.checkpoint import durable
 from workers.checkpoint.catalog import manifest_of, verify, whole_checkpoints
-from workers.checkpoint.pieces import Piece, pieces_of
-from workers.comm import Comm
+from workers.checkpoint.rectangles import Piece, pieces_of
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
 from workers.engine import Engine
-from workers.parallel.grid import RankGrid
-from workers.spec_reading import parse_job_spec
+from workers.spec.reading import parse_job_spec
 
 SMALL = {"bucket_megabytes": 0.004}
 LAYOUTS: dict[str, dict[str, Any]] = {

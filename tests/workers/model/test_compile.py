@@ -7,12 +7,12 @@ import pytest
 import torch
 from engine_specs import axes, document, layout_of, spec
 
-from workers.comm import Comm
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
-from workers.parallel.grid import RankGrid
-from workers.spec_reading import parse_job_spec
+from workers.spec.reading import parse_job_spec
 
 
 def batch(job: JobSpec) -> list[MicroBatch]:

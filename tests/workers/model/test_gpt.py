@@ -12,7 +12,7 @@ from rank_programs import assemble, initial_parameters, run_steps
 
 from workers.config import ParallelConfig
 from workers.model.gpt import residual_std
-from workers.spec_reading import parse_job_spec
+from workers.spec.reading import parse_job_spec
 
 
 def initial(ranks, layout: tuple[int, int, int], **model) -> dict[str, torch.Tensor]:

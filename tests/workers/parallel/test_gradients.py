@@ -18,7 +18,7 @@ from plain_gpt import NO_TARGET, PlainGPT, one_thread, random_weights
 from rank_programs import Steps, assemble, light, run_steps
 
 from workers.config import RecomputeModule
-from workers.spec_reading import parse_job_spec
+from workers.spec.reading import parse_job_spec
 
 Row = dict[str, Any]
 """A choice for some of the factors."""

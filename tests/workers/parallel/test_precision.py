@@ -15,9 +15,9 @@ from engine_specs import axes, document
 from plain_gpt import PlainGPT, one_thread, random_weights
 from rank_programs import Precise, assemble, attempts, poisoned_steps, run_precise
 
-from workers.parallel import loss_scale
-from workers.parallel.loss_scale import LossScale
-from workers.spec_reading import parse_job_spec
+from workers.parallel.data import loss_scaling
+from workers.parallel.data.loss_scaling import LossScale
+from workers.spec.reading import parse_job_spec
 
 STEPS = 20
 PRECISIONS = ("bf16", "fp16")
@@ -204,9 +204,9 @@ def test_what_no_scale_helps_leaves_the_scale_as_it_was(ranks):
 
 
 def test_the_scale_grows_after_many_good_steps(monkeypatch):
-    monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 3)
+    monkeypatch.setattr(loss_scaling, "GROWTH_STEPS", 3)
     scale = LossScale(dynamic=True)
-    assert scale.value == loss_scale.INITIAL == 2.0**16
+    assert scale.value == loss_scaling.INITIAL == 2.0**16
     for _ in range(3):
         assert scale.value == 2.0**16
         scale.after_finite()

@@ -9,7 +9,7 @@ from plain_gpt import PlainGPT, random_weights
 from rank_programs import START, assemble, run_steps, train_job
 
 from workers.config import ParallelConfig
-from workers.spec_reading import parse_job_spec
+from workers.spec.reading import parse_job_spec
 
 STEPS = 30
 

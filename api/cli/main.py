@@ -1,0 +1,325 @@
+"""The `manta` command: each command is one call of the client, printed for people or, with --json, for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, ValidationError
+from rich.console import Console
+from typer.core import TyperGroup
+
+from api import calls
+from api.cli import render
+from api.cli.progress import follow as follow_progress
+from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
+from api.schemas import FaultRequest, FieldProblem
+from service.settings import Settings
+from service.states import STATE_NAMES, JobState
+from workers.errors import MantaError
+from workers.rank.faults import KINDS, PHASES
+from workers.spec.problems import SpecError
+from workers.spec.reading import read_document
+
+MOST_RECOVERIES = 1000
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+
+def fail(message: str, code: int) -> typer.Exit:
+    """Print one sentence on stderr; raise what is returned to end the command with exit code `code`."""
+    typer.echo(message, err=True)
+    return typer.Exit(code)
+
+
+class MantaGroup(TyperGroup):
+    """Turns the errors of all commands into sentences and exit codes, so that nobody sees a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except ServiceUnreachable as error:
+            raise fail(str(error), EXIT_UNREACHABLE) from error
+        except ApiError as error:
+            code = EXIT_FAILED if error.problem.status >= 500 else EXIT_BAD_INPUT
+            raise fail(_sentence_of(error), code) from error
+        except (SpecError, MantaError) as error:
+            raise fail(str(error), EXIT_BAD_INPUT) from error
+        except KeyboardInterrupt as error:
+            raise fail("", EXIT_INTERRUPTED) from error
+
+
+def _sentence_of(error: ApiError) -> str:
+    """A refused spec as a list of everything wrong with it; anything else as the service said it."""
+    if error.problem.code not in ("invalid_spec", "unsupported"):
+        return str(error)
+    return "\n".join(_problem_line(entry) for entry in error.problem.errors)
+
+
+def _problem_line(entry: FieldProblem) -> str:
+    tail = f" (try: {entry.suggestion})" if entry.suggestion else ""
+    return f"{entry.path}: {entry.rule}{tail}" if entry.path else f"{entry.rule}{tail}"
+
+
+app = typer.Typer(
+    cls=MantaGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Elastic 3D-parallel training on Ray.",
+)
+
+Url = Annotated[
+    str | None, typer.Option("--url", help="The service's address; default: MANTA_URL, else the one in MANTA_HOME.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, as `manta ps` shows it.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is final.")]
+RankNumber = Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")]
+
+
+def connect(url: str | None) -> MantaClient:
+    """A client for the service at `url`, or for the one that the environment points to."""
+    return MantaClient(url or find_url(Settings.from_environment()))
+
+
+def _console() -> Console:
+    """A console for standard output as it is now; wide where it is no terminal, so that no table is cut."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
+
+
+def _show(answer: BaseModel, as_json: bool, draw: Callable[[Console], None]) -> None:
+    if as_json:
+        typer.echo(render.as_json(answer))
+    else:
+        draw(_console())
+
+
+def _show_lines(entries: Iterable[BaseModel], as_json: bool, line: Callable[[Any], str]) -> None:
+    """Each entry as a line, as soon as it is there; with `as_json` one JSON object a line."""
+    for entry in entries:
+        typer.echo(json.dumps(entry.model_dump(mode="json")) if as_json else line(entry))
+
+
+@app.command()
+def submit(
+    file: Annotated[Path, typer.Argument(help="YAML file with a JobSpec.", dir_okay=False)],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show progress until the job is final.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check the spec and show its layout.")] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Submit a training job."""
+    document = _read(file)
+    with connect(url) as client:
+        if dry_run:
+            checked = client.dry_run(document)
+            _show(checked, as_json, lambda console: render.layout_page(console, checked))
+            return
+        job = client.submit(document)
+        if not follow:
+            _show(job, as_json, lambda console: console.print(job.id, highlight=False))
+            return
+        # With --json the only thing on standard output is the final job.
+        console = Console(stderr=True) if as_json else _console()
+        console.print(f"submitted {job.id}", highlight=False)
+        try:
+            job = follow_progress(client, job.id, console)
+        except KeyboardInterrupt as error:
+            hint = f"{job.id} goes on without you; `manta status {job.id}` shows it, `manta cancel {job.id}` stops it"
+            raise fail(hint, EXIT_INTERRUPTED) from error
+        if as_json:
+            typer.echo(render.as_json(job))
+        if job.state != JobState.SUCCEEDED:
+            raise fail(f"{job.id} is {job.state}: {job.message or job.reason or 'no reason given'}", EXIT_FAILED)
+
+
+@app.command("ps")
+def list_jobs(
+    state: Annotated[str | None, typer.Option(help=f"Only jobs in this state: {', '.join(STATE_NAMES)}.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most jobs shown.")] = 50,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """List jobs, newest first."""
+    with connect(url) as client:
+        page = client.jobs(state.upper() if state else None, name, limit)
+    _show(page, as_json, lambda console: render.job_list(console, page.items))
+
+
+@app.command()
+def status(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Show one job."""
+    with connect(url) as client:
+        found = client.job(job)
+    _show(found, as_json, lambda console: render.job_page(console, found))
+
+
+@app.command()
+def logs(job: JobId, rank: RankNumber = None, follow: Follow = False, url: Url = None, as_json: Json = False) -> None:
+    """Print what a job's ranks printed."""
+    with connect(url) as client:
+        lines = client.follow_logs(job, rank) if follow else _all_logs(client, job, rank)
+        _show_lines(lines, as_json, render.log_line)
+
+
+@app.command()
+def events(job: JobId, follow: Follow = False, url: Url = None, as_json: Json = False) -> None:
+    """Print what happened to a job."""
+    with connect(url) as client:
+        found = client.follow_events(job) if follow else _all_events(client, job)
+        _show_lines(found, as_json, render.event_line)
+
+
+@app.command()
+def metrics(
+    job: JobId,
+    names: Annotated[str | None, typer.Option(help="Metric names, separated by commas.")] = None,
+    after_step: Annotated[int, typer.Option(min=0, help="Only steps above this one.")] = 0,
+    max_points: Annotated[int, typer.Option(min=1, max=10_000, help="Most steps shown.")] = 20,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Show a job's metrics over its steps."""
+    with connect(url) as client:
+        found = client.metrics(job, names.split(",") if names else None, after_step, max_points)
+    _show(found, as_json, lambda console: render.metric_table(console, found))
+
+
+@app.command()
+def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Stop a job for good. What it has saved stays."""
+    with connect(url) as client:
+        found = client.cancel(job)
+    _show(found, as_json, lambda console: console.print(f"{found.id} is {found.state}", highlight=False))
+
+
+@app.command()
+def resize(
+    job: JobId,
+    data: Annotated[int, typer.Option(min=1, help="Number of data-parallel replicas.")],
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Go on with another number of replicas, at the same global batch."""
+    with connect(url) as client:
+        found = client.resize(job, data)
+    _show(found, as_json, lambda console: console.print(f"{found.id} will go on with {data} replicas", highlight=False))
+
+
+@app.command()
+def checkpoints(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """List a job's durable checkpoints."""
+    with connect(url) as client:
+        page = client.checkpoints(job)
+    _show(page, as_json, lambda console: render.checkpoint_table(console, page.items))
+
+
+@app.command()
+def ranks(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Show where a job's ranks run."""
+    with connect(url) as client:
+        page = client.ranks(job)
+    _show(page, as_json, lambda console: render.rank_table(console, page.items))
+
+
+@app.command()
+def ledger(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Show where every second of a job went."""
+    with connect(url) as client:
+        found = client.ledger(job)
+    _show(found, as_json, lambda console: render.ledger_page(console, found))
+
+
+@app.command()
+def recoveries(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """List a job's recoveries: what failed, what was replaced, and how long each phase took."""
+    with connect(url) as client:
+        page = client.recoveries(job, limit=MOST_RECOVERIES)
+    _show(page, as_json, lambda console: render.recovery_table(console, page.items))
+
+
+@app.command()
+def inject(
+    job: JobId,
+    fault: Annotated[str, typer.Option("--fault", help=f"What happens: {', '.join(KINDS)}.")],
+    rank: Annotated[int, typer.Option("--rank", min=0, help="To which rank.")],
+    at_step: Annotated[int, typer.Option("--at-step", min=0, help="In which step; default: the next.")] = 0,
+    phase: Annotated[str, typer.Option("--phase", help=f"Where in the step: {', '.join(PHASES)}.")] = "data",
+    seconds: Annotated[float, typer.Option("--seconds", help="slow: more a step; partition: how long.")] = 0.0,
+    delay: Annotated[float, typer.Option("--delay", help="kill, stop: seconds into the phase.")] = 0.0,
+    hold_gil: Annotated[bool, typer.Option("--hold-gil", help="hang: no other thread runs either.")] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Make a fault in a running job, where the service was started with --allow-faults."""
+    words = {"kind": fault, "rank": rank, "at_step": at_step, "phase": phase}
+    try:
+        wanted = FaultRequest(**words, seconds=seconds, delay=delay, hold_gil=hold_gil)
+    except ValidationError as error:
+        raise fail("; ".join(entry["msg"] for entry in error.errors()), EXIT_BAD_INPUT) from error
+    with connect(url) as client:
+        made = client.send(calls.inject(job, wanted))
+    _show(made, as_json, lambda console: console.print(f"{made.id}: {made.message}", highlight=False))
+
+
+@app.command()
+def drain(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Id of the node, or enough of its start.")],
+    deadline: Annotated[float, typer.Option("--deadline", min=0, help="Seconds that the node lives on.")] = 120.0,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Have all jobs leave a node before it goes away."""
+    with connect(url) as client:
+        found = client.drain(node, deadline)
+    _show(found, as_json, lambda console: console.print(f"{found.id} is being left", highlight=False))
+
+
+@app.command()
+def nodes(url: Url = None, as_json: Json = False) -> None:
+    """Show the cluster's nodes and what runs on them."""
+    with connect(url) as client:
+        cluster = client.cluster()
+    _show(cluster, as_json, lambda console: render.node_table(console, cluster))
+
+
+def _read(file: Path) -> Any:
+    """The spec in `file`, with its relative data paths made absolute."""
+    try:
+        return read_document(file)
+    except OSError as error:
+        raise fail(f"cannot read {file}: {error.strerror or error}", EXIT_BAD_INPUT) from error
+
+
+def _all_logs(client: MantaClient, job: str, rank: int | None) -> Iterable[BaseModel]:
+    cursor: str | None = None
+    while True:
+        page = client.logs(job, rank, cursor)
+        yield from page.items
+        cursor = page.next_cursor
+        if cursor is None:
+            return
+
+
+def _all_events(client: MantaClient, job: str) -> Iterable[BaseModel]:
+    cursor: str | None = None
+    while True:
+        page = client.events(job, cursor)
+        yield from page.items
+        cursor = page.next_cursor
+        if cursor is None:
+            return
+
+
+def main() -> None:
+    """Entry of the `manta` command."""
+    from api.cli import service
+
+    service.register(app)
+    app()

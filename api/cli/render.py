@@ -1,0 +1,223 @@
+"""What the `manta` command prints: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from api import schemas
+from api.cli.progress import figure, percent, progress_line
+
+
+def as_json(answer: BaseModel | Sequence[BaseModel]) -> str:
+    """An answer, or a list of them, as JSON text."""
+    if isinstance(answer, BaseModel):
+        return json.dumps(answer.model_dump(mode="json"), indent=2)
+    return json.dumps([entry.model_dump(mode="json") for entry in answer], indent=2)
+
+
+def moment(time: datetime | None) -> str:
+    """A moment in local time; - where unknown."""
+    return "-" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def size(count: float | None) -> str:
+    """A number of bytes for people; - where unknown."""
+    if count is None:
+        return "-"
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:
+    """Print `rows` under `headings`, or the sentence `empty` when there are none."""
+    if not rows:
+        console.print(escape(empty))
+        return
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        grid.add_column(heading, overflow="fold")
+    for row in rows:
+        grid.add_row(*(escape(str(cell)) for cell in row))
+    console.print(grid)
+
+
+def layout_name(parallel: dict[str, Any]) -> str:
+    """A layout in short: tensor x pipeline x data."""
+    return f"{parallel.get('tensor')}x{parallel.get('pipeline')}x{parallel.get('data')}"
+
+
+def job_list(console: Console, jobs: Sequence[schemas.Job]) -> None:
+    """The table of `manta ps`."""
+    rows = [
+        (
+            job.id,
+            job.name,
+            job.state,
+            f"{job.step}/{job.steps}",
+            figure(job.metrics.latest.get("loss"), 4),
+            figure(job.metrics.latest.get("tokens_per_second"), 0),
+            layout_name(job.parallel),
+            job.restarts,
+            moment(job.created_at),
+        )
+        for job in jobs
+    ]
+    headings = ("JOB", "NAME", "STATE", "STEP", "LOSS", "TOKENS/S", "TxPxD", "RESTARTS", "SUBMITTED")
+    table(console, headings, rows, "no jobs yet; submit one with `manta submit FILE`")
+
+
+def job_page(console: Console, job: schemas.Job) -> None:
+    """What `manta status` says about a job."""
+    latest = job.metrics.latest
+    lines = {
+        "job": f"{job.id} ({job.name})",
+        "progress": progress_line(job),
+        "why": ": ".join(part for part in (job.reason, job.message) if part) or "-",
+        "layout": f"{layout_name(job.parallel)} (tensor x pipeline x data), {job.parallel.get('world_size')} ranks",
+        "validation loss": figure(latest.get("validation_loss"), 4),
+        "MFU, attention in full / causal": f"{percent(latest.get('mfu_full'))} / {percent(latest.get('mfu_causal'))}",
+        "memory of the fullest rank": size(latest.get("memory_bytes")),
+        "goodput": percent(job.goodput),
+        "steps redone after a crash, at most": figure(latest.get("snapshot_every_steps"), 0),
+        "generation / restarts": f"{job.generation} / {job.restarts}",
+        "submitted": moment(job.created_at),
+        "started": moment(job.started_at),
+        "finished": moment(job.finished_at),
+    }
+    if job.queue.position is not None:
+        lines["queue"] = f"place {job.queue.position}"
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        console.print(f"[bold]{name:<{width}}[/bold]  {escape(value)}", highlight=False, soft_wrap=True)
+
+
+def layout_page(console: Console, answer: schemas.DryRun) -> None:
+    """What `manta submit --dry-run` says."""
+    layout = answer.layout
+    shape = f"{layout_name(layout.parallel)} (tensor x pipeline x data)"
+    console.print(f"the spec is fine: {shape}, {layout.world_size} ranks, {layout.micro_batches} micro-batches a step")
+    if layout.ranks:
+        rows = [(place.rank, place.tensor, place.pipeline, place.data) for place in layout.ranks]
+        table(console, ("RANK", "TENSOR", "PIPELINE", "DATA"), rows, "")
+
+
+def event_line(event: schemas.Event) -> str:
+    """One event in a line."""
+    where = "".join(
+        f" {name} {value}"
+        for name, value in (("generation", event.generation), ("rank", event.rank), ("step", event.step))
+        if value is not None
+    )
+    return f"{moment(event.time)}  {event.type}{where}  {event.message}"
+
+
+def log_line(line: schemas.LogLine) -> str:
+    """One log line."""
+    return f"[{line.rank}] {line.text}"
+
+
+def metric_table(console: Console, found: schemas.MetricSeries) -> None:
+    """The table of `manta metrics`: only metrics of which something is known."""
+    shown = {name: values for name, values in found.series.items() if any(value is not None for value in values)}
+    rows = [
+        (step, *(_metric(name, values[place]) for name, values in shown.items()))
+        for place, step in enumerate(found.steps)
+    ]
+    table(console, ("STEP", *(name.upper() for name in shown)), rows, "no step is committed yet")
+
+
+_FORMATS: dict[str, Callable[[float | None], str]] = {
+    "mfu_full": percent,
+    "mfu_causal": percent,
+    "hfu_full": percent,
+    "memory_bytes": size,
+    "tokens": lambda value: figure(value, 0),
+    "tokens_per_second": lambda value: figure(value, 0),
+    "learning_rate": lambda value: "-" if value is None else f"{value:.3g}",
+}
+
+
+def _metric(name: str, value: float | None) -> str:
+    return _FORMATS.get(name, lambda known: figure(known, 4))(value)
+
+
+def rank_table(console: Console, ranks: Sequence[schemas.Rank]) -> None:
+    """The table of `manta ranks`."""
+    rows = [
+        (rank.rank, rank.tensor, rank.pipeline, rank.data, rank.state, rank.node or "-", rank.device or "-",
+         rank.pid or "-", rank.generation)
+        for rank in ranks
+    ]  # fmt: skip
+    headings = ("RANK", "TENSOR", "PIPELINE", "DATA", "STATE", "NODE", "DEVICE", "PID", "GENERATION")
+    table(console, headings, rows, "the job has no ranks yet")
+
+
+def checkpoint_table(console: Console, checkpoints: Sequence[schemas.Checkpoint]) -> None:
+    """The table of `manta checkpoints`."""
+    rows = [(entry.step, entry.state, size(entry.bytes), moment(entry.created_at), entry.path) for entry in checkpoints]
+    table(console, ("STEP", "STATE", "SIZE", "BEGUN", "PATH"), rows, "no checkpoints yet")
+
+
+def class_name(name: str) -> str:
+    """A class of the ledger, or a phase of a recovery, in words."""
+    return {"re_form": "re-form"}.get(name, name.replace("_", " "))
+
+
+def ledger_page(console: Console, found: schemas.Ledger) -> None:
+    """What `manta ledger` says: every class that has any time, the largest first."""
+    wall = found.wall_seconds
+    rows = [
+        (class_name(name), figure(spent, 2), percent(spent / wall) if wall > 0 else "-")
+        for name, spent in sorted(found.seconds.items(), key=lambda entry: -entry[1])
+        if spent > 0
+    ]
+    ends = "in all" if found.closed else "so far"
+    table(console, ("CLASS", "SECONDS", "SHARE"), [*rows, (ends, figure(wall, 2), "")], "")
+    console.print(f"goodput {percent(found.goodput)} = compute / (wall - queue - pause)", highlight=False)
+
+
+def recovery_table(console: Console, recoveries: Sequence[schemas.Recovery]) -> None:
+    """The table of `manta recoveries`; phases in seconds."""
+    rows = [
+        (entry.generation, moment(entry.time), entry.cause, replaced(entry), f"{entry.source} {entry.resume_step}",
+         "-" if entry.steps_redone is None else entry.steps_redone,
+         *(figure(seconds, 2) for seconds in entry.seconds.values()), figure(entry.total_seconds, 2))
+        for entry in recoveries
+    ]  # fmt: skip
+    headings = ("GEN", "TIME", "CAUSE", "REPLACED", "FROM", "REDONE", "DETECT", "REST", "RE-FORM", "RESTORE", "REDO",
+                "TOTAL")  # fmt: skip
+    table(console, headings, rows, "nothing has failed yet")
+
+
+def replaced(entry: schemas.Recovery) -> str:
+    """How many ranks got a new process."""
+    return f"{len(entry.forked)} of {len(entry.forked) + entry.kept}"
+
+
+def node_state(node: schemas.Node) -> str:
+    """In a word."""
+    if not node.alive:
+        return "dead"
+    return "draining" if node.draining else "alive"
+
+
+def node_table(console: Console, cluster: schemas.Cluster) -> None:
+    """The table of `manta nodes`."""
+    rows = [
+        (node.id, node.address, node_state(node), node.accelerator, figure(node.free, 0),
+         figure(node.total, 0), ", ".join(sorted({entry.job for entry in node.ranks})) or "-")
+        for node in cluster.nodes
+    ]  # fmt: skip
+    table(console, ("NODE", "ADDRESS", "STATE", "PLACES", "FREE", "TOTAL", "JOBS"), rows, "the cluster has no nodes")

@@ -1,0 +1,159 @@
+"""`manta up`, `manta down`, `manta serve`: the service itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import psutil  # type: ignore[import-untyped]
+import typer
+
+from api.client import ApiError, MantaClient, ServiceUnreachable
+from api.server import configure_logging, running_service, serve
+from service.cluster.processes import wait_until_ended
+from service.cluster.ray_head import RayHead
+from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+from workers.errors import MantaError
+from workers.paths import Paths
+
+UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 120.0, 60.0, 0.1
+
+Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
+Slots = Annotated[
+    int | None, typer.Option("--slots", min=1, help="CPU ranks that fit; default: 16 where there are no GPUs.")
+]
+Ray = Annotated[str | None, typer.Option("--ray", metavar="HOST:PORT", help="Use this Ray cluster, not an own one.")]
+AllowFaults = Annotated[
+    bool, typer.Option("--allow-faults", help="Let `manta inject` kill, stop and harm the jobs' processes.")
+]
+
+
+class NotStarted(MantaError):
+    """The service did not come up; the message says why."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command()(up)
+    app.command()(down)
+    app.command("serve")(serve_command)
+
+
+def up(
+    host: Host = DEFAULT_HOST,
+    port: Port = DEFAULT_PORT,
+    slots: Slots = None,
+    ray: Ray = None,
+    allow_faults: AllowFaults = False,
+) -> None:
+    """Start the service in the background."""
+    settings = Settings.from_environment()
+    home = settings.home
+    running = running_service(home)
+    if running is not None:
+        typer.echo(f"Manta runs already: {running['url']}")
+        return
+    url = start_service(home, host, port, slots, ray, allow_faults or settings.allow_faults)
+    typer.echo(f"Manta is up: {url} (dashboard: {url}/ui, home: {home})")
+
+
+def down() -> None:
+    """Stop the service and everything it runs."""
+    home = Settings.from_environment().home
+    if stop_service(home):
+        typer.echo("Manta is down.")
+    else:
+        typer.echo(f"No service runs with home {home}.")
+
+
+def serve_command(
+    host: Host = DEFAULT_HOST,
+    port: Port = DEFAULT_PORT,
+    slots: Slots = None,
+    ray: Ray = None,
+    allow_faults: AllowFaults = False,
+) -> None:
+    """Run the service in the foreground, for containers."""
+    configure_logging()
+    settings = Settings.from_environment()
+    serve(settings.home, host, port, slots, ray, allow_faults or settings.allow_faults)
+
+
+def start_service(
+    home: Path, host: str, port: int, slots: int | None, ray: str | None, allow_faults: bool = False
+) -> str:
+    """Start the service of `home` in the background and return its address once it is ready. Raises NotStarted."""
+    log = home / "logs" / "service.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "api.cli", "serve", "--host", host, "--port", str(port)]
+    command += ["--slots", str(slots)] if slots is not None else []
+    command += ["--ray", ray] if ray is not None else []
+    command += ["--allow-faults"] if allow_faults else []
+    began = log.stat().st_size if log.exists() else 0
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "MANTA_HOME": str(home)},
+            start_new_session=True,
+        )
+    try:
+        return _wait_until_ready(home, process, log, began)
+    except BaseException:  # interrupted, or too slow: nothing that nobody waits for stays behind
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            stop_service(home)
+        raise
+
+
+def _wait_until_ready(home: Path, process: subprocess.Popen[bytes], log: Path, began: int) -> str:
+    deadline = time.monotonic() + UP_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            process.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            running = running_service(home)
+            if running is not None and _is_ready(str(running["url"])):
+                return str(running["url"])
+            continue
+        with log.open("rb") as file:
+            file.seek(began)
+            words = file.read().decode(errors="replace").strip().splitlines()
+        raise NotStarted(f"the service did not start: {words[-1] if words else 'it said nothing'} (log: {log})")
+    raise NotStarted(f"the service is not ready after {UP_SECONDS:.0f} s; its log is {log}")
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with MantaClient(url) as client:
+            return bool(client.ready())
+    except (ServiceUnreachable, ApiError):
+        return False
+
+
+def stop_service(home: Path) -> bool:
+    """End the service of `home`, its Ray, and every process and shared memory of its jobs. False: none was running."""
+    paths, head = Paths.of(home), RayHead(home)
+    has_own_ray = paths.ray_record.exists()  # on somebody else's Ray the jobs run on, and need what they have
+    running = running_service(home)
+    if running is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(str(running["pid"])))
+            process.send_signal(signal.SIGTERM)
+            if not wait_until_ended([process], DOWN_SECONDS):
+                process.kill()
+    if has_own_ray:
+        head.stop()
+        paths.remove_snapshots()
+        paths.remove_runtime_folder()
+    return running is not None or has_own_ray

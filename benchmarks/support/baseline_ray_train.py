@@ -1,0 +1,80 @@
+"""The baselines' job under Ray Train: `baseline_ray_train.py FOLDER STEPS CHECKPOINT_EVERY WORKERS MOST_FAILURES`.
+
+Run with a Python that has `ray[train]`, as a program of its own: it starts a Ray and ends it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from benchmarks.support.baseline_toy import Toy, train
+
+
+def loop(config: dict[str, Any]) -> None:
+    """What each worker runs."""
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+
+    def load() -> dict | None:
+        found = ray.train.get_checkpoint()
+        if found is None:
+            return None
+        with found.as_directory() as folder:
+            state: dict = torch.load(Path(folder) / "checkpoint.pt")
+        return state
+
+    def save(step: int, state: dict) -> None:
+        if rank != 0:
+            ray.train.report({"step": step})
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(state, Path(folder) / "checkpoint.pt")
+            ray.train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder))
+
+    folder = Path(config["folder"])
+    attempt = str(len(list(folder.glob("began-*"))) if rank else _begin(folder))
+    world = context.get_world_size()
+    train(Toy(rank, world, attempt, folder, config["steps"], config["checkpoint_every"], load, save))
+
+
+def _begin(folder: Path) -> int:
+    number = len(list(folder.glob("began-*"))) + 1
+    (folder / f"began-{number}").touch()
+    return number
+
+
+def main() -> int:
+    """Train to the last step; returns the exit status."""
+    folder, steps, every, workers, failures = sys.argv[1], *(int(word) for word in sys.argv[2:6])
+    root = str(Path(__file__).resolve().parents[2])
+    ray.init(
+        num_cpus=workers + 1,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}},
+    )
+    trainer = TorchTrainer(
+        loop,
+        train_loop_config={"folder": folder, "steps": steps, "checkpoint_every": every},
+        scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(
+            storage_path=str(Path(folder) / "storage"),
+            failure_config=FailureConfig(max_failures=failures),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    trainer.fit()
+    ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""A Manta service of the benchmark's own, in a temporary home, and what is asked of it again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from api.cli.service import start_service, stop_service
+from api.client import MantaClient
+from api.schemas import Event, Job, Recovery
+from api.server import running_service
+from service.cluster.processes import wait_until_ended
+from service.states import is_final
+from workers.errors import MantaError
+from workers.paths import Paths
+from workers.snapshot.snapshots import steps_kept
+
+POLL_SECONDS = 0.02
+GONE_SECONDS = 10.0
+
+
+class JobWentWrong(MantaError):
+    """A job did not do what the benchmark waits for."""
+
+
+class OwnService:
+    """The service, its client and its folders."""
+
+    def __init__(self, home: Path, allow_faults: bool = False):
+        self.home, self.paths = home, Paths.of(home)
+        self._allow_faults = allow_faults
+        self.start()
+
+    def start(self) -> None:
+        """Start it, also after its process was killed; it is ready when this returns."""
+        self.client = MantaClient(start_service(self.home, "127.0.0.1", 0, None, None, self._allow_faults))
+
+    def kill(self) -> None:
+        """SIGKILL to the service's process, and to nothing else; returns when it is gone."""
+        running = running_service(self.home)
+        if running is None:
+            raise JobWentWrong("there is no service to kill")
+        process = psutil.Process(int(str(running["pid"])))
+        process.kill()
+        wait_until_ended([process], GONE_SECONDS)
+        self.client.close()
+
+    def wait_for_step(self, job_id: str, step: int, seconds: float) -> Job:
+        """The job as first seen with `step` committed. Raises JobWentWrong."""
+        deadline = time.monotonic() + seconds
+        while (job := self.client.job(job_id)).step < step:
+            if is_final(job.state) or time.monotonic() > deadline:
+                raise JobWentWrong(f"{job.name} is {job.state} at step {job.step}, not at {step}: {job.message}")
+            time.sleep(POLL_SECONDS)
+        return job
+
+    def wait_for_generation(self, job_id: str, generation: int, seconds: float) -> Job:
+        """The job as first seen in `generation` or a later one. Raises JobWentWrong."""
+        deadline = time.monotonic() + seconds
+        while (job := self.client.job(job_id)).generation < generation:
+            if is_final(job.state) or time.monotonic() > deadline:
+                raise JobWentWrong(f"{job.name} is {job.state} in generation {job.generation}, not in {generation}")
+            time.sleep(POLL_SECONDS)
+        return job
+
+    def wait_until_final(self, job_id: str, seconds: float) -> Job:
+        """The job once it is final. Raises JobWentWrong."""
+        deadline = time.monotonic() + seconds
+        while not is_final((job := self.client.job(job_id)).state):
+            if time.monotonic() > deadline:
+                raise JobWentWrong(f"{job.name} is still {job.state} at step {job.step}")
+            time.sleep(POLL_SECONDS)
+        return job
+
+    def succeed(self, job_id: str, seconds: float) -> Job:
+        """The job once it has succeeded. Raises JobWentWrong."""
+        job = self.wait_until_final(job_id, seconds)
+        if job.state != "SUCCEEDED":
+            raise JobWentWrong(f"{job.name} ended as {job.state}: {job.message}")
+        return job
+
+    def give_up(self, job_id: str, seconds: float) -> None:
+        """Cancel the job unless it is over. Raises JobWentWrong when that takes too long."""
+        if not is_final(self.client.job(job_id).state):
+            self.client.cancel(job_id)
+            self.wait_until_final(job_id, seconds)
+
+    def events(self, job_id: str, *kinds: str) -> list[Event]:
+        """The job's events of these types (none: all), oldest first."""
+        found: list[Event] = []
+        cursor: str | None = None
+        while True:
+            page = self.client.events(job_id, cursor, limit=1000)
+            found += [event for event in page.items if not kinds or event.type in kinds]
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+
+    def resume_step(self, job_id: str, generation: int) -> int | None:
+        """The committed step that a generation went on from."""
+        steps = [event.step for event in self.events(job_id, "generation_started") if event.generation == generation]
+        return steps[0] if steps else None
+
+    def recoveries(self, job_id: str) -> list[Recovery]:
+        """The records of the job's recoveries, oldest first."""
+        return self.client.recoveries(job_id, limit=1000).items
+
+    def processes(self, job_id: str) -> dict[int, tuple[int, float]]:
+        """Process id and time of creation of each rank's trainer that runs."""
+        found = {}
+        for row in self.client.ranks(job_id).items:
+            with contextlib.suppress(psutil.Error):
+                if row.pid is not None:
+                    found[row.rank] = (row.pid, psutil.Process(row.pid).create_time())
+        return found
+
+    def committed(self, job_id: str, ranks: int) -> int:
+        """The newest step that any rank has committed, out of shared memory; 0 before the first."""
+        folder = self.paths.snapshot_folder(job_id)
+        return max((step for rank in range(ranks) for step in steps_kept(folder, rank)), default=0)
+
+    def rows(self, job_id: str) -> dict[int, tuple[Any, Any, Any]]:
+        """Loss, gradient norm, and tokens trained on so far, by step."""
+        found = self.client.metrics(job_id, ["loss", "grad_norm", "tokens"], max_points=10_000)
+        series = [found.series[name] for name in ("loss", "grad_norm", "tokens")]
+        return dict(zip(found.steps, zip(*series, strict=True), strict=True))
+
+
+@contextlib.contextmanager
+def own_service(allow_faults: bool = False) -> Iterator[OwnService]:
+    """Start a service that is up when this yields, and gone with all that it left afterwards."""
+    with tempfile.TemporaryDirectory(prefix="manta-benchmark-") as folder:
+        home = Path(folder)
+        try:
+            service = OwnService(home, allow_faults)
+            yield service
+            service.client.close()
+        finally:
+            stop_service(home)

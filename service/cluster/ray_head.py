@@ -1,0 +1,223 @@
+"""Manta's own Ray: a head that is started as separate processes, outlives this one, and is found again.
+
+Nothing here imports ray before its token is in the environment: Ray reads RAY_AUTH_* when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from service.cluster.processes import end_all, same_process
+from workers.errors import MantaError
+from workers.paths import Paths
+
+NAMESPACE = "manta"
+SLOT = "manta_slot"
+DEFAULT_SLOTS = 16
+WARM_WORKERS = 8
+"""Ray workers that wait for agents: eight agents start in half a second instead of two."""
+OBJECT_STORE_BYTES = 100 * 1024 * 1024
+"""We ship no tensors through Ray, and its object store shares /dev/shm with the snapshots."""
+START_SECONDS, ANSWER_SECONDS = 60.0, 2.0
+POLL_SECONDS = 0.05
+MARK = "MANTA_RAY_HEAD"
+"""Variable in the environment of all processes of a head; its value is the tag of the home."""
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class RayUnavailable(MantaError):
+    """Ray did not start, or does not answer; the message says where its log is."""
+
+
+@dataclass(frozen=True)
+class HeadRecord:
+    """Which Ray head is ours, as stored in the home."""
+
+    address: str
+    """host:port of Ray's control store."""
+    pid: int
+    """Process id of the head's first process."""
+    created: float
+    """When that process was created, Unix time in seconds: a pid alone may belong to somebody else by now."""
+    session: str
+    """Ray's session folder, with its logs."""
+
+
+class RayHead:
+    """The Ray head of the service whose state lies in `home`."""
+
+    def __init__(self, home: str | Path, slots: int | None = None):
+        """`slots`: CPU ranks that fit; None: 16 where there are no GPUs, else none."""
+        self._paths = Paths.of(home)
+        gpus = count_gpus()
+        self._slots = slots if slots is not None else (0 if gpus else DEFAULT_SLOTS)
+        self._warm = min(max(self._slots, gpus), WARM_WORKERS) + 1  # one more for the node's daemon
+
+    def record(self) -> HeadRecord | None:
+        """The record of a head that lives, or None."""
+        try:
+            record = HeadRecord(**json.loads(self._paths.ray_record.read_text()))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+        return record if same_process(record.pid, record.created) else None
+
+    def ensure(self) -> HeadRecord:
+        """The living head, if there is one that answers; else a new one. Raises RayUnavailable."""
+        record = self.record()
+        if record is not None and _answers(record.address):
+            return record
+        return self.start()
+
+    def start(self) -> HeadRecord:
+        """Start a new head, and end a former one of this home. Takes some 3 s. Raises RayUnavailable."""
+        self.stop()
+        self._prepare()
+        process = self._spawn()
+        address = self._wait_for_address(process)
+        session = (self._paths.ray_folder / "session_latest").resolve()
+        record = HeadRecord(address, process.pid, psutil.Process(process.pid).create_time(), str(session))
+        temporary = self._paths.ray_record.with_suffix(".part")
+        temporary.write_text(json.dumps(asdict(record)))
+        temporary.rename(self._paths.ray_record)
+        return record
+
+    def connect(self) -> Any:
+        """Connect this process to the head, which `ensure` started, and return the ray module.
+
+        Nobody may have imported ray in this process before: it would not know the token.
+        Raises RayUnavailable when there is no head or it does not answer.
+        """
+        record = self.record()
+        if record is None:
+            raise RayUnavailable(f"There is no Ray of this service; its log is {self._paths.ray_log}.")
+        os.environ.update(self._authentication())
+        return _connect(record.address)
+
+    def stop(self) -> None:
+        """Kill all processes of this home's head and nobody else's, and remove Ray's temporary files.
+
+        SIGKILL, since Ray keeps nothing that is worth a slow end; snapshots in shared memory stay.
+        """
+        record = self.record()
+        end_all((MARK, self._paths.tag), record.pid if record is not None else None)
+        self._paths.ray_record.unlink(missing_ok=True)
+        shutil.rmtree(self._paths.ray_folder, ignore_errors=True)
+
+    def _prepare(self) -> None:
+        self._paths.home.mkdir(parents=True, exist_ok=True)
+        self._paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
+        self._paths.make_runtime_folder()
+        token = self._paths.ray_token
+        if not token.exists():
+            descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(32))
+
+    def _authentication(self) -> dict[str, str]:
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._paths.ray_token)}
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            **self._authentication(),
+            MARK: self._paths.tag,
+            "PYTHONPATH": str(ROOT),  # the agents' modules, when the distribution is not installed
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_maximum_startup_concurrency": str(self._warm),  # else as many at once as there are cores
+            "RAY_memory_monitor_refresh_ms": "0",  # memory belongs to the trainers: kill those, not their agents
+        }
+        with self._paths.ray_log.open("ab") as log:
+            return subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env=environment,
+                start_new_session=True,
+            )
+
+    def _command(self) -> list[str]:
+        options = {
+            "port": "0",
+            "dashboard-agent-listen-port": "0",
+            "include-dashboard": "false",
+            "include-log-monitor": "false",
+            # Agents take no CPU; this is how many workers Ray starts before they are needed.
+            "num-cpus": str(self._warm),
+            "object-store-memory": str(OBJECT_STORE_BYTES),
+            "temp-dir": str(self._paths.ray_folder),
+        }
+        if self._slots:
+            options["resources"] = json.dumps({SLOT: self._slots})
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
+        return [*ray, "--head", "--block", "--disable-usage-stats", *arguments]
+
+    def _wait_for_address(self, process: subprocess.Popen[bytes]) -> str:
+        """The head's real address, which Ray writes into its folder once it runs."""
+        file = self._paths.ray_folder / "ray_current_cluster"
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            if file.exists() and (address := file.read_text().strip()):
+                return address
+            try:
+                process.wait(POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                if time.monotonic() < deadline:
+                    continue
+            self.stop()
+            process.kill()
+            process.wait()
+            raise RayUnavailable(f"Ray did not start; its log is {self._paths.ray_log}.")
+
+
+class ExistingRay:
+    """A Ray cluster that somebody else runs: used, never started or stopped."""
+
+    def __init__(self, address: str):
+        """`address`: host:port of its control store."""
+        self._address = address
+
+    def connect(self) -> Any:
+        """Connect this process to the cluster and return the ray module. Raises RayUnavailable."""
+        if not _answers(self._address):
+            raise RayUnavailable(f"No Ray answers at {self._address}; check --ray and that the cluster is up.")
+        return _connect(self._address)
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs of this machine, by their device files."""
+    return sum(1 for file in Path("/dev").glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit())
+
+
+def _connect(address: str) -> Any:
+    import ray
+
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        raise RayUnavailable(f"Ray at {address} does not let us in: {' '.join(str(error).split())}") from error
+    return ray
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), ANSWER_SECONDS):
+            return True
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,123 @@
+"""In which layouts a job may run: with how many replicas, of how many ranks; and for how many there is room. Pure
+arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from service.cluster.placement import Capacity
+from workers.config import JobSpec, ParallelConfig
+from workers.errors import MantaError
+from workers.spec.rules import find_problems
+
+
+class SizeOutOfBounds(MantaError):
+    """A number of replicas that the job's spec does not allow."""
+
+    def __init__(self, job_id: str, replicas: int, sizes: range):
+        bounds = f"{sizes.start}..{sizes.stop - 1}"
+        super().__init__(
+            f"{job_id} cannot run with {replicas} replicas: its elastic.min_data..max_data is {bounds}"
+            + (", so its size is fixed; submit it with wider bounds" if len(sizes) == 1 else "")
+        )
+
+
+class Sized(Protocol):
+    """What is stored about the layout that a job runs in; None: as its spec says."""
+
+    tensor: Any
+    pipeline: Any
+    replicas: Any
+
+
+def sizes_of(spec: JobSpec) -> range:
+    """The numbers of replicas that `elastic` allows."""
+    data = spec.layout.data
+    return range(spec.elastic.min_data or data, (spec.elastic.max_data or data) + 1)
+
+
+def shapes_of(spec: JobSpec) -> list[JobSpec]:
+    """`spec`, and where `elastic.reshape` allows it, with each smaller tensor x pipeline that divides its own and fits
+    the rest of it: those of more ranks first, of as many those of the larger tensor size."""
+    own = spec.layout
+    if not spec.elastic.reshape:
+        return [spec]
+    pairs = [(t, p) for t in _divisors(own.tensor) for p in _divisors(own.pipeline)]
+    largest_first = sorted(pairs, key=lambda pair: (-pair[0] * pair[1], -pair[0]))
+    layouts = [_reshaped(own, *pair) for pair in largest_first[1:]]
+    smaller = [spec.model_copy(update={"parallel": layout}) for layout in layouts]
+    return [spec, *(shape for shape in smaller if not find_problems(shape))]
+
+
+def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int) -> ParallelConfig:
+    """`layout` with other tensor- and pipeline-parallel sizes."""
+    changed: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline}
+    if pipeline == 1 < layout.pipeline:  # nothing is left to schedule
+        changed |= {"schedule": "1f1b", "virtual_stages": 1}
+    if tensor == 1 < layout.tensor:
+        changed |= {"sequence_parallel": None}
+    return layout.model_copy(update=changed)
+
+
+def resized(spec: JobSpec, replicas: int) -> JobSpec:
+    """`spec` with another number of replicas; all else stays, the global batch included."""
+    if replicas == spec.layout.data:
+        return spec
+    return spec.model_copy(update={"parallel": spec.layout.model_copy(update={"data": replicas})})
+
+
+def in_use(spec: JobSpec, job: Sized) -> JobSpec:
+    """`spec` as submitted, in the layout that the job runs in."""
+    return spec.model_copy(update={"parallel": layout_in_use(spec.layout, job)})
+
+
+def layout_in_use(submitted: ParallelConfig, job: Sized) -> ParallelConfig:
+    """The layout that the job runs in, which was `submitted` with another."""
+    shape = _reshaped(submitted, job.tensor or submitted.tensor, job.pipeline or submitted.pipeline)
+    return shape.model_copy(update={"data": job.replicas or submitted.data})
+
+
+def smallest(spec: JobSpec) -> JobSpec:
+    """`spec` in the smallest layout that it allows."""
+    return resized(shapes_of(spec)[-1], sizes_of(spec).start)
+
+
+def room_for(layout: ParallelConfig, capacity: Capacity) -> int:
+    """How many more whole replicas of `layout` would fit into what is free: a tensor-parallel group lies on one
+    node."""
+    groups = sum(free // layout.tensor for _, free in capacity.nodes.values())
+    return groups // (layout.pipeline * layout.context)
+
+
+def size_within(sizes: range, wanted: int, held: int, room: int) -> int | None:
+    """The number of replicas to run with: as near to `wanted` as `held` ones and `room` for more allow. None when not
+    even the smallest size fits."""
+    possible = min(wanted, held + room)
+    return possible if possible in sizes else None
+
+
+def fitting(shapes: Sequence[JobSpec], wanted: int, capacity: Capacity) -> JobSpec | None:
+    """The first of `shapes` of which an allowed number of replicas fits, with as many of the `wanted` ones as do; None
+    when there is room for none."""
+    sizes = sizes_of(shapes[0])
+    for shape in shapes:
+        size = size_within(sizes, wanted, 0, room_for(shape.layout, capacity))
+        if size is not None:
+            return resized(shape, size)
+    return None
+
+
+def given_back(capacity: Capacity, nodes: Iterable[str | None]) -> Capacity:
+    """`capacity` once a unit on each of `nodes` is free again; those that are not in it are nobody's."""
+    free = {node: count for node, (_, count) in capacity.nodes.items()}
+    for node in nodes:
+        if node in free:
+            free[node] += 1
+    held = {node: (total, min(total, free[node])) for node, (total, _) in capacity.nodes.items()}
+    return replace(capacity, free=sum(count for _, count in held.values()), nodes=held)
+
+
+def _divisors(of: int) -> list[int]:
+    return [each for each in range(1, of + 1) if of % each == 0]

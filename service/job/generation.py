@@ -1,0 +1,214 @@
+"""One generation of a job's gang as the supervisor sees it: its agents, and what they report.
+
+A watcher per rank reads that rank's reports in order. A report is acknowledged by asking for the next ones, which
+happens only after it was handled, so a control plane that dies in between sees it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from service.recovery.decisions import Death, culprit_of, describe_exit
+
+POLL_SECONDS = 30.0
+# After the first rank that merely lost a peer, how long to wait for the death that explains it.
+CULPRIT_SECONDS = 0.3
+# An agent that takes longer to stop its trainer is given up.
+STOP_SECONDS = 15.0
+# Kinds of failure whose message is a sentence that needs no exception's name before it.
+SAY_ALL = frozenset({"no_shared_memory", "bad_data", "bad_checkpoint", "not_saved", "not_finite", "spike"})
+
+Handle = Any
+Handler = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class Gang:
+    """The agents of a job, watched during one generation."""
+
+    def __init__(self, ray: Any, agents: Sequence[Handle], generation: int, after: dict[int, int], handle: Handler):
+        """`agents`: None for one that was gone before; `after`: last sequence handled of each rank; `handle` gets every
+        report of this generation."""
+        self._ray, self.agents, self.generation = ray, list(agents), generation
+        self._after, self._handle = after, handle
+        self.deaths: list[Death] = []
+        """Ends that were not successes, in order of arrival."""
+        self.finished: set[int] = set()
+        """Ranks that committed the last step and exited."""
+        self.resting: dict[int, int | None] = {}
+        """Ranks that have left the generation and wait for the next, with the committed step that each holds."""
+        self._peers_lost: list[Death] = []
+        self._said_finished: set[int] = set()
+        self._still_since: dict[int, float] = {}
+        self._stopping = False
+        self._changed = asyncio.Event()
+        self._watchers = [asyncio.create_task(self._watch(rank)) for rank in range(len(self.agents))]
+        self._beside: list[asyncio.Task[None]] = []
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` until the generation is over."""
+        self._beside.append(asyncio.create_task(work))
+
+    def lose(self, rank: int, why: str) -> None:
+        """Give up the agent of `rank`, which `why` says about it, unless its end is known already."""
+        if self._watchers[rank].done():
+            return
+        self._watchers[rank].cancel()
+        self._bury(Death(rank, "agent_lost", message=why))
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether no rank runs any more."""
+        return len(self.finished) + len(self.deaths) == len(self.agents)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the generation cannot go on: a rank has died, or has lost a peer."""
+        return bool(self.deaths or self.resting)
+
+    @property
+    def culprit(self) -> Death:
+        """The death behind it all; a lost connection where nobody has died."""
+        return culprit_of([*self.deaths, *self._peers_lost])
+
+    async def wait(self, *signals: asyncio.Event) -> None:
+        """Return when all ranks have finished, when one has died or come to rest, or when one of `signals` is set."""
+        stops = {asyncio.create_task(signal.wait()) for signal in signals}
+        try:
+            while not (self.all_ended or self.broken or any(signal.is_set() for signal in signals)):
+                self._changed.clear()
+                change = asyncio.create_task(self._changed.wait())
+                beside = [task for task in self._beside if not task.done()]
+                await asyncio.wait({change, *stops, *self._running(), *beside}, return_when=asyncio.FIRST_COMPLETED)
+                change.cancel()
+                self._raise_broken()
+        finally:
+            for stop in stops:
+                stop.cancel()
+
+    async def wait_for_culprit(self) -> None:
+        """After a death that is only a consequence, give the death behind it a moment to be seen."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CULPRIT_SECONDS):
+                while self.culprit.kind == "peer_lost" and self._running():
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    async def rest(self, grace: float, patience: float = 0.0) -> None:
+        """Bring every trainer that still runs to rest, and hear what each of them said before. They finish the step
+        under way first, if that takes no more than `patience` seconds: all rest at the same committed step then. One
+        that takes longer than `grace` seconds after that is killed."""
+        running = [agent for agent, watcher in zip(self.agents, self._watchers, strict=True) if not watcher.done()]
+        await self._leave(
+            running, lambda agent: agent.rest.remote(self.generation, grace, patience), grace + patience + STOP_SECONDS
+        )
+
+    async def stop(self) -> None:
+        """Kill every trainer, and hear what each of them said before it ended."""
+        await self._leave(self.agents, lambda agent: agent.stop.remote(), STOP_SECONDS)
+
+    async def _leave(self, agents: list[Handle], ask: Callable[[Handle], Awaitable[Any]], seconds: float) -> None:
+        self._stopping = True
+        for task in self._beside:
+            task.cancel()
+        await asyncio.gather(*(self._asked(ask, agent, seconds) for agent in agents))
+        await asyncio.wait(self._watchers, timeout=STOP_SECONDS)
+        self._raise_broken()
+        for rank, watcher in enumerate(self._watchers):
+            if not watcher.done():
+                self._bury(Death(rank, "agent_lost", message="has an agent that does not answer"))
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop listening; trainers run on."""
+        for task in [*self._watchers, *self._beside]:
+            task.cancel()
+        await asyncio.gather(*self._watchers, *self._beside, return_exceptions=True)
+
+    def _running(self) -> list[asyncio.Task[None]]:
+        return [watcher for watcher in self._watchers if not watcher.done()]
+
+    def _raise_broken(self) -> None:
+        for task in [*self._watchers, *self._beside]:
+            if task.done() and not task.cancelled() and task.exception() is not None:
+                task.result()
+
+    async def _asked(self, ask: Callable[[Handle], Awaitable[Any]], agent: Handle, seconds: float) -> None:
+        if agent is None:
+            return
+        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(seconds):
+                await ask(agent)
+
+    async def _watch(self, rank: int) -> None:
+        if self.agents[rank] is None:
+            self._bury(Death(rank, "agent_lost", message="lost its agent while the control plane was away"))
+            return
+        while True:
+            try:
+                reports = await self.agents[rank].reports.remote(self._after.get(rank, 0), POLL_SECONDS)
+            except self._ray.exceptions.RayError as error:
+                self._bury(Death(rank, "agent_lost", message=f"lost its agent ({type(error).__name__})"))
+                return
+            for report in reports:
+                ended = report["generation"] == self.generation and await self._take(rank, report)
+                self._after[rank] = report["sequence"]
+                if ended:
+                    return
+
+    async def _take(self, rank: int, report: dict[str, Any]) -> bool:
+        """Handle one report of this generation; True when it was the rank's last."""
+        await self._handle(report)
+        kind, data = report["kind"], report["data"]
+        if kind == "stalled":
+            self._note_stall(rank, report)
+        elif kind == "finished":
+            self._said_finished.add(rank)
+        elif kind == "resting":
+            message = f"lost a peer: {data['message']}"
+            self._peers_lost.append(Death(rank, "peer_lost", message=message, at=report["time"]))
+            self.resting[rank] = data["step"]
+            self._changed.set()
+            return True
+        elif kind == "exit":
+            self._end(rank, data, report["time"])
+            return True
+        return False
+
+    def _note_stall(self, rank: int, report: dict[str, Any]) -> None:
+        """A rank stands still for longer than it may, or moves on."""
+        if report["data"]["overdue"]:
+            self._still_since[rank] = report["time"] - report["data"]["standing_seconds"]
+        else:
+            self._still_since.pop(rank, None)
+
+    def _end(self, rank: int, exit_data: dict[str, Any], at: float) -> None:
+        failure = exit_data.get("failure")
+        if failure is None and (rank in self._said_finished or exit_data.get("code") == 0):
+            self.finished.add(rank)
+            self._changed.set()
+        elif failure is not None:
+            message = f"failed with {failure['exception']}: {failure['message']}"
+            if failure["kind"] in SAY_ALL:
+                message = failure["message"]
+            text = failure["traceback"]
+            self._bury(
+                Death(rank, failure["kind"], failure["step"], failure["exception"], message, text, failure["at"])
+            )
+        else:
+            condemned = exit_data.get("condemned")
+            if condemned is not None:
+                since = self._still_since.get(rank, at)  # it has been of no use for longer than it has been dead
+                self._bury(Death(rank, condemned["kind"], message=condemned["message"], at=since))
+                return
+            kind = "stopped" if self._stopping else "killed"
+            words = describe_exit(exit_data.get("code"), exit_data.get("signal"))
+            last = exit_data.get("last_output") or []
+            text = "\n".join(last) if isinstance(last, list) else str(last)
+            self._bury(Death(rank, kind, message=words, traceback=text, at=at))
+
+    def _bury(self, death: Death) -> None:
+        self.deaths.append(death)
+        self._changed.set()

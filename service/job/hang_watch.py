@@ -1,0 +1,198 @@
+"""The control plane's part in a hang: hear that somebody stands still, ask everybody, name the culprit, end it.
+
+While all is well this does nothing and asks nobody: it wakes with an agent's `stalled` report. What it ends dies as
+`hung`, and recovery takes it from there like any other death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from service.recovery.hangs import AXES, Group, Look, Verdict, find_culprits, waiting_for
+
+ASK_SECONDS = 2.0
+"""An agent that takes longer to say where its trainer stands is silent."""
+CONFIRM_SECONDS = 0.3
+"""Between the two looks that must agree before anybody is accused."""
+AGAIN_SECONDS = 1.0
+"""Between two looks while those who stand still may yet go on."""
+STACKS_SECONDS = 5.0
+REPLACE_SECONDS = 600.0
+"""A rank is replaced as a straggler at most once in this time."""
+MOST_NAMED = 16
+"""Ranks of a hung gang whose evidence is kept."""
+
+Handle = Any
+Answers = dict[int, dict[str, Any] | None]
+
+
+class Tell(Protocol):
+    """Writes an event of the job."""
+
+    def __call__(
+        self, kind: str, message: str, rank: int | None, step: int | None, data: dict[str, Any]
+    ) -> Awaitable[None]: ...
+
+
+class HangWatch:
+    """Watches over one generation of one gang."""
+
+    def __init__(
+        self,
+        ray: Any,
+        agents: Sequence[Handle],
+        group: Group,
+        tell: Tell,
+        lose: Callable[[int, str], None],
+        stragglers: str,
+        replaced: dict[int, float],
+    ):
+        """`group`: ranks that share an axis with a rank; `lose` takes a rank whose agent is silent, and why;
+        `stragglers`: the spec's policy; `replaced`: when each rank was last replaced as one, over all generations."""
+        self._ray, self._agents, self._group, self._tell, self._lose = ray, list(agents), group, tell, lose
+        self._policy, self._replaced = stragglers, replaced
+        self._alarm = asyncio.Event()
+        self._slow: asyncio.Queue[int] = asyncio.Queue()
+
+    def heard(self, report: dict[str, Any]) -> None:
+        """Take note of one report of this generation."""
+        if report["kind"] == "stalled" and report["data"]["overdue"]:
+            self._alarm.set()
+        elif report["kind"] == "event" and report["data"]["type"] == "straggler" and self._policy == "replace":
+            self._slow.put_nowait(report["data"]["straggler"])
+
+    async def run(self, look_first: bool = False) -> None:
+        """Act on what is heard, until cancelled. `look_first`: what was said before may have gone unheard."""
+        if look_first:
+            self._alarm.set()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._end_hangs())
+            tasks.create_task(self._replace_stragglers())
+
+    async def _end_hangs(self) -> None:
+        while True:
+            await self._alarm.wait()
+            self._alarm.clear()
+            await self._investigate()
+
+    async def _investigate(self) -> None:
+        """Look again and again, until somebody is accused twice in a row of the same standstill, or all move on."""
+        suspicion: tuple[Any, ...] | None = None
+        while True:
+            answers, looks = await self._ask()
+            if not any(look.overdue for look in looks):
+                return
+            verdict = find_culprits(looks, self._group)
+            if verdict.kind == "nobody":
+                suspicion = None
+                await asyncio.sleep(AGAIN_SECONDS)
+                continue
+            seen = (verdict.kind, verdict.ranks, tuple(looks[rank].heartbeat for rank in verdict.ranks))
+            if seen == suspicion:
+                await self._end(verdict, answers, looks)
+                return
+            suspicion = seen
+            await asyncio.sleep(CONFIRM_SECONDS)
+
+    async def _ask(self) -> tuple[Answers, list[Look]]:
+        """Where all ranks stand."""
+        found = await asyncio.gather(*(self._progress(agent) for agent in self._agents))
+        looks = [
+            Look.of(rank, answer) if answered and answer is not None else Look(rank, answered=answered)
+            for rank, (answered, answer) in enumerate(found)
+        ]
+        return {rank: answer for rank, (_, answer) in enumerate(found)}, looks
+
+    async def _progress(self, agent: Handle) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the agent answers, and what; None where no trainer runs. An agent that is gone is no hang: whoever
+        watches it hears of that."""
+        if agent is None:
+            return True, None
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                return True, await agent.progress.remote()
+        except TimeoutError:
+            return False, None
+        except self._ray.exceptions.RayError:
+            return True, None
+
+    async def _end(self, verdict: Verdict, answers: Answers, looks: list[Look]) -> None:
+        """Say who hangs, with the evidence, and end it."""
+        running = [rank for rank in verdict.ranks if (answers[rank] or {}).get("pid")]
+        shown = running[:MOST_NAMED]
+        stacks = dict(zip(shown, await asyncio.gather(*(self._stacks(rank, answers) for rank in shown)), strict=True))
+        if verdict.kind == "gang":
+            evidence = [_evidence(rank, answers[rank], stacks.get(rank, "")) for rank in shown]
+            await self._tell(
+                "gang_hung", f"the whole gang is started anew: {verdict.why}", None, None, {"ranks": evidence}
+            )
+        for rank in verdict.ranks if verdict.kind == "ranks" else ():
+            waiting = waiting_for(looks, rank, self._group)
+            data = {
+                **_evidence(rank, answers[rank], stacks.get(rank, "")),
+                "why": verdict.why,
+                "waiting_ranks": waiting[:64],
+                "waiting": len(waiting),
+            }
+            await self._tell("rank_hung", f"rank {rank} {_standing(answers[rank])}", rank, _step(answers[rank]), data)
+        await asyncio.gather(*(self._condemn(rank, "hung", answers[rank]) for rank in running))
+        for rank in verdict.ranks:
+            if not looks[rank].answered:
+                self._lose(rank, "stands still, and its agent does not answer")
+
+    async def _stacks(self, rank: int, answers: Answers) -> str:
+        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(STACKS_SECONDS):
+                return str(await self._agents[rank].stacks.remote((answers[rank] or {})["pid"]))
+        return ""
+
+    async def _condemn(self, rank: int, kind: str, answer: dict[str, Any] | None, after_commit: bool = False) -> bool:
+        if answer is None:
+            return False
+        message = _standing(answer) if kind == "hung" else "held up the others and was replaced"
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            return bool(await self._agents[rank].condemn.remote(answer["pid"], kind, message, after_commit))
+        return False
+
+    async def _replace_stragglers(self) -> None:
+        while True:
+            rank = await self._slow.get()
+            if time.monotonic() - self._replaced.get(rank, -REPLACE_SECONDS) < REPLACE_SECONDS:
+                continue
+            _, answer = await self._progress(self._agents[rank])
+            if await self._condemn(rank, "straggler", answer, after_commit=True):
+                self._replaced[rank] = time.monotonic()
+
+
+def _step(answer: dict[str, Any] | None) -> int | None:
+    record = (answer or {}).get("record")
+    return record["step"] if record else None
+
+
+def _standing(answer: dict[str, Any] | None) -> str:
+    """Where a rank stands, for people."""
+    if answer is None:
+        return "stands still, and its agent does not answer"
+    record, how = answer["record"] or {"phase": "starting"}, "was stopped" if answer["stopped"] else "stood still"
+    where = str(record["phase"])
+    if record.get("micro_batch") is not None:
+        where += f" of micro-batch {record['micro_batch']}"
+    return f"{how} for {answer['standing_seconds']:.1f} s in {where}"
+
+
+def _evidence(rank: int, answer: dict[str, Any] | None, stacks: str) -> dict[str, Any]:
+    """What an event keeps about one rank that hangs."""
+    record = (answer or {}).get("record") or {}
+    channel = record.get("channel")
+    axis = AXES[channel] if channel is not None and channel < len(AXES) else None
+    return {
+        "rank": rank,
+        **{name: record.get(name) for name in ("phase", "step", "micro_batch", "waits_for", "counts", "committed")},
+        "axis": axis,
+        **{name: (answer or {}).get(name) for name in ("stopped", "burning", "standing_seconds", "process")},
+        "stacks": stacks,
+    }

@@ -1,0 +1,37 @@
+"""A failure between its being noticed and the generation that repairs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service.recovery.budgets import Fault
+from service.recovery.decisions import Death
+from service.recovery.timeline import RecoveryTimeline
+from service.store.recoveries import Beginning
+
+
+@dataclass(frozen=True)
+class Incident:
+    """What the supervisor carries from the death of a rank to the launch of the next generation."""
+
+    culprit: Death
+    """The death behind it all."""
+    fault: Fault
+    """The same, as later failures are judged by it."""
+    timeline: RecoveryTimeline
+    """When its phases ended, so far."""
+    wait_seconds: float = 0.0
+    """How long the next generation was held back."""
+
+    def beginning(self, source: str, resume_step: int) -> Beginning:
+        """The record of the recovery, which resumes at committed step `resume_step` from `source`."""
+        return Beginning(
+            kind=self.culprit.kind,
+            rank=self.culprit.rank,
+            cause=self.culprit.sentence,
+            timeline=self.timeline,
+            node=self.fault.node,
+            source=source,
+            resume_step=resume_step,
+            wait_seconds=self.wait_seconds,
+        )

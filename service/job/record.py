@@ -1,0 +1,174 @@
+"""One running job in the database, as its supervisor reads and writes it. The rows are the truth: whatever happens is
+written here before the next thing is done, so that another control plane can take over at any point."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from service.job.incident import Incident
+from service.recovery.budgets import avoided_nodes, faults_of
+from service.states import JobState, can
+from service.store import Store, checkpoints, events, generations, jobs, ranks, recoveries
+from service.store.tables import Generation, Job
+from workers.config import ParallelConfig
+from workers.messages import Resume
+
+Outcome = Mapping[str, Any]
+"""How a job ends: `state`, `reason`, `message`."""
+
+
+class JobRecord:
+    """The rows of job `id`."""
+
+    def __init__(self, store: Store, job_id: str):
+        self.store, self.id = store, job_id
+
+    async def job(self) -> Job:
+        """The job's own row."""
+        return await self.read(lambda s: jobs.get(s, self.id))
+
+    async def generations(self) -> list[Generation]:
+        """All of them, in order."""
+        found: list[Generation] = await self.read(lambda s: generations.of_job(s, self.id))
+        return found
+
+    async def avoided_nodes(self) -> set[str]:
+        """Nodes on which the machine keeps failing the job."""
+        return avoided_nodes(faults_of(await self.generations()), time.time())
+
+    async def current_generation(self) -> Generation | None:
+        """The newest one; None before the first."""
+        number = (await self.job()).generation
+        return next((row for row in await self.generations() if row.generation == number), None)
+
+    async def outcome(self) -> Outcome | None:
+        """How the current generation ended the job, when another control plane knew but could not finish."""
+        current = await self.current_generation()
+        return (current.data or {}).get("outcome") if current is not None else None
+
+    async def rolled_back(self) -> list[dict[str, Any]]:
+        """What the events of steps that were rolled back say, oldest first."""
+        return await self.read(lambda s: events.data_of(s, self.id, "rolled_back"))
+
+    async def event(
+        self,
+        kind: str,
+        message: str,
+        rank: int | None = None,
+        step: int | None = None,
+        data: Any = None,
+        generation: int | None = None,
+    ) -> None:
+        """Append an event."""
+        await self.write(
+            lambda s: events.append(s, self.id, kind, message, rank=rank, step=step, data=data, generation=generation)
+        )
+
+    async def say(self, state: JobState) -> None:
+        """Note that the job is in `state`, unless it is where no way leads there."""
+
+        def say(session: Any) -> None:
+            if can(JobState(jobs.get(session, self.id, lock=True).state), state):
+                jobs.transition(session, self.id, state)
+
+        await self.write(say)
+
+    async def begin(
+        self, cause: str, counts: bool, resume: Resume, source: str, layout: ParallelConfig, incident: Incident | None
+    ) -> int:
+        """Begin the next generation in `layout`; its number. `counts`: as a restart; `source`: where its state comes
+        from, for the record of the recovery from `incident`."""
+        words = {
+            "start": "from the start",
+            "snapshot": "from shared memory",
+            "memory": "from the shared memory of another layout",
+            "checkpoint": f"from {resume.path}",
+        }
+        failure = None if incident is None else incident.fault.to_json()
+        data = {"failure": failure, "resume_path": resume.path}
+        told = {"resume_source": resume.source, "resume_step": resume.step}
+
+        def begin(session: Any) -> int:
+            reached = jobs.get(session, self.id).step
+            number = generations.begin(session, self.id, cause, counts, resume.source, resume.step, data)
+            jobs.set_layout(session, self.id, layout)
+            if incident is not None:
+                recoveries.begin(session, self.id, number, incident.beginning(source, resume.step))
+            message = f"generation {number} resumes at step {resume.step} {words[resume.source]}: {cause}"
+            about = {"generation": number, "step": resume.step}
+            events.append(session, self.id, "generation_started", message, data=told, **about)
+            if resume.source == "start" and reached:
+                lost = f"no state of any of the {reached} steps that were taken is left: it begins again at step 0"
+                events.append(session, self.id, "state_lost", lost, data={"steps": reached}, **about)
+            return number
+
+        return await self.store.write_async(begin)
+
+    async def launched(self, generation: int, at: float, rows: list[dict[str, Any]], kept: Sequence[int]) -> None:
+        """Note the ranks of a generation that was launched `at` Unix seconds; those in `kept` kept their process."""
+        forked = [row["rank"] for row in rows if row["rank"] not in set(kept)]
+
+        def note(session: Any) -> None:
+            ranks.replace(session, self.id, rows)
+            recoveries.note_latest(session, self.id, generation, launched_at=at)
+            recoveries.note_replaced(session, self.id, generation, forked, len(kept))
+            if kept:
+                message = f"generation {generation} goes on with {len(kept)} of {len(rows)} processes"
+                data = {"kept": list(kept), "started": forked}
+                events.append(session, self.id, "ranks_replaced", message, generation=generation, data=data)
+
+        await self.write(note)
+
+    async def reconcile_checkpoints(self, whole: Sequence[tuple[Path, Any]]) -> None:
+        """Let the rows say what the folder holds: `whole`, each with its manifest."""
+        await self.write(lambda s: checkpoints.reconcile(s, self.id, [(str(path), m.bytes) for path, m in whole]))
+
+    async def note_outcome(self, state: JobState, reason: str | None, message: str | None) -> None:
+        """Note with what the job is about to end."""
+        outcome = {"state": state.value, "reason": reason, "message": message}
+
+        def note(session: Any) -> None:
+            generations.end(session, self.id, jobs.get(session, self.id, lock=True).generation, outcome=outcome)
+
+        await self.write(note)
+
+    async def end(self, state: JobState, reason: str | None, message: str | None) -> None:
+        """The job is final; a cancelled one whatever else would have come of it."""
+
+        def end(session: Any) -> None:
+            job = jobs.get(session, self.id, lock=True)
+            ranks.set_all(session, self.id, "exited")
+            if state != JobState.CANCELLED and job.state == JobState.CANCELLING:
+                jobs.transition(session, self.id, JobState.CANCELLED)
+                return
+            jobs.transition(session, self.id, state, reason=reason, message=message)
+
+        await self.write(end)
+
+    async def back_to_queue(self, message: str) -> None:
+        """The job has no place, which `message` says."""
+
+        def queue(session: Any) -> None:
+            job = jobs.get(session, self.id, lock=True)
+            ranks.set_all(session, self.id, "exited")
+            target = JobState.CANCELLED if job.state == JobState.CANCELLING else JobState.QUEUED
+            jobs.transition(session, self.id, target, reason="insufficient_slots", message=message)
+
+        await self.write(queue)
+
+    async def read(self, query: Any) -> Any:
+        """What `query` makes of a session."""
+
+        def read() -> Any:
+            with self.store.read() as session:
+                return query(session)
+
+        return await asyncio.to_thread(read)
+
+    async def write(self, operation: Any) -> Any:
+        """Do `operation` with a session that is committed."""
+        return await self.store.write_async(operation)

@@ -1,0 +1,159 @@
+"""What to do after a failure: pure functions of what is known. The supervisor carries them out."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from service.recovery.budgets import Fault, Started, comes_again, told_by_kind, wait_seconds, within
+from workers.messages import Resume
+
+# Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
+HOPELESS = {kind: kind for kind in ("no_shared_memory", "bad_data", "not_finite", "spike")}
+
+
+@dataclass(frozen=True)
+class Death:
+    """How one rank's trainer ended."""
+
+    rank: int
+    kind: str
+    """exception, peer_lost, no_shared_memory, bad_data, bad_checkpoint, not_saved, not_finite, spike, corrupt (as the
+    trainer said), killed (a signal or an exit without a word), hung or straggler (ended by its agent for that),
+    agent_lost (its agent or node is gone) or stopped (by us)."""
+    step: int | None = None
+    """Step that was being computed, where known."""
+    exception: str | None = None
+    """Class of the exception."""
+    message: str = ""
+    """One line."""
+    traceback: str = ""
+    """The trainer's own."""
+    at: float | None = None
+    """When it happened, Unix seconds, as its agent saw it."""
+
+    @property
+    def sentence(self) -> str:
+        """For events and messages."""
+        where = f" at step {self.step}" if self.step is not None else ""
+        return f"rank {self.rank} {self.message or self.kind}{where}"
+
+
+def describe_exit(code: int | None, number: int | None) -> str:
+    """How a process ended, in words."""
+    if number is not None:
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = f"signal {number}"
+        hint = "; if nobody sent it, the machine ran out of memory" if number == signal.SIGKILL else ""
+        return f"was killed by {name}{hint}"
+    return f"exited with code {code}" if code is not None else "is gone"
+
+
+def culprit_of(deaths: Sequence[Death]) -> Death:
+    """The death that caused the others: the first, in order of arrival, that is neither a consequence (a lost peer)
+    nor our own doing. `deaths` is not empty."""
+    for death in deaths:
+        if death.kind not in ("peer_lost", "stopped"):
+            return death
+    return deaths[0]
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start the next generation."""
+
+    cause: str
+    """One sentence."""
+    wait_seconds: float = 0.0
+    """How long to hold it back."""
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The job fails."""
+
+    reason: str
+    message: str
+
+
+def decide(
+    culprit: Death, fault: Fault, history: Sequence[Fault], max_restarts: int, window_seconds: float
+) -> Restart | GiveUp:
+    """Restart or give up after `culprit`'s death, which is `fault`, the job having survived `history`.
+
+    An exception that comes back at the same step is the user's error, not the machine's. `max_restarts` faults are
+    allowed within `window_seconds` (0: ever).
+    """
+    if culprit.kind in HOPELESS:
+        return GiveUp(HOPELESS[culprit.kind], culprit.message)
+    if comes_again(history, fault):
+        return GiveUp("user_error", f"{culprit.sentence}, twice at the same step\n{culprit.traceback}".strip())
+    counted = within(history, fault.at, window_seconds)
+    if len(counted) >= max_restarts:
+        kinds = f" ({told_by_kind(counted)})" if counted else ""
+        recently = f" in {window_seconds:g} s" if counted and window_seconds else ""
+        tail = f"\n{culprit.traceback}" if culprit.traceback else ""
+        told = f"restarted {len(counted)} times{recently}{kinds}; last: {culprit.sentence}{tail}"
+        return GiveUp("restarts_exhausted", told.strip())
+    return Restart(culprit.sentence, wait_seconds(history, fault))
+
+
+def fault_of(death: Death, at: float, committed: int, progressed: bool, node: str | None = None) -> Fault:
+    """A death with what else is known: the job's last committed step, whether its generation had committed one, and
+    the node. `at` (Unix seconds) holds where the death itself does not say when it was."""
+    when = at if death.at is None else min(at, death.at)
+    return Fault(death.kind, when, death.step, death.exception, death.rank, node, committed, progressed)
+
+
+def snapshot_source(step: int) -> str:
+    """What the snapshots of one step are called among the sources that cannot be used: the other slot may do."""
+    return f"snapshot of step {step}"
+
+
+def choose_resume(
+    snapshots: Sequence[Iterable[int]],
+    checkpoints: Sequence[tuple[int, str]],
+    unusable: Iterable[str] = (),
+    others: Sequence[tuple[int, list[str]]] = (),
+) -> Resume:
+    """The newest state that all ranks can reach.
+
+    `snapshots`: for each rank the steps whole in its shared memory; `checkpoints`: (step, path) of the durable ones,
+    oldest first; `unusable`: paths that could not be read, "snapshot", or `snapshot_source` for those of one step;
+    `others`: (step, paths) of what ranks of other layouts left in shared memory. Of the same step a snapshot wins over
+    those, and they over a checkpoint: the nearest wins.
+    """
+    bad = set(unusable)
+    common = set.intersection(*(set(steps) for steps in snapshots)) if snapshots and "snapshot" not in bad else set()
+    common = {step for step in common if snapshot_source(step) not in bad}
+    usable = [(step, path) for step, path in checkpoints if path not in bad]
+    newest = usable[-1] if usable else None
+    foreign = [each for each in others if "snapshot" not in bad and snapshot_source(each[0]) not in bad]
+    left = max(foreign, key=lambda each: each[0], default=None)
+    in_memory = max([*common, *([left[0]] if left else [])], default=None)
+    if in_memory is not None and (newest is None or in_memory >= newest[0]):
+        if in_memory in common or left is None:
+            return Resume("snapshot", in_memory)
+        return Resume("memory", in_memory, paths=tuple(left[1]))
+    if newest is not None:
+        return Resume("checkpoint", newest[0], newest[1])
+    return Resume()
+
+
+def unusable_sources(generations: Sequence[Started], last_kind: str | None) -> set[str]:
+    """What no generation can resume from, as `choose_resume` takes it.
+
+    That is what a generation resumed from that ended because it could not read it; `last_kind` is the kind of death
+    that has ended the last one. Snapshots are made anew, so that they are good again once a step was committed.
+    """
+    kinds = [((row.data or {}).get("failure") or {}).get("kind") for row in generations[1:]]
+    unusable: set[str] = set()
+    for row, ended_by in zip(generations, [*kinds, last_kind], strict=False):
+        if row.first_step_at is not None:
+            unusable = {source for source in unusable if not source.startswith("snapshot")}
+        if ended_by == "bad_checkpoint":
+            unusable.add(str((row.data or {}).get("resume_path") or snapshot_source(row.resume_step)))
+    return unusable

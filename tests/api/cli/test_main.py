@@ -1,0 +1,187 @@
+"""The `manta` command against a real server: output for people and programs, exit codes, never a traceback."""
+
+import json
+import threading
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from api.cli.main import app
+from service.logs import log_file, log_folder
+from service.recovery.timeline import RecoveryTimeline
+from service.store import checkpoints, events, generations, ranks, recoveries
+from service.store.recoveries import Beginning
+
+
+@pytest.fixture
+def manta(service, tmp_path):
+    """Runs a command; checks its exit code and that nobody sees a traceback."""
+    environment = {"MANTA_URL": service.url, "MANTA_HOME": str(tmp_path), "COLUMNS": "200"}
+
+    def run(*arguments, code=0, **changes):
+        result = CliRunner().invoke(app, [*map(str, arguments)], env={**environment, **changes})
+        assert result.exit_code == code, result.output
+        assert "Traceback" not in result.output
+        return result
+
+    return run
+
+
+@pytest.fixture
+def spec_file(tmp_path, document):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+@pytest.fixture
+def job(service):
+    """A job of which everything is known."""
+    job_id = service.submit()["id"]
+    service.move(job_id, "STARTING", "RUNNING")
+    place = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "node": "node-a", "device": "cpu", "pid": 4242}
+
+    def prepare(session):
+        generation = generations.begin(session, job_id, "submitted", False)
+        ranks.replace(session, job_id, [{**place, "generation": generation, "state": "running"}])
+        checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
+        failed = Beginning(
+            "killed", 3, "rank 3 [odd] was killed", RecoveryTimeline(101.0), "node-a", (3,), 7, "snapshot", 40
+        )
+        recoveries.begin(session, job_id, generation, failed)
+        events.append(session, job_id, "told", "something [odd] happened", step=3)
+
+    service.store.write(prepare)
+    service.report(job_id, [{"step": n, "loss": 3.5, "mfu_full": 0.25, "tokens_per_second": 1000} for n in (1, 2)])
+    folder = log_folder(service.control.home, job_id)
+    folder.mkdir(parents=True)
+    for rank in (0, 1):
+        line = {"time": rank, "rank": rank, "generation": 1, "stream": "stdout", "text": f"[hello] from {rank}"}
+        log_file(folder, rank).write_text(json.dumps(line) + "\n")
+    return job_id
+
+
+def test_submit_prints_the_id_and_nothing_else(manta, service, spec_file):
+    job_id = manta("submit", spec_file).stdout.strip()
+    assert service.http.get(f"/v1/jobs/{job_id}").json()["state"] == "QUEUED"
+    assert json.loads(manta("submit", spec_file, "--json").stdout)["state"] == "QUEUED"
+
+
+def test_submit_resolves_relative_paths_against_the_specs_folder(manta, service, spec_file, document):
+    document["data"] = {"source": "text", "paths": ["corpus.txt"]}
+    spec_file.write_text(yaml.safe_dump(document))
+    job = json.loads(manta("submit", spec_file, "--json").stdout)
+    assert job["spec"]["data"]["paths"] == [str(spec_file.parent / "corpus.txt")]
+
+
+def test_a_dry_run_shows_the_layout_and_submits_nothing(manta, spec_file):
+    shown = manta("submit", spec_file, "--dry-run").stdout
+    assert "2x2x1" in shown and "4 ranks" in shown
+    assert json.loads(manta("submit", spec_file, "--dry-run", "--json").stdout)["layout"]["world_size"] == 4
+    assert json.loads(manta("ps", "--json").stdout)["items"] == []
+
+
+@pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1)])
+def test_following_a_submission_ends_as_the_job_does(manta, service, spec_file, state, code):
+    def live():
+        while not service.control.asked:
+            threading.Event().wait(0.01)
+        job_id = service.control.asked[0][1]
+        service.move(job_id, "STARTING", "RUNNING", state)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    shown = manta("submit", spec_file, "--follow", code=code)
+    thread.join()
+    assert state in shown.output
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["ps"], ["small", "RUNNING", "2/10", "3.5000", "2x2x1"]),
+        (["status", "JOB"], ["RUNNING", "loss 3.5000", "25.0%", "2x2x1", "4 ranks"]),
+        (["logs", "JOB"], ["[0] [hello] from 0", "[1] [hello] from 1"]),
+        (["events", "JOB"], ["submitted", "something [odd] happened", "step 3"]),
+        (["metrics", "JOB"], ["LOSS", "3.5000", "25.0%", "1,000"]),
+        (["checkpoints", "JOB"], ["5", "saving", "/somewhere/5"]),
+        (["ledger", "JOB"], ["SHARE", "so far", "goodput"]),
+        (["recoveries", "JOB"], ["rank 3 [odd] was killed", "1 of 8", "snapshot 40", "RE-FORM"]),
+        (["ranks", "JOB"], ["node-a", "4242", "running"]),
+        (["nodes"], ["127.0.0.1", "alive", "16"]),
+    ],
+)
+def test_each_command_shows_what_there_is(manta, job, command, expected):
+    arguments = [job if argument == "JOB" else argument for argument in command]
+    shown = manta(*arguments).stdout
+    for text in expected:
+        assert text in shown
+    machine = manta(*arguments, "--json").stdout
+    documents = [json.loads(line) for line in machine.splitlines()] if command[0] in ("logs", "events") else None
+    assert documents or json.loads(machine)
+
+
+def test_logs_of_one_rank(manta, job):
+    assert manta("logs", job, "--rank", 1).stdout == "[1] [hello] from 1\n"
+
+
+@pytest.mark.parametrize("command", ["logs", "events"])
+def test_following_ends_with_the_job(manta, service, job, command):
+    service.move(job, "SUCCEEDED")
+    assert manta(command, job, "-f").stdout.startswith(manta(command, job).stdout)
+
+
+def test_cancel(manta, service, job):
+    assert manta("cancel", job).stdout == f"{job} is CANCELLING\n"
+    assert "CANCELLING" in manta("cancel", job, code=2).stderr
+
+
+def test_a_wrong_spec_is_a_list_of_what_is_wrong_and_how_to_mend_it(manta, spec_file, document):
+    document["train"]["stepps"] = document["train"].pop("steps")
+    document["model"]["layers"] = "four"
+    spec_file.write_text(yaml.safe_dump(document))
+    lines = manta("submit", spec_file, code=2).stderr.splitlines()
+    assert "train.stepps: unknown key (try: steps)" in lines
+    assert any(line.startswith("model.layers: must be an integer") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"a: [",
+        b"\xff\xfe\x00",
+        b"",
+        b"- a\n- b",
+        b"name: 2024-01-01\n",
+        b"x: .nan",
+        b"1: 2",
+        b"a: &a [*a]",
+        b"2020-01-01: x",
+    ],
+)
+def test_a_file_that_is_no_spec_is_a_sentence(manta, tmp_path, content):
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(content)
+    assert manta("submit", path, code=2).stderr.strip()
+
+
+def test_bad_input_is_a_sentence_and_exit_code_two(manta, tmp_path):
+    assert "missing.yaml" in manta("submit", tmp_path / "missing.yaml", code=2).stderr
+    assert "manta ps" in manta("status", "job_000000000000", code=2).stderr
+    assert "manta ps" in manta("logs", "../../etc/passwd", code=2).stderr
+    assert "manta ps" in manta("events", "nobody", "-f", code=2).stderr
+    assert "state" in manta("ps", "--state", "asleep", code=2).stderr
+    manta("logs", "job_000000000000", "--rank", "x", code=2)
+    manta("dance", code=2)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", "http://["])
+def test_no_service_is_a_sentence_and_exit_code_three(manta, job, url):
+    for command in (["ps"], ["nodes"], ["events", job, "-f"], ["status", job, "--url", url]):
+        assert "manta up" in manta(*command, code=3, MANTA_URL=url).stderr
+
+
+def test_the_address_may_come_from_the_home(manta, service, tmp_path):
+    (tmp_path / "service.json").write_text(json.dumps({"url": service.url, "pid": 1}))
+    assert "no jobs yet" in manta("ps", MANTA_URL="").stdout

@@ -1,0 +1,66 @@
+"""The progress line says where a job is, also while nothing is known yet."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from api.cli.progress import duration, follow, progress_line
+from api.schemas import Job
+
+
+def make_job(**changes):
+    base = {
+        "id": "job_000000000001", "name": "small", "state": "RUNNING", "reason": None, "message": None, "spec": {},
+        "step": 50, "steps": 200, "eta_seconds": 75.2, "parallel": {}, "generation": 1, "restarts": 0,
+        "metrics": {"latest": {"loss": 2.34567, "tokens_per_second": 12345.6, "mfu_full": 0.1234}},
+        "goodput": 0.9, "queue": {}, "created_at": "2026-01-01T00:00:00Z", "started_at": None, "finished_at": None,
+    }  # fmt: skip
+    return Job.model_validate({**base, **changes})
+
+
+class Script:
+    """Stands for a client; each look shows the next job."""
+
+    def __init__(self, *jobs):
+        self.jobs = list(jobs)
+
+    def job(self, job_id):
+        return self.jobs.pop(0)
+
+
+def test_the_line_shows_step_loss_throughput_mfu_and_eta():
+    line = progress_line(make_job(restarts=2))
+    for part in ("50/200", "loss 2.3457", "12,346 tokens/s", "MFU 12.3%", "ETA 1m15s", "restarts 2"):
+        assert part in line
+    assert line.count("#") == 6
+
+
+def test_what_is_not_known_is_a_dash():
+    queued = make_job(state="QUEUED", step=0, eta_seconds=None, metrics={"latest": {}}, message="waits for 4 slots")
+    line = progress_line(queued)
+    for part in ("0/200", "loss -", "- tokens/s", "MFU -", "ETA -", "waits for 4 slots"):
+        assert part in line
+
+
+def test_a_loss_that_is_no_number_is_shown_as_such():
+    assert "loss nan" in progress_line(make_job(metrics={"latest": {"loss": "nan"}}))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (0.4, "0s"), (59.4, "59s"), (60, "1m00s"), (3599.9, "1h00m"), (7260, "2h01m")]
+)
+def test_durations_are_for_people(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_following_ends_with_the_job_and_shows_its_last_state(terminal):
+    script = Script(make_job(state="STARTING", step=0), make_job(), make_job(step=199), make_job(state="FAILED"))
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=200)
+    assert follow(script, "job_000000000001", console, poll_seconds=0).state == "FAILED"
+    assert script.jobs == []
+    assert "FAILED" in output.getvalue()
+    if not terminal:
+        assert [line.split()[0] for line in output.getvalue().splitlines()] == ["STARTING", "RUNNING", "FAILED"]

@@ -1,0 +1,43 @@
+"""Schedules of the soak: the same for the same seed, each possible, all ways drawn."""
+
+import pytest
+
+from benchmarks.support.chaos_schedule import ERRORS, HANGS_IN, STEPS, WAYS, schedule, short_form
+from benchmarks.support.chaos_strikes import CARRIED_OUT
+from workers.spec.reading import parse_job_spec
+
+MANY = range(300)
+
+
+def test_a_schedule_is_repeated_by_its_seed_and_number():
+    assert [schedule(7, number) for number in MANY] == [schedule(7, number) for number in reversed(MANY)][::-1]
+    assert schedule(7, 3) != schedule(8, 3)
+
+
+@pytest.mark.parametrize("number", range(60 + len(short_form())))
+def test_a_schedule_is_a_job_that_can_be_run_with_strikes_that_can_happen(number):
+    drawn = schedule(7, number) if number < 60 else short_form()[number - 60]
+    assert parse_job_spec(drawn.job(7)).layout.world_size == drawn.ranks
+    assert 2 <= drawn.ranks <= 8
+    assert 1 <= len(drawn.strikes) <= 3
+    assert [strike.step for strike in drawn.strikes] == sorted(strike.step for strike in drawn.strikes)
+    for strike in drawn.strikes:
+        assert 0 <= strike.rank < drawn.ranks
+        assert 0 <= strike.other < drawn.ranks
+        assert 0 < strike.step < STEPS
+        assert strike.way != "hang" or strike.phase in HANGS_IN, "a hang elsewhere is noticed much later"
+
+
+def test_every_way_is_drawn_and_can_be_carried_out():
+    drawn = {strike.way for number in range(len(WAYS)) for strike in schedule(7, number).strikes}
+    assert drawn == set(WAYS) == set(CARRIED_OUT)
+
+
+def test_no_error_comes_twice_because_it_would_be_the_users_own():
+    for number in MANY:
+        ways = [strike.way for strike in schedule(1, number).strikes]
+        assert all(ways.count(way) <= 1 for way in ERRORS)
+
+
+def test_the_short_form_covers_different_kinds():
+    assert len({strike.way for each in short_form() for strike in each.strikes}) >= 10

@@ -1,0 +1,53 @@
+"""Who keeps whose replica, and what memory still reaches when a node is gone."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.backups.partners import Reachable, partners, reachable
+
+nodes = st.lists(st.sampled_from("abcd"), min_size=1, max_size=24)
+steps = st.sets(st.integers(0, 5), max_size=2)
+
+
+@given(nodes)
+def test_every_rank_has_a_partner_on_another_node_when_there_is_one(node_of_rank):
+    found = partners(node_of_rank)
+    if len(set(node_of_rank)) == 1:
+        assert found == {}
+        return
+    assert found.keys() == set(range(len(node_of_rank)))
+    assert all(node_of_rank[rank] != node_of_rank[partner] for rank, partner in found.items())
+
+
+@given(nodes)
+def test_no_rank_keeps_more_replicas_than_it_must(node_of_rank):
+    found = partners(node_of_rank)
+    if found:
+        largest = max(Counter(node_of_rank).values())
+        others = len(node_of_rank) - largest
+        assert max(Counter(found.values()).values()) == max(1, -(-largest // others))
+
+
+@given(nodes)
+def test_the_answer_depends_on_nothing_but_the_question(node_of_rank):
+    assert partners(node_of_rank) == partners(tuple(node_of_rank))
+
+
+@given(st.lists(st.tuples(steps, steps), min_size=1, max_size=5))
+def test_memory_reaches_the_newest_step_that_every_rank_has_or_can_fetch(held):
+    own, replicas = [mine for mine, _ in held], {rank: kept for rank, (_, kept) in enumerate(held)}
+    found = reachable(own, replicas)
+    common = set.intersection(*(mine | kept for mine, kept in held))
+    assert (found.step if found else None) == max(common, default=None)
+    if found:
+        assert set(found.fetched) == {rank for rank, mine in enumerate(own) if found.step not in mine}
+        assert all(found.step in replicas[rank] for rank in found.fetched)
+
+
+def test_a_lost_node_costs_no_more_than_its_replicas_are_behind():
+    assert reachable([[8, 9], [8, 9], []], {2: [7, 8]}) == Reachable(8, (2,))
+    assert reachable([[8, 9], [8, 9], []], {2: [6, 7]}) is None
+    assert reachable([[8, 9], [8, 9], []], {}) is None
+    assert reachable([], {}) is None

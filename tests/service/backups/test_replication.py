@@ -1,0 +1,219 @@
+"""Replicas as the supervisor has them kept: real agents, with a folder each for what would be their nodes' memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from service.backups.replication import Brought, begin, bring_back, without_state
+from workers.rank.agent import Agent
+from workers.snapshot.snapshot_file import committed_steps
+from workers.snapshot.snapshots import Snapshots, replica_path, snapshot_path
+
+LAYOUT = "0a0a0a0a"
+
+
+class Remote:
+    """An agent as Ray shows it; a lost one fails whatever it is asked."""
+
+    def __init__(self, agent: Agent):
+        self.agent, self.lost = agent, False
+
+    def __getattr__(self, name: str) -> Any:
+        return _Method(self, name)
+
+
+class _Method:
+    def __init__(self, handle: Remote, name: str):
+        self._handle, self._name = handle, name
+
+    async def remote(self, *arguments: Any) -> Any:
+        if self._handle.lost:
+            raise ConnectionError("the actor is dead")
+        return await getattr(self._handle.agent, self._name)(*arguments)
+
+
+class Job:
+    """Four ranks on two nodes; `state_of`: whose state each of them has."""
+
+    def __init__(self, folder: Path, state_of: tuple[int, ...] = (0, 1, 2, 3)):
+        self.peers = {rank: [peer for peer in range(4) if state_of[peer] == state_of[rank]] for rank in range(4)}
+        self.folder, self.nodes = folder, ["a", "a", "b", "b"]
+        self.agents = [self.agent(rank, self.nodes[rank]) for rank in range(4)]
+        self.snapshots = [
+            Snapshots(folder / node, rank, [torch.full((1000,), float(state_of[rank]))], b"0" * 16, LAYOUT)
+            for rank, node in enumerate(self.nodes)
+        ]
+
+    def agent(self, rank: int, node: str) -> Remote:
+        """A new agent."""
+        return Remote(Agent("job-1", rank, str(self.folder / "home"), str(self.folder), str(self.folder / node)))
+
+    async def commit(self, step: int, keepers: dict[int, int]) -> None:
+        """A step, and its replicas."""
+        for snapshots in self.snapshots:
+            snapshots.save(step)
+        deadline = time.monotonic() + 30
+        for rank, keeper in keepers.items():
+            while step not in committed_steps(replica_path(self.folder / self.nodes[keeper], rank, LAYOUT)):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.005)
+
+    async def keep(self, nodes: list[str], generation: int = 1) -> dict[int, int]:
+        """Begin to; who keeps whose."""
+        return await begin(self.agents, nodes, generation, LAYOUT, self.peers)
+
+    async def brought_back(self, own: list[list[int]]) -> Brought:
+        """The steps of all ranks after the agents of "a" and "b" were asked for what the needy ones lack."""
+        holders = {"a": self.agents[0], "b": self.agents[-1]}
+        kept = {host: await agent.agent.kept() for host, agent in holders.items()}
+        return await bring_back(self.agents, own, without_state(own), 1, LAYOUT, holders, kept, self.peers)
+
+    async def close(self) -> None:
+        """End what is left."""
+        for agent in self.agents:
+            await agent.agent.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """The job."""
+    return Job(tmp_path)
+
+
+def test_the_ranks_of_a_lost_node_go_on_from_what_the_other_one_kept(job):
+    async def body():
+        keepers = await job.keep(job.nodes)
+        assert {job.nodes[rank] + job.nodes[keeper] for rank, keeper in keepers.items()} == {"ab", "ba"}
+        for step in (1, 2):
+            await job.commit(step, keepers)
+        lost = [job.agents[rank] for rank in (2, 3)]
+        job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
+        own = [await handle.agent.snapshot_steps() for handle in job.agents]
+        assert own == [[1, 2], [1, 2], [], []]
+        assert await job.brought_back(own) == Brought([[1, 2]] * 4, {2: "replica", 3: "replica"})
+        state = [torch.zeros(1000)]
+        Snapshots(job.folder / "c", 3, state, b"0" * 16, LAYOUT).load(2)
+        assert bool((state[0] == 3).all())
+        assert (await job.keep(["a", "a", "c", "c"], 2)).keys() == {0, 1, 2, 3}
+        for handle in lost:
+            await handle.agent.close()
+        await job.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_without_another_node_nothing_is_replicated_and_nothing_asked(job):
+    for agent in job.agents:
+        agent.lost = True
+    assert asyncio.run(job.keep(["a"] * 4)) == {}
+
+
+def test_where_peers_have_the_same_state_on_another_node_it_is_theirs_that_is_taken(tmp_path):
+    async def body():
+        job = Job(tmp_path, state_of=(0, 1, 0, 1))
+        assert await job.keep(job.nodes) == {}, "nobody needs a replica"
+        await job.commit(1, {})
+        await job.commit(2, {})
+        job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
+        own = [await handle.agent.snapshot_steps() for handle in job.agents]
+        kept = {"a": await job.agents[0].agent.kept()}
+        arguments = (job.agents, own, without_state(own), 1, LAYOUT, {"a": job.agents[0]}, kept, job.peers)
+        assert await bring_back(*arguments) == Brought([[1, 2]] * 4, {2: "peer", 3: "peer"})
+        state = [torch.zeros(1000)]
+        Snapshots(job.folder / "c", 3, state, b"0" * 16, LAYOUT).load(2)
+        assert bool((state[0] == 1).all())
+        await job.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_where_the_nearest_cannot_be_fetched_the_next_is(tmp_path, caplog):
+    async def body():
+        job = Job(tmp_path, state_of=(0, 1, 0, 1))
+        await job.commit(1, {})
+        gone = Remote(job.agents[0].agent)
+        gone.lost = True
+        job.agents[0] = job.agent(0, "c")
+        kept = {"a": await job.agents[1].agent.kept(), "b": await job.agents[2].agent.kept()}
+        own = [await handle.agent.snapshot_steps() for handle in job.agents]
+        holders = {"a": gone, "b": job.agents[2]}
+        found = await bring_back(job.agents, own, [0], 1, LAYOUT, holders, kept, job.peers)
+        assert found == Brought([[1]] * 4, {0: "peer"})
+        assert "rank 0 could not be fetched from a: the actor is dead" in caplog.text
+        await job.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_peers_on_the_same_node_do_not_save_the_replica(tmp_path):
+    async def body():
+        job = Job(tmp_path, state_of=(0, 0, 2, 3))
+        assert (await job.keep(job.nodes)).keys() == {0, 1, 2, 3}
+        await job.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_a_partner_that_fails_costs_its_rank_the_replica_and_nobody_else(job, caplog):
+    async def body():
+        job.agents[3].lost = True
+        found = await job.keep(job.nodes)
+        assert len(found) == 2
+        assert 3 not in found and 3 not in found.values()
+        assert "2 of 4 ranks have no replica: the actor is dead" in caplog.text
+        job.agents[3].lost = False
+        assert await job.brought_back([[1], [1], [1], []]) == Brought([[1], [1], [1], []], {})
+        await job.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_a_rank_is_without_state_when_it_has_none_or_only_what_the_furthest_is_long_past():
+    assert without_state([[], []]) == [0, 1]
+    assert without_state([[1], [1, 2], [2], [2, 3]]) == [0]
+    assert without_state([[7, 8], [8, 9], [9, 10], [8, 9]]) == [0], "it is a step too far back"
+    assert without_state([[8, 9], [9, 10]]) == []
+    assert without_state([[4, 5], [4, 5], [99, 100], [99, 100]]) == [0, 1], "both have come back to an old node"
+
+
+def test_a_rank_that_came_back_to_old_snapshots_takes_the_replica(job):
+    async def body():
+        keepers = await job.keep(job.nodes)
+        await job.commit(1, keepers)
+        await job.commit(2, keepers)
+        old = Snapshots(job.folder / "c", 2, [torch.full((1000,), 9.0)], b"0" * 16, LAYOUT)
+        old.save(0)
+        old.close()
+        job.agents[2] = job.agent(2, "c")
+        snapshot_path(job.folder / "b", 2, LAYOUT).unlink()
+        own = [await handle.agent.snapshot_steps() for handle in job.agents]
+        assert own[2] == [0]
+        brought = await job.brought_back(own)
+        assert (brought.steps[2], brought.taken) == ([1, 2], {2: "replica"})
+        await job.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_what_all_can_have_is_fetched_and_not_what_one_rank_could_have_alone(job):
+    """Rank 2's replica goes further than the other ranks ever went again."""
+
+    async def body():
+        keepers = await job.keep(job.nodes)
+        await job.commit(7, keepers)
+        await job.commit(8, keepers)
+        steps = [[3, 4], [3, 4], [3, 4], [3, 4]]
+        holders = {"b": job.agents[3]}
+        kept = {"b": [file for file in await job.agents[3].agent.kept() if file["rank"] == 2]}
+        assert kept["b"]
+        found = await bring_back(job.agents, steps, range(4), 1, LAYOUT, holders, kept, job.peers)
+        assert found == Brought(steps, {})
+        await job.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))

@@ -1,0 +1,110 @@
+"""A node is lost when nothing of it takes a connection any more; a busy or a restarted daemon is no loss."""
+
+import asyncio
+import contextlib
+import socket
+
+import pytest
+
+from service.cluster.gangs import RayNode
+from service.cluster.node_watch import NodeWatch, anybody
+from workers.node.heartbeat import Pulse
+
+SECONDS = 30.0
+
+
+class FakeGangs:
+    """One node, whose Ray is a listening socket and whose daemon is a pulse."""
+
+    def __init__(self):
+        self.lost, self.draining, self.buried = set(), set(), []
+        self.raylet = socket.create_server(("127.0.0.1", 0))
+        self.pulse = Pulse("127.0.0.1", "n1")
+        self.asked = 0
+
+    async def ray_nodes(self):
+        return [RayNode("n1", self.raylet_address)]
+
+    async def pulse_of(self, node):
+        self.asked += 1
+        return self.pulse.address
+
+    async def bury(self, node):
+        self.buried.append(node)
+
+
+@pytest.fixture
+def gangs():
+    made = FakeGangs()
+    made.raylet_address = made.raylet.getsockname()
+    yield made
+    with contextlib.suppress(OSError):
+        made.pulse.close()
+    made.raylet.close()
+
+
+def watched(gangs, story):
+    """What the watch tells while `story(told)` happens."""
+
+    async def run():
+        told = asyncio.Queue()
+        watch = NodeWatch(gangs, lambda *lost: told.put_nowait(lost), lambda *drain: told.put_nowait(drain))
+        task = asyncio.create_task(watch.run())
+        try:
+            async with asyncio.timeout(SECONDS):
+                return await story(told)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_node_of_which_nothing_answers_is_lost_and_buried(gangs):
+    async def story(told):
+        await until(lambda: gangs.asked)
+        gangs.raylet.close()
+        gangs.pulse.close()
+        node, why = await told.get()
+        await until(lambda: gangs.buried)
+        return node, why
+
+    assert watched(gangs, story) == ("n1", "neither its daemon nor its Ray can be reached")
+    assert (gangs.lost, gangs.buried) == ({"n1"}, ["n1"])
+
+
+def test_daemon_that_was_restarted_is_no_loss(gangs):
+    async def story(told):
+        await until(lambda: gangs.asked)
+        gangs.pulse.close()
+        gangs.pulse = Pulse("127.0.0.1", "n1")
+        await until(lambda: gangs.asked >= 2)
+        gangs.pulse.drain(60)  # heard: the new one is listened to
+        node, seconds = await told.get()
+        return node, 0 < seconds <= 60
+
+    assert watched(gangs, story) == ("n1", True)
+    assert gangs.lost == set()
+
+
+def test_process_too_busy_to_accept_still_takes_connections():
+    with socket.create_server(("127.0.0.1", 0)) as nobody_accepts:
+        assert anybody([nobody_accepts.getsockname()])
+        address = nobody_accepts.getsockname()
+    assert not anybody([address])
+
+
+def test_stranger_at_the_old_port_is_not_taken_for_the_node(gangs):
+    async def story(told):
+        await until(lambda: gangs.asked)
+        gangs.pulse.close()
+        gangs.pulse = Pulse("127.0.0.1", "somebody else")
+        await until(lambda: gangs.asked >= 3)  # it hangs up and asks again
+        return told.empty()
+
+    assert watched(gangs, story)

@@ -1,0 +1,99 @@
+"""Layouts to bundles and ranks to bundles, and what is said about a layout that does not fit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.cluster.placement import (
+    Capacity,
+    agent_name,
+    anywhere_but,
+    avoidable,
+    job_of,
+    missing,
+    placement_group_name,
+    replica_bundles,
+    seats_of,
+    unit_of,
+    without,
+)
+from workers.comm.grid import RankGrid
+from workers.config import ParallelConfig
+
+
+def capacity(*free, total=8):
+    nodes = {f"node{index}": (total, units) for index, units in enumerate(free)}
+    return Capacity("manta_slot", total * len(free), sum(free), nodes)
+
+
+def test_one_group_per_replica_one_bundle_per_tensor_group():
+    layout = ParallelConfig(tensor=2, pipeline=3, data=2)
+    assert replica_bundles(layout, "GPU") == [[{"GPU": 2.0}] * 3] * 2
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 2))
+def test_ranks_of_a_tensor_group_share_a_bundle_and_fill_it(tensor, pipeline, data, context):
+    layout = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=context)
+    bundles = replica_bundles(layout, "manta_slot")
+    held: dict[tuple[int, int], list[int]] = {}
+    groups = [str(replica) for replica in range(data)]
+    for rank, seat in seats_of(layout, groups).items():
+        held.setdefault((int(seat.group), seat.bundle), []).append(rank)
+    assert sorted(held) == [(replica, index) for replica, group in enumerate(bundles) for index in range(len(group))]
+    grid = RankGrid(layout)
+    for (replica, index), ranks in held.items():
+        assert len(ranks) == bundles[replica][index]["manta_slot"]
+        assert ranks == grid.group("tensor", ranks[0])
+
+
+def test_fits():
+    assert missing(ParallelConfig(tensor=2, data=4), capacity(8)) is None
+    assert missing(ParallelConfig(tensor=2, data=3), capacity(3, 5)) is None
+
+
+def test_too_few_units():
+    shortage = missing(ParallelConfig(tensor=2, pipeline=2, data=2), capacity(5))
+    assert (shortage.needed, shortage.available, shortage.possible) == (8, 4, 8)
+    assert str(shortage) == "needs 8 slots in groups of 2 on one node, 4 of 8 are free"
+
+
+def test_enough_units_but_no_node_for_a_tensor_group():
+    shortage = missing(ParallelConfig(tensor=4, data=1), capacity(3, 3, 2, total=3))
+    assert (shortage.needed, shortage.available, shortage.possible) == (4, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "gpus", "unit"),
+    [("auto", True, "GPU"), ("auto", False, "manta_slot"), ("gpu", False, "GPU"), ("cpu", True, "manta_slot")],
+)
+def test_unit(accelerator, gpus, unit):
+    assert unit_of(accelerator, gpus) == unit
+
+
+def test_names_tell_their_job_and_differ():
+    names = {placement_group_name("a", 1, 1), agent_name("a", 1, 1), agent_name("a", 11, 1), agent_name("a-1", 1, 1)}
+    assert len(names) == 4
+    assert {job_of(name) for name in names} == {"a", "a-1"}
+    assert job_of("node-abc") is None
+
+
+def test_nodes_are_avoided_only_where_the_others_can_hold_the_layout():
+    layout = ParallelConfig(tensor=2, data=4)
+    assert avoidable(layout, capacity(8, 0), {"node0"}) == {"node0"}, "the other one will be free some day"
+    assert avoidable(layout, capacity(8, 8), {"node0", "node1"}) == set()
+    assert avoidable(ParallelConfig(tensor=2, data=5), capacity(8, 8), {"node0"}) == set()
+    assert avoidable(layout, capacity(8, 8), {"gone"}) == set()
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=5), st.sets(st.integers(0, 5)), st.integers(1, 4))
+def test_whatever_is_avoided_the_layout_could_still_be_placed(free, avoided, data):
+    layout, cluster = ParallelConfig(tensor=2, data=data), capacity(*free)
+    kept = without(cluster, avoidable(layout, cluster, {f"node{index}" for index in avoided}))
+    before, after = missing(layout, cluster), missing(layout, kept)
+    if before is None or before.possible >= before.needed:
+        assert after is None or after.possible >= after.needed
+
+
+def test_selector_names_the_nodes_as_ray_wants_it():
+    assert anywhere_but({"b", "a"}) == {"ray.io/node-id": "!in(a,b)"}
+    assert anywhere_but(()) == {}

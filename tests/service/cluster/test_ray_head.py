@@ -1,0 +1,81 @@
+"""Ray heads of two homes live side by side; one is reused while it lives, and stopping ends only its own processes."""
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from service.cluster.processes import same_process, wait_until_ended
+from service.cluster.ray_head import ExistingRay, RayHead, RayUnavailable
+from workers.paths import Paths
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def second_home(tmp_path):
+    """A home of its own, whose head is ended with the test."""
+    home = tmp_path / "home"
+    yield home
+    RayHead(home).stop()
+    Paths.of(home).remove_runtime_folder()
+
+
+def test_second_head_beside_the_first(ray_head, second_home):
+    first = ray_head.head.record()
+    started = time.monotonic()
+    head = RayHead(second_home, slots=2)
+    record = head.ensure()
+    print(f"\nhead up after {time.monotonic() - started:.2f} s")
+    assert record.address != first.address
+    assert head.ensure() == record, "a living head is reused"
+    assert RayHead(second_home).record() == record, "also by the next service of that home"
+    token = Paths.of(second_home).ray_token
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert _slots_seen_by_another_process(second_home) == "2.0"
+    family = psutil.Process(record.pid).children(recursive=True)
+    started = time.monotonic()
+    head.stop()
+    print(f"stopped after {time.monotonic() - started:.2f} s")
+    assert wait_until_ended(family, 0.0)
+    assert not same_process(record.pid, record.created)
+    assert head.record() is None
+    assert not Paths.of(second_home).ray_folder.exists()
+    assert ray_head.head.record() == first
+    assert ray_head.ray.cluster_resources()["manta_slot"] == 16
+
+
+def _slots_seen_by_another_process(home):
+    script = "import sys; from service.cluster.ray_head import RayHead; r = RayHead(sys.argv[1]).connect()\n"
+    script += "print(r.cluster_resources()['manta_slot'])"
+    command = [sys.executable, "-c", script, str(home)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def test_without_a_head_there_is_one_clear_sentence(tmp_path):
+    with pytest.raises(RayUnavailable, match="There is no Ray of this service"):
+        RayHead(tmp_path).connect()
+    with pytest.raises(RayUnavailable, match=r"No Ray answers at 127\.0\.0\.1:1;"):
+        ExistingRay("127.0.0.1:1").connect()
+
+
+def test_ray_that_does_not_start_names_its_log(second_home, monkeypatch):
+    head = RayHead(second_home)
+    monkeypatch.setattr(head, "_command", lambda: [sys.executable, "-c", "raise SystemExit('no')"])
+    with pytest.raises(RayUnavailable, match=r"Ray did not start; its log is .*ray\.log"):
+        head.start()
+    assert Paths.of(second_home).ray_log.read_text() == "no\n"
+
+
+def test_record_of_another_process_is_not_believed(tmp_path):
+    head = RayHead(tmp_path)
+    record = f'{{"address": "127.0.0.1:1", "pid": {os.getpid()}, "created": 1.0, "session": "x"}}'
+    Paths.of(tmp_path).ray_record.write_text(record)
+    assert head.record() is None
+    head.stop()
+    assert not Paths.of(tmp_path).ray_record.exists()

@@ -1,0 +1,161 @@
+"""With how many replicas a job may run, and for how many there is room."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.cluster.placement import Capacity
+from service.cluster.sizes import (
+    SizeOutOfBounds,
+    fitting,
+    given_back,
+    in_use,
+    resized,
+    room_for,
+    shapes_of,
+    size_within,
+    sizes_of,
+    smallest,
+)
+from workers.config import ParallelConfig
+from workers.spec.problems import SpecError
+from workers.spec.reading import parse_job_spec
+from workers.spec.rules import find_problems
+
+
+def spec(**sections):
+    document = {
+        "model": {"layers": 2, "hidden_size": 32, "heads": 4, "sequence_length": 8},
+        "data": {"source": "text", "paths": ["corpus.txt"]},
+        "train": {"steps": 10, "global_batch_size": 8},
+        "parallel": {"tensor": 2, "data": 2},
+    }
+    return parse_job_spec({**document, **sections})
+
+
+def test_size_is_fixed_unless_elastic_says_otherwise():
+    assert sizes_of(spec()) == range(2, 3)
+    assert sizes_of(spec(elastic={"min_data": 1, "max_data": 4})) == range(1, 5)
+    assert sizes_of(spec(elastic={"min_data": 1})) == range(1, 3)
+
+
+def test_resized_spec_differs_in_nothing_else():
+    before = spec(elastic={"max_data": 4})
+    after = resized(before, 3)
+    assert after.layout.data == 3
+    assert resized(after, 2) == before
+    assert resized(before, 2) is before
+
+
+@pytest.mark.parametrize(("free", "room"), [((8,), 2), ((3, 3), 1), ((1, 1, 1, 1), 0), ((2, 2, 2, 3), 2)])
+def test_room_counts_whole_replicas_of_whole_tensor_groups(free, room):
+    nodes = {f"node{index}": (8, units) for index, units in enumerate(free)}
+    capacity = Capacity("manta_slot", 8 * len(free), sum(free), nodes)
+    assert room_for(ParallelConfig(tensor=2, pipeline=2, data=2), capacity) == room
+
+
+@given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 8), st.integers(0, 6), st.integers(0, 6))
+def test_size_is_the_wanted_one_or_as_near_as_there_is_room(least, more, wanted, held, room):
+    sizes = range(least, least + more + 1)
+    found = size_within(sizes, wanted, held, room)
+    if found is None:
+        assert min(wanted, held + room) not in sizes
+    else:
+        assert found in sizes
+        assert found <= held + room
+        assert found == wanted or found == held + room < wanted
+
+
+def test_a_size_that_some_batch_cannot_feed_is_refused_when_the_spec_is_read():
+    with pytest.raises(SpecError) as caught:
+        spec(elastic={"max_data": 9})
+    (problem,) = caught.value.problems
+    assert problem.path == "elastic.max_data"
+    assert problem.rule.startswith("9 replicas do not work: ")
+    assert problem.suggestion == "8"
+
+
+def test_sentence_about_a_size_out_of_bounds_says_what_would_work():
+    assert str(SizeOutOfBounds("job_1", 9, range(1, 5))) == (
+        "job_1 cannot run with 9 replicas: its elastic.min_data..max_data is 1..4"
+    )
+    assert "its size is fixed" in str(SizeOutOfBounds("job_1", 9, range(2, 3)))
+
+
+def sizes(spec):
+    return spec.layout.tensor, spec.layout.pipeline, spec.layout.data
+
+
+def reshaping(**parallel):
+    model = {"layers": 8, "hidden_size": 32, "heads": 4, "sequence_length": 8}
+    return spec(model=model, parallel={"data": 1, **parallel}, elastic={"reshape": True})
+
+
+def test_shape_is_fixed_unless_elastic_says_otherwise():
+    assert shapes_of(spec()) == [spec()]
+
+
+def test_smaller_shapes_divide_the_own_one_and_come_after_larger_ones():
+    found = [sizes(shape)[:2] for shape in shapes_of(reshaping(tensor=4, pipeline=2))]
+    assert found == [(4, 2), (4, 1), (2, 2), (2, 1), (1, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("parallel", [
+    {"tensor": 4, "pipeline": 4, "schedule": "interleaved", "virtual_stages": 2},
+    {"tensor": 2, "pipeline": 4, "schedule": "zb-v", "virtual_stages": 2},
+    {"tensor": 4, "pipeline": 1, "sequence_parallel": True},
+])  # fmt: skip
+def test_every_shape_is_a_spec_that_would_be_taken(parallel):
+    found = shapes_of(reshaping(**parallel))
+    assert sizes(found[-1])[:2] == (1, 1)
+    assert all(find_problems(shape) == [] for shape in found)
+
+
+def on(**free):
+    """Nodes of four units each, of which so many are free."""
+    return Capacity("manta_slot", 4 * len(free), sum(free.values()), {node: (4, each) for node, each in free.items()})
+
+
+def test_largest_layout_that_fits_is_taken():
+    shapes = shapes_of(spec(parallel={"tensor": 2, "pipeline": 2, "data": 2}, elastic={"min_data": 1, "reshape": True}))
+    chosen = {free: fitting(shapes, 2, on(a=free)) for free in range(1, 5)}
+    assert {free: sizes(found) for free, found in chosen.items()} == {
+        1: (1, 1, 1),
+        2: (2, 1, 1),
+        3: (2, 1, 1),
+        4: (2, 2, 1),
+    }
+    assert sizes(fitting(shapes, 2, on(a=4, b=4))) == (2, 2, 2)
+    assert fitting(shapes, 2, on(a=0)) is None
+    assert sizes(smallest(shapes[0])) == (1, 1, 1)
+
+
+def test_what_a_job_gives_back_is_free_on_its_node():
+    found = given_back(on(a=1, b=0), ["a", "b", "b", None, "left"])
+    assert (found.nodes, found.free) == ({"a": (4, 2), "b": (4, 2)}, 4)
+
+
+def test_layout_in_use_is_the_submitted_one_with_what_is_stored():
+    class Stored:
+        tensor, pipeline, replicas = None, None, None
+
+    submitted = spec(parallel={"tensor": 2, "pipeline": 2, "data": 2})
+    assert in_use(submitted, Stored) == submitted
+    for shape in shapes_of(
+        submitted.model_copy(update={"elastic": submitted.elastic.model_copy(update={"reshape": True})})
+    ):
+        Stored.tensor, Stored.pipeline, Stored.replicas = sizes(shape)
+        assert in_use(submitted, Stored).layout == shape.layout
+
+
+@pytest.mark.parametrize("sequence_parallel", [None, False, True])
+def test_layout_that_was_never_changed_is_the_submitted_one_to_the_letter(sequence_parallel):
+    """Its tag is in the names of snapshots."""
+
+    class Stored:
+        tensor, pipeline, replicas = None, None, None
+
+    submitted = spec(
+        parallel={"tensor": 1 if sequence_parallel is False else 2, "sequence_parallel": sequence_parallel}
+    )
+    assert in_use(submitted, Stored) == submitted

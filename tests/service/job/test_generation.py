@@ -1,0 +1,260 @@
+"""A gang as its supervisor sees it, over agents that only say what a test lets them say."""
+
+import asyncio
+from types import SimpleNamespace
+
+from service.job.generation import Gang
+
+
+class Method:
+    """Something with a `.remote`, as Ray's handles have it."""
+
+    def __init__(self, function):
+        self.remote = function
+
+
+class ActorDied(Exception):
+    """What a call to a dead agent raises."""
+
+
+RAY = SimpleNamespace(exceptions=SimpleNamespace(RayError=ActorDied))
+
+
+class FakeAgent:
+    """Hands out the reports it was given; killed trainers say so."""
+
+    def __init__(self, rank, generation=1):
+        self.rank, self.generation = rank, generation
+        self.said, self.asked_after, self.dead, self.stops = [], [], False, 0
+        self.changed = asyncio.Event()
+        self.reports, self.stop = Method(self._reports), Method(self._stop)
+
+    def say(self, kind, /, generation=None, at=0.0, **data):
+        sequence = len(self.said) + 1
+        made_by = generation or self.generation
+        self.said.append(
+            {"kind": kind, "generation": made_by, "rank": self.rank, "time": at, "sequence": sequence, "data": data}
+        )
+        self.changed.set()
+
+    def die(self):
+        self.dead = True
+        self.changed.set()
+
+    async def _reports(self, after, timeout):
+        self.asked_after.append(after)
+        while True:
+            if self.dead:
+                raise ActorDied
+            newer = [report for report in self.said if report["sequence"] > after]
+            if newer:
+                return newer
+            self.changed.clear()
+            await self.changed.wait()
+
+    async def _stop(self):
+        self.stops += 1
+        if self.dead:
+            raise ActorDied
+        if not any(report["kind"] == "exit" for report in self.said):
+            self.say("exit", code=None, signal=9)
+
+
+def run(body, ranks=2, gone=()):
+    async def bounded():
+        async with asyncio.timeout(10):
+            agents = [None if rank in gone else FakeAgent(rank) for rank in range(ranks)]
+            handled = []
+
+            async def handle(report):
+                handled.append((report["rank"], report["kind"]))
+
+            gang = Gang(RAY, agents, 1, {}, handle)
+            try:
+                await body(gang, agents, handled)
+            finally:
+                await gang.close()
+
+    asyncio.run(bounded())
+
+
+def failure(kind, **changes):
+    return {"kind": kind, "step": 3, "exception": "E", "message": "m", "traceback": "t", "at": 0.0, **changes}
+
+
+def test_gang_ends_when_all_ranks_finished():
+    async def body(gang, agents, handled):
+        for agent in agents:
+            agent.say("finished", step=9)
+            agent.say("exit", code=0, signal=None)
+        await gang.wait(asyncio.Event())
+        assert gang.all_ended
+        assert gang.finished == {0, 1}
+        assert gang.deaths == []
+        assert sorted(handled) == [(0, "exit"), (0, "finished"), (1, "exit"), (1, "finished")]
+
+    run(body)
+
+
+def test_exit_with_code_0_is_a_finish_although_its_word_was_heard_by_another_control_plane():
+    async def body(gang, agents, handled):
+        for agent in agents:
+            agent.say("exit", code=0, signal=None)
+        await gang.wait(asyncio.Event())
+        assert gang.finished == {0, 1}
+
+    run(body)
+
+
+def test_consequence_waits_for_its_culprit():
+    async def body(gang, agents, handled):
+        agents[0].say("exit", code=75, signal=None, failure=failure("peer_lost"))
+        await gang.wait(asyncio.Event())
+        assert [death.kind for death in gang.deaths] == ["peer_lost"]
+        waiting = asyncio.create_task(gang.wait_for_culprit())
+        agents[1].say("exit", code=None, signal=9)
+        await waiting
+        assert [(death.rank, death.kind) for death in gang.deaths] == [(0, "peer_lost"), (1, "killed")]
+
+    run(body, ranks=3)
+
+
+def test_death_is_as_old_as_what_its_agent_saw():
+    async def body(gang, agents, handled):
+        agents[0].say("exit", at=40.0, code=None, signal=9)
+        agents[1].say("exit", at=43.0, code=1, signal=None, failure=failure("exception", at=41.0))
+        agents[2].say("stalled", at=30.0, overdue=True, standing_seconds=2.0)
+        agents[2].say("stalled", at=31.0, overdue=False, standing_seconds=0.0)
+        agents[2].say("stalled", at=38.0, overdue=True, standing_seconds=3.0)
+        agents[2].say("exit", at=45.0, code=None, signal=9, condemned={"kind": "hung", "message": "hung"})
+        while not gang.all_ended:
+            await asyncio.sleep(0)
+        assert {death.rank: (death.kind, death.at) for death in gang.deaths} == {
+            0: ("killed", 40.0), 1: ("exception", 41.0), 2: ("hung", 35.0)
+        }  # fmt: skip
+
+    run(body, ranks=3)
+
+
+def test_consequence_alone_is_not_waited_on_for_ever():
+    async def body(gang, agents, handled):
+        agents[0].say("exit", code=75, signal=None, failure=failure("peer_lost"))
+        await gang.wait(asyncio.Event())
+        await gang.wait_for_culprit()
+        assert len(gang.deaths) == 1
+
+    run(body)
+
+
+def test_stop_kills_everybody_and_hears_their_last_words():
+    async def body(gang, agents, handled):
+        agents[1].say("exit", code=1, signal=None, failure=failure("exception"))
+        await gang.wait(asyncio.Event())
+        agents[0].say("metrics", rows=[])
+        await gang.stop()
+        assert gang.all_ended
+        assert [(death.rank, death.kind) for death in gang.deaths] == [(1, "exception"), (0, "stopped")]
+        assert (0, "metrics") in handled
+        assert [agent.stops for agent in agents] == [1, 1]
+        assert gang.deaths[0].sentence == "rank 1 failed with E: m at step 3"
+        assert gang.deaths[0].traceback == "t"
+
+    run(body)
+
+
+def test_dead_agent_is_a_death_and_does_not_keep_stop_waiting():
+    async def body(gang, agents, handled):
+        agents[0].die()
+        await gang.wait(asyncio.Event())
+        await gang.stop()
+        assert [(death.rank, death.kind) for death in gang.deaths] == [(0, "agent_lost"), (1, "stopped")]
+
+    run(body)
+
+
+def test_agent_that_was_gone_before_is_a_death_and_the_others_are_heard():
+    async def body(gang, agents, handled):
+        agents[1].say("metrics", rows=[])
+        await gang.wait(asyncio.Event())
+        await gang.stop()
+        assert [(death.rank, death.kind) for death in gang.deaths] == [(0, "agent_lost"), (1, "stopped")]
+        assert (1, "metrics") in handled
+
+    run(body, gone=[0])
+
+
+def test_agent_that_does_not_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr("service.job.generation.STOP_SECONDS", 0.05)
+
+    async def body(gang, agents, handled):
+        agents[0].stop = Method(lambda: asyncio.Event().wait())
+        agents[1].say("exit", code=None, signal=9)
+        await gang.wait(asyncio.Event())
+        await gang.stop()
+        assert [(death.rank, death.kind) for death in gang.deaths] == [(1, "killed"), (0, "agent_lost")]
+
+    run(body)
+
+
+def test_cancel_ends_the_wait_and_leaves_the_ranks_alone():
+    async def body(gang, agents, handled):
+        cancelled = asyncio.Event()
+        waiting = asyncio.create_task(gang.wait(cancelled))
+        cancelled.set()
+        await waiting
+        assert not gang.all_ended
+        assert [agent.stops for agent in agents] == [0, 0]
+
+    run(body)
+
+
+def test_report_is_acknowledged_only_after_it_was_handled():
+    async def body():
+        agent, release, seen = FakeAgent(0), asyncio.Event(), asyncio.Event()
+
+        async def handle(report):
+            seen.set()
+            await release.wait()
+
+        gang = Gang(RAY, [agent], 1, {}, handle)
+        agent.say("metrics", rows=[])
+        await seen.wait()
+        assert agent.asked_after == [0]
+        release.set()
+        while len(agent.asked_after) < 2:
+            await asyncio.sleep(0)
+        assert agent.asked_after == [0, 1]
+        await gang.close()
+
+    asyncio.run(asyncio.wait_for(body(), 10))
+
+
+def test_reports_of_another_generation_are_skipped():
+    async def body(gang, agents, handled):
+        for agent in agents:
+            agent.say("exit", generation=7, code=1, signal=None)
+            agent.say("exit", code=0, signal=None)
+        await gang.wait(asyncio.Event())
+        assert gang.deaths == []
+        assert handled == [(0, "exit"), (1, "exit")] or handled == [(1, "exit"), (0, "exit")]
+
+    run(body)
+
+
+def test_error_of_the_handler_comes_out_of_wait():
+    async def body():
+        async def handle(report):
+            raise RuntimeError("the database is full")
+
+        agent = FakeAgent(0)
+        gang = Gang(RAY, [agent], 1, {}, handle)
+        agent.say("metrics", rows=[])
+        try:
+            await gang.wait(asyncio.Event())
+        except RuntimeError as error:
+            assert "full" in str(error)
+        else:
+            raise AssertionError("wait said nothing")
+        await gang.close()
+
+    asyncio.run(asyncio.wait_for(body(), 10))

@@ -1,0 +1,152 @@
+"""What a gang's reports leave in the database: each exactly once, and nothing of replaced generations."""
+
+import asyncio
+import time
+
+import pytest
+
+from service.job.reports import ReportWriter
+from service.recovery.timeline import RecoveryTimeline
+from service.store import checkpoints, events, generations, jobs, metrics, ranks, recoveries
+from service.store.recoveries import Beginning
+
+
+@pytest.fixture
+def generation(store, started):
+    """Generation 1 of a STARTING job of one rank, which resumes at step 4."""
+    number = store.write(lambda s: generations.begin(s, started.id, "submitted", False, "snapshot", 4))
+    row = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": number, "state": "starting"}
+    store.write(lambda s: ranks.replace(s, started.id, [row]))
+    return number
+
+
+@pytest.fixture
+def take(store, started, generation):
+    """Hands one report to the writer of generation 1."""
+    writer = ReportWriter(store, started.id, generation, resume_step=4)
+
+    def give(kind, sequence, **data):
+        report = {"kind": kind, "generation": 1, "rank": 0, "time": time.time(), "sequence": sequence, "data": data}
+        asyncio.run(writer.take(report))
+
+    return give
+
+
+def read(store, query):
+    with store.read() as session:
+        return query(session)
+
+
+def steps(store, job):
+    return read(store, lambda s: metrics.series(s, job.id, names=["loss"])).steps
+
+
+def kinds(store, job):
+    return [event.type for event in read(store, lambda s: events.page(s, job.id)).items]
+
+
+def row(step, loss=1.0):
+    return {"step": step, "loss": loss, "step_seconds": 0.1}
+
+
+def test_report_counts_once(store, started, take):
+    take("metrics", 1, rows=[row(5), row(6)])
+    take("metrics", 1, rows=[row(5, loss=9.0)])
+    take("event", 2, type="note", step=6, message="hello")
+    take("event", 2, type="note", step=6, message="hello")
+    found = read(store, lambda s: metrics.series(s, started.id, names=["loss"]))
+    assert (found.steps, found.series["loss"]) == ([5, 6], [1.0, 1.0])
+    assert kinds(store, started).count("note") == 1
+
+
+def test_replaced_generation_changes_nothing(store, started, take):
+    store.write(lambda s: generations.begin(s, started.id, "rank lost", True))
+    take("metrics", 1, rows=[row(5)])
+    take("event", 2, type="note", step=5, message="late")
+    take("exit", 3, code=0, signal=None)
+    assert steps(store, started) == []
+    assert "note" not in kinds(store, started)
+    assert read(store, lambda s: ranks.of_job(s, started.id))[0].state == "starting"
+
+
+def test_job_runs_from_the_first_step_after_the_one_it_resumed_at(store, started, take):
+    take("metrics", 1, rows=[row(3), row(4)])
+    assert read(store, lambda s: jobs.get(s, started.id)).state == "STARTING"
+    take("metrics", 2, rows=[row(5)])
+    assert read(store, lambda s: jobs.get(s, started.id)).state == "RUNNING"
+    take("metrics", 3, rows=[row(6)])
+    assert kinds(store, started).count("first_step") == 1
+    (first,) = [e for e in read(store, lambda s: events.page(s, started.id)).items if e.type == "first_step"]
+    assert first.step == 5
+
+
+def test_first_step_of_a_job_being_cancelled_leaves_it_so(store, started, take):
+    store.write(lambda s: jobs.request_cancel(s, started.id))
+    take("metrics", 1, rows=[row(5)])
+    assert read(store, lambda s: jobs.get(s, started.id)).state == "CANCELLING"
+
+
+def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_phase_took(store, started, take):
+    def recover(session):
+        number = generations.begin(session, started.id, "rank 0 was killed", True, "snapshot", 4)
+        timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0, rested_at=102.0)
+        known = Beginning("killed", 0, "rank 0 was killed", timeline, forked=(0,), source="snapshot", resume_step=4)
+        recoveries.begin(session, started.id, number, known)
+        return number
+
+    take("metrics", 1, rows=[row(5), row(6)])
+    number = store.write(recover)
+    writer = ReportWriter(store, started.id, number, resume_step=4)
+
+    def tell(kind, sequence, at, **data):
+        report = {"kind": kind, "generation": number, "rank": 0, "time": at, "sequence": sequence, "data": data}
+        asyncio.run(writer.take(report))
+
+    tell("started", 1, 104.0, pid=7, connected_at=102.5)
+    tell("metrics", 2, 105.0, rows=[{**row(step), "time": 100.0 + step} for step in (5, 6)])
+    (told,) = [e for e in read(store, lambda s: events.page(s, started.id)).items if e.type == "recovered"]
+    phases = {"detect": 1, "rest": 1, "re_form": 0.5, "restore": 1.5, "redo": 1}
+    assert (told.data["seconds"], told.data["total_seconds"]) == (phases, 5)
+    assert (told.data["steps_redone"], told.data["forked"], told.generation, told.step) == (2, [0], number, 5)
+    assert "recovered in 5.00 s (detect 1.00, rest 1.00, re-form 0.50" in told.message
+    (found,) = read(store, lambda s: recoveries.of_job(s, started.id))
+    assert (found.steps_redone, found.first_step_at) == (2, 105.0)
+
+
+def test_what_follows_the_last_step_belongs_to_the_training_once(store, started, take):
+    take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
+    for _ in range(2):
+        take("finished", 2, step=5, seconds={"wall": 1.5, "checkpoint_stall": 1.0})
+    (found,) = read(store, lambda s: generations.of_job(s, started.id))
+    assert (found.committed_steps, found.compute_seconds, found.checkpoint_stall_seconds) == (1, 2.5, 1.0)
+
+
+def test_rank_is_running_with_its_pid_until_it_has_exited(store, started, take):
+    take("started", 1, pid=42)
+    (rank,) = read(store, lambda s: ranks.of_job(s, started.id))
+    assert (rank.state, rank.pid) == ("running", 42)
+    take("exit", 2, code=None, signal=9)
+    (rank,) = read(store, lambda s: ranks.of_job(s, started.id))
+    assert rank.state == "exited"
+
+
+def saved(store, job):
+    return {row.step: row.state for row in read(store, lambda s: checkpoints.page(s, job.id)).items}
+
+
+def test_checkpoints_become_rows(store, started, take):
+    for sequence, step in ((1, 5), (3, 6), (5, 7)):
+        take("event", sequence, type="checkpoint_saving", step=step, message="saving", path=f"/c/{step}")
+    take("event", 6, type="checkpoint_saved", step=5, message="saved", path="/c/5", bytes=10)
+    take("event", 7, type="checkpoint_failed", step=6, message="failed", path="/c/6")
+    assert saved(store, started) == {5: "complete", 6: "failed", 7: "saving"}
+    take("event", 8, type="checkpoint_deleted", step=7, message="deleted", path="/c/5")
+    assert saved(store, started)[5] == "deleted"
+
+
+def test_rows_are_brought_in_line_with_the_disk(store, started, take):
+    for sequence, step in enumerate((5, 6, 7), start=1):
+        take("event", sequence, type="checkpoint_saving", step=step, message="saving", path=f"/c/{step}")
+    take("event", 4, type="checkpoint_saved", step=5, message="saved", path="/c/5", bytes=10)
+    store.write(lambda s: checkpoints.reconcile(s, started.id, [("/c/6", 11)]))
+    assert saved(store, started) == {5: "deleted", 6: "complete", 7: "failed"}

@@ -1,0 +1,180 @@
+"""What is decided after a failure, for every failure: pure functions."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.recovery.budgets import FIRST_WAIT_SECONDS, Fault
+from service.recovery.decisions import (
+    Death,
+    GiveUp,
+    Restart,
+    choose_resume,
+    culprit_of,
+    decide,
+    describe_exit,
+    fault_of,
+    snapshot_source,
+    unusable_sources,
+)
+
+KINDS = ("exception", "peer_lost", "no_shared_memory", "bad_data", "bad_checkpoint", "killed", "agent_lost", "stopped")
+steps_of_ranks = st.lists(st.sets(st.integers(0, 6), max_size=2), max_size=4)
+checkpoint_steps = st.lists(st.integers(0, 8), unique=True, max_size=4).map(sorted)
+deaths = st.lists(st.builds(Death, rank=st.integers(0, 7), kind=st.sampled_from(KINDS)), min_size=1, max_size=8)
+
+
+def paths_of(steps):
+    return [(step, f"step-{step}") for step in steps]
+
+
+@given(steps_of_ranks, checkpoint_steps, st.sets(st.sampled_from(["snapshot", *(f"step-{s}" for s in range(9))])))
+def test_resume_is_the_newest_state_that_all_ranks_can_reach(snapshots, saved, unusable):
+    common = set.intersection(*snapshots) if snapshots and "snapshot" not in unusable else set()
+    usable = {step for step, path in paths_of(saved) if path not in unusable}
+    chosen = choose_resume(snapshots, paths_of(saved), unusable)
+    assert chosen.step == max(common | usable, default=0)
+    if chosen.source == "snapshot":
+        assert chosen.path is None
+        assert all(chosen.step in steps for steps in snapshots)
+    elif chosen.source == "checkpoint":
+        assert chosen.path == f"step-{chosen.step}"
+        assert chosen.path not in unusable
+        assert chosen.step not in common, "a snapshot of the same step is nearer"
+    else:
+        assert not common | usable
+
+
+def test_damaged_snapshots_of_one_step_leave_those_of_the_other():
+    assert choose_resume([[4, 5], [4, 5]], paths_of([3]), [snapshot_source(5)]).step == 4
+    assert choose_resume([[5], [4, 5]], paths_of([3]), [snapshot_source(5)]).source == "checkpoint"
+
+
+def test_one_rank_without_snapshots_is_enough_for_a_checkpoint():
+    assert choose_resume([[4, 5], []], paths_of([3])).source == "checkpoint"
+    assert choose_resume([[4, 5], []], []).source == "start"
+
+
+def test_ranks_one_commit_apart_meet_at_the_older_step():
+    assert choose_resume([[4, 5], [5, 6]], []).step == 5
+
+
+@given(deaths)
+def test_culprit_is_the_first_that_is_neither_a_consequence_nor_our_doing(found):
+    culprit = culprit_of(found)
+    guilty = [death for death in found if death.kind not in ("peer_lost", "stopped")]
+    assert culprit == (guilty[0] if guilty else found[0])
+
+
+def failure(**changes):
+    known = {
+        "rank": 2,
+        "kind": "exception",
+        "step": 7,
+        "exception": "ValueError",
+        "message": "failed",
+        "traceback": "T",
+    }
+    return Death(**{**known, **changes})
+
+
+def fault(death, **changes):
+    return replace(fault_of(death, at=100.0, committed=(death.step or 1) - 1, progressed=True), **changes)
+
+
+def judge(death, history=(), max_restarts=20, window=0.0):
+    return decide(death, fault(death), history, max_restarts, window)
+
+
+def test_exception_that_comes_back_at_the_same_step_is_the_users():
+    killed = Fault("killed", 50.0, committed=6)
+    decision = judge(failure(), [fault(failure(rank=0)), killed])
+    assert isinstance(decision, GiveUp)
+    assert decision.reason == "user_error"
+    assert decision.message.endswith("\nT")
+
+
+def test_another_step_or_another_exception_is_tried_again():
+    for before in (failure(step=6), failure(exception="KeyError"), failure(kind="killed", exception=None)):
+        assert isinstance(judge(failure(), [fault(before)]), Restart)
+    assert isinstance(judge(failure()), Restart)
+
+
+KILLED = Death(1, "killed", message="was killed by SIGKILL")
+
+
+@given(st.integers(0, 5), st.integers(0, 5))
+def test_kills_are_survived_as_often_as_the_job_allows(before, allowed):
+    decision = judge(KILLED, [fault(KILLED)] * before, allowed)
+    if before < allowed:
+        assert decision == Restart("rank 1 was killed by SIGKILL")
+    else:
+        assert isinstance(decision, GiveUp)
+        assert decision.reason == "restarts_exhausted"
+        assert f"restarted {before} times" in decision.message
+
+
+def test_the_budget_fills_up_again_as_time_goes_by():
+    old, new = fault(KILLED, at=10.0), fault(KILLED, at=90.0)
+    assert isinstance(judge(KILLED, [old, old, new], 2, 50.0), Restart)
+    decision = judge(KILLED, [old, new, new], 2, 50.0)
+    assert decision == GiveUp(
+        "restarts_exhausted", "restarted 2 times in 50 s (2 killed); last: rank 1 was killed by SIGKILL"
+    )
+
+
+def test_what_keeps_happening_without_progress_is_held_back():
+    assert judge(KILLED, [fault(KILLED)] * 3).wait_seconds == 0
+    again = decide(KILLED, fault(KILLED, progressed=False), [fault(KILLED)], 20, 0.0)
+    assert again == Restart("rank 1 was killed by SIGKILL", FIRST_WAIT_SECONDS)
+
+
+def test_a_fault_happened_when_its_agent_saw_it_but_never_in_the_future():
+    assert fault_of(KILLED, 100.0, 3, True).at == 100.0
+    assert fault_of(replace(KILLED, at=99.5), 100.0, 3, True).at == 99.5
+    assert fault_of(replace(KILLED, at=120.0), 100.0, 3, True).at == 100.0
+
+
+def test_what_no_restart_cures_is_given_up_at_once_with_its_own_sentence():
+    for kind in ("no_shared_memory", "bad_data"):
+        assert judge(failure(kind=kind, message="why")) == GiveUp(kind, "why")
+
+
+def test_exits_in_words():
+    assert describe_exit(None, 9).startswith("was killed by SIGKILL; if nobody sent it")
+    assert describe_exit(None, 11) == "was killed by SIGSEGV"
+    assert describe_exit(None, 250) == "was killed by signal 250"
+    assert describe_exit(3, None) == "exited with code 3"
+    assert describe_exit(None, None) == "is gone"
+
+
+def life(path=None, failure=None, stepped=False, step=4):
+    """A generation as its row tells it."""
+    data = {"resume_path": path, "failure": None if failure is None else {"kind": failure}}
+    return SimpleNamespace(first_step_at=1.0 if stepped else None, resume_step=step, data=data)
+
+
+def test_checkpoints_that_could_not_be_read_stay_unusable_for_good():
+    lives = [life(stepped=True), life("/c/2", "killed"), life("/c/1", "bad_checkpoint"), life("/c/1", "killed")]
+    assert unusable_sources(lives, "killed") == {"/c/2"}
+    assert unusable_sources(lives, "bad_checkpoint") == {"/c/2", "/c/1"}
+    assert unusable_sources([*lives, life(stepped=True, failure="killed")], None) == {"/c/2"}
+
+
+def test_snapshots_are_good_again_once_a_step_was_committed():
+    lives = [life(stepped=True), life(failure="killed")]
+    assert unusable_sources(lives, "bad_checkpoint") == {snapshot_source(4)}
+    assert unusable_sources([*lives, life("/c/1", "bad_checkpoint")], "killed") == {snapshot_source(4)}
+    assert unusable_sources([*lives, life("/c/1", "bad_checkpoint", stepped=True)], "killed") == set()
+
+
+def test_state_of_another_size_is_used_where_it_is_newer():
+    others = [(6, ["a", "b"])]
+    chosen = choose_resume([[4, 5], [5]], paths_of([3]), others=others)
+    assert (chosen.source, chosen.step, chosen.paths) == ("memory", 6, ("a", "b"))
+    assert choose_resume([[5, 6], [6]], [], others=others).source == "snapshot", "of the same step the nearer one"
+    assert choose_resume([[], []], paths_of([7]), others=others).source == "checkpoint"
+    assert choose_resume([[], []], paths_of([6]), others=others).source == "memory"
+    assert choose_resume([[4], [4]], [], [snapshot_source(6)], others).step == 4

@@ -1,0 +1,174 @@
+"""The culprit of a hang: found in simulated gangs that hang anywhere, and never invented."""
+
+import random
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.recovery.hangs import AXES, Look, find_culprits, waiting_for
+from workers.comm.grid import RankGrid
+from workers.config import ParallelConfig
+
+LAYOUTS = [(2, 2, 2), (1, 1, 4), (4, 1, 1), (1, 4, 2), (2, 1, 2), (1, 1, 2), (1, 1, 1)]
+
+
+def grid_of(layout):
+    tensor, pipeline, data = layout
+    return RankGrid(ParallelConfig(tensor=tensor, pipeline=pipeline, data=data))
+
+
+class Gang:
+    """Ranks that run the same program of collectives, until nobody can go on because one of them hangs."""
+
+    def __init__(self, layout, seed):
+        self.grid, choice = grid_of(layout), random.Random(seed)
+        self.size = self.grid.world_size
+        axes = [*choice.choices(["tensor", "data", "world"], k=30), "world"]
+        self.hung, self.at = choice.randrange(self.size), choice.randrange(len(axes))
+        self.done = [0] * self.size
+        self.entered = [dict.fromkeys(AXES, 0) for _ in range(self.size)]
+        self.axes = axes
+        self.inside = [False] * self.size
+        moved = True
+        while moved:
+            moves = [self._move(rank) for rank in choice.sample(range(self.size), self.size)]
+            moved = any(moves)
+        self.choice = choice
+
+    def group(self, axis, rank):
+        return self.grid.group(axis, rank)
+
+    def _move(self, rank):
+        """One thing that `rank` can do: enter a collective, or leave it once all are in; False when it cannot."""
+        number = self.done[rank]
+        if number == len(self.axes) or (rank == self.hung and number == self.at):
+            return False
+        axis = self.axes[number]
+        if not self.inside[rank]:
+            self.inside[rank] = True
+            self.entered[rank][axis] += 1
+            return True
+        if self._missing(rank):
+            return False
+        self.done[rank], self.inside[rank] = number + 1, False
+        return True
+
+    def _missing(self, rank):
+        """Ranks that have not entered the collective that `rank` is in."""
+        number = self.done[rank]
+        axis = self.axes[number]
+        return [
+            peer
+            for peer in self.group(axis, rank)
+            if not (self.done[peer] > number or (self.done[peer] == number and self.inside[peer]))
+        ]
+
+    def looks(self, told=True, **culprit):
+        """What the agents see; `told`: the backend tells who waits for whom."""
+        found = []
+        for rank in range(self.size):
+            waits_for = self.choice.choice(self._missing(rank)) if self.inside[rank] else None
+            found.append(Look(rank, True, True, False, waits_for if told else None, 1, self.entered[rank], 7))
+        found[self.hung] = replace(found[self.hung], **culprit)
+        return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.integers(0, 2**32), st.booleans())
+def test_the_rank_that_did_not_enter_is_found_wherever_it_hangs(layout, seed, told):
+    gang = Gang(layout, seed)
+    verdict = find_culprits(gang.looks(told), gang.group)
+    assert (verdict.kind, verdict.ranks) == ("ranks", (gang.hung,))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
+def test_a_rank_that_may_still_go_on_is_not_accused(layout, seed):
+    gang = Gang(layout, seed)
+    assert find_culprits(gang.looks(overdue=False), gang.group).kind == "nobody"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
+def test_a_stopped_rank_is_the_culprit_though_it_was_waiting_itself(layout, seed):
+    gang = Gang(layout, seed)
+    looks = gang.looks()
+    stopped = gang.choice.randrange(gang.size)
+    looks[stopped] = replace(looks[stopped], stopped=True)
+    verdict = find_culprits(looks, gang.group)
+    assert verdict.kind == "ranks"
+    assert stopped in verdict.ranks
+    assert set(verdict.ranks) <= {stopped, gang.hung}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.integers(0, 2**32))
+def test_a_rank_whose_agent_is_silent_is_the_culprit_once_others_wait_for_it(layout, seed):
+    gang = Gang(layout, seed)
+    looks = gang.looks()
+    looks[gang.hung] = Look(gang.hung, answered=False)
+    verdict = find_culprits(looks, gang.group)
+    waiters = [look for look in looks if look.waits_for is not None]
+    assert verdict.ranks == ((gang.hung,) if waiters else ())
+
+
+def test_nobody_is_accused_while_nobody_is_overdue():
+    looks = [Look(0, waits_for=1), Look(1)]
+    assert find_culprits(looks, grid_of((1, 1, 2)).group).kind == "nobody"
+
+
+def test_silent_agent_that_nobody_waits_for_is_left_alone():
+    looks = [Look(0, overdue=True), Look(1, answered=False)]
+    verdict = find_culprits(looks, grid_of((1, 1, 2)).group)
+    assert verdict.ranks == (0,)
+
+
+def test_in_a_circle_the_rank_that_got_least_far_goes():
+    looks = [
+        Look(0, overdue=True, waits_for=1, step=9),
+        Look(1, overdue=True, waits_for=0, step=8),
+        Look(2, overdue=True, waits_for=0, step=9),
+    ]
+    verdict = find_culprits(looks, grid_of((1, 1, 4)).group)
+    assert (verdict.kind, verdict.ranks) == ("ranks", (1,))
+    assert "wait for each other" in verdict.why
+
+
+def test_in_a_circle_of_equals_the_whole_gang_goes():
+    looks = [Look(0, overdue=True, waits_for=1), Look(1, overdue=True, waits_for=0), Look(2, waits_for=0)]
+    verdict = find_culprits(looks, grid_of((1, 1, 4)).group)
+    assert (verdict.kind, verdict.ranks) == ("gang", (0, 1, 2))
+    assert "cannot be told" in verdict.why
+
+
+def test_all_standing_in_the_same_place_is_nobodys_fault_in_particular():
+    looks = [Look(rank, overdue=True, counts=dict.fromkeys(AXES, 3)) for rank in range(4)]
+    assert find_culprits(looks, grid_of((1, 1, 4)).group).kind == "gang"
+
+
+def test_several_culprits_are_all_named():
+    looks = [
+        Look(0, overdue=True, waits_for=1),
+        Look(1, overdue=True),
+        Look(2, overdue=True, waits_for=3),
+        Look(3, overdue=True, stopped=True, waits_for=2),
+    ]
+    assert find_culprits(looks, grid_of((1, 1, 4)).group).ranks == (1, 3)
+
+
+def test_who_waits_is_told_through_others_too():
+    looks = [Look(0, waits_for=1), Look(1, waits_for=2), Look(2), Look(3)]
+    assert waiting_for(looks, 2, grid_of((1, 1, 4)).group) == [0, 1]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.none() | st.integers(0, 4)), min_size=5, max_size=5))
+def test_whatever_is_seen_a_verdict_is_given_and_it_is_about_ranks_that_stand(seen):
+    looks = [Look(r, overdue=o, stopped=s and o, waits_for=w) for r, (o, s, w) in enumerate(seen)]
+    verdict = find_culprits(looks, lambda axis, rank: range(5))
+    if verdict.kind == "ranks":
+        edges = {look.rank: look.waits_for for look in looks if look.waits_for is not None}
+        reachable = {rank for look in looks if look.overdue for rank in [look.rank, *edges.values()]}
+        assert set(verdict.ranks) <= reachable
+        assert any(look.overdue for look in looks)
+    assert (verdict.kind == "nobody") or any(look.overdue for look in looks)

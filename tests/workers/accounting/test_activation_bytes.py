@@ -1,0 +1,189 @@
+"""Activation bytes by arithmetic are the papers': its table 2, its totals of a rank, its figures 1 and 7."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine_specs import spec
+from one_layer import paper, rows
+
+from workers.accounting.activation_bytes import (
+    chunk_bytes,
+    layer_bytes,
+    layer_input_bytes,
+    layer_terms,
+    rank_bytes,
+    table2_bytes,
+)
+from workers.config import JobSpec, ModelConfig
+from workers.parallel.pipeline.schedules import most_in_flight, schedule
+
+TABLE_2 = {
+    "no parallelism": {},
+    "tensor parallel (baseline)": {"tensor": 8},
+    "tensor + sequence parallel": {"tensor": 8, "sequence_parallel": True},
+    "tensor parallel + selective recompute": {"tensor": 8, "recompute": "selective"},
+    "tensor + sequence parallel + selective recompute": {
+        "tensor": 8,
+        "sequence_parallel": True,
+        "recompute": "selective",
+    },
+    "full activation recomputation": {"tensor": 8, "recompute": "full"},
+}
+MODELS = ("22B", "175B", "530B", "1T")
+GIB = 2**30
+
+
+def shape(name: str) -> ModelConfig:
+    """A model of table 3 of arXiv:2205.05198."""
+    row = rows("c_actrecomp_table3_configs")[name]
+    return ModelConfig(
+        layers=row["layers"], hidden_size=row["hidden"], heads=row["heads"], sequence_length=2048, vocabulary_size=51200
+    )
+
+
+def evaluated(formula: str, model: ModelConfig, micro_batch: int, tensor: int) -> float:
+    """A formula of the papers' tables."""
+    names = {"s": model.sequence_length, "h": model.hidden_size, "a": model.heads, "b": micro_batch, "t": tensor}
+    return eval(formula, {}, names)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("row", TABLE_2)
+def test_bytes_of_a_layer_are_those_of_table_2(row, name):
+    formula = rows("c_actrecomp_table2_activation_formulas")[row]["bytes_per_layer"]
+    expected = evaluated(formula, shape(name), 4, 8 if TABLE_2[row] else 1)
+    assert table2_bytes(shape(name), 4, **TABLE_2[row]) == pytest.approx(expected, rel=1e-12)
+
+
+def large(name: str, dropout: float = 0.1, **parallel: Any) -> JobSpec:
+    """A model of table 3 with the layout and batch that it was measured with, unless told otherwise."""
+    row = rows("c_actrecomp_table3_configs")[name]
+    interleaves = row["interleave_m"] > 1
+    model = {name: value for name, value in shape(name).model_dump().items() if value is not None}
+    layout = {
+        "tensor": row["tp"],
+        "pipeline": row["pp"],
+        "virtual_stages": row["interleave_m"],
+        "schedule": "interleaved" if interleaves else "1f1b",
+    }
+    return spec(
+        model=model | {"dropout": dropout},
+        train={
+            "precision": "bf16",
+            "attention": "explicit",
+            "micro_batch_size": row["micro_batch"],
+            "global_batch_size": row["global_batch"],
+        },
+        parallel=layout | parallel,
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_engines_terms_add_up_to_table_2(sequence_parallel, recompute, name):
+    """Apart from the statistics of norms, 16 bytes a token, and the keys of dropout."""
+    found = large(name, sequence_parallel=sequence_parallel)
+    size, split = found.train.micro_batch_size, 8 if sequence_parallel else 1
+    vectors = 16 * size * 2048 // split + 4 * size * found.model.heads // 8
+    expected = table2_bytes(found.model, size, 8, sequence_parallel, recompute)
+    measured = layer_bytes(found, ("core_attention",) if recompute == "selective" else ())
+    assert measured == pytest.approx(expected + vectors, rel=1e-12)
+    assert vectors < 5e-4 * expected
+
+
+def test_modules_leave_out_their_own_tensors():
+    """Of 34 s b h: 4 without the norms' outputs, 8 without the MLP's activation; of 5 a s^2 b: all."""
+    found = large("22B", tensor=1, sequence_parallel=None)
+    sbh = 2048 * 4 * 6144
+    everything = layer_bytes(found)
+    assert everything - layer_bytes(found, ["norm"]) == 4 * sbh
+    assert everything - layer_bytes(found, ["mlp_activation"]) == 8 * sbh
+    assert everything - layer_bytes(found, ["core_attention"]) == 5 * 64 * 2048**2 * 4
+    assert layer_bytes(found, ["core_attention", "norm", "mlp_activation"]) == 22 * sbh + 16 * 2048 * 4 + 4 * 4 * 64
+    assert layer_input_bytes(found) == table2_bytes(found.model, 4, recompute="full") == 2 * sbh
+    assert sum(layer_terms(found).values()) == everything
+
+
+def test_fused_kernels_keep_nothing_that_grows_with_the_square_of_the_length():
+    found = large("22B", dropout=0.0)
+    sdpa = found.model_copy(update={"train": found.train.model_copy(update={"attention": "sdpa"})})
+    assert layer_terms(sdpa)["log_sums"] == 4 * 4 * 64 // 8 * 2048
+    assert layer_bytes(found) - layer_bytes(sdpa) == 2 * 64 // 8 * 2048**2 * 4 - layer_terms(sdpa)["log_sums"]
+    assert layer_bytes(sdpa) - layer_bytes(sdpa, ["core_attention"]) == layer_terms(sdpa)["log_sums"]
+
+
+def _interleaving(stages: int, virtual_stages: int) -> float:
+    """How much more the first stage holds."""
+    return 1 + (stages - 1) / (stages * virtual_stages) if virtual_stages > 1 else 1.0
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_the_first_stage_holds_the_papers_total(recompute, name):
+    """arXiv:2205.05198, eq. 5 and section 4.3: p micro-batches of L/p layers, 1 + (p - 1)/(p m) times as much when
+    interleaved; the embedding's dropout masks, s b h p / t, of which interleaving has 2 p - 1; without a pipeline also
+    the output layer, whose logits the paper keeps in fp32, 4 s b v / t, and the engine in 16 bits."""
+    found = large(name, recompute=recompute, sequence_parallel=True)
+    model, size, p, m = found.model, found.train.micro_batch_size, found.layout.pipeline, found.layout.virtual_stages
+    s, h, L, v, t = model.sequence_length, model.hidden_size, model.layers, model.vocabulary_size, 8
+    sbh = s * size * h
+    attention = 0 if recompute == "selective" else 5 * model.heads * s / h
+    masks = 2 * p - 1 if m > 1 else p
+    expected = sbh * L / t * (34 + attention) * _interleaving(p, m) + sbh * masks / t
+    if p == 1:
+        expected += sbh / t * 4 * (1 + v / h) - 2 * s * size * v / t
+    held = rank_bytes(found)
+    assert held[0] == max(held) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_of_a_gpu_is_that_of_figure_1(name):
+    """Weights and optimizer, 18 bytes a parameter of 12 L h^2; layers' activations of the first stage."""
+    published = paper("c_actrecomp_fig1_fig7_memory")["fig1_GiB"][name]
+    row, model = rows("c_actrecomp_table3_configs")[name], shape(name)
+    t, p, size = row["tp"], row["pp"], row["micro_batch"]
+    parameters = 12 * model.layers * model.hidden_size**2 / (t * p)
+    assert 18 * parameters / GIB == pytest.approx(published["par_opt"], rel=1e-9)
+    for key, policy in (("none", (False, "none")), ("seqsel", (True, "selective"))):
+        total = model.layers * _interleaving(p, row["interleave_m"]) * table2_bytes(model, size, t, *policy)
+        assert total / GIB == pytest.approx(published[key], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shares_of_the_baseline_are_those_of_figure_7(name):
+    """To the precision with which its bars could be read."""
+    published = paper("c_actrecomp_fig1_fig7_memory")["fig7_pct"][name]
+    policies = {"none": (False, "none"), "seq": (True, "none"), "sel": (False, "selective")}
+    policies |= {"seqsel": (True, "selective"), "full": (False, "full")}
+    baseline = table2_bytes(shape(name), 1, 8)
+    for key, (sequence_parallel, recompute) in policies.items():
+        percent = 100 * table2_bytes(shape(name), 1, 8, sequence_parallel, recompute) / baseline
+        assert percent == pytest.approx(published[key], abs=0.15)
+
+
+@pytest.mark.parametrize("name", ["GPT-3", "MT-NLG"])
+def test_selective_recomputation_saves_what_the_paper_says(name):
+    """arXiv:2205.05198, section 5: 5 a s / h of 34 + 5 a s / h."""
+    published = paper("c_actrecomp_table2_activation_formulas")["examples"][name]
+    model = shape({"GPT-3": "175B", "MT-NLG": "530B"}[name])
+    sbh = 2048 * model.hidden_size
+    saved = table2_bytes(model, 1) - table2_bytes(model, 1, recompute="selective")
+    assert saved / sbh == published["5as/h"]
+    assert int(100 * saved / table2_bytes(model, 1)) == published["saved_pct"]
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("keep", [0, 1, 2, 9])
+def test_a_rank_keeps_everything_of_as_many_micro_batches_as_it_is_told(kind, keep):
+    """arXiv:2205.05198, appendix C."""
+    found = spec(
+        train={"global_batch_size": 6},
+        parallel={"pipeline": 2, "schedule": kind, "recompute": "full", "recompute_keep": keep},
+    )
+    for rank, actions in enumerate(schedule(kind, 2, 1, 6)):
+        most = most_in_flight(actions)
+        whole, part = (chunk_bytes(found, rank, recompute) for recompute in (False, True))
+        assert rank_bytes(found)[rank] == min(most, keep) * whole + max(0, most - keep) * part

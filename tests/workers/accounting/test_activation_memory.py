@@ -1,0 +1,183 @@
+"""What autograd really holds for a layer, and for a whole chunk, is what the arithmetic and the paper say."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from engine_specs import spec
+from one_layer import held_by_layer, held_bytes, lone_rank, rows
+from plain_gpt import one_thread
+
+from workers.accounting.activation_bytes import chunk_bytes, layer_bytes, layer_input_bytes
+from workers.config import JobSpec
+from workers.engine import Engine
+from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
+from workers.parallel.tensor.dropout import sample_keys
+
+TABLE_2 = {
+    "no parallelism": (False, "none"),
+    "tensor parallel (baseline)": (False, "none"),
+    "tensor + sequence parallel": (True, "none"),
+    "tensor parallel + selective recompute": (False, "selective"),
+    "tensor + sequence parallel + selective recompute": (True, "selective"),
+    "full activation recomputation": (False, "full"),
+}
+ALL_MODULES = ("core_attention", "norm", "mlp_activation")
+measured = cache(held_by_layer)
+
+
+class _Holder(torch.autograd.Function):
+    """Holds one tensor by autograd's own means, one by an attribute and one by a closure."""
+
+    @staticmethod
+    def forward(ctx, x):
+        saved, attribute, closed_over = x + 1, x[:1] + 2, x[:2] + 3
+        ctx.save_for_backward(saved, saved[1:])
+        ctx.attribute, ctx.closure = attribute, lambda: closed_over
+        return x + (saved + attribute + closed_over.sum()).sum()
+
+
+def test_whoever_holds_a_storage_it_counts_once():
+    """Its result, what it needs no more and what was there before do not count."""
+    source = torch.ones(8, requires_grad=True)
+    held, edge = held_bytes(lambda: _Holder.apply(source))
+    assert held == (8 + 1 + 2) * 4
+    assert edge is not None
+    assert held_bytes(lambda: (source * source).exp())[0] == 8 * 4
+    assert held_bytes(lambda: source * 2.0)[0] == 0
+
+
+def paper_layer(tensor: int, sequence_parallel: bool, recompute: str) -> JobSpec:
+    """The layer of the measurement: s = h = 1024, 16 heads, bf16, attention written out, dropout."""
+    return spec(
+        model={"hidden_size": 1024, "heads": 16, "sequence_length": 1024, "dropout": 0.1},
+        train={"precision": "bf16", "attention": "explicit"},
+        parallel={"tensor": tensor, "sequence_parallel": sequence_parallel, "recompute": recompute},
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "tensor"), [(row, t) for row in TABLE_2 for t in (1, 2, 4) if t == 1 or row != "no parallelism"]
+)
+def test_a_layer_holds_what_table_2_says(row, tensor):
+    """arXiv:2205.05198, table 2. Sequence parallelism needs t > 1; at t = 1 its rows are the baseline's."""
+    sequence_parallel, recompute = TABLE_2[row]
+    job = paper_layer(tensor, sequence_parallel and tensor > 1, recompute)
+    formula = rows("c_actrecomp_table2_activation_formulas")[row]["bytes_per_layer"]
+    expected = eval(formula, {}, {"s": 1024, "b": 1, "h": 1024, "a": 16, "t": tensor})
+    assert measured(job) == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_full_recomputation_keeps_a_part_of_the_input_under_sequence_parallelism(tensor):
+    """2 s b h / t, where the table has 2 s b h: the layer's input is split already, and is gathered again anyhow."""
+    assert measured(paper_layer(tensor, True, "full")) == 2 * 1024 * 1024 // tensor
+
+
+def job(
+    tensor: int = 1, sequence_parallel: bool = False, attention: str = "explicit", dropout: float = 0.0, **more
+) -> JobSpec:
+    """A small layer with numbers that are all different."""
+    model = {"hidden_size": 48, "heads": 8, "sequence_length": 20, "dropout": dropout, "ffn_hidden_size": 80}
+    return spec(
+        model=model | more.get("model", {}),
+        train={"micro_batch_size": 3, "attention": attention} | more.get("train", {}),
+        parallel={"tensor": tensor, "sequence_parallel": sequence_parallel} | more.get("parallel", {}),
+    )
+
+
+@pytest.mark.parametrize("modules", [c for n in range(1, 4) for c in itertools.combinations(ALL_MODULES, n)], ids=str)
+@pytest.mark.parametrize(("attention", "dropout"), [("explicit", 0.1), ("explicit", 0.0), ("sdpa", 0.0)])
+@pytest.mark.parametrize(("tensor", "sequence_parallel"), [(1, False), (2, False), (4, True)])
+def test_every_policy_keeps_what_the_arithmetic_says(tensor, sequence_parallel, attention, dropout, modules):
+    policy = {"recompute": "selective", "recompute_modules": modules}
+    found = job(tensor, sequence_parallel, attention, dropout, parallel=policy)
+    assert held_by_layer(found) == layer_bytes(found, modules)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize(("attention", "dropout"), [("explicit", 0.1), ("sdpa", 0.0)])
+@pytest.mark.parametrize(("tensor", "groups"), [(1, 8), (1, 2), (2, 4), (4, 2), (4, 4)])
+def test_grouped_queries_keep_what_the_arithmetic_says(tensor, groups, attention, dropout, recompute):
+    model, policy = {"kv_heads": groups}, {"recompute": recompute}
+    found = job(tensor, tensor > 1, attention, dropout, model=model, parallel=policy)
+    assert held_by_layer(found) == layer_bytes(found, ("core_attention",) if recompute == "selective" else ())
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_in_16_bits_only_the_statistics_of_norms_differ_on_a_cpu(sequence_parallel):
+    """CPUs keep them in 16 bits too, GPUs in fp32, as the arithmetic has it."""
+    found = job(2, sequence_parallel, dropout=0.1, train={"precision": "bf16"})
+    outside = 3 * 20 // (2 if sequence_parallel else 1)
+    assert held_by_layer(found) == layer_bytes(found) - 4 * outside * 2
+
+
+@one_thread()
+def held_by_chunk(found: JobSpec, rank: int, chunk: int, run: ForwardPass) -> int:
+    """Bytes that autograd holds for one micro-batch in one chunk of `rank`, with its loss."""
+    engine = Engine(found, lone_rank(found, rank))
+    engine.flat.parameters.normal_(0.0, 0.02)
+    module = engine.model.chunks[chunk]
+    model, layout, size = found.model, found.layout, found.train.micro_batch_size
+    tokens = torch.zeros(model.sequence_length, size, dtype=torch.int64)
+    split = layout.tensor if layout.sequence_parallel_on else 1
+    source = torch.randn(model.sequence_length // split, size, model.hidden_size, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        y = module(tokens if module.is_first else source * 1.0, run)
+        if not module.is_last:
+            return y
+        losses = vocabulary_parallel_cross_entropy(
+            y.flatten(0, 1), tokens.flatten(), found.vocabulary_size, engine.comm
+        )
+        return losses.sum()
+
+    return held_bytes(forward)[0]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"tensor": 2},
+        {"tensor": 2, "sequence_parallel": False},
+        {"pipeline": 2},
+        {"pipeline": 2, "virtual_stages": 2, "schedule": "zb-v", "tensor": 2},
+    ],
+    ids=str,
+)
+def test_every_chunk_keeps_what_the_arithmetic_says(layout, recompute):
+    """Seven layers: the chunks are of different lengths; every second one is recomputed as a whole. Embedding and
+    cross-entropy keep a few numbers more for each of the 16 tokens."""
+    found = spec(
+        model={
+            "layers": 7,
+            "hidden_size": 32,
+            "heads": 4,
+            "sequence_length": 8,
+            "dropout": 0.1,
+            "vocabulary_size": 301,
+        },
+        train={"micro_batch_size": 2, "global_batch_size": 8},
+        parallel={"recompute": recompute, "recompute_every": 2, **layout},
+    )
+    keys = sample_keys(0, range(2), torch.device("cpu"))
+    modules = frozenset({"core_attention"} if recompute == "selective" else ())
+    run = ForwardPass(keys, modules, 2 if recompute == "full" else 0)
+    stages, virtual_stages, tensor = found.layout.pipeline, found.layout.virtual_stages, found.layout.tensor
+    for rank in range(stages):
+        for chunk in range(virtual_stages):
+            index = rank if chunk == 0 else 2 * stages - 1 - rank
+            ends = index in (0, stages * virtual_stages - 1)
+            more = held_by_chunk(found, rank * tensor, chunk, run) - chunk_bytes(found, index, True)
+            assert 0 <= more <= (16 * 32 if ends else 0)
+
+
+def test_a_whole_layer_keeps_its_input():
+    found = job(parallel={"recompute": "full"})
+    assert held_by_layer(found) == layer_input_bytes(found) == 20 * 3 * 48 * 4

@@ -1,0 +1,290 @@
+"""Parameters and FLOPs by arithmetic equal what torch counts on real models, and what the papers have published."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from engine_specs import spec
+from one_layer import flop_counter, lone_rank, paper, rows
+from plain_gpt import PlainGPT, one_thread
+from rank_programs import micro_batches
+from torch.utils.flop_counter import FlopCounterMode
+
+from workers.accounting.flops import (
+    core_attention_forward,
+    forward_flops,
+    parameter_count,
+    rank_parameters,
+    recomputed_layer_passes,
+    step_flops,
+)
+from workers.config import JobSpec
+from workers.engine import Engine
+from workers.model import gpt
+
+SHAPES = list(itertools.product([True, False], [True, False], [None, 72], [None, 300], [None, 2]))
+FIELDS = ("tied", "bias", "ffn", "vocabulary", "groups")
+
+
+def job(
+    tied: bool = True,
+    bias: bool = True,
+    ffn: int | None = None,
+    vocabulary: int | None = None,
+    groups: int | None = None,
+    **parallel,
+) -> JobSpec:
+    """A small model; batch of 6."""
+    model = {"tie_embeddings": tied, "bias": bias, "ffn_hidden_size": ffn, "vocabulary_size": vocabulary}
+    return spec(model=model | {"kv_heads": groups}, train={"global_batch_size": 6}, parallel=parallel)
+
+
+@pytest.mark.parametrize(FIELDS, SHAPES)
+def test_parameters_are_those_of_a_plain_model(tied, bias, ffn, vocabulary, groups):
+    found = job(tied, bias, ffn, vocabulary, groups)
+    assert parameter_count(found) == sum(parameter.numel() for parameter in PlainGPT(found).parameters())
+
+
+@pytest.mark.parametrize(FIELDS, SHAPES)
+def test_flops_are_those_that_torch_counts_with_attention_in_full(tied, bias, ffn, vocabulary, groups):
+    """The plain model's attention is written out, so torch counts all s^2 pairs of it."""
+    found = job(tied, bias, ffn, vocabulary, groups)
+    windows = torch.zeros(6, 9, dtype=torch.int64)
+    with one_thread(), FlopCounterMode(display=False) as counter:
+        PlainGPT(found).loss(windows).backward()
+    assert step_flops(found).model_full == counter.get_total_flops()
+
+
+def layouts() -> list[dict]:
+    """Layouts of every kind: the ranks of each hold the whole model between them, and more."""
+    return [
+        {},
+        {"tensor": 2},
+        {"tensor": 4, "sequence_parallel": False},
+        {"pipeline": 3},
+        {"pipeline": 3, "virtual_stages": 2, "schedule": "interleaved"},
+        {"pipeline": 2, "virtual_stages": 2, "schedule": "zb-v", "tensor": 4},
+    ]
+
+
+def uneven(groups: int | None = None, tied: bool = True, bias: bool = True, **parallel) -> JobSpec:
+    """Seven layers and a vocabulary that no layout divides, written-out attention; a batch of 6, two at a time."""
+    model = {"layers": 7, "vocabulary_size": 301, "tie_embeddings": tied, "kv_heads": groups, "bias": bias}
+    train = {"global_batch_size": 6, "micro_batch_size": 2, "attention": "explicit"}
+    return spec(model=model, train=train, parallel=parallel)
+
+
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+@pytest.mark.parametrize(("groups", "tied", "bias"), [(None, True, True), (2, False, False), (1, True, False)])
+def test_parameters_of_each_rank_are_those_that_it_holds(groups, tied, bias, layout):
+    found = uneven(groups, tied, bias, **layout)
+    held = []
+    for stage in range(found.layout.pipeline):
+        model = gpt.GPTStage(found, lone_rank(found, stage * found.layout.tensor))
+        held.append(sum(parameter.numel() for parameter in model.parameters()))
+    assert rank_parameters(found) == tuple(held)
+    if layout == {}:
+        assert parameter_count(found) == held[0]
+
+
+def test_state_in_16_bits_takes_18_bytes_a_parameter():
+    """What figure 1 of arXiv:2205.05198 counts: weight 2, gradient 4, master weight and moments 12."""
+    found = spec(train={"precision": "bf16"})
+    engine = Engine(found, lone_rank(found))
+    optimizer = engine.optimizer
+    state = [engine.flat.parameters, engine.flat.gradients, *optimizer.parameters]
+    state += [optimizer.exp_avg, optimizer.exp_avg_sq]
+    assert sum(tensor.nbytes for tensor in state) == 18 * engine.flat.size
+    assert rank_parameters(found)[0] <= engine.flat.size <= 1.02 * rank_parameters(found)[0]
+
+
+@one_thread()
+def counted(found: JobSpec, sequences: int) -> int:
+    """FLOPs of a step that torch counts on all ranks, of which those that differ run, one after the other."""
+    layout, total = found.layout, 0
+    windows = torch.randint(256, (sequences, 9))
+    for replica, stage in itertools.product(range(layout.data), range(layout.pipeline)):
+        engine = Engine(found, lone_rank(found, (replica * layout.pipeline + stage) * layout.tensor))
+        engine.flat.parameters.normal_(0.0, 0.02)
+        batch = micro_batches(found, replica, windows)
+        with flop_counter() as counter:
+            engine.pipeline.train(batch, 1.0)
+        total += counter.get_total_flops() * layout.tensor
+    return total
+
+
+POLICIES = [
+    {},
+    {"recompute": "selective"},
+    {"recompute": "selective", "recompute_modules": ("norm", "mlp_activation")},
+    {"recompute": "selective", "recompute_modules": ("core_attention", "norm", "mlp_activation")},
+    {"recompute": "full"},
+    {"recompute": "full", "recompute_every": 3},
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("groups", [None, 2])
+def test_hardware_flops_are_those_that_torch_counts_on_the_engine(groups, policy):
+    found = uneven(groups, **policy)
+    assert step_flops(found).hardware_full == counted(found, 6)
+
+
+@pytest.mark.parametrize("layout", layouts()[1:], ids=str)
+@pytest.mark.parametrize("policy", [POLICIES[1], POLICIES[5]], ids=str)
+def test_hardware_flops_count_what_a_layout_computes_twice_or_for_nothing(policy, layout):
+    """Copies of the only key-value head, and the padding of the vocabulary."""
+    found = uneven(1, **policy, **layout)
+    assert step_flops(found).hardware_full == counted(found, 6)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline": 3, "recompute": "selective"},
+        {"pipeline": 3, "schedule": "gpipe", "recompute": "full", "recompute_every": 2},
+        {"pipeline": 3, "virtual_stages": 2, "schedule": "interleaved", "recompute": "full"},
+        {"pipeline": 2, "virtual_stages": 2, "schedule": "zb-v", "recompute": "full", "recompute_every": 2},
+        {"pipeline": 2, "schedule": "zb-h1", "data": 2, "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_micro_batches_that_are_kept_are_not_computed_again(layout, keep):
+    """Eleven sequences: replicas with different shares, and last micro-batches that are smaller."""
+    sequences = 12 if layout.get("schedule") == "interleaved" else 11
+    found = uneven(**layout, recompute_keep=keep)
+    everything = uneven(**layout)
+    assert step_flops(found, sequences).hardware_full == counted(found, sequences)
+    assert recomputed_layer_passes(found, sequences) < recomputed_layer_passes(everything, sequences)
+    assert step_flops(found, sequences).model_full == step_flops(everything, sequences).model_full
+
+
+def test_keeping_all_micro_batches_recomputes_nothing():
+    found = uneven(pipeline=3, recompute="full", recompute_keep=3)
+    assert recomputed_layer_passes(found, 6) == 0
+    assert step_flops(found).hardware_full == step_flops(uneven(pipeline=3)).hardware_full
+
+
+def test_fused_kernels_compute_one_more_product_than_is_counted():
+    """Within backward they have q k^T again, whether they are recomputed or not; torch's counter knows."""
+    for policy in ({}, {"recompute": "selective"}, {"recompute": "full"}):
+        found = job(**policy)
+        inside = 6 * 4 * core_attention_forward(found.model) // 2
+        assert step_flops(found).hardware_full + inside == counted(found, 6)
+
+
+def test_flops_are_those_of_the_papers_formulas():
+    """arXiv:2205.05198, appendix A, and with whole layers recomputed arXiv:2104.04473, eq. 3."""
+    B, L, s, h, v = 6, 4, 8, 32, 256
+    model = 72 * B * L * s * h**2 * (1 + s / (6 * h) + v / (12 * h * L))
+    assert step_flops(job()).model_full == pytest.approx(model, rel=1e-12)
+    assert step_flops(job()).hardware_paper == pytest.approx(model, rel=1e-12)
+    selective = 72 * B * L * s * h**2 * (1 + s / (3 * h) + v / (12 * h * L))
+    assert step_flops(job(recompute="selective")).hardware_paper == pytest.approx(selective, rel=1e-12)
+    full = 96 * B * L * s * h**2 * (1 + s / (6 * h) + v / (16 * L * h))
+    found = step_flops(job(recompute="full"))
+    assert found.hardware_paper == found.hardware_full == pytest.approx(full, rel=1e-12)
+
+
+def test_causal_counts_half_of_the_attention():
+    fused, explicit = job(recompute="selective"), uneven(recompute="selective")
+    for found, again in ((fused, 1), (explicit, 1 / 2)):
+        B, (_, attention), flops = found.train.global_batch_size, forward_flops(found), step_flops(found)
+        assert flops.model_full - flops.model_causal == 3 * B * attention / 2
+        assert flops.hardware_full - flops.hardware_causal == (3 + again) * B * attention / 2
+    assert core_attention_forward(job().model) == 4 * 8**2 * 32
+    assert step_flops(job()).hardware_full == step_flops(job()).model_full == step_flops(fused).model_full
+    assert step_flops(job()).hardware_causal == step_flops(job()).model_causal
+
+
+def test_flops_do_not_depend_on_a_layout_that_divides_the_model():
+    assert step_flops(job(tensor=2, pipeline=2, data=2)) == step_flops(job())
+    assert step_flops(uneven(tensor=4)).model_full == step_flops(uneven()).model_full
+
+
+def published(hidden: int, heads: int, layers: int, length: int = 2048, batch: int = 1, **parallel) -> JobSpec:
+    """A model of the papers, whose vocabulary is 51200 throughout."""
+    return spec(
+        model={
+            "hidden_size": hidden,
+            "heads": heads,
+            "layers": layers,
+            "sequence_length": length,
+            "vocabulary_size": 51200,
+        },
+        train={"global_batch_size": batch},
+        parallel=parallel,
+    )
+
+
+def overlaps(low: float, high: float, value: float, decimals: int) -> bool:
+    """Whether something between `low` and `high` rounds to `value`."""
+    half = 0.5 * 10**-decimals
+    return low <= value + half and value - half <= high
+
+
+def test_parameters_are_the_published_ones():
+    """The papers' count lacks the final norm's 2 h."""
+    for row in rows("a_megatron2019_table1_configs").values():
+        found = published(row["hidden_size"], row["attention_heads"], row["num_layers"], 1024)
+        assert round(parameter_count(found) / 1e9, 1) == row["params_billion"]
+    for h, a, L, billions in ((12288, 96, 96, 174.6), (20480, 128, 105, 529.6), (25600, 160, 128, 1008.0)):
+        found = published(h, a, L)
+        formula = 12 * L * h**2 * (1 + 13 / (12 * h) + (51200 + 2048) / (12 * L * h))
+        assert parameter_count(found) - 2 * h == pytest.approx(formula, rel=1e-12)
+        assert round(parameter_count(found) / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize("name", ["22B", "175B", "530B", "1T"])
+def test_utilisation_is_the_published_one(name):
+    """arXiv:2205.05198, table 5, from its times, which are rounded to 10 ms, on A100s of 312 TFLOP/s. Its HFU takes
+    `hardware_paper`; what is really computed again would give 0.4 to 1.4 points less."""
+    shape, found = rows("c_actrecomp_table3_configs")[name], rows("c_actrecomp_table5_end_to_end")[name]
+    batch = shape["global_batch"]
+    flops = step_flops(published(shape["hidden"], shape["heads"], shape["layers"], 2048, batch, recompute="selective"))
+
+    def percent(count: int, seconds: float) -> float:
+        return 100 * count / (seconds * shape["gpus"] * 312e12)
+
+    slowest, fastest = found["present_work_s"] + 0.005, found["present_work_s"] - 0.005
+    for count, column in ((flops.model_full, "mfu_pct"), (flops.hardware_paper, "hfu_pct")):
+        assert overlaps(percent(count, slowest), percent(count, fastest), found[column], 1)
+    assert flops.model_full < flops.hardware_full < flops.hardware_paper
+    before = found["full_recompute_s"]
+    gain = (before - 0.005) / slowest, (before + 0.005) / fastest
+    assert overlaps(100 * (gain[0] - 1), 100 * (gain[1] - 1), found["throughput_increase_pct"], 1)
+
+
+def test_utilisation_over_eight_replicas_is_the_published_one():
+    """arXiv:2205.05198, section 6.3: the 530B model on 2240 GPUs."""
+    extra = paper("c_actrecomp_table5_end_to_end")["extra"]["530B_dp8_2240gpus"]
+    flops = step_flops(published(20480, 128, 105, 2048, extra["global_batch"], data=8)).model_full
+    assert round(100 * flops / (extra["iter_s"] * 2240 * 312e12), 1) == extra["mfu_pct"]
+
+
+def test_throughput_of_mt_nlg_counts_its_recomputation():
+    """arXiv:2201.11990, section 2.4: whole layers are recomputed. PaLM gives the model FLOPs' share, 30.2%
+    (arXiv:2204.02311, table 3)."""
+    table = paper("d_mtnlg_config_and_throughput")
+    for _, gpus, seconds, teraflops in table["rows"]:
+        flops = step_flops(published(20480, 128, 105, 2048, table["context"]["global_batch"], recompute="full"))
+        assert flops.hardware_full / (seconds * gpus) / 1e12 == pytest.approx(teraflops, rel=0.005)
+        if gpus == 2240:
+            assert round(100 * flops.model_full / (seconds * gpus * 312e12), 1) == 30.2
+
+
+@pytest.mark.parametrize(("name", "hidden", "heads", "layers"), [("GPT-3", 12288, 96, 96), ("MT-NLG", 20480, 128, 105)])
+def test_the_papers_overhead_is_three_times_ours_twice(name, hidden, heads, layers):
+    """arXiv:2205.05198, section 5, gives s / (6 h), 2.7% and 1.6% of the model FLOPs: the 12 B s^2 h that it charges.
+    Written out, attention's recomputation is 2 B s^2 h: a sixth."""
+    percent = paper("c_actrecomp_table2_activation_formulas")["examples"][name]["flops_overhead_pct"]
+    found = published(hidden, heads, layers, recompute="selective")
+    explicit = found.model_copy(update={"train": found.train.model_copy(update={"attention": "explicit"})})
+    flops, written = step_flops(found), step_flops(explicit)
+    added = flops.hardware_paper - flops.model_full
+    products = 72 * layers * 2048 * hidden**2
+    assert int(1000 * added / products) / 10 == percent
+    assert added == 3 * (flops.hardware_full - flops.model_full) == 6 * (written.hardware_full - written.model_full)

@@ -1,0 +1,76 @@
+"""Ranks are laid out as the contract says, and the groups of an axis split the world."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.comm.grid import Coordinates, RankGrid, state_groups, state_peers
+from workers.config import ParallelConfig
+
+small = st.integers(1, 4)
+grids = st.builds(
+    lambda t, p, d, c: RankGrid(ParallelConfig(tensor=t, pipeline=p, data=d, context=c)), small, small, small, small
+)
+axes = st.sampled_from(["tensor", "pipeline", "data", "context", "embedding", "world"])
+
+
+def test_tensor_ranks_are_neighbours_then_stages_then_replicas():
+    grid = RankGrid(ParallelConfig(tensor=2, pipeline=2, data=2))
+    assert [grid.coordinates(rank) for rank in range(4)] == [
+        Coordinates(0, 0, 0, 0),
+        Coordinates(1, 0, 0, 0),
+        Coordinates(0, 1, 0, 0),
+        Coordinates(1, 1, 0, 0),
+    ]
+    assert grid.coordinates(4) == Coordinates(tensor=0, pipeline=0, data=1, context=0)
+
+
+@given(grids)
+def test_rank_formula(grid):
+    for rank in range(grid.world_size):
+        at = grid.coordinates(rank)
+        formula = ((at.data * grid.pipeline + at.pipeline) * grid.context + at.context) * grid.tensor + at.tensor
+        assert grid.rank(at) == formula == rank
+
+
+@given(grids, axes)
+def test_groups_split_the_world(grid, axis):
+    groups = grid.groups(axis)
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.world_size))
+    for group in groups:
+        assert all(grid.group(axis, rank) == group for rank in group)
+
+
+@given(grids, st.sampled_from(["tensor", "pipeline", "data", "context"]))
+def test_a_group_differs_along_its_axis_alone(grid, axis):
+    for group in grid.groups(axis):
+        places = [vars(grid.coordinates(rank)) for rank in group]
+        assert [place[axis] for place in places] == list(range(getattr(grid, axis)))
+        others = [{key: value for key, value in place.items() if key != axis} for place in places]
+        assert all(other == others[0] for other in others)
+
+
+@given(grids)
+def test_embedding_group_is_the_first_and_last_stage(grid):
+    for rank in range(grid.world_size):
+        at = grid.coordinates(rank)
+        ends = [grid.rank(Coordinates(at.tensor, stage, at.data, at.context)) for stage in (0, grid.pipeline - 1)]
+        expected = sorted(set(ends)) if at.pipeline in (0, grid.pipeline - 1) else [rank]
+        assert grid.group("embedding", rank) == expected
+
+
+@pytest.mark.parametrize("rank", [-1, 8])
+def test_ranks_outside_the_grid_are_named(rank):
+    with pytest.raises(IndexError, match=f"rank {rank} is outside a grid of 8 ranks"):
+        RankGrid(ParallelConfig(tensor=2, pipeline=2, data=2)).coordinates(rank)
+
+
+def test_replicas_have_the_same_state_unless_zero_splits_it():
+    whole = ParallelConfig(tensor=2, pipeline=2, data=3, zero=0)
+    assert state_peers(whole, 5) == state_peers(whole, 1) == [1, 5, 9]
+    assert state_groups(whole) == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    split = whole.model_copy(update={"zero": 1})
+    assert state_peers(split, 5) == [5]
+    assert state_groups(split) == [[rank] for rank in range(12)]

@@ -1,0 +1,132 @@
+"""When a standstill is an alarm: quickly where steps are quick, never for what is slow by nature or starved."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.liveness.hang_timeouts import (
+    FIRST_STEP_SECONDS,
+    LEAST_SECONDS,
+    LONG,
+    STEPS,
+    Standstill,
+    patience,
+    slowest_ordinary,
+)
+from workers.liveness.process_state import ProcessState
+from workers.liveness.progress import PHASES
+
+ORDINARY = sorted(set(PHASES) - set(LONG))
+phases = st.sampled_from(PHASES)
+durations = st.lists(st.floats(0.001, 100.0), min_size=1, max_size=32)
+
+
+def allowed(phase, steps, compiles=False, burning=False, waiting=False):
+    return patience(phase, steps, compiles, burning, waiting)
+
+
+@given(st.sampled_from(ORDINARY), durations)
+def test_no_ordinary_step_is_ever_an_alarm(phase, steps):
+    assert allowed(phase, steps) >= STEPS * slowest_ordinary(steps)
+    assert allowed(phase, steps) >= LEAST_SECONDS
+
+
+@given(phases, st.just([]) | durations, st.booleans(), st.booleans(), st.booleans())
+def test_doubts_only_ever_lengthen_the_wait(phase, steps, compiles, burning, waiting):
+    least = allowed(phase, steps)
+    assert allowed(phase, steps, compiles, burning, waiting) >= least
+    assert allowed(phase, steps, compiles) >= least
+
+
+@given(st.sampled_from(ORDINARY), durations, st.floats(1.0, 10.0))
+def test_patience_follows_the_jobs_own_pace(phase, steps, factor):
+    slower = [factor * seconds for seconds in steps]
+    assert allowed(phase, steps) <= allowed(phase, slower)
+
+
+def test_quick_steps_are_watched_closely_and_one_outlier_does_not_blind_the_watch():
+    assert allowed("backward", [0.02] * 32) == LEAST_SECONDS
+    assert allowed("backward", [0.02] * 31 + [40.0]) == LEAST_SECONDS
+    assert allowed("backward", [1.0] * 32) == 6.0
+
+
+@pytest.mark.parametrize("phase", sorted(LONG))
+def test_phases_that_are_long_by_nature_have_their_own_rule(phase):
+    assert allowed(phase, [0.02] * 32) == LONG[phase] >= 30.0
+
+
+def test_rest_and_the_end_are_never_an_alarm():
+    assert allowed("resting", [0.02]) == allowed("done", [0.02]) == math.inf
+
+
+def test_first_step_and_compilation_get_time():
+    assert allowed("forward", []) == FIRST_STEP_SECONDS
+    assert allowed("forward", [], compiles=True) == LONG["compiling"]
+    assert allowed("forward", [0.02] * 9, compiles=True) == FIRST_STEP_SECONDS, "the compiler works beside the process"
+    assert allowed("forward", [0.02] * 9, compiles=True, burning=True) == LONG["compiling"]
+    assert allowed("optimizer", [0.02] * 9, compiles=True) == LEAST_SECONDS
+
+
+SLEEPING = ProcessState("S", 0.0, 0.0, 0.0)
+
+
+def stand(looks, between=0.25):
+    """A Standstill after `looks` of (heartbeat, process), `between` seconds apart."""
+    still = Standstill(0.5)
+    for number, (heartbeat, process) in enumerate(looks):
+        still.look(number * between, heartbeat, process)
+    return still
+
+
+def test_time_counts_from_the_last_change():
+    assert stand([(1, SLEEPING)] * 9).seconds == 2.0
+    assert stand([(1, SLEEPING)] * 9 + [(2, SLEEPING)]).seconds == 0.0
+    assert stand([(1, SLEEPING)] * 9 + [(2, SLEEPING)] * 3).seconds == 0.5
+    assert not stand([(1, SLEEPING)] * 9).burning
+
+
+def test_looks_that_came_late_count_for_little():
+    """Whoever held up the agent held up its trainer too: a machine that was suspended, or swaps."""
+    assert stand([(1, SLEEPING)] * 2, between=3600.0).seconds == 0.5
+
+
+def test_a_process_that_gets_no_processor_does_not_stand_still():
+    waits_its_turn = [ProcessState("R", 0.0, 0.0, 0.0)] * 40
+    assert stand([(1, process) for process in waits_its_turn]).seconds == 0.0
+    delayed = [ProcessState("S", 0.0, 0.0, 0.24 * number) for number in range(41)]
+    assert stand([(1, process) for process in delayed]).seconds == pytest.approx(0.4)
+
+
+def test_a_process_that_computes_stands_still_but_burns():
+    looks = [ProcessState("R", 0.25 * number, 0.25 * number, 0.0) for number in range(9)]
+    still = stand([(1, process) for process in looks])
+    assert still.seconds == 2.0
+    assert still.burning
+
+
+def test_waiting_for_a_device_counts_as_work():
+    assert stand([(1, ProcessState("D", 0.0, 0.0, 0.0))] * 9).burning
+
+
+def test_a_stopped_process_is_told_from_one_that_a_debugger_holds():
+    stopped = stand([(1, ProcessState("T", 0.0, 0.0, 0.0))] * 9)
+    assert stopped.stopped_seconds == stopped.seconds == 2.0
+    traced = stand([(1, ProcessState("t", 0.0, 0.0, 0.0))] * 9)
+    assert (traced.stopped_seconds, traced.seconds) == (0.0, 0.0)
+    assert stand([(1, ProcessState("T", 0.0, 0.0, 0.0))] * 9 + [(1, SLEEPING)]).stopped_seconds == 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.none() | st.builds(ProcessState, st.sampled_from("RSDTt"), *[st.floats(0, 9)] * 3),
+        ),
+        max_size=30,
+    )
+)
+def test_time_is_never_negative_and_never_more_than_has_passed(looks):
+    still = stand(looks)
+    assert 0.0 <= still.seconds <= 0.25 * max(0, len(looks) - 1)

@@ -1,0 +1,166 @@
+"""The record of progress: readable whatever the writer does, and next to free to write."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from workers.liveness.progress import COUNTED, PHASES, RECENT, RECORD_BYTES, Progress, ProgressReader, progress_path
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A writer and a reader of one record."""
+    writer = Progress.shared(tmp_path, 3)
+    reader = ProgressReader(progress_path(tmp_path, 3))
+    yield writer, reader
+    reader.close()
+
+
+def test_what_is_written_is_read(pair):
+    writer, reader = pair
+    assert reader.read().phase == "starting"
+    assert reader.read().pid == os.getpid()
+    writer.belongs_to(7)
+    writer.begin_step(41)
+    writer.at("backward", 5)
+    writer.entered("tensor")
+    writer.entered("sent")
+    writer.waits_for(2, 1, sending=True)
+    found = reader.read()
+    assert (found.generation, found.step, found.phase, found.micro_batch) == (7, 41, "backward", 5)
+    assert (found.waits_for, found.channel, found.sending) == (2, 1, True)
+    assert found.counts == {**dict.fromkeys(COUNTED, 0), "tensor": 1, "sent": 1}
+    assert not found.torn
+    writer.moved()
+    writer.at("optimizer")
+    found = reader.read()
+    assert (found.waits_for, found.phase, found.micro_batch, found.step) == (None, "optimizer", None, 41)
+
+
+@pytest.mark.parametrize("peer", [0, 1, 16_383])
+@pytest.mark.parametrize("channel", [0, 4, 255])
+@pytest.mark.parametrize("sending", [False, True])
+def test_every_wait_comes_back_as_it_was(pair, peer, channel, sending):
+    writer, reader = pair
+    writer.waits_for(peer, channel, sending)
+    found = reader.read()
+    assert (found.waits_for, found.channel, found.sending) == (peer, channel, sending)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_phase_comes_back_as_it_was(pair, phase):
+    writer, reader = pair
+    writer.begin_step(10**9)
+    writer.at(phase, 2**20 - 2)
+    found = reader.read()
+    assert (found.step, found.phase, found.micro_batch) == (10**9, phase, 2**20 - 2)
+
+
+def test_each_change_moves_the_heartbeat(pair):
+    writer, reader = pair
+    changes = [
+        lambda: writer.begin_step(1),
+        lambda: writer.at("forward", 0),
+        lambda: writer.entered("world"),
+        lambda: writer.moved(),
+        lambda: writer.commit(1),
+    ]
+    last = reader.read().heartbeat
+    for change in changes:
+        change()
+        now = reader.read().heartbeat
+        assert now > last
+        last = now
+
+
+def test_times_of_the_last_steps_are_kept(pair):
+    writer, reader = pair
+    for step in range(1, RECENT + 6):
+        writer.begin_step(step, idle_seconds=10.0 * step)
+        writer.commit(step, idle_seconds=10.0 * step)
+    found = reader.read()
+    assert (found.committed, found.commits) == (RECENT + 5, RECENT + 5)
+    assert len(found.step_seconds) == len(found.own_seconds) == RECENT
+    assert all(0 <= own <= whole for own, whole in zip(found.own_seconds, found.step_seconds, strict=True))
+    assert found.recent_median == sorted(found.step_seconds)[RECENT // 2 - 1] / 2 + sorted(found.step_seconds)[16] / 2
+
+
+def test_a_record_under_change_is_never_read_half(pair):
+    """Step and committed step are always one apart in what the writer writes under its sequence number."""
+    writer, reader = pair
+    over = threading.Event()
+
+    def write():
+        step = 0
+        while not over.is_set():
+            step += 1
+            writer.commit(step)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        whole = [record for record in (reader.read() for _ in range(300)) if not record.torn]
+    finally:
+        over.set()
+        thread.join()
+    assert all(record.committed == record.commits for record in whole)
+
+
+def test_a_writer_that_stops_in_the_middle_of_a_change_is_seen_as_torn(pair):
+    writer, reader = pair
+    writer.commit(1)
+    words = memoryview(writer.memory).cast("q")
+    words[1] += 1  # the sequence number: odd while words are written
+    assert reader.read().torn
+    assert reader.read().committed == 1
+
+
+def test_a_new_process_of_the_rank_writes_elsewhere(tmp_path):
+    old = Progress.shared(tmp_path, 0)
+    Progress.shared(tmp_path, 0).begin_step(5)
+    old.begin_step(99)  # it was stopped, and wakes up after it was replaced
+    reader = ProgressReader(progress_path(tmp_path, 0))
+    assert reader.read().step == 5
+    reader.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["rank-00000.progress"]
+
+
+def test_a_folder_that_cannot_be_written_turns_the_record_off(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    progress = Progress.shared(tmp_path / "file", 0)
+    progress.begin_step(1)
+    assert len(progress.memory) == RECORD_BYTES
+
+
+def test_reading_needs_nothing_of_a_stopped_process(tmp_path):
+    program = (
+        "import sys; from workers.liveness.progress import Progress\n"
+        f"p = Progress.shared({str(tmp_path)!r}, 1); p.begin_step(12); p.at('forward', 2)\n"
+        "print('up', flush=True); sys.stdin.read()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout.readline() == "up\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        reader = ProgressReader(progress_path(tmp_path, 1))
+        found = reader.read()
+        reader.close()
+        assert (found.pid, found.step, found.phase, found.micro_batch) == (child.pid, 12, "forward", 2)
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_agents_can_read_it_without_torch():
+    program = "import sys, workers.liveness.progress, workers.liveness.stacks; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

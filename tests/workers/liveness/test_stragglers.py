@@ -1,0 +1,64 @@
+"""Persistent stragglers are named once, with the evidence; noise, slow stages and slow steps are not."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.liveness.stragglers import LEAST_SECONDS, SLOW_STEPS, WINDOW, Stragglers
+
+FOUR = [0, 0, 1, 1]
+
+
+def run(stages, steps):
+    """Everything that is named in `steps`, as (step, straggler)."""
+    watch = Stragglers(stages)
+    return [(number, found) for number, own in enumerate(steps, 1) for found in watch.add(own)]
+
+
+def test_a_rank_that_is_slow_for_long_is_named_once_with_the_evidence():
+    ((step, found),) = run(FOUR, [(0.2, 0.5, 1.0, 1.0)] * 100)
+    assert step == SLOW_STEPS
+    assert (found.rank, found.own_seconds, found.usual_seconds) == (1, 0.5, 0.2)
+    assert "rank 1 holds up the others" in found.sentence
+    assert found.to_json()["straggler"] == 1
+
+
+def test_a_stage_that_has_more_to_do_is_no_straggler():
+    assert run(FOUR, [(0.2, 0.2, 2.0, 2.0)] * 100) == []
+
+
+def test_a_rank_without_peers_cannot_be_compared():
+    assert run([0, 1], [(0.2, 2.0)] * 100) == []
+
+
+def test_less_than_the_floor_is_not_worth_a_word():
+    assert run([0, 0], [(0.001, 0.001 + 0.9 * LEAST_SECONDS)] * 100) == []
+
+
+def test_slow_now_and_then_is_not_persistent():
+    assert run([0, 0], ([(0.2, 0.9)] * (SLOW_STEPS - 1) + [(0.2, 0.2)] * (WINDOW - SLOW_STEPS + 1)) * 10) == []
+
+
+def test_whoever_recovers_and_falls_back_again_is_named_again():
+    slow, fine = [(0.2, 0.9)] * 40, [(0.2, 0.2)] * 40
+    assert [found.rank for _, found in run([0, 0], slow + fine + slow)] == [1, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 8), st.integers(0, 2**32), st.floats(0.01, 2.0))
+def test_noise_names_nobody(ranks, seed, pace):
+    """Every rank is now and then twice as slow as the others, as on a machine with too many processes."""
+    noise = random.Random(seed)
+    steps = [[pace * (2.0 if noise.random() < 0.4 else 1.0) for _ in range(ranks)] for _ in range(300)]
+    assert run([0] * ranks, steps) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 8), st.integers(0, 2**32), st.floats(0.2, 2.0), st.data())
+def test_the_slow_one_is_found_in_the_noise_and_nobody_else(ranks, seed, pace, data):
+    noise, slow = random.Random(seed), data.draw(st.integers(0, ranks - 1))
+    steps = [
+        [pace * noise.uniform(0.9, 1.1) * (2.0 if rank == slow else 1.0) for rank in range(ranks)] for _ in range(60)
+    ]
+    assert [found.rank for _, found in run([0] * ranks, steps)] == [slow]

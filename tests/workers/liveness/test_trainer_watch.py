@@ -1,0 +1,137 @@
+"""The agent's eye on real processes: stopped ones, ones that hold their interpreter's lock, busy and patient ones."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workers.liveness.hang_timeouts import LEAST_SECONDS
+from workers.liveness.stacks import stacks_path, take_stacks
+from workers.liveness.trainer_watch import Watch
+
+ROOT = Path(__file__).parents[3]
+BEGIN = """
+import ctypes, sys, time
+from workers.liveness.progress import Progress
+from workers.liveness.stacks import answer_with_stacks
+from workers.rank.faults import hang
+folder = sys.argv[1]
+answer_with_stacks(folder, 2)
+progress = Progress.shared(folder, 2)
+for step in range(1, 5):
+    progress.begin_step(step)
+    time.sleep(0.01)
+    progress.commit(step)
+progress.begin_step(5)
+def stuck():
+    hang(hold_gil=True)
+"""
+
+
+@pytest.fixture
+def child(tmp_path):
+    """Starts a process that writes the record of rank 2 and then runs a piece of Python; it is up when this returns."""
+    started = []
+
+    def start(then):
+        program = f"{BEGIN}\nprogress.at('backward', 3)\nprint('up', flush=True)\n{then}\n"
+        command = [sys.executable, "-c", program, str(tmp_path)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "up\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def watched(tmp_path, go):
+    """What a watch tells about a process until it has told `count` times; `meanwhile` runs beside it."""
+
+    def watch(process, count, meanwhile=None):
+        async def body():
+            told, enough = [], asyncio.Event()
+
+            def tell(data):
+                told.append(data)
+                if len(told) >= count:
+                    enough.set()
+
+            eye = Watch(process.pid, 2, tmp_path, False, tell)
+            looking = asyncio.create_task(eye.run())
+            if meanwhile is not None:
+                await meanwhile(eye, told)
+            if count:
+                await enough.wait()
+            looking.cancel()
+            return told
+
+        return go(body)
+
+    return watch
+
+
+def test_a_stopped_process_is_told_once_and_again_when_it_moves_on(child, watched):
+    process = child("for n in range(10**9): progress.at('backward', n % 4); time.sleep(0.01)")
+    os.kill(process.pid, signal.SIGSTOP)
+
+    async def wake(eye, told):
+        while not told:
+            await asyncio.sleep(0.05)
+        os.kill(process.pid, signal.SIGCONT)
+
+    stopped, moving = watched(process, 2, wake)
+    assert (stopped["overdue"], stopped["stopped"], stopped["process"]["state"]) == (True, True, "T")
+    assert (stopped["record"]["phase"], stopped["record"]["step"]) == ("backward", 5)
+    assert (moving["overdue"], moving["stopped"]) == (False, False)
+    assert moving["record"]["heartbeat"] > stopped["record"]["heartbeat"]
+
+
+def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_told(child, watched, tmp_path, go):
+    process = child("stuck()")
+    (told,) = watched(process, 1)
+    assert (told["overdue"], told["stopped"], told["burning"]) == (True, False, False)
+    assert told["standing_seconds"] >= LEAST_SECONDS
+    assert (told["record"]["phase"], told["record"]["micro_batch"]) == ("backward", 3)
+    stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
+    assert "in stuck" in stacks
+    assert "in hang" in stacks
+
+
+def test_of_a_stopped_process_the_kernel_tells(child, tmp_path, go):
+    process = child("stuck()")
+    os.kill(process.pid, signal.SIGSTOP)
+    stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
+    assert "stopped" in stacks
+
+
+def test_a_process_that_never_offered_its_stacks_is_not_killed_by_the_question(go, tmp_path):
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        found = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
+        assert "State" in found
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("then", ["progress.at('resting')\ntime.sleep(1000)", "while True: pass"])
+def test_rest_and_computing_are_left_alone_for_longer_than_an_ordinary_phase(child, watched, then):
+    process = child(then)
+
+    async def look_on(eye, told):
+        while eye.describe()["standing_seconds"] < 2 * LEAST_SECONDS:
+            await asyncio.sleep(0.05)
+        assert told == []
+        assert not eye.overdue
+
+    assert watched(process, 0, look_on) == []

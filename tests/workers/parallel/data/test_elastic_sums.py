@@ -1,0 +1,238 @@
+"""With `train.deterministic: elastic` the number of replicas changes no bit: not of losses, gradient norms and
+validation losses, not of weights and moments, whatever the schedule, the precision and how batches divide.
+
+Gradients are compared with a plain model's in test_gradients.py, the tree itself is tested in test_tree_sum.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_specs import axes, document
+from plain_gpt import random_weights
+from rank_programs import START, Trained, assemble, attempts, broken_off, micro_batches, run_steps, train_job
+
+from workers.accounting.flops import waiting_gradient_buffers
+from workers.checkpoint.catalog import whole_checkpoints
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.config import ParallelConfig
+from workers.engine import Engine
+from workers.messages import Resume
+from workers.parallel.data.elastic_sums import ElasticReduction, row_squares, sum_of_halves
+from workers.parallel.pipeline.schedules import KINDS, schedule
+from workers.spec.reading import parse_job_spec
+
+STEPS = 3
+ALL_MODULES = ["core_attention", "norm", "mlp_activation"]
+SMALL = {"bucket_megabytes": 0.004}
+
+# (tensor, pipeline), schedule and recomputation; sections of the job.
+Case = tuple[tuple[int, int], dict[str, Any], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "alone": ((1, 1), {}, {}),
+    "alone, bf16 with dropout": ((1, 1), SMALL, {"train": {"precision": "bf16"}, "model": {"dropout": 0.1}}),
+    "alone, fp16": ((1, 1), {}, {"train": {"precision": "fp16"}}),
+    "alone, two chunks, tied on one rank": (
+        (1, 1), {"schedule": "interleaved", "virtual_stages": 2, **SMALL}, {"train": {"global_batch_size": 7}},
+    ),
+    "alone, batches that grow": (
+        (1, 1), {}, {"train": {"micro_batch_size": 1, "batch_ramp": {"start": 5, "increment": 1, "samples": 16}}},
+    ),
+    "t2": ((2, 1), SMALL, {"model": {"kv_heads": 1}}),
+    "t2 without sequence parallelism, bf16": (
+        (2, 1), {"sequence_parallel": False}, {"train": {"precision": "bf16"}, "model": {"vocabulary_size": 257}},
+    ),
+    "p2 gpipe, untied": ((1, 2), {"schedule": "gpipe", **SMALL}, {"model": {"tie_embeddings": False}}),
+    "p2 1f1b, one sequence less": ((1, 2), SMALL, {"train": {"global_batch_size": 15}}),
+    "p2 1f1b, a window of recomputation": (
+        (1, 2), {"recompute": "selective", "recompute_modules": ALL_MODULES, "recompute_keep": 1},
+        {"model": {"dropout": 0.2}},
+    ),
+    "p2 interleaved": ((1, 2), {"schedule": "interleaved", "virtual_stages": 2}, {}),
+    "p2 interleaved, groups that do not divide": (
+        (1, 2), {"schedule": "interleaved", "virtual_stages": 2, **SMALL}, {"train": {"global_batch_size": 20}},
+    ),
+    "p2 zb-h1": ((1, 2), {"schedule": "zb-h1", **SMALL}, {}),
+    "p2 zb-h1, bf16, every other layer recomputed": (
+        (1, 2), {"schedule": "zb-h1", "recompute": "full", "recompute_every": 2, "recompute_keep": 1},
+        {"train": {"precision": "bf16", "global_batch_size": 14}},
+    ),
+    "p2 zb-v, tied on one rank": ((1, 2), {"schedule": "zb-v", "virtual_stages": 2, **SMALL}, {}),
+    "p2 zb-v, untied, one sequence less": (
+        (1, 2), {"schedule": "zb-v", "virtual_stages": 2},
+        {"model": {"tie_embeddings": False}, "train": {"global_batch_size": 13}},
+    ),
+    "t2 p2 zb-h1 with dropout": ((2, 2), {"schedule": "zb-h1"}, {"model": {"dropout": 0.1}}),
+    "t2 p2 zb-v": ((2, 2), {"schedule": "zb-v", "virtual_stages": 2}, {"model": {"kv_heads": 1}}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    """Some text."""
+    path = tmp_path_factory.mktemp("corpus") / "numbers.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(600)))
+    return str(path)
+
+
+def job(corpus: str, case: Case, replicas: int, zero: int = 1, deterministic: str = "elastic") -> dict[str, Any]:
+    """The job of a case with so many replicas. 16 sequences are 8 micro-batches, which 3 replicas cannot share
+    evenly, and every step is clipped."""
+    (tensor, pipeline), parallel, sections = case
+    train = {
+        "steps": STEPS,
+        "global_batch_size": 16,
+        "micro_batch_size": 2,
+        "validate_every": 2,
+        "validation_batches": 2,
+        "deterministic": deterministic,
+        "optimizer": {"learning_rate": 3e-3, "clip_norm": 0.5},
+    }
+    return document(
+        model={"hidden_size": 16, "ffn_hidden_size": 40, **sections.get("model", {})},
+        data={"paths": [corpus], "validation_fraction": 0.1},
+        train={**train, **sections.get("train", {})},
+        parallel={**axes((tensor, pipeline, replicas)), "zero": zero, **parallel},
+    )
+
+
+Outcome = tuple[list[Any], dict[str, torch.Tensor]]
+"""Numbers of each step, and all weights and moments in layout-free form."""
+
+
+def outcome(found: list[Trained], document: dict[str, Any]) -> Outcome:
+    """What a run came to. All ranks must say the same, and hold the same where they hold the same element."""
+    assert all(rank.statistics == found[0].statistics for rank in found)
+    shapes = {name: tuple(values.shape) for name, values in random_weights(parse_job_spec(document)).items()}
+    state = {}
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        placed = [(name, where, values) for rank in found for each, name, where, values in rank.pieces if each == kind]
+        state |= {f"{kind}.{name}": values for name, values in assemble(shapes, placed).items()}
+    validation = [row.get("validation_loss") for row in found[0].rows]
+    return [*found[0].statistics, *validation], state
+
+
+def train(ranks: Any, document: dict[str, Any], *arguments: Any) -> Outcome:
+    """Train a job."""
+    return outcome(ranks.run(parse_job_spec(document).layout, train_job, document, *arguments), document)
+
+
+def same(a: Outcome, b: Outcome) -> bool:
+    """Whether all bits are equal."""
+    return a[0] == b[0] and all(torch.equal(values, b[1][name]) for name, values in a[1].items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_number_of_replicas_changes_no_bit(ranks, corpus, name):
+    case = CASES[name]
+    (tensor, pipeline), _, _ = case
+    alone = train(ranks, job(corpus, case, 1))
+    assert len(set(map(str, alone[0]))) > STEPS, "the steps differ"
+    # Every number of replicas, each stage of ZeRO with an even and an uneven share.
+    for replicas, zero in ((2, 0), (2, 1), (3, 0), (3, 1), (4, 1)):
+        if tensor * pipeline * replicas <= 8:
+            assert same(train(ranks, job(corpus, case, replicas, zero)), alone), (replicas, zero)
+
+
+def test_without_it_the_number_of_replicas_does_change_bits(ranks, corpus):
+    runs = [train(ranks, job(corpus, CASES["alone"], replicas, deterministic="layout")) for replicas in (1, 2, 3)]
+    assert not same(runs[0], runs[1])
+    assert not same(runs[1], runs[2])
+
+
+@pytest.mark.parametrize(
+    "name", ["alone, fp16", "p2 1f1b, one sequence less", "p2 zb-v, tied on one rank", "t2", "p2 interleaved"]
+)
+def test_replicas_that_come_and_go_change_no_bit(ranks, corpus, tmp_path, name):
+    case = CASES[name]
+    (tensor, pipeline), _, _ = case
+    most = 4 if tensor * pipeline < 4 else 2
+    clean, numbers, resume = train(ranks, job(corpus, case, 1)), [], START
+    for step, replicas in enumerate((most, most - 1, most), start=1):
+        document = job(corpus, case, replicas, zero=step % 2)
+        document["checkpoint"] = {"every_steps": 1}
+        found, state = train(ranks, document, str(tmp_path), None, resume, step)
+        numbers += found[:1]
+        resume = Resume("checkpoint", step, str(whole_checkpoints(tmp_path)[-1][0]))
+    assert numbers == clean[0][:STEPS]
+    assert same((numbers, state), (clean[0][:STEPS], clean[1]))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_step_after_one_that_broke_off_is_a_step_like_any(ranks, corpus, replicas):
+    case = CASES["p2 zb-v, tied on one rank"]
+    document = job(corpus, case, replicas)
+    weights = random_weights(parse_job_spec(document), spread=0.03)
+    windows = torch.randint(256, (16, 9), generator=torch.Generator().manual_seed(5))
+    layout = parse_job_spec(document).layout
+    clean = ranks.run(layout, run_steps, [document], [weights], [[windows]], torch.float32)
+    found = ranks.run(layout, broken_off, document, weights, windows)
+    for rank, (expected,) in zip(found, clean, strict=True):
+        assert rank.losses == expected.losses
+        assert rank.grad_norms == expected.grad_norms
+        for (_, _, a), (_, _, b) in zip(rank.parameters, expected.parameters, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_an_overflow_is_tried_again_alike(ranks, corpus):
+    outcomes = []
+    for replicas in (1, 3):
+        document = job(corpus, CASES["alone, fp16"], replicas)
+        weights = random_weights(parse_job_spec(document), spread=0.03)
+        windows = torch.randint(256, (16, 9), generator=torch.Generator().manual_seed(5))
+        layout = ParallelConfig(data=replicas)
+        seen, statistics, _ = ranks.run(layout, attempts, document, weights, windows, 2.0**30)[0]
+        assert len(seen) > 1, "the first scale overflows"
+        outcomes.append(([scale for scale, _, _ in seen], statistics.loss, statistics.grad_norm))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_schedules_finish_the_micro_batches_of_a_chunk_in_order(kind):
+    virtual_stages = {"interleaved": 3, "zb-v": 2}.get(kind, 1)
+    for stages in (1, 2, 3, 5):
+        for count in range(stages, 6 * stages, stages):
+            for actions in schedule(kind, stages, virtual_stages, count):
+                for half in ("backward", "backward_input", "backward_weight"):
+                    for chunk in range(virtual_stages):
+                        found = [a.micro_batch for a in actions if (a.kind, a.chunk) == (half, chunk)]
+                        assert found in ([], list(range(count)))
+
+
+@pytest.mark.parametrize("size", [2, 4, 14, 16, 30])
+@pytest.mark.parametrize("parallel", [{}, {"data": 3}, {"schedule": "zb-v", "virtual_stages": 2}], ids=str)
+def test_memory_is_what_the_arithmetic_says(size, parallel):
+    train = {"global_batch_size": max(size, 6), "micro_batch_size": 2, "deterministic": "elastic"}
+    spec = parse_job_spec(document(train=train, parallel=parallel))
+    windows, used = torch.randint(256, (max(size, 6), 9)), []
+    for replica in range(spec.layout.data):
+        engine = Engine(spec, Comm(RankGrid(spec.layout), replica, torch.device("cpu")))
+        assert isinstance(engine.reduction, ElasticReduction)
+        batch = micro_batches(spec, replica, windows)
+        for _ in range(2):
+            engine.reduction.begin(len(batch), len(windows))
+            engine.pipeline.train(batch, 1.0)
+        used.append(engine.reduction.waiting_buffers)
+    assert waiting_gradient_buffers(spec) == max(used)
+
+
+def test_without_it_nothing_waits():
+    assert waiting_gradient_buffers(parse_job_spec(document())) == 0
+
+
+def test_sums_of_squares_depend_on_nothing_beside_them():
+    values = torch.randn(100 * 64, generator=torch.Generator().manual_seed(1))
+    rows = row_squares(values)
+    for first, last in ((0, 1), (3, 17), (99, 100)):
+        assert torch.equal(row_squares(values[64 * first : 64 * last]), rows[first:last])
+    exact = values.double().square().sum()
+    assert sum_of_halves(rows.double()).item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 1001])
+def test_a_sum_of_halves_is_a_sum(length):
+    values = torch.randn(length, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+    assert sum_of_halves(values).item() == pytest.approx(values.sum().item(), rel=1e-12)

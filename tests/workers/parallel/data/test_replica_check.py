@@ -1,0 +1,118 @@
+"""Ranks that ought to hold the same bits are compared, and the odd one out is named."""
+
+import pytest
+import torch
+from engine_specs import axes, document
+from hypothesis import given
+from hypothesis import strategies as st
+from number_programs import flip, train
+
+from workers.config import ParallelConfig
+from workers.messages import Resume
+from workers.parallel.data.replica_check import BLOCK_WORDS, SOUND, UNKNOWN, UNSOUND, hash_of, multipliers, odd_ones
+
+WEIGHTS = multipliers(torch.device("cpu"))
+STEP = 3
+
+
+def whole(values):
+    return int(hash_of(values, [(0, len(values))], WEIGHTS))
+
+
+@given(st.integers(0, 1023), st.integers(0, 31))
+def test_every_flipped_bit_changes_the_hash(place, bit):
+    values = torch.arange(1024, dtype=torch.float32)
+    before = whole(values)
+    values.view(torch.int32)[place] ^= torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
+    assert whole(values) != before
+
+
+def test_order_counts_within_a_block_and_over_blocks():
+    values = torch.randint(-(2**62), 2**62, (2 * BLOCK_WORDS + 64,)).view(torch.float64)
+    words = values.view(torch.int64)
+    for first, second in ((0, 1), (5, BLOCK_WORDS + 5), (BLOCK_WORDS, 2 * BLOCK_WORDS)):
+        swapped = words.clone()
+        swapped[first], swapped[second] = words[second], words[first]
+        assert whole(swapped.view(torch.float64)) != whole(values)
+    assert whole(values) == whole(values.clone())
+
+
+def test_hash_is_the_sum_that_it_is_said_to_be():
+    values = torch.tensor([3, 5], dtype=torch.int64).view(torch.bfloat16)
+    first, second = (int(WEIGHTS[place]) for place in (0, 1))
+    assert (whole(values) - (3 * first + 5 * second)) % 2**64 == 0
+
+
+@pytest.mark.parametrize(("hashes", "sound", "odd", "certain"), [
+    ({0: 7, 1: 7}, {}, set(), True),
+    ({0: 7, 1: 8, 2: 7}, {}, {1}, True),
+    ({0: 7, 1: 8}, {}, {0, 1}, False),
+    ({0: 7, 1: 8}, {0: UNKNOWN}, {0, 1}, False),
+    ({0: 7, 1: 8}, {0: SOUND}, {1}, True),
+    ({0: 7, 1: 8}, {0: UNSOUND}, {0}, True),
+    ({0: 7, 1: 8, 2: 8}, {0: SOUND}, {1, 2}, True),
+    ({0: 7, 1: 8, 2: 9}, {}, {0, 1, 2}, False),
+    ({0: 7, 1: 8}, {0: SOUND, 1: SOUND}, {0, 1}, False),
+])  # fmt: skip
+def test_who_is_named(hashes, sound, odd, certain):
+    assert odd_ones(hashes, sound) == (odd, certain)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text("to be or not to be, that is the question. " * 60, encoding="utf-8")
+    return str(path)
+
+
+def job(corpus, layout, every=1, **train):
+    return document(
+        data={"paths": [corpus]},
+        train={"steps": 5, **train},
+        parallel=axes(layout),
+        recovery={"check_replicas_every": every},
+        checkpoint={"snapshot_every_steps": 1},
+    )
+
+
+@pytest.mark.parametrize(("layout", "precision"), [((2, 2, 2), "fp32"), ((1, 2, 2), "bf16"), ((2, 1, 1), "fp32")])
+def test_nobody_is_named_while_nothing_happens(ranks, corpus, tmp_path, layout, precision):
+    spec = job(corpus, layout, precision=precision)
+    found = ranks.run(ParallelConfig(**axes(layout)), train, spec, None, None, Resume(), (), str(tmp_path))
+    assert found[0].steps == [1, 2, 3, 4, 5]
+    assert found[0].events == []
+
+
+FLIPS = [
+    # layout, precision, snapshots, culprit, named, certain
+    ((1, 1, 2), "fp32", True, 0, [0], True),  # one of these two owns the part, the other was given a copy of it
+    ((1, 1, 2), "fp32", True, 1, [1], True),
+    ((1, 1, 2), "fp32", False, 1, [0, 1], False),
+    ((1, 1, 3), "fp32", False, 2, [2], True),
+    ((1, 1, 2), "bf16", False, 0, [0], True),  # the master weights tell
+    ((1, 1, 2), "bf16", False, 1, [1], True),
+    ((2, 1, 2), "fp32", True, 3, [3], True),
+    ((2, 1, 1), "fp32", True, 1, [1], True),
+    ((2, 1, 1), "fp32", False, 1, [0, 1], False),
+]
+
+
+@pytest.mark.parametrize(("layout", "precision", "kept", "culprit", "named", "certain"), FLIPS)
+def test_rank_with_a_flipped_bit_is_named(ranks, corpus, tmp_path, layout, precision, kept, culprit, named, certain):
+    spec = job(corpus, layout, precision=precision, global_batch_size=12)
+    snapshots = str(tmp_path) if kept else None
+    found = ranks.run(ParallelConfig(**axes(layout)), flip, spec, culprit, "final_norm.weight", STEP, snapshots)
+    (event,) = found[0][1]
+    assert (event["type"], event["step"], event["ranks"], event["certain"]) == (
+        "replica_differs", STEP - 1, named, certain,
+    )  # fmt: skip
+    for rank, (raised, _, step, settled) in enumerate(found):
+        assert raised[0] == ("ReplicaDiffers" if rank in named else "PeerLost")
+        assert "since step 2 parameters of rank" in raised[1]
+        assert (step, settled) == (STEP - 1, STEP - 1), "the step was given up before it changed anything"
+
+
+def test_between_comparisons_nobody_looks(ranks, corpus):
+    spec = job(corpus, (1, 1, 2), every=2)
+    found = ranks.run(ParallelConfig(data=2), flip, spec, 1, "final_norm.weight", STEP, None)
+    assert [(raised, step) for raised, _, step, _ in found] == [(None, 5)] * 2

@@ -1,0 +1,179 @@
+"""The simulated times are the formulas' and the published ones."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.parallel.pipeline.schedule_times import PassTimes, simulate
+from workers.parallel.pipeline.schedules import COMPUTE, KINDS, Action, forward_only, schedule
+from workers.parallel.pipeline.stages import stage_layers
+
+PAPERS = Path(__file__).resolve().parents[5] / "shared" / "papers"
+UNIT = PassTimes(1.0, 1.0, 1.0)
+times = st.floats(0.1, 10.0)
+
+
+def timeline(kind: str, stages: int, virtual_stages: int, micro_batches: int, passes: PassTimes):
+    return simulate(schedule(kind, stages, virtual_stages, micro_batches), kind, virtual_stages, passes)
+
+
+def bubble(kind: str, stages: int, virtual_stages: int, micro_batches: int, passes: PassTimes) -> float:
+    """Seconds of the cost in which the costliest rank does not compute."""
+    found = timeline(kind, stages, virtual_stages, micro_batches, passes)
+    work = micro_batches * (passes.forward + passes.backward_input + passes.backward_weight)
+    assert found.work == pytest.approx(work)
+    assert found.bubble_ratio == pytest.approx((found.cost - work) / found.cost)
+    return found.cost - work
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """Rows of a table of the papers as dicts."""
+    if not PAPERS.is_dir():
+        pytest.skip(f"the papers' tables are not at {PAPERS}")
+    table = json.loads((PAPERS / f"{name}.json").read_text())
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+@pytest.mark.parametrize(("column", "kind"), [("1F1B", "1f1b"), ("ZB-H1", "zb-h1")])
+@pytest.mark.parametrize("row", range(12))
+def test_bubble_rates_of_the_zero_bubble_paper(row, column, kind):
+    """Table 5 of arXiv:2401.10241 from the times of its table 9."""
+    profiled = rows("f_zero_bubble_table9_profiled_times")[row]
+    published = rows("f_zero_bubble_table5_bubble_rates")[row]
+    assert [profiled[name] for name in ("model", "p", "m")] == [published[name] for name in ("model", "p", "m")]
+    passes = PassTimes(*(profiled[name] for name in ("TF_ms", "TB_ms", "TW_ms", "Tcomm_ms")))
+    assert round(timeline(kind, profiled["p"], 1, profiled["m"], passes).bubble_ratio, 4) == published[column]
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 16), st.integers(1, 32), times, times, times)
+def test_bubble_of_gpipe_and_1f1b(kind, stages, micro_batches, forward, backward, weight):
+    """(p - 1) / m of the work (arXiv:2104.04473, section 2.2.1)."""
+    work = micro_batches * (forward + backward + weight)
+    found = bubble(kind, stages, 1, micro_batches, PassTimes(forward, backward, weight))
+    assert found == pytest.approx((stages - 1) / micro_batches * work, abs=1e-9 * work)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 16), st.integers(1, 4), st.integers(1, 4), times, times, times)
+def test_bubble_of_interleaved(stages, virtual_stages, groups, forward, backward, weight):
+    """(p - 1) / (m v) of the work (arXiv:2104.04473, section 2.2.2), also where m = p."""
+    micro_batches = stages * groups
+    work = micro_batches * (forward + backward + weight)
+    found = bubble("interleaved", stages, virtual_stages, micro_batches, PassTimes(forward, backward, weight))
+    assert found == pytest.approx((stages - 1) / (micro_batches * virtual_stages) * work, abs=1e-9 * work)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 16), st.integers(0, 32), times, times, st.floats(0.0, 1.0))
+def test_bubble_of_zb_h1(stages, more, forward, backward, part):
+    """(p - 1) (TF + TB - TW) where weights take no longer than the rest (arXiv:2401.10241, table 2)."""
+    weight = part * min(forward, backward)
+    found = bubble("zb-h1", stages, 1, stages + more, PassTimes(forward, backward, weight))
+    assert found == pytest.approx((stages - 1) * (forward + backward - weight), abs=1e-6)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 16), st.data(), times, times, st.floats(0.0, 1.0))
+def test_zb_h1_with_few_micro_batches(stages, data, forward, backward, part):
+    """(m + p - 1) (TF + TB) + TW where m <= p (arXiv:2401.10241, table 2)."""
+    micro_batches = data.draw(st.integers(1, stages))
+    weight = part * min(forward, backward)
+    found = timeline("zb-h1", stages, 1, micro_batches, PassTimes(forward, backward, weight))
+    assert found.cost == pytest.approx((micro_batches + stages - 1) * (forward + backward) + weight)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 16), st.integers(1, 64), times)
+def test_zb_v_has_no_bubble_once_the_pipeline_is_full(stages, micro_batches, unit):
+    """Where all passes take equally long (arXiv:2401.10241, section 6); a pass for every micro-batch below 2 p - 1."""
+    found = bubble("zb-v", stages, 2, micro_batches, PassTimes(unit, unit, unit))
+    assert found == pytest.approx(unit * max(0, 2 * stages - 1 - micro_batches), abs=1e-6)
+
+
+def test_a_message_delays_only_who_waits_for_it():
+    found = timeline("1f1b", 2, 1, 2, PassTimes(1.0, 2.0, 1.0, communication=0.5))
+    assert found.passes[0] == [
+        (Action("forward", 0), 0.0, 1.0),
+        (Action("forward", 1), 1.0, 2.0),
+        (Action("backward", 0), 6.0, 9.0),
+        (Action("backward", 1), 10.0, 13.0),
+    ]
+    assert found.passes[1] == [
+        (Action("forward", 0), 1.5, 2.5),
+        (Action("backward", 0), 2.5, 5.5),
+        (Action("forward", 1), 5.5, 6.5),
+        (Action("backward", 1), 6.5, 9.5),
+    ]
+    assert (found.makespan, found.cost, found.work) == (13.0, 13.0, 8.0)
+    assert (found.idle(0), found.idle(1)) == (5.0, 0.0)
+
+
+def test_the_cost_is_a_ranks_and_the_makespan_all_ranks_time():
+    found = timeline("zb-h1", 2, 1, 2, UNIT)
+    assert (found.makespan, found.cost) == (7.0, 7.0)
+    full = timeline("zb-v", 2, 2, 3, UNIT)
+    assert (full.makespan, full.cost) == (9.5, 9.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_one_rank_hand_over_at_no_cost(kind):
+    virtual_stages = 2 if kind in ("interleaved", "zb-v") else 1
+    assert timeline(kind, 1, virtual_stages, 3, PassTimes(1.0, 1.0, 1.0, communication=100.0)).cost == 9.0
+
+
+def test_zb_v_turns_on_the_last_rank_without_a_message():
+    found = timeline("zb-v", 2, 2, 1, PassTimes(2.0, 2.0, 2.0, communication=10.0))
+    ends = {(rank, action): end for rank, passes in enumerate(found.passes) for action, _, end in passes}
+    assert ends[0, Action("forward", 0, 0)] == 1.0
+    assert ends[1, Action("forward", 0, 0)] == 12.0
+    assert ends[1, Action("forward", 0, 1)] == 13.0
+    assert ends[0, Action("forward", 0, 1)] == 24.0
+
+
+def test_a_message_takes_as_long_with_more_chunks():
+    """So interleaving sends v times as much (arXiv:2104.04473, section 2.2.2)."""
+    found = simulate(
+        forward_only("interleaved", 2, 2, 1), "interleaved", 2, PassTimes(2.0, 2.0, 2.0, communication=0.5)
+    )
+    assert found.makespan == 4 * 1.0 + 3 * 0.5
+
+
+def test_virtual_stages_take_as_long_as_their_share():
+    layers = [len(stage_layers(10, 4, index)) for index in range(4)]
+    share = tuple(count / 2.5 for count in layers)
+    found = timeline("zb-v", 2, 2, 4, PassTimes(1.0, 2.0, 3.0, share=share))
+    work = [sum(end - start for _, start, end in passes) for passes in found.passes]
+    assert layers == [2, 3, 3, 2]
+    assert work == pytest.approx([4 * 6.0 * 4 / 5, 4 * 6.0 * 6 / 5])
+    assert found.work == pytest.approx(4 * 6.0)
+    assert found.cost >= max(work) - 1e-9
+    with pytest.raises(ValueError, match="share has 3 values for 4 virtual stages"):
+        timeline("zb-v", 2, 2, 4, PassTimes(1.0, 1.0, 1.0, share=(1.0, 1.0, 1.0)))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 8), st.integers(1, 24), times, times, times, st.floats(0.0, 1.0))
+def test_passes_keep_their_order_and_wait_for_their_input(stages, micro_batches, forward, backward, weight, wire):
+    lists = schedule("zb-v", stages, 2, micro_batches)
+    found = simulate(lists, "zb-v", 2, PassTimes(forward, backward, weight, wire))
+    ends: dict[tuple[int, int], list[float]] = {}
+    for actions, passes in zip(lists, found.passes, strict=True):
+        assert [action for action, _, _ in passes] == [action for action in actions if action.kind in COMPUTE]
+        assert all(before[2] <= after[1] for before, after in pairwise(passes))
+    for rank, passes in enumerate(found.passes):
+        for action, start, end in passes:
+            if action.kind == "forward":
+                index = rank if action.chunk == 0 else 2 * stages - 1 - rank
+                ends.setdefault((action.micro_batch, index), []).extend((start, end))
+    for (micro_batch, index), (start, _) in ends.items():
+        if index:
+            delay = 0.0 if index == stages else wire
+            assert start >= ends[micro_batch, index - 1][1] + delay

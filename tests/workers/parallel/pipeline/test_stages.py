@@ -1,0 +1,80 @@
+"""Every virtual stage has one place, and every layer one virtual stage."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.parallel.pipeline.schedules import KINDS
+from workers.parallel.pipeline.stages import place, stage_layers, virtual_stage
+
+
+@pytest.mark.parametrize("stages", range(1, 17))
+@pytest.mark.parametrize(
+    ("kind", "virtual_stages"), [(kind, v) for kind in KINDS for v in range(1, 5) if kind != "zb-v" or v == 2]
+)
+def test_places_and_virtual_stages_are_one_to_one(kind, stages, virtual_stages):
+    total = stages * virtual_stages
+    places = [place(kind, stages, virtual_stages, index) for index in range(total)]
+    assert set(places) == {(rank, chunk) for rank in range(stages) for chunk in range(virtual_stages)}
+    assert [virtual_stage(kind, stages, virtual_stages, rank, chunk) for rank, chunk in places] == list(range(total))
+    for rank in range(stages):
+        held = [virtual_stage(kind, stages, virtual_stages, rank, chunk) for chunk in range(virtual_stages)]
+        assert held == sorted(held), "a later chunk is later in the model"
+
+
+def test_chunks_go_round_robin_but_turn_back_under_zb_v():
+    assert [place("interleaved", 3, 2, index) for index in range(6)] == [
+        (0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1),
+    ]  # fmt: skip
+    assert [place("zb-v", 3, 2, index) for index in range(6)] == [
+        (0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1),
+    ]  # fmt: skip
+
+
+def test_places_outside_the_model_are_refused():
+    with pytest.raises(ValueError, match=r"virtual stage 6 is outside 0\.\.5"):
+        place("interleaved", 3, 2, 6)
+    with pytest.raises(ValueError, match=r"rank 3 is outside 0\.\.2"):
+        virtual_stage("interleaved", 3, 2, 3, 0)
+    with pytest.raises(ValueError, match=r"chunk -1 is outside 0\.\.1"):
+        virtual_stage("interleaved", 3, 2, 0, -1)
+    with pytest.raises(ValueError, match="zb-v has 2 virtual stages per rank, not 1"):
+        place("zb-v", 3, 1, 0)
+
+
+@given(st.integers(1, 64), st.integers(0, 200))
+def test_layers_are_cut_in_order_into_almost_equal_parts(total, more):
+    layers = total + more
+    parts = [stage_layers(layers, total, index) for index in range(total)]
+    assert [layer for part in parts for layer in part] == list(range(layers))
+    assert {len(part) for part in parts} <= {layers // total, layers // total + 1}
+    assert total == 1 or len(parts[-1]) == layers // total, "the logits are on the last one"
+
+
+@pytest.mark.parametrize(
+    ("layers", "counts"),
+    [
+        (4, [1, 1, 1, 1]),
+        (5, [1, 2, 1, 1]),
+        (6, [1, 2, 2, 1]),
+        (7, [2, 2, 2, 1]),
+        (8, [2, 2, 2, 2]),
+        (9, [2, 3, 2, 2]),
+    ],
+)
+def test_extra_layers_go_to_the_middle_then_to_the_first(layers, counts):
+    assert [len(stage_layers(layers, 4, index)) for index in range(4)] == counts
+
+
+def test_small_cuts():
+    assert stage_layers(5, 1, 0) == range(5)
+    assert [stage_layers(5, 2, index) for index in range(2)] == [range(3), range(3, 5)]
+
+
+def test_fewer_layers_than_virtual_stages_are_refused():
+    with pytest.raises(ValueError, match="3 layers do not fill 4 virtual stages"):
+        stage_layers(3, 4, 0)
+    with pytest.raises(ValueError, match=r"virtual stage 4 is outside 0\.\.3"):
+        stage_layers(8, 4, 4)

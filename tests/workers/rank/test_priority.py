@@ -1,0 +1,50 @@
+"""A process that computes gives way, once and for all, and never goes before others."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from workers.rank.priority import AUTOGROUP, NICENESS
+
+SCRIPT = """
+import os, threading
+from workers.rank.priority import give_way
+os.nice({before})
+give_way(), give_way()
+late = []
+thread = threading.Thread(target=lambda: late.append(os.getpriority(os.PRIO_PROCESS, 0)))
+thread.start(), thread.join()
+print(os.getpriority(os.PRIO_PROCESS, 0), *late)
+"""
+
+
+def niceness_after(before: int) -> list[int]:
+    """Niceness of a process and of a thread that it starts afterwards."""
+    command = [sys.executable, "-c", SCRIPT.format(before=before)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True)
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_process_and_its_threads_give_way():
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    assert niceness_after(0) == [max(NICENESS, before)] * 2
+
+
+def test_one_that_is_nicer_already_stays_so():
+    assert niceness_after(19) == [19, 19]
+
+
+def test_the_whole_session_gives_way_and_no_other():
+    if not AUTOGROUP.exists():
+        pytest.skip("this kernel does not group processes by session")
+    ours = AUTOGROUP.read_text()
+    script = "from workers.rank.priority import AUTOGROUP, give_way; give_way(); print(AUTOGROUP.read_text())"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, start_new_session=True
+    )
+    if not done.stdout.split():
+        pytest.skip("here a new session stays in the group that all have, which has no niceness")
+    assert done.stdout.split()[-2:] == ["nice", str(NICENESS)]
+    assert AUTOGROUP.read_text() == ours, "another session"

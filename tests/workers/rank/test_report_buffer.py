@@ -1,0 +1,64 @@
+"""Reports wait for their reader, each once, and never take more memory than they may."""
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from workers.rank.report_buffer import ReportBuffer
+
+
+def read_all(buffer):
+    """Every report that waits, acknowledged read by read."""
+
+    async def read():
+        found, after = [], 0
+        while reports := await buffer.read(after, 0.01):
+            found += reports
+            after = reports[-1].sequence
+        return found
+
+    return asyncio.run(read())
+
+
+def add_rows(buffer, steps):
+    buffer.add("metrics", 1, 0, {"rows": [{"step": step} for step in steps]})
+
+
+def steps_of(reports):
+    return [row["step"] for report in reports if report.kind == "metrics" for row in report.data["rows"]]
+
+
+def test_thousands_of_rows_that_nobody_read_for_a_while_come_whole_and_once():
+    buffer = ReportBuffer()
+    for first in range(1, 20_001, 4):
+        add_rows(buffer, range(first, first + 4))
+    reports = read_all(buffer)
+    assert steps_of(reports) == list(range(1, 20_001))
+    assert [report.sequence for report in reports] == list(range(1, 5001))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7])
+def test_more_rows_than_are_kept_cost_resolution_and_nothing_else(batch):
+    buffer = ReportBuffer(most_rows=100)
+    for first in range(1, 1001, batch):
+        add_rows(buffer, range(first, min(1001, first + batch)))
+    buffer.add("exit", 1, 0, {"code": 0})
+    reports = read_all(buffer)
+    steps = steps_of(reports)
+    assert len(steps) <= 100
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 1000, "the last row is what a job's progress is known by"
+    assert max(later - earlier for earlier, later in pairwise(steps)) <= 32
+    assert reports[-1].kind == "exit"
+
+
+def test_rows_that_were_read_make_room():
+    async def read_as_they_come():
+        buffer, found = ReportBuffer(most_rows=20), []
+        for batch in range(10):
+            add_rows(buffer, range(10 * batch + 1, 10 * batch + 11))
+            found += steps_of(await buffer.read(batch, 0.01))
+        return found
+
+    assert asyncio.run(read_as_they_come()) == list(range(1, 101))

@@ -1,0 +1,341 @@
+"""Replicas: what arrives is what was written, or does not count; who may not write does not."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from workers.errors import SharedMemoryError
+from workers.rank.agent import Agent, StaleGeneration
+from workers.snapshot import backup_transport as wire
+from workers.snapshot.backup import ReplicaError, ReplicaServer, Replicator, fetch
+from workers.snapshot.notification import Bell, bell_path, ring
+from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
+from workers.snapshot.snapshots import Snapshots, replica_path, snapshot_path
+
+IDENTITY, LAYOUT, TOKEN = b"0123456789abcdef", "0a0a0a0a", "a token"
+SIZE = 200_000
+SECONDS = 30.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what a thread does."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Rank:
+    """A trainer's side: a state and its snapshots."""
+
+    def __init__(self, folder: Path, rank: int = 0, size: int = SIZE):
+        self.state = [torch.zeros(size), torch.zeros(3)]
+        self.snapshots = Snapshots(folder, rank, self.state, IDENTITY, LAYOUT, {"rank": rank})
+
+    def commit(self, step: int) -> None:
+        """A step: the state tells its number."""
+        for tensor in self.state:
+            tensor.fill_(step)
+        self.snapshots.save(step, f"note of {step}".encode())
+
+    def holds(self, step: int) -> bool:
+        """Whether its file gives exactly that step."""
+        note = self.snapshots.load(step)
+        return note == f"note of {step}".encode() and all(bool((tensor == step).all()) for tensor in self.state)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ReplicaServer]:
+    """The other node's, of generation 3."""
+    server = ReplicaServer(tmp_path / "there", "127.0.0.1", TOKEN, 3)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def replicate(tmp_path: Path, server: ReplicaServer) -> Iterator[Callable[..., Replicator]]:
+    """Starts replicators of rank 0 to the server."""
+    with contextlib.ExitStack() as stack:
+
+        def start(token: str = TOKEN, generation: int = 3, every: int = 1) -> Replicator:
+            found = Replicator(tmp_path / "here", 0, LAYOUT, server.address, token, generation, every)
+            stack.callback(found.stop)
+            return found
+
+        yield start
+
+
+def there(tmp_path: Path) -> list[int]:
+    """Steps of the replica."""
+    return committed_steps(replica_path(tmp_path / "there", 0, LAYOUT))
+
+
+def test_what_is_committed_arrives_and_comes_back_to_the_bit(tmp_path, server, replicate):
+    rank, replicator = Rank(tmp_path / "here"), replicate()
+    for step in (1, 2, 3):
+        rank.commit(step)
+        until(lambda step=step: replicator.state.step == step)
+    assert there(tmp_path) == [2, 3]
+    assert (replicator.state.sent, replicator.state.dropped, replicator.state.problem) == (3, 0, None)
+    assert replicator.state.bytes == 3 * 4 * (SIZE + 3)
+    assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [2, 3]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [f"rank-00000.{LAYOUT}.snapshot"]
+    fresh = Rank(tmp_path / "new")
+    assert fresh.holds(3)
+    assert fresh.holds(2)
+
+
+def test_a_trainer_that_was_ready_before_the_replica_came_goes_on_from_it(tmp_path, server, replicate):
+    rank, replicator = Rank(tmp_path / "here"), replicate()
+    rank.commit(1)
+    until(lambda: replicator.state.step == 1)
+    ready = Rank(tmp_path / "new")
+    ready.commit(0)
+    assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [1]
+    assert ready.holds(1)
+    ready.commit(2)
+    assert committed_steps(snapshot_path(tmp_path / "new", 0, LAYOUT)) == [1, 2]
+
+
+def test_a_replicator_that_is_there_before_its_trainer_waits_for_it(tmp_path, replicate):
+    replicator = replicate()
+    until(lambda: replicator.state.problem is not None)
+    assert "there is no snapshot file" in replicator.state.problem
+    rank = Rank(tmp_path / "here")
+    rank.commit(4)
+    until(lambda: there(tmp_path) == [4])
+    until(lambda: replicator.state.problem is None)
+
+
+def test_a_trainer_that_makes_a_new_file_is_followed(tmp_path, replicate):
+    first = Rank(tmp_path / "here")
+    replicate()
+    first.commit(4)
+    until(lambda: there(tmp_path) == [4])
+    snapshot_path(tmp_path / "here", 0, LAYOUT).unlink()
+    Rank(tmp_path / "here").commit(5)
+    until(lambda: there(tmp_path) == [4, 5])
+
+
+def test_steps_that_nobody_had_time_for_are_passed_over(tmp_path, replicate, monkeypatch):
+    real, reached, go_on = wire.send_slot, threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        reached.set()
+        assert go_on.wait(SECONDS)
+        return real(*arguments)
+
+    monkeypatch.setattr(wire, "send_slot", slow)
+    rank, replicator = Rank(tmp_path / "here"), replicate()
+    rank.commit(1)
+    assert reached.wait(SECONDS)
+    for step in range(2, 9):
+        rank.commit(step)
+    rank.snapshots.wait_for_sums()
+    go_on.set()
+    until(lambda: replicator.state.step == 8)
+    assert replicator.state.dropped == 1, "step 1 was overwritten before it was sent"
+    assert there(tmp_path) == [8]
+
+
+def test_only_multiples_are_sent_where_that_is_asked_for(tmp_path, replicate):
+    rank, replicator = Rank(tmp_path / "here"), replicate(every=2)
+    for step in range(1, 6):
+        rank.commit(step)
+        rank.snapshots.wait_for_sums()
+        until(lambda step=step: (replicator.state.step or 0) == step - step % 2)
+    assert there(tmp_path) == [2, 4]
+
+
+def test_a_slot_that_is_overwritten_on_its_way_is_dropped_and_the_older_replica_stays(tmp_path, server, replicate):
+    """The sender is the test itself: right sums, another content."""
+    rank, replicator = Rank(tmp_path / "here"), replicate()
+    rank.commit(6)
+    until(lambda: there(tmp_path) == [6])
+    replicator.stop()
+    rank.commit(7)
+    rank.snapshots.wait_for_sums()
+    file = SnapshotFile.open(snapshot_path(tmp_path / "here", 0, LAYOUT))
+    newest = wire.sealed_slots(file)[0]
+    rank.snapshots._slots[newest.slot][0][1000] = 99.0
+    with socket.create_connection(server.address) as connection:
+        wire.prepare(connection)
+        wire.introduce(connection, TOKEN, {"do": "put", "rank": 0, "layout": LAYOUT, "generation": 3})
+        wire.send_form(connection, file.form)
+        wire.hear(connection)
+        assert wire.send_slot(connection, file, newest) is False
+        assert there(tmp_path) == [6]
+        rank.snapshots._slots[newest.slot][0][1000] = 7.0
+        assert wire.send_slot(connection, file, newest) is True
+        assert there(tmp_path) == [6, 7]
+
+
+def test_a_sender_that_dies_in_the_middle_of_a_slot_leaves_the_older_replica(tmp_path, server, replicate):
+    rank, replicator = Rank(tmp_path / "here"), replicate()
+    for step in (6, 7):
+        rank.commit(step)
+        until(lambda step=step: replicator.state.step == step)
+    replicator.stop()
+    file = SnapshotFile.open(snapshot_path(tmp_path / "here", 0, LAYOUT))
+    with socket.create_connection(server.address) as connection:
+        wire.prepare(connection)
+        wire.introduce(connection, TOKEN, {"do": "put", "rank": 0, "layout": LAYOUT, "generation": 3})
+        wire.send_form(connection, file.form)
+        wire.hear(connection)
+        connection.sendall(wire._SLOT.pack(9, 17) + b"x" * 5000)
+        until(lambda: there(tmp_path) == [7])
+    assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [7]
+
+
+def test_a_step_back_is_followed(tmp_path, replicate):
+    """A roll-back: what came after the step that is done again is no state of the job any more."""
+    rank, replicator = Rank(tmp_path / "here"), replicate()
+    for step in (4, 5, 6):
+        rank.commit(step)
+        until(lambda step=step: replicator.state.step == step)
+    rank.snapshots.clear()
+    rank.commit(3)
+    until(lambda: replicator.state.step == 3)
+    assert there(tmp_path) == [3]
+
+
+def test_without_the_token_nobody_reads_or_writes(tmp_path, server, replicate):
+    Rank(tmp_path / "here").commit(1)
+    replicator = replicate(token="a guess")
+    until(lambda: replicator.state.problem is not None)
+    assert replicator.state.problem == "the caller does not know the token of this job's generation"
+    with pytest.raises(ReplicaError, match="does not know the token"):
+        fetch(tmp_path / "new", 0, LAYOUT, server.address, "a guess", 3)
+    assert not (tmp_path / "there").exists()
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 40, b"\x02\x00\x00\x00{}"])
+def test_noise_is_no_caller_and_does_no_harm(tmp_path, server, replicate, noise):
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(noise)
+    rank = Rank(tmp_path / "here")
+    replicate()
+    rank.commit(1)
+    until(lambda: there(tmp_path) == [1])
+
+
+def test_an_older_generation_is_refused_and_a_newer_one_takes_over(tmp_path, server, replicate):
+    rank, old = Rank(tmp_path / "here"), replicate()
+    rank.commit(1)
+    until(lambda: old.state.step == 1)
+    new = Replicator(tmp_path / "here", 0, LAYOUT, server.address, TOKEN, 4)
+    until(lambda: new.state.step == 1)
+    until(lambda: old.state.problem == "generation 3 was replaced by 4")
+    rank.commit(2)
+    until(lambda: new.state.step == 2)
+    assert there(tmp_path) == [1, 2]
+    new.stop()
+    server.expect("another token", 9)
+    with pytest.raises(ReplicaError, match="does not know the token"):
+        fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 4)
+    with pytest.raises(ReplicaError, match="generation 8 was replaced by 9"):
+        fetch(tmp_path / "new", 0, LAYOUT, server.address, "another token", 8)
+    with pytest.raises(ReplicaError, match="generation 8 was replaced by 9"):
+        server.expect("yet another", 8)
+
+
+def test_no_room_at_the_partner_is_said_to_the_sender(tmp_path, server, replicate, monkeypatch):
+    Rank(tmp_path / "here").commit(1)
+
+    def full(path, form):
+        raise SharedMemoryError("no room in shared memory for the snapshots: ...")
+
+    monkeypatch.setattr(wire, "file_of", full)
+    replicator = replicate()
+    until(lambda: replicator.state.problem is not None)
+    assert replicator.state.problem.startswith("no room in shared memory")
+    assert replicator.state.sent == 0
+
+
+def test_what_nobody_keeps_cannot_be_fetched(tmp_path, server):
+    with pytest.raises(ReplicaError, match=f"there is no snapshot of rank 5 in layout {LAYOUT} here"):
+        fetch(tmp_path / "new", 5, LAYOUT, server.address, TOKEN, 3)
+
+
+def test_a_snapshot_that_is_not_what_was_written_is_not_given_out(tmp_path, server, replicate):
+    rank, replicator = Rank(tmp_path / "here"), replicate()
+    for step in (1, 2):
+        rank.commit(step)
+        until(lambda step=step: replicator.state.step == step)
+    path = replica_path(tmp_path / "there", 0, LAYOUT)
+    file = SnapshotFile.open(path)
+    with path.open("r+b") as content:
+        content.seek(file.form.payload_at(file.slot_of(2)) + 50)
+        content.write(b"!")
+    assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [1]
+
+
+def test_a_closed_server_leaves_nothing(tmp_path, server, replicate):
+    rank, replicator = Rank(tmp_path / "here"), replicate()
+    rank.commit(1)
+    until(lambda: replicator.state.step == 1)
+    server.close()
+    assert list((tmp_path / "there").iterdir()) == []
+    until(lambda: replicator.state.problem is not None)
+
+
+def test_agents_keep_each_others_snapshots(tmp_path, go):
+    def agent(rank: int, node: str) -> Agent:
+        return Agent("job-1", rank, str(tmp_path / "home"), str(tmp_path), str(tmp_path / node))
+
+    async def body():
+        mine, partner, replacement = agent(0, "here"), agent(1, "there"), agent(0, "new")
+        address = await partner.receive_replicas(TOKEN, 1)
+        await mine.replicate_to(address, TOKEN, 1, LAYOUT)
+        rank = Rank(tmp_path / "here")
+        for step in (1, 2):
+            rank.commit(step)
+            while (await mine.replication())["step"] != step:
+                assert (await mine.replication())["problem"] is None or step == 1
+        assert committed_steps(replica_path(tmp_path / "there", 0, LAYOUT)) == [1, 2]
+        assert await partner.snapshot_steps() == [], "a replica is no snapshot of its own"
+        assert await replacement.snapshot_steps() == []
+        assert await replacement.fetch_snapshot(0, address, TOKEN, 1, LAYOUT) == [1, 2]
+        assert await replacement.snapshot_steps(LAYOUT) == [1, 2]
+        with pytest.raises(ReplicaError):
+            await replacement.fetch_snapshot(0, address, "a guess", 1, LAYOUT)
+        mine._generation = 5
+        with pytest.raises(StaleGeneration, match="Generation 4 of rank 0 was replaced by 5"):
+            await mine.replicate_to(address, TOKEN, 4, LAYOUT)
+        for each in (mine, partner, replacement):
+            await each.close()
+        assert not [path for path in tmp_path.rglob("*") if "rank-" in path.name and path.suffix != ".jsonl"]
+
+    go(body)
+
+
+def test_a_bell_that_was_rung_before_is_heard_once(tmp_path):
+    path = bell_path(tmp_path, 0)
+    ring(path)
+    bell = Bell(path)
+    assert bell.wait(0.0) is False
+    for _ in range(100_000):
+        ring(path) if _ < 3 else bell.ring()
+    assert bell.wait(0.0) is True
+    assert bell.wait(0.0) is False
+    bell.close()
+    assert not path.exists()
+
+
+def test_replicas_need_no_torch():
+    program = (
+        "import sys, workers.rank.agent, workers.snapshot.backup; print('torch' in sys.modules, 'ray' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert found.stdout == "False False\n", found.stderr

@@ -1,0 +1,213 @@
+"""Any layout goes on from the snapshots of any other, to the bit; what is damaged or missing is named."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_programs import Found, fail_to_load_from_memory, job, load_from_memory, train_and_snapshot
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.config import ParallelConfig
+from workers.errors import CheckpointError
+from workers.snapshot.reshard import intersection, load_from_snapshots, rest
+from workers.snapshot.snapshot_file import SnapshotFile
+from workers.snapshot.snapshots import kept_files
+
+SMALL = {"bucket_megabytes": 0.004}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1": {},
+    "d2": {"data": 2},
+    "d3 small buckets": {"data": 3, **SMALL},
+    "d2 zero 0": {"data": 2, "zero": 0},
+    "t4": {"tensor": 4},
+    "p2 interleaved d2 small buckets": {
+        "pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "data": 2, **SMALL,
+    },
+    "t2 p2 zb-v d2": {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "virtual_stages": 2, "data": 2},
+}  # fmt: skip
+STEPS = 2
+MODEL = {"hidden_size": 16, "kv_heads": 2}
+Whole = dict[str, torch.Tensor]
+
+
+@dataclass
+class Written:
+    """The snapshots of a job in one layout."""
+
+    folder: Path
+    found: list[Found]
+    """What each rank had when it made them."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files."""
+        return tuple(str(each.path) for each in kept_files(self.folder))
+
+    def copied(self, folder: Path) -> Written:
+        """The same somewhere else, for those who change or remove them."""
+        shutil.copytree(self.folder, folder)
+        return Written(folder, self.found)
+
+
+def written_by(layout: str, ranks: Any, corpus: str, folder: Path, **sections: Any) -> Written:
+    """Train from the start in one layout."""
+    document = job(corpus, LAYOUTS[layout], model=MODEL, **sections)
+    return Written(
+        folder, ranks.run(ParallelConfig(**LAYOUTS[layout]), train_and_snapshot, document, str(folder), STEPS)
+    )
+
+
+def resharded(layout: str, written: Written, ranks: Any, corpus: str, more: int = 0, **sections: Any) -> Any:
+    """Go on in another layout: what each rank found."""
+    document = job(corpus, LAYOUTS[layout], model=MODEL, **sections)
+    arguments = (document, written.paths, STEPS, str(written.folder), more)
+    return ranks.run(ParallelConfig(**LAYOUTS[layout]), load_from_memory, *arguments)
+
+
+def elements(found: list[Found], which: str = "loaded") -> Whole:
+    """Layout-free tensors out of the parts of all ranks, which must agree where they overlap."""
+    placed = [each for rank in found for each in getattr(rank, which)]
+    whole: Whole = {}
+    for name, offsets, values in placed:
+        ends = [at + n for at, n in zip(offsets, values.shape, strict=True)]
+        size = [max(a, b) for a, b in zip(ends, whole[name].shape, strict=True)] if name in whole else ends
+        larger = torch.full(size, float("nan"))
+        if name in whole:
+            larger[tuple(slice(0, n) for n in whole[name].shape)] = whole[name]
+        where = tuple(slice(at, end) for at, end in zip(offsets, ends, strict=True))
+        known = ~larger[where].isnan()
+        assert torch.equal(larger[where][known], values.float()[known])
+        larger[where] = values.float()
+        whole[name] = larger
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+def assert_equal(first: Whole, second: Whole) -> None:
+    """To the bit."""
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def written(ranks, corpus, tmp_path_factory) -> dict[str, Written]:
+    """By layout: its snapshots after two steps."""
+    folder = tmp_path_factory.mktemp("written")
+    return {name: written_by(name, ranks, corpus, folder / name.replace(" ", "-")) for name in LAYOUTS}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [pair for pair in itertools.product(LAYOUTS, LAYOUTS) if "1" in pair or "zb-v" in "".join(pair)]
+)
+def test_parameters_and_moments_are_the_same_bits_in_every_layout(written, ranks, corpus, tmp_path, old, new):
+    if old == new:
+        pytest.skip("its own files are read as they are")
+    source = written[old].copied(tmp_path / "shared")
+    found = resharded(new, source, ranks, corpus)
+    expected = elements(written[old].found)
+    assert_equal(elements(found), expected)
+    model = {name: tensor for name, tensor in expected.items() if name.startswith("model.")}
+    assert_equal(elements(found, "computing"), model)
+    assert found[0].rows == [1, 2], "the journal of the old rank 0 comes along"
+    assert not any(rank.rows for rank in found[1:])
+
+
+def test_the_old_files_go_once_every_rank_has_a_snapshot_of_its_own(written, ranks, corpus, tmp_path):
+    source = written["d3 small buckets"].copied(tmp_path / "shared")
+    old = set(source.paths)
+    found = resharded("d2", source, ranks, corpus, more=1)
+    assert all(len(rank.paths) == 2 and not old & set(rank.paths) for rank in found)
+    for path in source.paths:
+        with_steps = SnapshotFile.open(Path(path))
+        assert {with_steps.step(slot) for slot in range(2)} == {STEPS, STEPS + 1}
+    again = resharded("1", source, ranks, corpus, more=1)
+    assert again[0].statistics[0] == pytest.approx(found[0].statistics[0], rel=1e-5), "and the curve goes on"
+
+
+def test_masters_and_the_loss_scale_come_along(ranks, corpus, tmp_path):
+    train = {"precision": "fp16"}
+    source = written_by("d2", ranks, corpus, tmp_path / "shared", train=train)
+    found = resharded("p2 interleaved d2 small buckets", source, ranks, corpus, train=train)
+    assert_equal(elements(found), elements(source.found))
+    assert all(rank.loss_scale == source.found[0].loss_scale for rank in found)
+    assert source.found[0].loss_scale[1] == STEPS
+
+
+def test_a_missing_file_is_no_loss_where_another_replica_holds_the_same(written, ranks, corpus, tmp_path):
+    source = written["d2 zero 0"].copied(tmp_path / "shared")
+    Path(source.paths[0]).unlink()
+    assert_equal(elements(resharded("1", source, ranks, corpus)), elements(source.found))
+
+
+def failed(written: Written, ranks: Any, corpus: str, step: int = STEPS) -> str:
+    """The error of going on in another layout of two ranks, which leaves all ranks as they were."""
+    document = job(corpus, LAYOUTS["d2"], model=MODEL)
+    arguments = (document, written.paths, step, str(written.folder))
+    found = ranks.run(ParallelConfig(data=2), fail_to_load_from_memory, *arguments)
+    kinds, messages, unchanged = (set(each) for each in zip(*found, strict=True))
+    assert unchanged == {True}
+    assert len(kinds) == len(messages) == 1, "the same on every rank"
+    return messages.pop()
+
+
+def test_what_no_file_holds_is_named(written, ranks, corpus, tmp_path):
+    source = written["d3 small buckets"].copied(tmp_path / "shared")
+    Path(source.paths[1]).unlink()
+    message = failed(source, ranks, corpus)
+    assert message.startswith(f"the snapshots of step {STEPS} do not hold all of ")
+    assert message.endswith("which are of ranks [0, 2]")
+
+
+def test_a_step_that_a_file_does_not_hold_is_named(written, ranks, corpus, tmp_path):
+    source = written["t4"].copied(tmp_path / "shared")
+    path = source.paths[0]
+    assert failed(source, ranks, corpus, step=7) == f"{path} holds no snapshot of step 7"
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut off"])
+def test_damage_is_named_and_nothing_is_half_used(written, ranks, corpus, tmp_path, damage):
+    source = written["t2 p2 zb-v d2"].copied(tmp_path / "shared")
+    path = Path(source.paths[-1])
+    file = SnapshotFile.open(path)
+    at = file.form.payload_at(file.slot_of(STEPS))
+    with path.open("r+b") as content:
+        if damage == "flipped":
+            content.seek(at + 100)
+            content.write(bytes([file.memory[at + 100] ^ 4]))
+        else:
+            content.truncate(at + 100)
+    where = at if damage == "flipped" else at + 100
+    assert failed(source, ranks, corpus).startswith(f"the snapshot file {path} is damaged at byte {where}: ")
+
+
+def test_no_files_are_said_to_be_none():
+    with pytest.raises(CheckpointError, match="no snapshot files to read step 3 from"):
+        load_from_snapshots([], 3, [], 5)
+
+
+boxes = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), min_size=2, max_size=2).map(
+    lambda pairs: (tuple(at for at, _ in pairs), tuple(n for _, n in pairs))
+)
+
+
+def cells(box: Any) -> set[tuple[int, ...]]:
+    """Indices of all elements."""
+    return set(itertools.product(*(range(at, at + n) for at, n in zip(*box, strict=True))))
+
+
+@given(boxes, boxes)
+def test_a_box_is_what_it_has_in_common_with_another_and_the_rest(first, second):
+    common = intersection(first, second)
+    assert (cells(common) if common else set()) == cells(first) & cells(second)
+    if common:
+        left = rest(first, common)
+        assert set().union(*(cells(box) for box in left)) == cells(first) - cells(second)
+        assert sum(math.prod(box[1]) for box in left) == len(cells(first) - cells(second)), "no overlap"

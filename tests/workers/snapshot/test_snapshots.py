@@ -1,0 +1,453 @@
+"""Snapshots: whatever moment a rank dies at, the file holds at least one whole step, and says which."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
+from workers.errors import CheckpointError, SharedMemoryError
+from workers.snapshot import snapshot_file
+from workers.snapshot.snapshot_file import NOTE_BYTES, SnapshotFile, committed_steps
+from workers.snapshot.snapshots import (
+    Snapshots,
+    fingerprint,
+    kept_files,
+    layout_tag,
+    remove_other_layouts,
+    replica_path,
+    snapshot_path,
+    steps_kept,
+)
+
+IDENTITY = b"0123456789abcdef"
+ROOT = Path(__file__).parents[3]
+
+
+def state_at(step: int) -> list[torch.Tensor]:
+    """A rank's state that tells its step: three tensors of odd sizes."""
+    return [torch.full((size,), 100.0 * step + size) for size in (5, 1025, 3)]
+
+
+def opened(
+    folder: Path, step: int = 0, identity: bytes = IDENTITY, state: list[torch.Tensor] | None = None
+) -> Snapshots:
+    """The snapshots of rank 3, over a state of `step`."""
+    return Snapshots(folder, 3, state if state is not None else state_at(step), identity, table={"a": "table"})
+
+
+def bring(snapshots: Snapshots, step: int) -> None:
+    """Bring the state to `step`."""
+    for tensor, value in zip(snapshots.state, state_at(step), strict=True):
+        tensor.copy_(value)
+
+
+def save(snapshots: Snapshots, step: int) -> None:
+    """Bring the state to `step`, save it and wait for its sums."""
+    bring(snapshots, step)
+    snapshots.save(step, f"note of {step}".encode())
+    snapshots.wait_for_sums()
+
+
+def holds(folder: Path, step: int) -> bool:
+    """Whether another process, opening the file, loads exactly the state of `step`."""
+    fresh = opened(folder, 999)
+    note = fresh.load(step)
+    return note == f"note of {step}".encode() and all(
+        torch.equal(a, b) for a, b in zip(fresh.state, state_at(step), strict=True)
+    )
+
+
+class Held:
+    """Holds the copies of a snapshot up until it is told to let them go, or to make them fail."""
+
+    def __init__(self, snapshots: Snapshots, after: int = 0):
+        """The first `after` copies of tensors are made at once."""
+        self.reached, self.released = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        self._left, self._real = after, snapshots._slots
+        snapshots._slots = [[_Slow(self, view) for view in views] for views in self._real]
+
+    def copy(self, real: torch.Tensor, other: torch.Tensor) -> None:
+        if self._left == 0:
+            real[: len(real) // 2].copy_(other[: len(other) // 2])
+            self.reached.set()
+            assert self.released.wait(30)
+            if self.error is not None:
+                raise self.error
+        else:
+            self._left -= 1
+        real.copy_(other)
+
+
+class _Slow:
+    def __init__(self, held: Held, real: torch.Tensor):
+        self._held, self._real = held, real
+
+    def copy_(self, other: torch.Tensor) -> None:
+        self._held.copy(self._real, other)
+
+
+def test_the_last_two_steps_are_kept(tmp_path):
+    snapshots = opened(tmp_path)
+    path = snapshot_path(tmp_path, 3)
+    assert committed_steps(path) == []
+    seen = []
+    for step in range(4):
+        save(snapshots, step)
+        seen.append(committed_steps(path))
+    assert seen == [[0], [0, 1], [1, 2], [2, 3]]
+    assert holds(tmp_path, 2)
+    save(opened(tmp_path), 3)
+    assert holds(tmp_path, 3)
+
+
+@pytest.mark.parametrize("copies", [0, 1, 2])
+def test_start_returns_while_the_copy_is_under_way_and_finish_makes_sure_of_it(tmp_path, copies):
+    snapshots = opened(tmp_path)
+    for step in (5, 6):
+        save(snapshots, step)
+    held = Held(snapshots, copies)
+    bring(snapshots, 7)
+    told: list[list[int]] = []
+    snapshots.start(7, b"note of 7", lambda: told.append(committed_steps(snapshots.path)))
+    assert held.reached.wait(30)
+    assert committed_steps(snapshots.path) == [6], "the slot being written is never taken for whole"
+    assert told == []
+    finishing = threading.Thread(target=snapshots.finish)
+    finishing.start()
+    finishing.join(0.05)
+    assert finishing.is_alive(), "it waits for the copy"
+    held.released.set()
+    finishing.join(30)
+    assert committed_steps(snapshots.path) == [6, 7]
+    assert told == [[6, 7]], "what hangs on the snapshot comes once it is whole"
+    assert holds(tmp_path, 7)
+
+
+def test_what_keeps_the_copy_from_being_made_comes_out_of_finish(tmp_path):
+    snapshots = opened(tmp_path)
+    for step in (5, 6):
+        save(snapshots, step)
+    held = Held(snapshots)
+    held.error = RuntimeError("the device is gone")
+    held.released.set()
+    snapshots.start(7)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        snapshots.finish()
+    assert committed_steps(snapshots.path) == [6]
+    assert holds(tmp_path, 6)
+
+
+def test_finish_without_a_start_says_so(tmp_path):
+    snapshots = opened(tmp_path)
+    assert snapshots.finish() is False
+    snapshots.start(1)
+    assert snapshots.finish() is True
+    assert snapshots.stall_seconds > 0
+    assert snapshots.finish() is False
+
+
+def test_a_slot_that_is_overwritten_before_its_sums_are_done_is_not_sealed_with_them(tmp_path, monkeypatch):
+    snapshots = opened(tmp_path)
+    real, reached, released = SnapshotFile.sums, threading.Event(), threading.Event()
+
+    def slow(file, slot):
+        found = list(real(file, slot))
+        reached.set()
+        assert released.wait(30)
+        yield from found
+
+    monkeypatch.setattr(SnapshotFile, "sums", slow)
+    snapshots.save(1)
+    assert reached.wait(30)
+    monkeypatch.setattr(SnapshotFile, "sums", real)
+    for step in (2, 3):
+        bring(snapshots, step)
+        snapshots.save(step, f"note of {step}".encode())
+    released.set()
+    snapshots.wait_for_sums()
+    assert holds(tmp_path, 3)
+    assert holds(tmp_path, 2)
+
+
+def test_a_copy_without_sums_is_used_and_gets_them_then(tmp_path, monkeypatch):
+    """What a trainer leaves that was killed right after a copy."""
+    snapshots = opened(tmp_path)
+    save(snapshots, 5)
+    monkeypatch.setattr(snapshots, "_seal", lambda *_: None)
+    save(snapshots, 6)
+    slot = snapshots._file.slot_of(6)
+    assert not snapshots._file.is_sealed(slot)
+    assert committed_steps(snapshots.path) == [5, 6]
+    fresh = opened(tmp_path, 999)
+    assert fresh.load(6) == b"note of 6"
+    fresh.wait_for_sums()
+    assert snapshots._file.is_sealed(slot)
+    assert holds(tmp_path, 6)
+
+
+def test_a_file_that_was_removed_meanwhile_is_made_anew(tmp_path):
+    snapshots = opened(tmp_path)
+    save(snapshots, 1)
+    snapshots.path.unlink()
+    snapshots.clear()
+    save(snapshots, 2)
+    assert committed_steps(snapshots.path) == [2]
+
+
+def test_loading_forgets_a_newer_step_that_not_all_committed(tmp_path):
+    snapshots = opened(tmp_path)
+    for step in (5, 6):
+        save(snapshots, step)
+    assert holds(tmp_path, 5)
+    assert committed_steps(snapshots.path) == [5]
+    again = opened(tmp_path)
+    save(again, 6)
+    assert committed_steps(snapshots.path) == [5, 6], "the older one is not overwritten while the newer is invalid"
+
+
+def test_a_step_that_is_not_there_is_named(tmp_path):
+    snapshots = opened(tmp_path)
+    save(snapshots, 5)
+    with pytest.raises(CheckpointError, match=f"{snapshots.path} holds no snapshot of step 4"):
+        snapshots.load(4)
+
+
+def test_clear_forgets_all(tmp_path):
+    snapshots = opened(tmp_path)
+    save(snapshots, 5)
+    snapshots.clear()
+    assert committed_steps(snapshots.path) == []
+
+
+def test_a_note_that_is_too_long_is_refused_before_anything_is_overwritten(tmp_path):
+    snapshots = opened(tmp_path)
+    for step in (5, 6):
+        save(snapshots, step)
+    with pytest.raises(ValueError, match="does not fit"):
+        snapshots.start(7, b"x" * (NOTE_BYTES + 1))
+    assert committed_steps(snapshots.path) == [5, 6]
+
+
+@pytest.mark.parametrize("change", ["identity", "size", "truncated", "another file"])
+def test_a_file_that_does_not_fit_is_made_anew(tmp_path, change):
+    save(opened(tmp_path), 5)
+    path = snapshot_path(tmp_path, 3)
+    identity, state, said = IDENTITY, state_at(0), "was of another job or layout"
+    if change == "identity":
+        identity = b"another identity"
+    elif change == "size":
+        state = [torch.zeros(7)]
+    elif change == "truncated":
+        os.truncate(path, 5000)
+        said = "damaged at byte 5000: it has 5000 bytes and should have"
+    else:
+        path.write_bytes(b"something else" * 10)
+        said = "damaged at byte 0: its first"
+    fresh = Snapshots(tmp_path, 3, state, identity)
+    assert committed_steps(path) == []
+    with pytest.raises(CheckpointError, match=said):
+        fresh.load(5)
+    save(opened(tmp_path), 6)
+    assert holds(tmp_path, 6)
+
+
+def test_a_file_that_fits_is_kept(tmp_path):
+    save(opened(tmp_path), 5)
+    opened(tmp_path)
+    assert committed_steps(snapshot_path(tmp_path, 3)) == [5]
+
+
+@pytest.mark.parametrize("content", [b"", b"MANTASNP", b"x" * 8192], ids=["empty", "short", "foreign"])
+def test_committed_steps_of_a_file_that_is_none(tmp_path, content):
+    path = tmp_path / "file"
+    assert committed_steps(path) == []
+    path.write_bytes(content)
+    assert committed_steps(path) == []
+
+
+def load_or_complain(folder: Path, step: int) -> str | None:
+    """The error of loading `step`, None where all of it is right. An error leaves the state as it was."""
+    fresh = opened(folder, 999)
+    try:
+        note = fresh.load(step)
+    except CheckpointError as error:
+        assert all(torch.equal(a, b) for a, b in zip(fresh.state, state_at(999), strict=True))
+        return str(error)
+    finally:
+        fresh.close()
+    assert note == f"note of {step}".encode()
+    assert all(torch.equal(a, b) for a, b in zip(fresh.state, state_at(step), strict=True))
+    return None
+
+
+def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(tmp_path):
+    snapshots, draw = opened(tmp_path), random.Random(3)
+    for step in (5, 6):
+        save(snapshots, step)
+    form, path = snapshots._file.form, snapshots.path
+    slot = snapshots._file.slot_of(6)
+    snapshots.close()
+    whole = path.read_bytes()
+    payload, note, sums = form.payload_at(slot), form.note_at(slot), form.sums_at(slot)
+    ranges = {
+        "head": (0, 48), "marker": (128 + 8 * slot, 136 + 8 * slot), "seal": (256 + 16 * slot, 272 + 16 * slot),
+        "table": (4096, 4096 + len(form.table)), "payload": (payload, note), "note": (note, note + 8 + 9),
+        "sums": (sums, sums + 4 * form.blocks),
+    }  # fmt: skip
+    for name, (start, end) in ranges.items():
+        for _ in range(12):
+            at = draw.randrange(start, end)
+            path.write_bytes(whole)
+            with path.open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([whole[at] ^ 1 << draw.randrange(8)]))
+            error = load_or_complain(tmp_path, 6)
+            assert error is not None, (name, at)
+            assert str(path) in error and " byte " in error
+    for _ in range(30):
+        path.write_bytes(whole)
+        os.truncate(path, draw.randrange(len(whole)))
+        assert f"the snapshot file {path} is damaged at byte " in (load_or_complain(tmp_path, 6) or "")
+    path.write_bytes(whole)
+    assert load_or_complain(tmp_path, 6) is None
+
+
+def test_damage_is_located_and_the_other_slot_is_offered_instead(tmp_path):
+    state = [torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.float32)]
+    snapshots = opened(tmp_path, state=state)
+    for step in (5, 6):
+        state[0].add_(1)
+        snapshots.save(step)
+        snapshots.wait_for_sums()
+    kept = state[0].clone()
+    start = snapshots._file.form.payload_at(snapshots._file.slot_of(6)) + BLOCK_BYTES
+    snapshots._file.memory[start + 77] ^= 1
+    words = f"{snapshots.path} is damaged at byte {start}: these {BLOCK_BYTES} bytes of step 6 are not what was written"
+    with pytest.raises(DamagedCheckpoint, match=words):
+        snapshots.load(6)
+    assert torch.equal(state[0], kept)
+    assert committed_steps(snapshots.path) == [5]
+    snapshots.load(5)
+    assert torch.equal(state[0], kept - 1)
+
+
+def test_a_file_that_is_cut_off_under_a_running_rank_is_told_and_does_not_kill_it(tmp_path):
+    snapshots = opened(tmp_path)
+    save(snapshots, 5)
+    os.truncate(snapshots.path, 8192)
+    with pytest.raises(DamagedCheckpoint, match="damaged at byte 8192"):
+        snapshots.load(5)
+
+
+def test_killed_at_any_moment_a_rank_leaves_whole_steps(tmp_path):
+    """A real process, which fills its state with the number of the step, again and again."""
+    program = (
+        "import sys, torch; from workers.snapshot.snapshots import Snapshots\n"
+        "state = [torch.zeros(3_000_000), torch.zeros(7)]\n"
+        "snapshots, step = Snapshots(sys.argv[1], 0, state, b'0123456789abcdef'), 0\n"
+        "while True:\n"
+        "    step += 1\n"
+        "    for tensor in state: tensor.fill_(step)\n"
+        "    snapshots.start(step, str(step).encode())\n"
+        "    snapshots.finish()\n"
+    )
+    draw, path = random.Random(5), snapshot_path(tmp_path, 0)
+    for _ in range(6):
+        path.unlink(missing_ok=True)
+        with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT) as rank:
+            deadline = time.monotonic() + 60
+            while max(committed_steps(path), default=0) < 5:
+                assert rank.poll() is None and time.monotonic() < deadline
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0, 0.02))
+            rank.send_signal(signal.SIGKILL)
+        steps = committed_steps(path)
+        assert steps, "at least one slot is whole"
+        for step in reversed(steps):
+            state = [torch.zeros(3_000_000), torch.zeros(7)]
+            found = Snapshots(tmp_path, 0, state, IDENTITY)
+            assert found.load(step) == str(step).encode()
+            assert all(bool((tensor == step).all()) for tensor in state)
+            found.close()
+
+
+def test_no_room_is_one_clear_sentence_and_leaves_no_file(tmp_path, monkeypatch):
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(snapshot_file.os, "posix_fallocate", full)
+    with pytest.raises(SharedMemoryError) as caught:
+        opened(tmp_path / "job")
+    message = str(caught.value)
+    assert message.startswith(f"no room in shared memory for the snapshots: {tmp_path / 'job'} has ")
+    assert "bytes free, this rank needs " in message
+    assert list((tmp_path / "job").iterdir()) == []
+
+
+def test_room_in_shared_memory_that_the_machine_does_not_have_is_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_file, "memory_available", lambda: 1000)
+    with pytest.raises(SharedMemoryError, match=f"{tmp_path} has 1000 bytes free, this rank needs "):
+        opened(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_snapshots_are_private(tmp_path):
+    snapshots = opened(tmp_path / "job")
+    assert snapshots.path.stat().st_mode & 0o777 == 0o600
+    assert snapshots.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_committed_steps_needs_no_torch(tmp_path):
+    save(opened(tmp_path), 5)
+    program = (
+        "import sys; from workers.snapshot.snapshots import steps_kept\n"
+        "print(steps_kept(sys.argv[1], 3), 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)
+    assert found.stdout.split("\n")[0] == "[5] False", found.stderr
+
+
+def test_files_of_several_layouts_lie_side_by_side_until_the_others_go(tmp_path):
+    for rank, layout in ((0, "0000aaaa"), (1, "0000aaaa"), (0, "0000bbbb")):
+        Snapshots(tmp_path, rank, state_at(0), IDENTITY, layout).save(7 + rank)
+    replica_path(tmp_path, 2, "0000aaaa").write_bytes(b"")
+    (tmp_path / "rank-00000.else").write_bytes(b"")
+    assert [(kept.rank, kept.layout, kept.is_replica) for kept in kept_files(tmp_path)] == [
+        (0, "0000aaaa", False), (0, "0000bbbb", False), (1, "0000aaaa", False), (2, "0000aaaa", True),
+    ]  # fmt: skip
+    assert steps_kept(tmp_path, 1) == [8]
+    assert steps_kept(tmp_path, 1, "0000bbbb") == []
+    remove_other_layouts(tmp_path, "0000bbbb")
+    assert [kept.path for kept in kept_files(tmp_path)] == [snapshot_path(tmp_path, 0, "0000bbbb")]
+    assert kept_files(tmp_path / "nowhere") == []
+
+
+def test_fingerprints_and_tags_tell_apart_what_does_not_fit():
+    spec = {
+        "model": {"layers": 2},
+        "parallel": {"tensor": 1},
+        "data": {"source": "text"},
+        "train": {"precision": "fp32"},
+    }
+    prints = {
+        fingerprint(spec, 0),
+        fingerprint(spec, 1),
+        fingerprint({**spec, "model": {"layers": 3}}, 0),
+        fingerprint({**spec, "parallel": {"tensor": 2}}, 0),
+        fingerprint({**spec, "train": {"precision": "bf16"}}, 0),
+    }
+    assert len(prints) == 5
+    assert all(len(each) == 16 for each in prints)
+    assert layout_tag(spec) != layout_tag({**spec, "parallel": {"tensor": 2}})

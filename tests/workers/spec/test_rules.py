@@ -1,0 +1,318 @@
+"""Rules across fields: each names the field, the rule, and a value that works when one puts it there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import yaml
+from engine_specs import document
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.spec.problems import Problem, SpecError
+from workers.spec.reading import parse_job_spec
+from workers.spec.rules import nearest_divisor, nearest_multiple
+
+RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
+    ("heads", {"model": {"heads": 5}}, "model.heads", "heads (5) must divide hidden_size (32)", "4"),
+    ("tensor", {"parallel": {"tensor": 3}}, "parallel.tensor", "tensor (3) must divide model.heads (4)", "2"),
+    (
+        "ffn",
+        {"model": {"ffn_hidden_size": 71}, "parallel": {"tensor": 2}},
+        "model.ffn_hidden_size", "ffn_hidden_size (71) must be a multiple of parallel.tensor (2)", "70",
+    ),
+    (
+        "sequence",
+        {"model": {"sequence_length": 9}, "parallel": {"tensor": 2}},
+        "model.sequence_length", "must be a multiple of parallel.tensor (2) with sequence parallelism", "8",
+    ),
+    (
+        "sequence parallel alone",
+        {"parallel": {"sequence_parallel": True}},
+        "parallel.sequence_parallel", "but parallel.tensor is 1", "false",
+    ),
+    (
+        "key-value heads",
+        {"model": {"kv_heads": 3}},
+        "model.kv_heads", "kv_heads (3) must divide heads (4)", "2",
+    ),
+    (
+        "key-value heads of a tensor group",
+        {"model": {"heads": 12, "hidden_size": 48, "kv_heads": 3}, "parallel": {"tensor": 2}},
+        "model.kv_heads", "kv_heads (3) must be a multiple or a divisor of parallel.tensor (2)", "2",
+    ),
+    (
+        "pipeline",
+        {"parallel": {"pipeline": 5}},
+        "parallel.pipeline", "pipeline (5) x virtual_stages (1) must be at most model.layers (4)", "4",
+    ),
+    (
+        "virtual stages of zb-v",
+        {"parallel": {"schedule": "zb-v", "pipeline": 2}},
+        "parallel.virtual_stages", "zb-v has 2 virtual stages, not 1", "2",
+    ),
+    (
+        "virtual stages of 1f1b",
+        {"parallel": {"virtual_stages": 2, "pipeline": 2}},
+        "parallel.schedule", "1f1b has one virtual stage, not 2", "interleaved",
+    ),
+    (
+        "too many virtual stages",
+        {"parallel": {"schedule": "interleaved", "virtual_stages": 5, "pipeline": 2}},
+        "model.layers", "layers (4) must be at least parallel.pipeline x virtual_stages (2 x 5)", "10",
+    ),
+    (
+        "replicas without samples",
+        {"train": {"global_batch_size": 2}, "parallel": {"data": 3}},
+        "train.global_batch_size", "a batch of 2 leaves some of parallel.data (3) replicas without", "3",
+    ),
+    (
+        "ramp without samples",
+        {"train": {"batch_ramp": {"start": 2, "increment": 3, "samples": 100}}, "parallel": {"data": 5}},
+        "train.batch_ramp.start", "a batch of 2 leaves some of parallel.data (5) replicas without", "5",
+    ),
+    (
+        "ramp from above",
+        {"train": {"batch_ramp": {"start": 9, "increment": 1, "samples": 100}}},
+        "train.batch_ramp.start", "the ramp starts at 9, above global_batch_size (8)", "8",
+    ),
+    (
+        "ramp that misses",
+        {"train": {"batch_ramp": {"start": 2, "increment": 4, "samples": 100}}},
+        "train.batch_ramp.increment", "increments of 4 do not lead from 2 to global_batch_size (8)", "3",
+    ),
+    (
+        "ramp of too many steps",
+        {"train": {"global_batch_size": 40008, "batch_ramp": {"start": 8, "increment": 1, "samples": 10**9}}},
+        "train.batch_ramp.increment", "increments of 1 make more than 10000 of them", "4",
+    ),
+    (
+        "interleaving",
+        {"parallel": {"schedule": "interleaved", "pipeline": 2}, "train": {"global_batch_size": 7}},
+        "train.global_batch_size", "7 must be a multiple of data x pipeline x micro_batch_size (1 x 2 x 1)", "6",
+    ),
+    (
+        "replicas without whole micro-batches",
+        {"train": {"deterministic": "elastic", "micro_batch_size": 3}, "parallel": {"data": 4}},
+        "train.global_batch_size", "a batch of 8 has only 3 for parallel.data (4): with train.deterministic elastic "
+        "replicas share whole micro-batches", "12",
+    ),
+    (
+        "replicas without groups of micro-batches",
+        {
+            "train": {"deterministic": "elastic"},
+            "parallel": {"data": 3, "pipeline": 4, "schedule": "interleaved"},
+        },
+        "train.global_batch_size", "has only 2 for parallel.data (3): with train.deterministic elastic replicas share "
+        "whole groups of 4 micro-batches", "12",
+    ),
+    (
+        "elastic interleaving",
+        {
+            "parallel": {"schedule": "interleaved", "pipeline": 2, "data": 2},
+            "train": {"global_batch_size": 7, "deterministic": "elastic"},
+        },
+        "train.global_batch_size", "7 must be a multiple of pipeline x micro_batch_size (2 x 1)", "6",
+    ),
+    (
+        "more replicas than micro-batches",
+        {"train": {"deterministic": "elastic", "micro_batch_size": 2}, "elastic": {"max_data": 5}},
+        "elastic.max_data", "5 is more than the 4 of the smallest batch (train.global_batch_size)", "4",
+    ),
+    (
+        "elastic sums and the compiler",
+        {"train": {"deterministic": "elastic", "compile": True}},
+        "train.compile", "with train.deterministic elastic blocks are not compiled", "false",
+    ),
+    (
+        "fused dropout",
+        {"train": {"attention": "sdpa"}, "model": {"dropout": 0.1}},
+        "train.attention", "with dropout, attention must be explicit", "explicit",
+    ),
+    (
+        "compiled dropout",
+        {"train": {"compile": True}, "model": {"dropout": 0.1}},
+        "train.compile", "compiled blocks know sdpa attention without dropout alone", "false",
+    ),
+    (
+        "compiled recomputation",
+        {"train": {"compile": True}, "parallel": {"recompute": "selective", "recompute_modules": ["norm"]}},
+        "parallel.recompute_modules", "the compiler itself chooses", "[core_attention]",
+    ),
+    (
+        "nothing to recompute",
+        {"parallel": {"recompute": "selective", "recompute_modules": []}},
+        "parallel.recompute_modules", "needs at least one of core_attention", "[core_attention]",
+    ),
+    (
+        "twice the same module",
+        {"parallel": {"recompute": "selective", "recompute_modules": ["norm", "norm"]}},
+        "parallel.recompute_modules", "a module is named twice", "[norm]",
+    ),
+    (
+        "vocabulary",
+        {"model": {"vocabulary_size": 100}},
+        "model.vocabulary_size", "is smaller than the bytes tokenizer's (256)", "256",
+    ),
+    (
+        "paths without use",
+        {"data": {"source": "python-stdlib"}},
+        "data.paths", "source python-stdlib takes no paths", "[]",
+    ),
+    ("no paths", {"data": {"paths": []}}, "data.paths", "needs at least one file or directory", "[corpus.txt]"),
+    ("zero byte", {"data": {"paths": ["a\0b"]}}, "data.paths", "cannot contain a zero byte", '["ab"]'),
+    (
+        "learning rates",
+        {"train": {"optimizer": {"learning_rate": 1e-5}}},
+        "train.optimizer.min_learning_rate", "must be at most learning_rate (1e-05)", "1e-05",
+    ),
+    (
+        "warm-up",
+        {"train": {"optimizer": {"warmup_steps": 31}}},
+        "train.optimizer.warmup_steps", "warmup_steps (31) must be at most train.steps (30)", "30",
+    ),
+    (
+        "validation",
+        {"train": {"validate_every": 5}, "data": {"validation_fraction": 0.0}},
+        "train.validate_every", "needs data.validation_fraction above 0", "0",
+    ),
+    ("fewest", {"elastic": {"min_data": 2}}, "elastic.min_data", "must be at most parallel.data (1)", "1"),
+    (
+        "most",
+        {"elastic": {"max_data": 1}, "parallel": {"data": 2}},
+        "elastic.max_data", "must be at least parallel.data (2)", "2",
+    ),
+    (
+        "spikes that nobody sees",
+        {"recovery": {"spike": {"policy": "skip", "window": 40}}},
+        "recovery.spike.window", "window (40) must be below train.steps (30), else no step is ever judged", "29",
+    ),
+    (
+        "spikes of a short job",
+        {"recovery": {"spike": {"policy": "skip"}}, "train": {"steps": 5}},
+        "recovery.spike.policy", "window (50) must be below train.steps (5), else no step is ever judged", "ignore",
+    ),
+]  # fmt: skip
+
+NOT_BUILT: list[tuple[str, str, Any]] = [
+    ("model", "family", "llama"),
+    ("data", "source", "parquet"),
+    ("data", "tokenizer", "bpe"),
+    ("data", "weights", [1.0]),
+    ("parallel", "context", 2),
+    ("parallel", "zero", 3),
+]
+
+
+def found(spec: dict[str, Any]) -> list[Problem]:
+    """What is wrong with a document; nothing when it parses."""
+    try:
+        parse_job_spec(spec)
+    except SpecError as error:
+        return error.problems
+    return []
+
+
+def follow(spec: dict[str, Any], problem: Problem) -> dict[str, Any]:
+    """The document after one has put the suggestion where the path says."""
+    result = copy.deepcopy(spec)
+    *sections, key = problem.path.split(".")
+    place = result
+    for section in sections:
+        place = place.setdefault(section, {})
+    assert problem.suggestion is not None, problem
+    value = yaml.safe_load(problem.suggestion)
+    place[key] = float(value) if isinstance(value, str) and "e-" in value else value
+    return result
+
+
+@pytest.mark.parametrize(
+    ("sections", "path", "rule", "suggestion"), [case[1:] for case in RULES], ids=[case[0] for case in RULES]
+)
+def test_a_broken_rule_is_told_and_its_advice_works(sections, path, rule, suggestion):
+    spec = document(**sections)
+    (problem,) = found(spec)
+    assert problem.path == path
+    assert rule in problem.rule
+    assert problem.suggestion == suggestion
+    assert not problem.unsupported
+    assert found(follow(spec, problem)) == []
+
+
+@pytest.mark.parametrize(("section", "key", "value"), NOT_BUILT, ids=[f"{case[0]}.{case[1]}" for case in NOT_BUILT])
+def test_what_is_not_built_says_what_works(section, key, value):
+    spec = document(**{section: {key: value}})
+    (problem,) = found(spec)
+    assert problem.path == f"{section}.{key}"
+    assert problem.unsupported
+    assert "not supported yet" in problem.rule
+    if problem.suggestion is None:
+        assert "leave the key out" in problem.rule
+        del spec[section][key]
+    else:
+        spec = follow(spec, problem)
+    assert found(spec) == []
+
+
+def test_a_layout_that_is_to_be_planned_is_not_built():
+    (problem,) = found({**document(), "parallel": "auto"})
+    assert (problem.path, problem.unsupported) == ("parallel", True)
+    assert found(follow({**document(), "parallel": "auto"}, problem)) == []
+
+
+small = st.integers(1, 24)
+
+
+schedules = st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+ramps = st.none() | st.fixed_dictionaries({"start": small, "increment": small, "samples": st.integers(1, 500)})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    model=st.fixed_dictionaries({"layers": small, "heads": small, "kv_heads": small, "sequence_length": small}),
+    width=small,
+    train=st.fixed_dictionaries(
+        {
+            "micro_batch_size": small,
+            "global_batch_size": small,
+            "batch_ramp": ramps,
+            "deterministic": st.sampled_from(["layout", "elastic"]),
+        }
+    ),
+    axes=st.fixed_dictionaries({"tensor": small, "pipeline": small, "data": small}),
+    schedule=schedules,
+    virtual_stages=st.integers(1, 4),
+    split=st.sampled_from([None, True, False]),
+    most=st.none() | small,
+)
+def test_following_the_advice_always_leads_to_a_spec(model, width, train, axes, schedule, virtual_stages, split, most):
+    model = {**model, "hidden_size": 8 * width}
+    layout = {**axes, "schedule": schedule, "virtual_stages": virtual_stages, "sequence_parallel": split}
+    spec = document(model=model, train=train, parallel=layout, elastic={"max_data": most})
+    for _ in range(12):
+        problems = found(spec)
+        if not problems:
+            return
+        spec = follow(spec, problems[0])
+    raise AssertionError(f"still wrong: {problems}")
+
+
+@given(st.integers(1, 400), st.integers(1, 500))
+def test_nearest_divisor(of, to):
+    expected = min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - to), d))
+    assert nearest_divisor(of, to) == expected
+
+
+def test_nearest_divisor_of_a_large_number_is_found_at_once():
+    assert nearest_divisor(10**12, 999_983) == 10**6
+    assert nearest_divisor(999_999_999_989, 1000) == 1  # a prime
+
+
+@given(st.integers(1, 50), st.integers(1, 10**30))
+def test_nearest_multiple(of, to):
+    near = nearest_multiple(of, to)
+    assert near > 0
+    assert near % of == 0
+    assert abs(near - to) * 2 <= of or near == of

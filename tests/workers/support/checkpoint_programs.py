@@ -1,0 +1,221 @@
+"""Programs and helpers of the checkpoint tests: jobs, saving what was loaded, states in layout-free form."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from engine_specs import document
+
+from workers.checkpoint import durable
+from workers.checkpoint.checksums import SummingFile
+from workers.checkpoint.rectangles import pieces_of
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.engine import Engine
+from workers.errors import CheckpointError
+from workers.messages import Resume
+from workers.parallel.data.flat import Range
+from workers.reporter import Reporter
+from workers.snapshot.snapshots import kept_files
+from workers.spec.reading import parse_job_spec
+from workers.trainer import Places, Trainer
+
+Placed = tuple[str, tuple[int, ...], torch.Tensor]
+"""A rectangle of a layout-free tensor: `kind.name`, offsets, values."""
+
+
+def job(corpus: str, parallel: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    """A few steps of a small model: a vocabulary that nothing divides, fewer key-value heads than tensor ranks."""
+    model = {"vocabulary_size": 257, "kv_heads": 2, **sections.pop("model", {})}
+    train = {"steps": 4, "global_batch_size": 12, "optimizer": {"warmup_steps": 2}, **sections.pop("train", {})}
+    return document(model=model, data={"paths": [corpus]}, train=train, parallel=parallel, **sections)
+
+
+def trainer_of(
+    comm: Comm, document: dict[str, Any], folder: str | Path, tell: Callable[[list[dict[str, Any]]], None] | None = None
+) -> Trainer:
+    """A rank's trainer that keeps its checkpoints in `folder`."""
+    reporter = Reporter(tell or (lambda messages: None))
+    return Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", None, str(folder)))
+
+
+def lone(document: dict[str, Any], folder: str | Path, generation: int = 1) -> Trainer:
+    """The trainer of a job of one rank, in this process."""
+    comm = Comm(RankGrid(parse_job_spec(document).layout), 0, torch.device("cpu"))
+    comm.generation = generation
+    return trainer_of(comm, document, folder)
+
+
+def save(trainer: Trainer) -> None:
+    """Save the state as it is."""
+    assert trainer.checkpoints is not None
+    trainer.checkpoints.start(trainer.step)
+    trainer.checkpoints.finish()
+
+
+def bits(trainer: Trainer) -> list[torch.Tensor]:
+    """A copy of everything that a checkpoint may change in a rank."""
+    return [tensor.clone() for tensor in (*trainer.engine.state(), trainer.engine.flat.parameters)]
+
+
+def is_still(trainer: Trainer, before: list[torch.Tensor]) -> bool:
+    """Whether the state is, to the bit, what `bits` gave."""
+    return all(torch.equal(now, then) for now, then in zip(bits(trainer), before, strict=True))
+
+
+def placed(engine: Engine, kind: str, part: torch.Tensor, held: list[Range]) -> list[Placed]:
+    """The rectangles in `part`, which holds the ranges `held` of the flat buffer."""
+    pieces = pieces_of(engine.flat, held, held, owned_only=False, tensor_index=engine.comm.index("tensor"))
+    return [(f"{kind}.{piece.name}", piece.offsets, piece.view(part).clone()) for piece in pieces]
+
+
+@dataclass
+class Found:
+    """What one rank found in a checkpoint, and did with it."""
+
+    loaded: list[Placed]
+    """Parameters and moments that the rank keeps, right after the restore."""
+    computing: list[Placed]
+    """The parameters that it computes with, right after the restore."""
+    loss_scale: list[float]
+    statistics: list[tuple[float, float]]
+    """(loss, gradient norm) of each further step."""
+
+
+def _look(trainer: Trainer) -> Found:
+    engine, optimizer = trainer.engine, trainer.engine.optimizer
+    parts = (torch.cat(optimizer.parameters), optimizer.exp_avg, optimizer.exp_avg_sq)
+    loaded = [
+        each
+        for kind, part in zip(durable.KINDS, parts, strict=True)
+        for each in placed(engine, kind, part, optimizer.held)
+    ]
+    computing = placed(engine, "model", engine.flat.parameters, [(0, engine.flat.size)])
+    return Found(loaded, computing, engine.loss_scale.state.tolist(), [])
+
+
+def train_and_save(comm: Comm, document: dict[str, Any], folder: str, steps: int) -> Found:
+    """Train `steps` from the start and save."""
+    trainer = trainer_of(comm, document, folder)
+    trainer.restore(Resume())
+    _train(trainer, steps)
+    save(trainer)
+    comm.barrier()
+    return _look(trainer)
+
+
+def load_and_save(comm: Comm, document: dict[str, Any], path: str, step: int, folder: str, more: int) -> Found:
+    """Load the checkpoint of `step` at `path`, save it again below `folder`, and train `more` steps."""
+    trainer = trainer_of(comm, document, folder)
+    trainer.restore(Resume("checkpoint", step, path))
+    found = _look(trainer)
+    save(trainer)
+    comm.barrier()
+    found.statistics += _train(trainer, more)
+    return found
+
+
+def _train(trainer: Trainer, steps: int) -> list[tuple[float, float]]:
+    found = [trainer.train_step() for _ in range(steps)]
+    return [(statistics.loss, statistics.grad_norm) for statistics in found]
+
+
+def train_and_snapshot(comm: Comm, document: dict[str, Any], folder: str, steps: int) -> Found:
+    """Train `steps` from the start, with snapshots in `folder`."""
+    trainer = snapshotted(comm, document, folder)
+    trainer.restore(Resume())
+    _train(trainer, steps)
+    assert trainer.snapshots is not None
+    trainer.snapshots.wait_for_sums()
+    comm.barrier()
+    return _look(trainer)
+
+
+def snapshotted(comm: Comm, document: dict[str, Any], folder: str, told: list[Any] | None = None) -> Trainer:
+    """A rank's trainer that keeps snapshots in `folder` and no checkpoints."""
+    reporter = Reporter((told if told is not None else []).extend)
+    return Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", folder))
+
+
+@dataclass
+class Resharded(Found):
+    """What one rank of a new layout found in the snapshots of an old one."""
+
+    paths: tuple[str, ...]
+    """All snapshot files after its first one."""
+    rows: list[int]
+    """Steps of the rows that it reported before any step of its own."""
+
+
+def load_from_memory(
+    comm: Comm, document: dict[str, Any], paths: tuple[str, ...], step: int, folder: str, more: int
+) -> Resharded:
+    """Go on from the snapshot files `paths` of another layout, with snapshots in `folder`, for `more` steps."""
+    told: list[dict[str, Any]] = []
+    trainer = snapshotted(comm, document, folder, told)
+    trainer.restore(Resume("memory", step, paths=paths))
+    found = _look(trainer)
+    comm.barrier()
+    left = tuple(str(each.path) for each in kept_files(folder))
+    comm.barrier()
+    found.statistics += _train(trainer, more)
+    assert trainer.snapshots is not None
+    trainer.snapshots.wait_for_sums()
+    comm.barrier()
+    trainer.reporter.close()
+    rows = [each["data"]["step"] for each in told if each["kind"] == "metrics"]
+    return Resharded(found.loaded, found.computing, found.loss_scale, found.statistics, left, rows)
+
+
+def fail_to_load_from_memory(
+    comm: Comm, document: dict[str, Any], paths: tuple[str, ...], step: int, folder: str
+) -> tuple[str, str, bool]:
+    """Try it with files that will not do: (class of the error, its message, whether the state is unchanged)."""
+    trainer = snapshotted(comm, document, folder)
+    trainer.engine.initialise(1)
+    before = bits(trainer)
+    try:
+        trainer.restore(Resume("memory", step, paths=paths))
+    except CheckpointError as error:
+        return type(error).__name__, str(error), is_still(trainer, before)
+    return "none", "", is_still(trainer, before)
+
+
+def load_damaged(comm: Comm, document: dict[str, Any], path: str) -> tuple[str, str, bool]:
+    """Try to load what cannot be loaded: (class of the error, its message, whether the state is unchanged)."""
+    trainer = trainer_of(comm, document, Path(path).parent)
+    trainer.restore(Resume())
+    before = bits(trainer)
+    try:
+        trainer.restore(Resume("checkpoint", 2, path))
+    except CheckpointError as error:
+        return type(error).__name__, str(error), is_still(trainer, before)
+    return "none", "", is_still(trainer, before)
+
+
+def save_on_a_full_disk(comm: Comm, document: dict[str, Any], folder: str) -> list[tuple[str, str]]:
+    """Save two steps; at the first one the last rank's disk is full. (type, message) of all events."""
+    told: list[dict[str, Any]] = []
+    trainer = trainer_of(comm, document, folder, told.extend)
+    trainer.restore(Resume())
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for step in (1, 2):
+        trainer.train_step()
+        if step == 1 and comm.rank == comm.size("world") - 1:
+            with patch.object(SummingFile, "write", full):
+                save(trainer)
+        else:
+            save(trainer)
+    comm.barrier()
+    trainer.reporter.close()
+    return [(each["data"]["type"], each["data"]["message"]) for each in told if each["kind"] == "event"]

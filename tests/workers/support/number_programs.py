@@ -1,0 +1,126 @@
+"""Programs of ranks whose numbers are bad at certain samples, or whose memory is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workers.comm.comm import Comm
+from workers.messages import Resume
+from workers.parallel.data.zero import StepStatistics
+from workers.reporter import Reporter
+from workers.snapshot.snapshots import steps_kept
+from workers.spec.reading import parse_job_spec
+from workers.trainer import Places, Trainer
+
+START = Resume()
+
+
+@dataclass
+class Run:
+    """What one rank knows after some steps."""
+
+    steps: list[int]
+    """The last committed step after each step that was computed."""
+    statistics: dict[int, tuple[float, float]]
+    """(Loss, gradient norm) by committed step, as it was done last."""
+    rows: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    parameters: Any
+    snapshots: list[list[int]]
+    """Steps in this rank's snapshot file after each step."""
+    copies: list[list[int]]
+    """The same of the copies in its memory."""
+    numbers: dict[str, Any]
+
+
+def train(
+    comm: Comm,
+    document: dict[str, Any],
+    bad: dict[int, float] | None = None,
+    until: int | None = None,
+    resume: Resume = START,
+    roll_backs: tuple[dict[str, Any], ...] = (),
+    snapshots: str | None = None,
+    checkpoints: str | None = None,
+    once: bool = False,
+) -> Run:
+    """Train a job whose last rank adds to its gradient the number of `bad` where a step uses such a sample; `once`: at
+    the first time only. `until`: stop when that step is committed."""
+    spec, told = parse_job_spec(document), []
+    reporter = Reporter(told.extend)
+    trainer = Trainer(spec, comm, reporter, 1e12, Places("test", snapshots, checkpoints))
+    _harm(trainer, dict(bad or {}), once)
+    trainer.restore(resume, roll_backs)
+    run = Run([], {}, [], [], None, [], [], {})
+    while trainer.step < (spec.train.steps if until is None else until):
+        before, found = trainer.step, trainer.train_step()
+        if trainer.step == before + 1:
+            run.statistics[trainer.step] = (found.loss, found.grad_norm)
+        run.steps.append(trainer.step)
+        if snapshots is not None:
+            trainer.snapshots.finish()
+            run.snapshots.append(steps_kept(snapshots, comm.rank))
+        if trainer.guard.copies is not None:
+            run.copies.append(trainer.guard.copies.steps)
+    comm.barrier()
+    run.parameters = trainer.engine.flat.parameters.float().clone().numpy()
+    run.numbers = trainer.guard.numbers.to_json()
+    trainer.close()
+    reporter.close()
+    run.rows = [message["data"] for message in told if message["kind"] == "metrics"]
+    run.events = [message["data"] for message in told if message["kind"] == "event"]
+    return run
+
+
+def _harm(trainer: Trainer, bad: dict[int, float], once: bool) -> None:
+    batches, optimizer, flat = trainer.batches, trainer.engine.optimizer, trainer.engine.flat
+    usual_batch, usual_step = batches.training, optimizer.step
+    now: list[float] = []
+
+    def training(step: int) -> Any:
+        used = {sample for each in batches.samples(step) for sample in each}
+        now[:] = [value for sample, value in bad.items() if sample in used]
+        for sample in used & set(bad) if once else ():
+            del bad[sample]
+        return usual_batch(step)
+
+    def step(*arguments: Any) -> StepStatistics:
+        if now and trainer.comm.rank == trainer.comm.size("world") - 1:
+            flat.gradients[flat.slots[-1].start] += now[0]  # of the tail, which is reduced last
+        return usual_step(*arguments)
+
+    batches.training, optimizer.step = training, step  # type: ignore[method-assign]
+
+
+def flip(comm: Comm, document: dict[str, Any], culprit: int, name: str, at_step: int, snapshots: str | None) -> Any:
+    """Train until `culprit` finds one bit of its parameter `name` flipped while it computes step `at_step`: (what was
+    raised, its message, the events, the last committed step)."""
+    spec, told = parse_job_spec(document), []
+    reporter = Reporter(told.extend)
+    trainer = Trainer(spec, comm, reporter, 1e12, Places("test", snapshots))
+    trainer.restore(Resume())
+    usual = trainer.engine.optimizer.step
+
+    def step(*arguments: Any) -> StepStatistics:
+        if comm.rank == culprit and trainer.step == at_step - 1:
+            trainer.guard.finish()
+            if trainer.snapshots is not None:
+                trainer.snapshots.finish()
+            start, _ = trainer.engine.flat.range_of(name)
+            bits = trainer.engine.flat.parameters.view(torch.uint8)
+            bits[start * trainer.engine.flat.parameters.element_size()] ^= 1
+        return usual(*arguments)
+
+    trainer.engine.optimizer.step = step  # type: ignore[method-assign]
+    raised: tuple[str, str] | None = None
+    try:
+        while trainer.step < spec.train.steps:
+            trainer.train_step()
+    except Exception as error:  # noqa: BLE001 - the test shall see which
+        raised = (type(error).__name__, str(error))
+    reporter.close()
+    events = [message["data"] for message in told if message["kind"] == "event"]
+    return raised, events, trainer.step, trainer.settled_step

@@ -1,0 +1,168 @@
+"""One rank of a layout by itself: what its autograd holds, and which products it computes.
+
+The other ranks are not there: collectives return tensors of the right shape at once, and messages arrive empty.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_gpt import one_thread
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from benchmarks.support.faked_comm import FakedComm
+from workers.comm.grid import RankGrid
+from workers.config import JobSpec
+from workers.model.gpt import Layer
+from workers.parallel.data.flat import FlatParameters, Sharing
+from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.tensor.dropout import sample_keys
+from workers.parallel.tensor.linear import Region
+from workers.parallel.tensor.shards import named_shards
+from workers.parallel.tensor.weight_gradients import WeightGradients
+
+PAPERS = Path(__file__).resolve().parents[4] / "shared" / "papers"
+CPU = torch.device("cpu")
+
+
+def paper(name: str) -> dict[str, Any]:
+    """A table of the papers."""
+    if not PAPERS.is_dir():
+        pytest.skip(f"the papers' tables are not at {PAPERS}")
+    return json.loads((PAPERS / f"{name}.json").read_text())
+
+
+def rows(name: str) -> dict[str, dict[str, Any]]:
+    """Rows of a table of the papers as dicts, by their first column."""
+    table = paper(name)
+    return {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+
+
+class _Arrived:
+    """A message that is there."""
+
+    done = True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class LoneRank(FakedComm):
+    """A rank whose peers send whatever lies in the memory."""
+
+    def send(self, stage: int, tensor: torch.Tensor) -> Any:
+        """Nobody receives it."""
+        return _Arrived()
+
+    def receive(self, stage: int, tensor: torch.Tensor) -> Any:
+        """Zeros."""
+        tensor.zero_()
+        return _Arrived()
+
+
+def lone_rank(spec: JobSpec, rank: int = 0) -> LoneRank:
+    """`rank` of the layout of `spec`."""
+    return LoneRank(RankGrid(spec.layout), rank, CPU)
+
+
+class OneLayer:
+    """Layer 0 of a job on tensor rank 0, with parameters in the job's precision."""
+
+    def __init__(self, spec: JobSpec):
+        self.spec, self.comm = spec, lone_rank(spec)
+        self.layer = Layer(spec, Region(self.comm, spec.layout.sequence_parallel_on, WeightGradients()), 0)
+        self.dtype = getattr(torch, spec.train.dtype)
+        sharing = Sharing(1, False)
+        self.flat = FlatParameters(named_shards(self.layer), sharing, CPU, self.dtype)
+        self.flat.parameters.normal_(0.0, 0.02)
+        self.keys: torch.Tensor | None = None
+        """Dropout keys of the micro-batch, which all layers share."""
+        if spec.model.dropout > 0:
+            self.keys = sample_keys(0, range(spec.train.micro_batch_size), CPU)
+
+    def input(self) -> torch.Tensor:
+        """A full micro-batch: [s or s/t, b, h]."""
+        model, layout = self.spec.model, self.spec.layout
+        split = layout.tensor if layout.sequence_parallel_on else 1
+        shape = (model.sequence_length // split, self.spec.train.micro_batch_size, model.hidden_size)
+        return torch.randn(shape, dtype=self.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer under the layout's policy, as GPTChunk runs it."""
+        layout = self.spec.layout
+        modules = frozenset(layout.recompute_modules if layout.recompute == "selective" else ())
+        run = ForwardPass(self.keys, modules)
+        if layout.recompute == "full":
+            return checkpoint(self.layer, x, run, use_reentrant=False, preserve_rng_state=False)
+        return self.layer(x, run)
+
+
+class _Births(TorchDispatchMode):
+    """Weak references to every storage that operations see, with its bytes where an operation has made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note((args, kwargs), born=False)
+        result = func(*args, **(kwargs or {}))
+        self._note(result, born=True)
+        return result
+
+    def _note(self, values: Any, born: bool) -> None:
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                # The weak reference keeps the address from being used again.
+                self.storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes() if born else 0))
+
+
+def held_bytes(forward: Callable[[], torch.Tensor]) -> tuple[int, GradientEdge]:
+    """Bytes of all storages that were made in `forward` and are still alive once nobody has its result: what backward
+    needs, whoever holds it. Parameters were there before. Also where backward begins, which is what holds them."""
+    births = _Births()
+    with births:
+        edge = get_gradient_edge(forward())
+    return sum(size for storage, size in births.storages.values() if not storage.expired()), edge
+
+
+@one_thread()
+def held_by_layer(spec: JobSpec) -> int:
+    """Bytes that autograd holds for one layer. Its input counts: it is nobody's but this layer's to keep."""
+    layer = OneLayer(spec)
+    source = layer.input().requires_grad_()
+    return held_bytes(lambda: layer.forward(source * 1.0))[0]
+
+
+def flop_counter() -> FlopCounterMode:
+    """torch's counter, and what it does not know: the product that is added in place, and CPUs' attention kernel."""
+    aten = torch.ops.aten
+
+    def addmm(_: Any, left: list[int], right: list[int], out_shape: Any = None, **scales: Any) -> int:
+        return 2 * left[0] * left[1] * right[1]
+
+    def attention(q: Any, k: Any, v: Any, *options: Any, out_shape: Any = None, **more: Any) -> int:
+        return sdpa_flop_count(q, k, v)
+
+    def attention_backward(grad: Any, q: Any, k: Any, v: Any, *options: Any, out_shape: Any = None, **more: Any) -> int:
+        return sdpa_backward_flop_count(grad, q, k, v)
+
+    return FlopCounterMode(
+        display=False,
+        custom_mapping={
+            aten.addmm_: addmm,
+            aten._scaled_dot_product_flash_attention_for_cpu: attention,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+        },
+    )

@@ -1,0 +1,158 @@
+"""Eight processes that take turns at being the ranks of small layouts, so that torch is imported once for all tests.
+
+`RankProcesses.run` gives every rank of a layout a connected `Comm` of a generation of its own and a program (a
+function of a module that the processes can import), and returns what each rank returned. A run that does not end is
+killed, and the failure says where each rank stood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.config import ParallelConfig
+from workers.errors import PeerLost
+
+RANKS = 8
+HOST = "127.0.0.1"
+
+
+def join_default_group(comm: Comm, port: int) -> None:
+    """Make the ranks of `comm` torch.distributed's default group, over gloo, until `comm` is closed. `port`:
+    of the store."""
+    store = dist.PrefixStore(f"default-group-{comm.generation}", dist.TCPStore(HOST, port, is_master=False))
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size("world"))
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or hung; the message holds its traceback."""
+
+
+class RankProcesses:
+    """The processes and the rendezvous store that they meet through."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(
+            ["torch", "torch._dynamo", "torch.distributed.checkpoint", "workers.trainer"]
+        )
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._generation = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._processes: list[Any] = []
+        self._connections: list[multiprocessing.connection.Connection] = []
+
+    @property
+    def port(self) -> int:
+        """Of the rendezvous store."""
+        return self._store.port
+
+    def run(self, layout: ParallelConfig, program: Callable[..., Any], *arguments: Any, seconds: float = 90.0) -> list:
+        """`program(comm, *arguments)` on every rank of `layout`: results by rank. Raises RankFailure."""
+        self._start()
+        self._generation += 1
+        world = layout.world_size
+        for rank in range(world):
+            order = (rank, layout, self._store.port, self._generation, program, arguments)
+            self._connections[rank].send_bytes(pickle.dumps(order))
+        outcomes = self._collect(world, time.monotonic() + seconds)
+        culprits = [text for kind, text in outcomes if kind == "failed"]
+        culprits += [text for kind, text in outcomes if kind == "lost its peer"]
+        if culprits:
+            raise RankFailure(culprits[0])
+        return [value for _, value in outcomes]
+
+    def _start(self) -> None:
+        while len(self._processes) < RANKS:
+            ours, theirs = self._context.Pipe()
+            trace = self._trace(len(self._processes))
+            process = self._context.Process(target=_serve, args=(theirs, str(trace)), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _trace(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank-{rank}.trace"
+
+    def _collect(self, world: int, deadline: float) -> list[tuple[str, Any]]:
+        outcomes: dict[int, tuple[str, Any]] = {}
+        while len(outcomes) < world:
+            waiting = [self._connections[rank] for rank in range(world) if rank not in outcomes]
+            ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._fail(f"ranks {sorted(set(range(world)) - set(outcomes))} did not end", outcomes)
+            for connection in ready:
+                rank = self._connections.index(connection)
+                try:
+                    outcomes[rank] = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    self._fail(f"the process of rank {rank} died", outcomes)
+        return [outcomes[rank] for rank in range(world)]
+
+    def _fail(self, reason: str, outcomes: dict[int, tuple[str, Any]]) -> None:
+        """Ask every rank where it stands, kill all, and raise."""
+        texts = [str(text) for kind, text in outcomes.values() if kind != "returned"]
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        for rank in set(range(len(self._processes))) - set(outcomes):
+            texts.append(f"rank {rank} stood at:\n{self._trace(rank).read_text()[-3000:]}")
+        self.close()
+        raise RankFailure("\n".join([reason, *texts]))
+
+    def close(self) -> None:
+        """End all processes; the next run starts new ones."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes.clear()
+        self._connections.clear()
+
+
+def _serve(connection: multiprocessing.connection.Connection, trace: str) -> None:
+    torch.set_num_threads(1)
+    with Path(trace).open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        while True:
+            try:
+                order = connection.recv_bytes()
+            except EOFError:
+                return
+            connection.send_bytes(pickle.dumps(_outcome(order)))
+
+
+def _outcome(order: bytes) -> tuple[str, Any]:
+    comm: Comm | None = None
+    try:
+        rank, layout, port, generation, program, arguments = pickle.loads(order)
+        comm = Comm(RankGrid(layout), rank, torch.device("cpu"))
+        if layout.world_size > 1:
+            comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST)
+        return "returned", program(comm, *arguments)
+    except PeerLost:
+        return "lost its peer", traceback.format_exc()
+    except BaseException:  # noqa: BLE001 - whatever it is, the test shall see it
+        return "failed", traceback.format_exc()
+    finally:
+        if comm is not None:
+            comm.close()

@@ -1,0 +1,427 @@
+"""Programs that the ranks of a layout run for the tests: each takes a connected Comm and returns what can be pickled.
+
+Shapes: B global batch, s sequence; windows are [B, s + 1] token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from plain_gpt import PlainGPT, PlainStage
+from rank_processes import join_default_group
+
+from workers.checkpoint.rectangles import Piece, pieces_of
+from workers.comm.comm import Comm
+from workers.config import JobSpec
+from workers.data.batch_plan import replica_micro_batches
+from workers.data.batches import MicroBatch
+from workers.engine import Engine
+from workers.learning_rate import learning_rate
+from workers.messages import Resume
+from workers.parallel.data.zero import StepStatistics
+from workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
+from workers.reporter import Reporter
+from workers.spec.reading import parse_job_spec
+from workers.trainer import Places, Trainer
+
+START = Resume()
+Weights = dict[str, torch.Tensor]  # or arrays, which travel faster
+Placed = tuple[str, tuple[int, ...], torch.Tensor]
+"""A rectangle of a global tensor: name, offsets, values."""
+
+
+@dataclass
+class Steps:
+    """What one rank knows after some steps."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: list[Placed]
+    """Complete gradient of the last step, this rank's part, where the job's beta1 is 0 (else its first moment)."""
+    parameters: list[Placed]
+    """All parameters of this rank after the last step."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "gradients": _arrays(self.gradients), "parameters": _arrays(self.parameters)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for kind in ("gradients", "parameters"):
+            state[kind] = [(name, offsets, torch.as_tensor(values)) for name, offsets, values in state[kind]]
+        vars(self).update(state)
+
+
+def _arrays(placed: list[Placed]) -> list[tuple[str, tuple[int, ...], Any]]:
+    """For the way between processes: a tensor's pickle takes many times as long as an array's."""
+    return [(name, offsets, values.numpy()) for name, offsets, values in placed]
+
+
+def light(weights: Weights) -> dict[str, Any]:
+    """The weights as arrays, for a quicker way to the ranks."""
+    return {name: tensor.numpy() for name, tensor in weights.items()}
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def micro_batches(spec: JobSpec, replica: int, windows: torch.Tensor, step: int = 1) -> list[MicroBatch]:
+    """A replica's micro-batches of a global batch of windows, as the engine cuts it."""
+    first = (step - 1) * len(windows)
+    samples = range(first, first + len(windows))
+    mine = replica_micro_batches(samples, spec, replica)
+    parts = [(part, windows[part.start - first : part.stop - first]) for part in mine]
+    return [MicroBatch(part, tokens[:, :-1].abs().t(), tokens[:, 1:].t()) for part, tokens in parts]
+
+
+def run_steps(comm: Comm, jobs: list[dict[str, Any]], weights: list[Weights], windows: list[Any], dtype: Any) -> list:
+    """For each job: as many steps as it has batches of windows, from the given weights. No schedule of the learning
+    rate unless the job has more than one step."""
+    results = []
+    for document, start, batches in zip(jobs, weights, windows, strict=True):
+        with _default_dtype(dtype):
+            results.append(_run_steps(comm, parse_job_spec(document), start, batches, dtype))
+    return results
+
+
+def _loaded(comm: Comm, spec: JobSpec, weights: Weights, dtype: torch.dtype | None) -> tuple[Engine, list[Piece]]:
+    """An engine with the given weights, and its parameters as pieces of its flat buffer."""
+    engine = Engine(spec, comm, dtype)
+    whole = [(0, engine.flat.size)]
+    everything = pieces_of(engine.flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
+    start = torch.zeros(engine.flat.size, dtype=torch.float64)
+    for piece in everything:
+        where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.sizes, strict=True))
+        piece.view(start).copy_(torch.as_tensor(weights[piece.name][where]))
+    engine.optimizer.load_parameters(start)
+    leave_gradients_behind(engine)
+    return engine, everything
+
+
+def leave_gradients_behind(engine: Engine) -> None:
+    """What a step that was broken off may leave in the gradients' place."""
+    for slot in engine.flat.slots:
+        engine.flat.gradients[slot.start : slot.end] = float("nan")
+
+
+def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.Tensor], dtype: torch.dtype) -> Steps:
+    engine, everything = _loaded(comm, spec, weights, dtype)
+    flat, optimizer = engine.flat, engine.optimizer
+    losses, norms = [], []
+    for number, windows in enumerate(batches, start=1):
+        batch = micro_batches(spec, comm.index("data"), windows, number)
+        found = engine.step(batch, len(windows), learning_rate(spec.train.optimizer, number, spec.train.steps), 0)
+        losses.append(found.loss)
+        norms.append(found.grad_norm)
+    part = pieces_of(flat, optimizer.held, optimizer.held, owned_only=False, tensor_index=comm.index("tensor"))
+    return Steps(
+        losses,
+        norms,
+        [(piece.name, piece.offsets, piece.view(optimizer.exp_avg).clone()) for piece in part],
+        [(piece.name, piece.offsets, piece.view(flat.parameters).clone()) for piece in everything],
+    )
+
+
+def evaluate(comm: Comm, document: dict[str, Any], weights: Weights, windows: torch.Tensor) -> float:
+    """Mean loss of a global batch in fp64, forward alone."""
+    with _default_dtype(torch.float64):
+        spec = parse_job_spec(document)
+        engine, _ = _loaded(comm, spec, weights, torch.float64)
+        losses_m, tokens = engine.pipeline.evaluate(micro_batches(spec, comm.index("data"), windows))
+        both = torch.stack([losses_m.sum(), tokens])
+        comm.all_reduce("world", both)
+    return (both[0] / both[1]).item()
+
+
+def assemble(shapes: dict[str, tuple[int, ...]], placed: list[Placed]) -> Weights:
+    """The layout-free tensors from all ranks' rectangles. Where ranks hold the same element they must hold the same
+    bits, and every element must be there."""
+    whole = {name: torch.full(shape, float("nan"), dtype=placed[0][2].dtype) for name, shape in shapes.items()}
+    for name, offsets, values in placed:
+        where = tuple(slice(a, a + n) for a, n in zip(offsets, values.shape, strict=True))
+        known = ~whole[name][where].isnan()
+        assert torch.equal(whole[name][where][known], values[known]), f"ranks disagree about {name}"
+        whole[name][where] = values
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), f"nobody holds all of {name}"
+    return whole
+
+
+@dataclass
+class Trained:
+    """What one rank knows after training with the real trainer."""
+
+    rows: list[dict[str, Any]]
+    """Metrics (rank 0 alone has any)."""
+    events: list[dict[str, Any]]
+    statistics: list[tuple[float, float]]
+    """(loss, gradient norm) of each step of this run."""
+    state: dict[str, torch.Tensor]
+    """This rank's part of parameters and moments."""
+    parameters: torch.Tensor
+    """All flat parameters of this rank."""
+    pieces: list[tuple[str, str, tuple[int, ...], torch.Tensor]]
+    """(kind, name, offsets, values) of this rank's part."""
+
+
+def train_job(
+    comm: Comm,
+    document: dict[str, Any],
+    checkpoints: str | None = None,
+    snapshots: str | None = None,
+    resume: Resume = START,
+    until: int | None = None,
+) -> Trained:
+    """Train a job with the real trainer, from `resume` to step `until` (or its end)."""
+    spec, told = parse_job_spec(document), []
+    reporter = Reporter(told.extend)
+    trainer = Trainer(spec, comm, reporter, 1e12, Places("test", snapshots, checkpoints))
+    trainer.restore(resume)
+    statistics = []
+    while trainer.step < (spec.train.steps if until is None else until):
+        found = trainer.train_step()
+        statistics.append((found.loss, found.grad_norm))
+    if trainer.checkpoints is not None:
+        trainer.checkpoints.finish()
+    comm.barrier()
+    reporter.close()
+    optimizer = trainer.engine.optimizer
+    model = torch.cat(optimizer.parameters)
+    state = {"model": model, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+    held = optimizer.held
+    pieces = pieces_of(optimizer.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
+    return Trained(
+        [message["data"] for message in told if message["kind"] == "metrics"],
+        [message["data"] for message in told if message["kind"] == "event"],
+        statistics,
+        {kind: part.clone() for kind, part in state.items()},
+        optimizer.flat.parameters.clone(),
+        [
+            (kind, piece.name, piece.offsets, piece.view(part).clone())
+            for kind, part in state.items()
+            for piece in pieces
+        ],
+    )
+
+
+def cross_entropy(comm: Comm, logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> tuple[Any, Any]:
+    """Loss of each token, and this rank's gradient of the losses weighted 1, 2, 3, ..., for logits [n, v padded]."""
+    columns = logits.shape[1] // comm.size("tensor")
+    start = comm.index("tensor") * columns
+    mine = logits[:, start : start + columns].clone().requires_grad_()
+    losses = vocabulary_parallel_cross_entropy(mine, targets, vocabulary, comm)
+    losses.backward(torch.arange(1, len(targets) + 1, dtype=logits.dtype))
+    return losses.detach(), mine.grad
+
+
+def initial_parameters(comm: Comm, document: dict[str, Any]) -> list[Placed]:
+    """Every parameter of this rank as the engine initialises it."""
+    engine = Engine(parse_job_spec(document), comm)
+    engine.initialise(engine.spec.train.seed)
+    flat, whole = engine.flat, [(0, engine.flat.size)]
+    pieces = pieces_of(flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
+    return [(piece.name, piece.offsets, piece.view(flat.parameters).clone()) for piece in pieces]
+
+
+@dataclass
+class Precise:
+    """What one rank knows after steps in the job's own precision."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    scales: list[float]
+    """Loss scale after each step."""
+    masters: list[Placed]
+    """The optimizer's weights, this rank's part."""
+    gradients: list[Placed]
+    """Gradient of the last step, this rank's part, where the job's beta1 is 0."""
+    parameters: list[Placed]
+    """All parameters of this rank, as compute has them."""
+
+
+def run_precise(
+    comm: Comm, jobs: list[dict[str, Any]], weights: Weights, batches: list[torch.Tensor], scale: float | None = None
+) -> list[Precise]:
+    """Each job from the same weights on the same batches, one a step, in its own precision; `scale`: first loss scale
+    in place of the usual one."""
+    results = []
+    for document in jobs:
+        spec = parse_job_spec(document)
+        engine, everything = _loaded(comm, spec, weights, None)
+        if scale is not None:
+            engine.loss_scale.state[0] = scale
+        found = Precise([], [], [], [], [], [])
+        for number, windows in enumerate(batches, start=1):
+            statistics = _step(comm, engine, windows, number)
+            found.losses.append(statistics.loss)
+            found.grad_norms.append(statistics.grad_norm)
+            found.scales.append(engine.loss_scale.value)
+        optimizer = engine.optimizer
+        masters = torch.cat(optimizer.parameters)
+        for piece in pieces_of(engine.flat, optimizer.held, optimizer.held, False, comm.index("tensor")):
+            found.masters.append((piece.name, piece.offsets, piece.view(masters).clone()))
+            found.gradients.append((piece.name, piece.offsets, piece.view(optimizer.exp_avg).clone()))
+        for piece in everything:
+            found.parameters.append((piece.name, piece.offsets, piece.view(engine.flat.parameters).clone()))
+        results.append(found)
+    return results
+
+
+def _step(comm: Comm, engine: Engine, windows: torch.Tensor, number: int) -> StepStatistics:
+    train = engine.spec.train
+    batch = micro_batches(engine.spec, comm.index("data"), windows, number)
+    return engine.step(batch, len(windows), learning_rate(train.optimizer, number, train.steps), 0)
+
+
+def _bits(engine: Engine) -> torch.Tensor:
+    """All that a step may change: parameters, master weights, moments."""
+    return torch.cat([engine.flat.parameters.double(), *(part.double() for part in engine.optimizer.state())])
+
+
+def attempts(
+    comm: Comm, document: dict[str, Any], weights: Weights, windows: torch.Tensor, scale: float
+) -> tuple[list[tuple[float, list[range], torch.Tensor]], Any, torch.Tensor]:
+    """One step that begins with loss scale `scale`: (scale, samples, state before) of each attempt, the step's
+    statistics, and the state after."""
+    engine, _ = _loaded(comm, parse_job_spec(document), weights, None)
+    engine.loss_scale.state[0] = scale
+    seen, begin = [], engine.reduction.begin
+    train = engine.pipeline.train
+
+    def begun(*arguments: Any) -> None:
+        leave_gradients_behind(engine)
+        begin(*arguments)
+
+    def watched(batch: list[MicroBatch], loss_scale: float) -> Any:
+        seen.append((engine.loss_scale.value, [each.samples for each in batch], _bits(engine)))
+        return train(batch, loss_scale)
+
+    engine.reduction.begin, engine.pipeline.train = begun, watched
+    return seen, _step(comm, engine, windows, 1), _bits(engine)
+
+
+def poisoned_steps(
+    comm: Comm, document: dict[str, Any], weights: Weights, batches: list[torch.Tensor], poison: str | None
+) -> tuple[list[tuple[bool, bool]], torch.Tensor]:
+    """A step for each batch. `poison` puts something that is not finite into the second one: 'gradient' into the
+    gradients of the last rank once all backwards are done, 'weight' into a weight of the last stage's last tensor rank,
+    on all replicas, until the step is over. Without, that step is left out.
+
+    Returns for each step whether its statistics were finite and whether anything changed, and the state at the end.
+    """
+    engine, _ = _loaded(comm, parse_job_spec(document), weights, None)
+    flat, seen = engine.flat, []
+    last = all(comm.index(axis) == comm.size(axis) - 1 for axis in ("tensor", "pipeline"))
+    usual, value = engine.optimizer.step, None
+
+    def state() -> torch.Tensor:
+        return torch.cat([_bits(engine), engine.loss_scale.state.double()])
+
+    def poisoned_step(*arguments: Any) -> StepStatistics:
+        if comm.rank == comm.size("world") - 1:
+            flat.gradients[flat.slots[-1].start] = float("nan")
+        return usual(*arguments)
+
+    for number, windows in enumerate(batches, start=1):
+        now = poison if number == 2 else "nothing"
+        if now is None:
+            continue
+        if now == "weight" and last:
+            value = flat.parameters[0].clone()
+            flat.parameters[0] = float("inf")
+        engine.optimizer.step = poisoned_step if now == "gradient" else usual
+        before = state()
+        finite = _step(comm, engine, windows, number).finite
+        seen.append((finite, not torch.equal(before, state())))
+        if now == "weight" and last:
+            flat.parameters[0] = value
+    return seen, state()
+
+
+def broken_off(comm: Comm, document: dict[str, Any], weights: Weights, windows: torch.Tensor) -> Steps:
+    """A step on `windows` after one that broke off behind its last backward, in fp32."""
+    spec = parse_job_spec(document)
+    engine, everything = _loaded(comm, spec, weights, torch.float32)
+    engine.reduction.begin(len(micro_batches(spec, comm.index("data"), windows)), len(windows))
+    engine.pipeline.train(micro_batches(spec, comm.index("data"), windows.flip(0)), 1.0)
+    found = _step(comm, engine, windows, 1)
+    parameters = [(piece.name, piece.offsets, piece.view(engine.flat.parameters).clone()) for piece in everything]
+    return Steps([found.loss], [found.grad_norm], [], parameters)
+
+
+def torch_pipeline(
+    comm: Comm, port: int, kind: str, jobs: list[dict[str, Any]], weights: list[Weights], windows: list[torch.Tensor]
+) -> list[tuple[float, Weights]]:
+    """For each job: its plain model run by torch.distributed.pipelining in fp64 over the ranks of the pipeline: (sum of
+    the losses, gradients of that sum), this rank's parts of both."""
+    join_default_group(comm, port)
+    with _default_dtype(torch.float64):
+        return [
+            _torch_pipeline(comm, kind, parse_job_spec(document), start, tokens)
+            for document, start, tokens in zip(jobs, weights, windows, strict=True)
+        ]
+
+
+def _torch_pipeline(
+    comm: Comm, kind: str, spec: JobSpec, weights: Weights, windows: torch.Tensor
+) -> tuple[float, Weights]:
+    from torch.distributed import pipelining  # two seconds, which the other programs need not wait
+
+    rank, ranks, chunks = comm.index("pipeline"), comm.size("pipeline"), spec.layout.virtual_stages
+    numbers = [chunk * ranks + rank for chunk in range(chunks)]
+    if kind == "ZBVZeroBubble":
+        numbers[1] = 2 * ranks - 1 - rank
+    count, layers = ranks * chunks, spec.model.layers
+    whole = PlainGPT(spec).load(weights)
+    stages = [
+        pipelining.PipelineStage(
+            PlainStage(whole, range(number * layers // count, (number + 1) * layers // count)),
+            number,
+            count,
+            torch.device("cpu"),
+        )
+        for number in numbers
+    ]
+
+    def sum_of_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+    # Scaling would divide the gradients of all micro-batches so far, once a step.
+    schedule = pipelining.schedules.get_schedule_class(kind)(
+        stages if chunks > 1 else stages[0], spec.micro_batches, loss_fn=sum_of_losses, scale_grads=False
+    )
+    losses: list[torch.Tensor] = []
+    inputs = [windows[:, :-1]] if 0 in numbers else []
+    if count - 1 in numbers:
+        schedule.step(*inputs, target=windows[:, 1:], losses=losses, return_outputs=False)
+    else:
+        schedule.step(*inputs, return_outputs=False)
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
+    return sum(loss.item() for loss in losses), gradients
+
+
+def hang(comm: Comm) -> None:
+    """Rank 0 waits for a message that rank 1 never sends."""
+    if comm.rank == 0:
+        comm.receive(1, torch.zeros(1)).wait()
+    else:
+        import time
+
+        time.sleep(3600)
+
+
+def fail_on_rank_one(comm: Comm) -> None:
+    """Rank 1 raises while the others wait for it."""
+    if comm.rank == 1:
+        raise RuntimeError("rank one was told to fail")
+    comm.barrier()

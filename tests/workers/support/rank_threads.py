@@ -1,0 +1,50 @@
+"""Ranks as threads of the test's own process, for what needs links alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from workers.comm.links import Links
+
+HOST = "127.0.0.1"
+
+
+def run_threads(count: int, body: Callable[[int], Any], seconds: float = 20.0) -> list[Any]:
+    """`body(rank)` in `count` threads; results by rank. A thread's exception is its result. Fails on a hang."""
+    results: list[Any] = [None] * count
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except Exception as error:  # noqa: BLE001 - the test judges it
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
+
+
+def connected(count: int, body: Callable[[Links], Any], generation: int = 1) -> list[Any]:
+    """`body(links)` on `count` ranks that are all linked to each other; every rank closes its links at its end."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> Any:
+        links = Links(rank, range(count), store, generation, HOST)
+        try:
+            return body(links)
+        finally:
+            links.close()
+
+    results = run_threads(count, run)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results

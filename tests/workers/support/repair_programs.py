@@ -1,0 +1,102 @@
+"""What a rank does in the tests of in-place repair: train, and go on in the next generation whenever a peer is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from rank_processes import HOST
+
+from workers.comm.comm import Comm
+from workers.errors import PeerLost
+from workers.messages import Resume
+from workers.reporter import Reporter
+from workers.snapshot.snapshot_file import committed_steps
+from workers.spec.reading import parse_job_spec
+from workers.trainer import Places, Trainer
+
+
+@dataclass(frozen=True)
+class Cut:
+    """In the job's `generation`-th generation, from 0, `rank` loses its connections when it waits for its `message`-th
+    message."""
+
+    generation: int
+    rank: int
+    message: int
+
+
+@dataclass
+class Lived:
+    """What a rank lived through."""
+
+    generations: int = 0
+    messages: int = 0
+    """That it waited for in its last generation."""
+    steps_redone: int = 0
+    state: str = ""
+    """Hash of the state at the end, and of the parameters."""
+    rows: dict[int, tuple[float, float]] | None = None
+    """By step: loss and gradient norm."""
+
+
+def train_through(comm: Comm, document: dict[str, Any], folder: str, port: int, cuts: list[Cut]) -> Lived:
+    """Train to the end of the job through all `cuts`."""
+    lived, rows, first = Lived(), {}, comm.generation
+
+    def take(messages: list[dict[str, Any]]) -> None:
+        for message in messages:
+            if message["kind"] == "metrics":
+                rows[message["data"]["step"]] = (message["data"]["loss"], message["data"]["grad_norm"])
+
+    reporter = Reporter(take)
+    store = dist.TCPStore(HOST, port, is_master=False)
+    trainer = Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", snapshots=folder))
+    resume = Resume()
+    while True:
+        _cut(comm, lived, [cut for cut in cuts if (cut.generation, cut.rank) == (lived.generations, comm.rank)])
+        lived.generations += 1
+        try:
+            trainer.restore(resume)
+            trainer.train()
+            break
+        except PeerLost:
+            comm.close()
+            trainer.rest()
+        resume = _agreed(trainer, store, f"repair-{first}-{lived.generations}")
+        lived.steps_redone += trainer.step - resume.step
+        comm.connect(store, first * 1000 + lived.generations, HOST)
+    reporter.close()
+    state = hashlib.sha256()
+    for tensor in (*trainer.engine.state(), trainer.engine.flat.parameters):
+        state.update(tensor.detach().numpy().tobytes())
+    lived.state, lived.rows = state.hexdigest(), rows
+    trainer.close()
+    return lived
+
+
+def _agreed(trainer: Trainer, store: dist.Store, key: str) -> Resume:
+    """The newest step that all ranks can go on from, as the supervisor would choose it."""
+    assert trainer.snapshots is not None
+    mine = {*committed_steps(trainer.snapshots.path), trainer.settled_step} - {None}
+    store.set(f"{key}/{trainer.comm.rank}", json.dumps(sorted(mine)))
+    everybody = [set(json.loads(store.get(f"{key}/{rank}"))) for rank in range(trainer.comm.size("world"))]
+    return Resume("snapshot", max(set.intersection(*everybody)))
+
+
+def _cut(comm: Comm, lived: Lived, cuts: list[Cut]) -> None:
+    """Count the messages that the rank waits for from now on, and raise PeerLost at the one that a cut names."""
+    links = comm._links
+    assert links is not None
+    wait, lived.messages = links.wait, 0
+
+    def counted(operation: Any) -> None:
+        lived.messages += 1
+        if any(cut.message == lived.messages for cut in cuts):
+            raise PeerLost("the test has cut the connection")
+        wait(operation)
+
+    links.wait = counted  # type: ignore[method-assign]

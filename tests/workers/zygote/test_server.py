@@ -1,0 +1,192 @@
+"""The zygote: what a child gets, how its end is told, and that nothing outlives whoever it belongs to."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from workers.zygote.client import Exit, ZygoteUnavailable, fork
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_child_gets_argument_environment_and_channels(zygote, go):
+    async def body():
+        child = await fork(zygote.socket, "echo", {"code": 7, "text": "päivää"}, {"MANTA_TEST": "set"})
+        seen = json.loads(await child.control.readline())
+        assert seen["argument"] == {"code": 7, "text": "päivää"}
+        assert seen["pid"] == child.pid == seen["group"]
+        assert seen["variable"] == "set"
+        assert seen["descriptors"] == 5, "stdin, stdout, stderr, control, and the listing itself"
+        assert await child.stdout.read() == b"hello from stdout\n"
+        assert await child.stderr.read() == b"hello from stderr\n"
+        assert await child.wait() == Exit(7, None)
+        assert child.ended
+        child.kill()
+        child.close()
+
+    go(body)
+
+
+def test_uncaught_exception_prints_traceback_and_exits_with_one(zygote, go):
+    async def body():
+        child = await fork(zygote.socket, "fail", {})
+        assert "RuntimeError: it went wrong" in (await child.stderr.read()).decode()
+        assert await child.wait() == Exit(1, None)
+        child.close()
+        child = await fork(zygote.socket, "leave", {})
+        assert await child.stderr.read() == b"no more\n"
+        assert await child.wait() == Exit(1, None)
+        child.close()
+
+    go(body)
+
+
+def test_signal_is_told_and_group_dies_with_its_leader(zygote, go, gone):
+    async def body():
+        child = await fork(zygote.socket, "wait", {"grandchild": True})
+        await child.control.readline()
+        grandchild = json.loads(await child.control.readline())["grandchild"]
+        os.kill(child.pid, signal.SIGTERM)
+        assert await child.wait() == Exit(None, signal.SIGTERM)
+        assert gone(grandchild)
+        child.close()
+
+    go(body)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_child_dies_when_its_requester_hangs_up(zygote, go, gone, stopped):
+    async def body():
+        child = await fork(zygote.socket, "wait", {"stop": stopped})
+        await child.control.readline()
+        child.close()
+        return child.pid
+
+    assert gone(go(body))
+
+
+def test_requester_that_is_killed_takes_its_child_along(zygote, gone):
+    script = (
+        "import asyncio, os, signal, sys\n"
+        "from workers.zygote.client import fork\n"
+        "async def main():\n"
+        "    child = await fork(sys.argv[1], 'wait', {'stop': True})\n"
+        "    await child.control.readline()\n"
+        "    print(child.pid, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script, str(zygote.socket)], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert found.returncode == -signal.SIGKILL
+    assert gone(int(found.stdout))
+
+
+def test_death_of_the_owner_leaves_no_process_and_no_socket(zygote, go, gone):
+    async def body():
+        children = [await fork(zygote.socket, "wait", {"stop": stop}) for stop in (False, True)]
+        for child in children:
+            await child.control.readline()
+        zygote.disown()
+        exits = [await child.wait() for child in children]
+        for child in children:
+            child.close()
+        return [child.pid for child in children], exits
+
+    pids, exits = go(body)
+    assert zygote.process.wait(10) == 0
+    assert all(gone(pid) for pid in pids)
+    assert exits == [Exit(None, signal.SIGKILL)] * 2
+    assert not zygote.socket.exists()
+
+
+def test_death_of_the_zygote_takes_its_children_along(zygote, go, gone):
+    async def body():
+        child = await fork(zygote.socket, "wait", {})
+        await child.control.readline()
+        zygote.process.kill()
+        assert await child.wait() == Exit(None, signal.SIGKILL)
+        child.close()
+        return child.pid
+
+    assert gone(go(body))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"not json\n", "one JSON object"),
+        (b"[1, 2]\n", "one JSON object"),
+        (b'{"entry": "echo", "argument": [], "environment": {}}\n', "argument an object"),
+        (b'{"entry": "echo", "argument": {}, "environment": {"A": 1}}\n', "object of strings"),
+        (b'{"entry": "echo", "argument": {}, "environment": {}}\n', "descriptors, not 0"),
+    ],
+)
+def test_malformed_request_is_answered_and_harms_nobody(zygote, go, line, reason):
+    async def body():
+        with pytest.raises(ZygoteUnavailable, match="no entry 'absent'"):
+            await fork(zygote.socket, "absent", {})
+        reader, writer = await asyncio.open_unix_connection(zygote.socket)
+        writer.write(line)
+        assert reason in json.loads(await reader.readline())["error"]
+        assert await reader.read() == b""
+        writer.close()
+        child = await fork(zygote.socket, "echo", {})
+        assert await child.wait() == Exit(0, None)
+        child.close()
+
+    go(body)
+
+
+def test_request_may_be_large_and_hanging_up_early_is_no_harm(zygote, go):
+    async def body():
+        await (await fork(zygote.socket, "echo", {})).wait()
+        with socket.socket(socket.AF_UNIX) as early:
+            early.connect(str(zygote.socket))
+            early.send(b'{"entry"')
+        child = await fork(zygote.socket, "echo", {"text": "x" * 3_000_000})
+        assert len(json.loads(await child.control.readline())["argument"]["text"]) == 3_000_000
+        assert await child.wait() == Exit(0, None)
+        child.close()
+
+    go(body)
+
+
+def test_absent_zygote_is_one_clear_error(tmp_path, go):
+    async def body():
+        with pytest.raises(ZygoteUnavailable, match="did not answer within"):
+            await fork(tmp_path / "zygote.sock", "echo", {}, timeout=0.1)
+
+    go(body)
+
+
+def test_warm_zygote_has_one_thread_and_forks_fast(tmp_path, go, start_zygote):
+    running = start_zygote(tmp_path)
+
+    async def body():
+        seconds = []
+        for _ in range(10):
+            before = time.time()
+            child = await fork(running.socket, "echo", {})
+            seconds.append(json.loads(await child.control.readline())["time"] - before)
+            await child.wait()
+            child.close()
+        return min(seconds[1:])
+
+    seconds = go(body)
+    status = Path(f"/proc/{running.process.pid}/status").read_text()
+    assert "Threads:\t1\n" in status
+    maps = Path(f"/proc/{running.process.pid}/maps").read_text()
+    assert "libtorch" in maps
+    assert "_raylet" not in maps
+    print(f"\nfork to first line of the child: {seconds * 1000:.1f} ms")
+    assert seconds < 0.5

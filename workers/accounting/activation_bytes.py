@@ -1,0 +1,163 @@
+"""Bytes of activations that a rank keeps from a forward pass to its backward, by arithmetic. Pure Python.
+
+`table2_bytes` is the published estimate (arXiv:2205.05198, table 2); `layer_terms` lists what this engine keeps, tensor
+by tensor, and equals it up to the norms' statistics. Parameters are not activations. What backward recomputes exists
+for one layer at a time, and comes on top while it does.
+
+Shapes: s sequence, b micro-batch, h hidden, a heads, g key-value heads, f inner width of the MLP, v vocabulary padded
+to a multiple of the tensor-parallel size t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from workers.accounting.flops import padded_vocabulary
+from workers.config import JobSpec, ModelConfig
+from workers.parallel.pipeline.recompute import recomputed
+from workers.parallel.pipeline.schedules import schedule
+from workers.parallel.pipeline.stages import stage_layers, virtual_stage
+
+WIDE = 4
+"""Bytes of an element of what kernels keep in fp32 beside 16-bit activations: statistics of norms, log-sums of
+softmax. (On a CPU, statistics have the activations' precision.)"""
+
+
+def table2_bytes(
+    model: ModelConfig, micro_batch: int, tensor: int = 1, sequence_parallel: bool = False, recompute: str = "none"
+) -> float:
+    """Bytes a layer by table 2 of arXiv:2205.05198: f = 4 h, 16-bit activations, masks of one byte.
+
+    `recompute`: none (eqs. 1, 2 and 4), selective (core attention; eq. 6) or full. A full recomputation keeps the
+    layer's input on every tensor rank; with sequence parallelism it could be a part of it (section 5), which the table
+    leaves out.
+    """
+    s, h = model.sequence_length, model.hidden_size
+    if recompute == "full":
+        return 2.0 * s * micro_batch * h
+    outside = 10 / tensor if sequence_parallel else 10
+    attention = 0.0 if recompute == "selective" else 5 * model.heads * s / (h * tensor)
+    return s * micro_batch * h * (outside + 24 / tensor + attention)
+
+
+def layer_terms(spec: JobSpec, modules: Collection[str] = ()) -> dict[str, int]:
+    """Bytes of every tensor that one layer keeps of one full micro-batch, of which `modules` are recomputed."""
+    model, t = spec.model, spec.layout.tensor
+    h, width = model.hidden_size, _width(spec)
+    tokens, outside = _tokens(spec)
+    terms = {
+        "attention_norm_input": outside * h * width,
+        "attention_norm_statistics": 2 * outside * WIDE,
+        "mlp_norm_input": outside * h * width,
+        "mlp_norm_statistics": 2 * outside * WIDE,
+        "queries_keys_values": tokens * _qkv_columns(spec) * width,
+        "context": tokens * h // t * width,
+        "mlp_inner": tokens * model.ffn_size // t * width,
+    }
+    if "norm" not in modules:
+        terms |= {"attention_norm_output": outside * h * width, "mlp_norm_output": outside * h * width}
+    if "mlp_activation" not in modules:
+        terms["mlp_activation"] = tokens * model.ffn_size // t * width
+    if model.dropout > 0:
+        terms |= {"attention_dropout_mask": outside * h, "mlp_dropout_mask": outside * h}
+    return terms | _core_attention_terms(spec, "core_attention" in modules)
+
+
+def _core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
+    """What is kept of core attention beside its inputs and its result."""
+    model, width = spec.model, _width(spec)
+    heads = spec.train.micro_batch_size * model.heads // spec.layout.tensor
+    if not spec.attention_is_explicit:
+        return {} if recompute else {"log_sums": heads * model.sequence_length * WIDE}
+    terms = {"dropout_keys": heads * 4} if model.dropout > 0 else {}
+    if recompute:
+        return terms
+    scores = heads * model.sequence_length**2
+    terms["softmax"] = scores * width
+    if model.dropout > 0:
+        terms |= {"weights_dropout_mask": scores, "weights": scores * width}
+    return terms
+
+
+def _qkv_columns(spec: JobSpec) -> int:
+    """Columns of q, k and v on a rank."""
+    model, t = spec.model, spec.layout.tensor
+    return (model.heads // t + 2 * max(1, model.key_value_heads // t)) * model.head_size
+
+
+def layer_bytes(spec: JobSpec, modules: Collection[str] = ()) -> int:
+    """Bytes that one layer keeps of one full micro-batch, of which `modules` are recomputed."""
+    return sum(layer_terms(spec, modules).values())
+
+
+def layer_input_bytes(spec: JobSpec) -> int:
+    """Bytes that a layer keeps which is recomputed as a whole."""
+    return _tokens(spec)[1] * spec.model.hidden_size * _width(spec)
+
+
+def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
+    """Bytes that virtual stage `index` keeps of one full micro-batch; `recompute`: of one that the layout's policy
+    applies to. In the first one with the embedding, in the last one with the logits."""
+    model, layout = spec.model, spec.layout
+    policy = layout.recompute if recompute else "none"
+    modules = layout.recompute_modules if policy == "selective" else ()
+    count = layout.pipeline * layout.virtual_stages
+    total = 0
+    for layer in stage_layers(model.layers, count, index):
+        whole = policy == "full" and layer % layout.recompute_every == 0
+        total += layer_input_bytes(spec) if whole else layer_bytes(spec, modules)
+    if index == 0:
+        total += _embedding_bytes(spec)
+    if index == count - 1:
+        total += _output_bytes(spec)
+    return total
+
+
+def _embedding_bytes(spec: JobSpec) -> int:
+    """The dropout's mask (arXiv:2205.05198, section 4.3); tensor ranks also keep which rows they looked up, a few bytes
+    a token that are left out."""
+    return _tokens(spec)[1] * spec.model.hidden_size if spec.model.dropout > 0 else 0
+
+
+def _output_bytes(spec: JobSpec) -> int:
+    """Inputs of the final norm and of the output layer, and the logits; the cross-entropy also keeps a few numbers a
+    token, which are left out. The paper has 4 s b v / t for the logits, which it keeps in fp32 (section 4.3); here
+    they have the activations' precision."""
+    tokens, outside = _tokens(spec)
+    inputs = outside * (2 * spec.model.hidden_size * _width(spec) + 2 * WIDE)
+    return inputs + tokens * padded_vocabulary(spec) // spec.layout.tensor * _width(spec)
+
+
+def rank_bytes(spec: JobSpec) -> tuple[int, ...]:
+    """Most bytes of activations that a rank of each pipeline stage holds at once in a step.
+
+    A pass whose weights' half is put off counts in full until that is done, though less is left of it.
+    """
+    layout, micro_batches = spec.layout, spec.micro_batches
+    kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
+    found = []
+    for rank, actions in enumerate(schedule(kind, stages, virtual_stages, micro_batches)):
+        again = recomputed(actions, layout)
+        sizes = {
+            (chunk, recompute): chunk_bytes(spec, virtual_stage(kind, stages, virtual_stages, rank, chunk), recompute)
+            for chunk in range(virtual_stages)
+            for recompute in (False, True)
+        }
+        held = most = 0
+        for action in actions:
+            size = sizes[action.chunk, (action.micro_batch, action.chunk) in again]
+            held += {"forward": size, "backward": -size, "backward_weight": -size}.get(action.kind, 0)
+            most = max(most, held)
+        found.append(most)
+    return tuple(found)
+
+
+def _tokens(spec: JobSpec) -> tuple[int, int]:
+    """Tokens of a full micro-batch: all, and those that a rank holds outside of the tensor-parallel blocks."""
+    tokens = spec.model.sequence_length * spec.train.micro_batch_size
+    return tokens, tokens // spec.layout.tensor if spec.layout.sequence_parallel_on else tokens
+
+
+def _width(spec: JobSpec) -> int:
+    """Bytes of an activation's element."""
+    return 4 if spec.train.precision == "fp32" else 2

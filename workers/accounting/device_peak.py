@@ -1,0 +1,79 @@
+"""The peak rate that MFU is measured against: from a table of GPUs, or a measured matrix product."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from workers.accounting.device_table import known_peak
+
+MEASURE_SECONDS = 0.2
+CPU_SIZE, CUDA_SIZE = 768, 8192
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak rate of one rank's device."""
+
+    flops: float
+    """FLOP/s."""
+    source: Literal["table", "measured"]
+    """table: the maker's dense peak; measured: the best of several matrix products on this machine."""
+
+
+def measure_peak_flops(device: str = "cpu", precision: str | None = None) -> Peak:
+    """Peak FLOP/s of `device` ("cpu" or "cuda[:n]") at `precision` ("fp32" or "bf16").
+
+    The default precision is fp32 on a CPU and bf16 on a GPU. A CPU is measured with one thread, as each rank computes
+    with one; a GPU comes from `workers/accounting/device_table.py`, and is measured when it is not in there.
+    """
+    kind = torch.device(device).type
+    precision = precision or ("fp32" if kind == "cpu" else "bf16")
+    if kind == "cuda":
+        known = known_peak(torch.cuda.get_device_name(device), precision)
+        if known is not None:
+            return Peak(known, "table")
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    return Peak(_best_product_rate(device, dtype, CPU_SIZE if kind == "cpu" else CUDA_SIZE), "measured")
+
+
+def _best_product_rate(device: str, dtype: torch.dtype, size: int) -> float:
+    """Best rate of size x size products within about MEASURE_SECONDS, in FLOP/s (2 n^3 a product)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        left = torch.rand(size, size, device=device).to(dtype)
+        right = torch.rand(size, size, device=device).to(dtype)
+        result = torch.mm(left, right)  # warm-up: allocation, and the library's choice of kernel
+        best, started = float("inf"), time.perf_counter()
+        while time.perf_counter() - started < MEASURE_SECONDS:
+            _settle(device)
+            before = time.perf_counter()
+            torch.mm(left, right, out=result)
+            _settle(device)
+            best = min(best, time.perf_counter() - before)
+    finally:
+        torch.set_num_threads(threads)
+    return 2.0 * size**3 / best
+
+
+def _settle(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def run(argument: dict[str, Any], control: socket.socket) -> int:
+    """Entry for the zygote: one JSON line `{"peak_flops", "source"}` on `control`. Returns the exit code.
+
+    `argument["device"]` defaults to the first GPU where there is one, else "cpu"; `argument["precision"]` as in
+    `measure_peak_flops`.
+    """
+    device = argument.get("device") or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    peak = measure_peak_flops(device, argument.get("precision"))
+    control.sendall(json.dumps({"peak_flops": peak.flops, "source": peak.source}).encode() + b"\n")
+    return 0

@@ -1,0 +1,189 @@
+"""Parameters and FLOPs of a model by arithmetic. Pure Python.
+
+Only matrix products count, a multiply-add as 2 FLOPs, and a backward pass costs twice its forward (arXiv:2205.05198,
+appendix A). `full` counts attention over all s^2 pairs, as all papers' numbers do; `causal` over half of them.
+
+Model FLOPs are what the mathematics needs, hardware FLOPs what the ranks compute: besides, what they recompute, copies
+of key-value heads and the padding of the vocabulary. What a fused attention kernel does again inside of its backward
+(q k^T once more) is its own affair and counts as neither.
+
+Recomputing core attention by itself costs one product of its forward where it is written out, 2 s^2 h FLOPs a sequence
+and layer: of q k^T and the weights times v, backward needs the softmax, and not the other product's result. Fused
+kernels only run as a whole: 4 s^2 h. The paper's own hardware FLOPs, `hardware_paper`, have 1 + s/(3h) in place of
+1 + s/(6h) (arXiv:2205.05198, appendix A, and all HFU of its table 5), which is 12 s^2 h: it charges the recomputation
+with three times a forward, as if it had a backward of its own. It is kept apart, to be compared with published HFU.
+
+Shapes: s sequence, h hidden, a heads, g key-value heads, d head size, f inner width of the MLP, v vocabulary; t tensor-
+parallel size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from workers.config import JobSpec, ModelConfig, ParallelConfig
+from workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
+from workers.parallel.data.tree_sum import buffers
+from workers.parallel.pipeline.recompute import recomputed
+from workers.parallel.pipeline.schedules import schedule
+from workers.parallel.pipeline.stages import stage_layers, virtual_stage
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of one optimizer step over the whole global batch, on all ranks together."""
+
+    model_full: int
+    """Forward and backward, attention counted in full."""
+    model_causal: int
+    """Forward and backward, half of the attention counted."""
+    hardware_full: int
+    """What the ranks compute, attention counted in full."""
+    hardware_causal: int
+    """What the ranks compute, half of the attention counted."""
+    hardware_paper: int
+    """model_full and the recomputation as arXiv:2205.05198 counts it (see above)."""
+
+
+def parameter_count(spec: JobSpec) -> int:
+    """Trainable parameters of the whole model, without padding: for multi-head attention, f = 4 h, biases and tied
+    embeddings 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2) and the final norm's 2 h."""
+    model, h = spec.model, spec.model.hidden_size
+    tables = spec.vocabulary_size * (1 if model.tie_embeddings else 2) + model.sequence_length
+    return model.layers * _layer_parameters(model, 1) + tables * h + _norm_parameters(model)
+
+
+def rank_parameters(spec: JobSpec) -> tuple[int, ...]:
+    """Parameters that each tensor rank of each pipeline rank holds, with copies of key-value heads, the second copy
+    of a tied embedding and the padding of the vocabulary."""
+    return tuple(_stage_parameters(spec, rank) for rank in range(spec.layout.pipeline))
+
+
+def _stage_parameters(spec: JobSpec, rank: int) -> int:
+    model, layout, h = spec.model, spec.layout, spec.model.hidden_size
+    count = layout.pipeline * layout.virtual_stages
+    indices = [
+        virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, rank, chunk)
+        for chunk in range(layout.virtual_stages)
+    ]
+    layers = sum(len(stage_layers(model.layers, count, index)) for index in indices)
+    first, last = 0 in indices, count - 1 in indices
+    rows = int(first) + int(last) - int(first and last and model.tie_embeddings)
+    total = layers * _layer_parameters(model, layout.tensor) + rows * padded_vocabulary(spec) // layout.tensor * h
+    return total + first * model.sequence_length * h + last * _norm_parameters(model)
+
+
+def waiting_gradient_buffers(spec: JobSpec) -> int:
+    """With `train.deterministic: elastic`: most buffers as large as a rank's gradients that hold partial sums while a
+    replica's micro-batches are added in the tree, beside the gradients' own; fp32, 4 bytes an element each."""
+    if spec.train.deterministic == "layout":
+        return 0
+    most = 0
+    for level in BatchPlan(spec.train).levels:
+        leaves = -(-level.size // spec.train.micro_batch_size)
+        shares = [leaf_share(leaves, spec.layout, replica) for replica in range(spec.layout.data)]
+        most = max([most, *(buffers(leaves, share.start, share.stop) for share in shares)])
+    return most
+
+
+def _layer_parameters(model: ModelConfig, tensor: int) -> int:
+    """Parameters of one layer on one of `tensor` ranks."""
+    h, f, bias = model.hidden_size, model.ffn_size, int(model.bias)
+    key_values = 2 * model.key_value_heads * model.head_size * key_value_copies(model, tensor)
+    rows, columns = (h + key_values + f) // tensor, (h + f) // tensor
+    return rows * (h + bias) + columns * h + 2 * bias * h + 2 * _norm_parameters(model)
+
+
+def _norm_parameters(model: ModelConfig) -> int:
+    return (1 + int(model.bias)) * model.hidden_size
+
+
+def key_value_copies(model: ModelConfig, tensor: int) -> int:
+    """Tensor ranks that hold, and compute, the same key-value head."""
+    return max(1, tensor // model.key_value_heads)
+
+
+def padded_vocabulary(spec: JobSpec) -> int:
+    """Rows of the token embedding over all tensor ranks."""
+    tensor = spec.layout.tensor
+    return -(-spec.vocabulary_size // tensor) * tensor
+
+
+def core_attention_forward(model: ModelConfig) -> int:
+    """FLOPs of q k^T and of the weights times v for one sequence in one layer: 4 s^2 h (arXiv:2205.05198, app. A)."""
+    return 4 * model.sequence_length**2 * model.hidden_size
+
+
+def forward_flops(spec: JobSpec) -> tuple[int, int]:
+    """Forward FLOPs of one sequence: (all matrix products but core attention, core attention in full).
+
+    For g = a and f = 4 h, three times their sum is 72 B L s h^2 (1 + s/(6h) + v/(12hL)) for B = 1
+    (arXiv:2205.05198, eq. 7).
+    """
+    model = spec.model
+    dense = model.layers * _layer_products(model, 1) + _logits(model, spec.vocabulary_size)
+    return dense, model.layers * core_attention_forward(model)
+
+
+def _layer_products(model: ModelConfig, copies: int) -> int:
+    """Forward FLOPs of one sequence in one layer but for core attention, every key-value head `copies` times."""
+    s, h = model.sequence_length, model.hidden_size
+    return 4 * s * h * (h + model.key_value_heads * model.head_size * copies + model.ffn_size)
+
+
+def _logits(model: ModelConfig, vocabulary: int) -> int:
+    return 2 * model.sequence_length * model.hidden_size * vocabulary
+
+
+def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
+    """FLOPs of one step over `sequences` (default: the global batch)."""
+    model, layout = spec.model, spec.layout
+    batch = spec.train.global_batch_size if sequences is None else sequences
+    dense, attention = forward_flops(spec)
+    copied = _layer_products(model, key_value_copies(model, layout.tensor))
+    computed = model.layers * copied + _logits(model, padded_vocabulary(spec))
+    passes = recomputed_layer_passes(spec, batch)
+    core = core_attention_forward(model)
+    again_dense = again_attention = again_paper = 0
+    if layout.recompute == "full":
+        again_dense, again_attention = passes * copied, passes * core
+        again_paper = passes * (_layer_products(model, 1) + core)
+    elif layout.recompute == "selective" and "core_attention" in layout.recompute_modules:
+        again_attention = passes * (core // 2 if spec.attention_is_explicit else core)
+        again_paper = passes * 3 * core
+    return StepFlops(
+        model_full=3 * batch * (dense + attention),
+        model_causal=3 * batch * (dense + attention // 2),
+        hardware_full=3 * batch * (computed + attention) + again_dense + again_attention,
+        hardware_causal=3 * batch * (computed + attention // 2) + again_dense + again_attention // 2,
+        hardware_paper=3 * batch * (dense + attention) + again_paper,
+    )
+
+
+def recomputed_layer_passes(spec: JobSpec, sequences: int) -> int:
+    """In how many (layer, sequence) pairs of a step over `sequences` the layer, or modules of it, are recomputed."""
+    layout, layers = spec.layout, spec.model.layers
+    if layout.recompute == "none":
+        return 0
+    if not layout.recompute_keep:
+        return sequences * len(range(0, layers, _every(layout)))
+    shares = [replica_micro_batches(range(sequences), spec, replica) for replica in range(layout.data)]
+    return sum(_passes_of_replica(layout, layers, tuple(len(part) for part in share)) for share in shares if share)
+
+
+def _every(layout: ParallelConfig) -> int:
+    return layout.recompute_every if layout.recompute == "full" else 1
+
+
+@lru_cache(maxsize=1024)
+def _passes_of_replica(layout: ParallelConfig, layers: int, sizes: tuple[int, ...]) -> int:
+    """The same for one replica's micro-batches of `sizes`, by going through what its pipeline ranks recompute."""
+    kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
+    passes = 0
+    for rank, actions in enumerate(schedule(kind, stages, virtual_stages, len(sizes))):
+        for micro_batch, chunk in recomputed(actions, layout):
+            index = virtual_stage(kind, stages, virtual_stages, rank, chunk)
+            held = stage_layers(layers, stages * virtual_stages, index)
+            passes += sizes[micro_batch] * sum(layer % _every(layout) == 0 for layer in held)
+    return passes

@@ -1,0 +1,153 @@
+"""Collectives over the CPU links: every rank's part goes straight to whoever needs it, which moves the least bytes
+possible, and sums are added in the order of ranks, so that the same layout always gives the same bits.
+
+On GPUs NCCL's own are used instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from workers.comm.links import Links, Operation
+
+# Up to this size latency counts, not volume: one rank adds for all.
+SMALL_BYTES = 32 * 1024
+
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Tensors = Sequence[torch.Tensor]
+
+
+def add(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """In-place sum."""
+    return total.add_(part)
+
+
+def maximum(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """In-place maximum."""
+    return torch.maximum(total, part, out=total)
+
+
+class Collectives:
+    """Collectives along one axis. `ranks` are global, in order along the axis; tensors are contiguous.
+
+    `star`: everybody is linked to the first rank only, so only `all_reduce` is there.
+    """
+
+    def __init__(self, links: Links, channel: int, ranks: list[int], star: bool = False):
+        self._links, self._channel, self._ranks, self._star = links, channel, ranks, star
+        self._index = ranks.index(links.rank)
+        self._others = [i for i in range(len(ranks)) if i != self._index]
+
+    def _send(self, tensor: torch.Tensor, to: int) -> Operation:
+        return self._links.send(self._ranks[to], self._channel, tensor)
+
+    def _receive(self, tensor: torch.Tensor, source: int) -> Operation:
+        return self._links.receive(self._ranks[source], self._channel, tensor)
+
+    def start_all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Started:
+        """Begin to bring every rank's `tensor`, one after the other, into `out`."""
+        parts = out.view(len(self._ranks), -1)
+        works = [self._receive(parts[i], i) for i in self._others]
+        works += [self._send(tensor, i) for i in self._others]
+        parts[self._index].copy_(tensor.view(-1))
+        return Started(works)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Every rank's `tensor`, one after the other, into `out`."""
+        self.start_all_gather(out, tensor).wait()
+
+    def start_reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, combine: Combine = add) -> Started:
+        """Begin to bring this rank's part of the sum of every rank's `tensor` into `out`; `tensor` must not change
+        until the wait is over."""
+        parts = tensor.view(len(self._ranks), -1)
+        received = parts.new_empty((len(self._others), parts.shape[1]))
+        works = [self._receive(received[at], i) for at, i in enumerate(self._others)]
+        works += [self._send(parts[i], i) for i in self._others]
+
+        def finish() -> None:
+            by_rank = iter(received)
+            flat, first = out.view(-1), True
+            for i in range(len(self._ranks)):  # in the order of ranks: the same bits every time
+                part = parts[i] if i == self._index else next(by_rank)
+                if first:
+                    flat.copy_(part)
+                    first = False
+                else:
+                    combine(flat, part)
+
+        return Started(works, finish)
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, combine: Combine = add) -> None:
+        """This rank's part of the sum of every rank's `tensor` into `out`."""
+        self.start_reduce_scatter(out, tensor, combine).wait()
+
+    def start_all_to_all(self, outgoing: Sequence[Tensors], incoming: Sequence[Tensors]) -> Started:
+        """Begin to send `outgoing[i]` to rank i, tensor by tensor, and to receive `incoming[i]` from it; nothing goes
+        to this rank itself."""
+        works = [self._receive(tensor, i) for i in self._others for tensor in incoming[i]]
+        return Started(works + [self._send(tensor, i) for i in self._others for tensor in outgoing[i]])
+
+    def start_all_reduce(self, tensor: torch.Tensor, combine: Combine = add) -> Started:
+        """Begin to bring the sum of every rank's `tensor` into it, with the same bits on every rank. Nothing else may
+        be started along the axis before its wait: part of its messages are sent then."""
+        flat = tensor.view(-1)
+        size = len(self._ranks)
+        if size == 2:
+            return self._start_exchange(flat, combine)
+        if self._star or flat.numel() * flat.element_size() <= SMALL_BYTES:
+            return self._start_through_first(flat, combine)
+        padded = flat.new_zeros(-(-flat.numel() // size) * size)
+        padded[: flat.numel()] = flat
+        part = padded.new_empty(padded.numel() // size)
+        scattering = self.start_reduce_scatter(part, padded, combine)
+
+        def finish() -> None:
+            scattering.wait()
+            self.all_gather(padded, part)
+            flat.copy_(padded[: flat.numel()])
+
+        return Started((), finish)
+
+    def all_reduce(self, tensor: torch.Tensor, combine: Combine = add) -> None:
+        """The sum of every rank's `tensor` in place, with the same bits on every rank."""
+        self.start_all_reduce(tensor, combine).wait()
+
+    def _start_exchange(self, flat: torch.Tensor, combine: Combine) -> Started:
+        other = self._others[0]
+        received = torch.empty_like(flat)
+        return Started([self._receive(received, other), self._send(flat, other)], lambda: combine(flat, received))
+
+    def _start_through_first(self, flat: torch.Tensor, combine: Combine) -> Started:
+        if self._index > 0:
+            sending = self._send(flat, 0)
+
+            def receive() -> None:
+                sending.wait()  # the sum overwrites what is sent
+                self._receive(flat, 0).wait()
+
+            return Started((), receive)
+        received = [torch.empty_like(flat) for _ in self._others]
+        works = [self._receive(part, i) for part, i in zip(received, self._others, strict=True)]
+
+        def finish() -> None:
+            for part in received:
+                combine(flat, part)
+            Started([self._send(flat, i) for i in self._others]).wait()
+
+        return Started(works, finish)
+
+
+class Started:
+    """A collective under way; its tensors must not be touched until `wait` returns."""
+
+    def __init__(self, works: Iterable[Operation], finish: Callable[[], object] | None = None):
+        self._works, self._finish = works, finish
+
+    def wait(self) -> None:
+        """Return once the result is there. Raises PeerLost."""
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()

@@ -1,0 +1,272 @@
+"""Messages between the ranks of one generation on CPU: one TCP connection a pair, no helper threads.
+
+A send hands what fits to the kernel and returns; whatever is left goes out while this rank waits for anything, so
+two ranks that send to each other never block each other. A peer's death closes its connections, which the next
+operation on them notices at once as PeerLost. Why not gloo: docs/decisions/0001-own-links-on-cpu.md.
+
+Every message carries a header (channel, bytes). Both ends must agree on it: a mismatch is a bug, and never silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from workers.errors import MantaError, PeerLost
+from workers.liveness.progress import CONNECTING_CHANNEL, Progress
+
+_HELLO = struct.Struct("<QQ")  # generation, rank
+_HEADER = struct.Struct("<QQ")  # channel, payload bytes
+_BUFFER_BYTES = 4 * 1024 * 1024  # asked of the kernel, which may grant less
+_BACKLOG = 4096
+# How often a rank that waits to be connected looks whether its generation is over: nothing else can wake it there.
+_LOOK = timedelta(seconds=0.1)
+
+
+class Operation:
+    """A send or a receive under way."""
+
+    def __init__(
+        self,
+        links: Links,
+        link: _Link,
+        channel: int,
+        header: bytes | bytearray,
+        payload: memoryview,
+        expected: bytes | None,
+    ):
+        self._links, self.link, self.channel = links, link, channel
+        self.buffers = [memoryview(header), payload]
+        self.header, self.expected = header, expected
+        self.done = False
+
+    def wait(self) -> None:
+        """Return once the tensor is received, or may be changed again. Raises PeerLost."""
+        self._links.wait(self)
+
+    def advance(self, count: int) -> None:
+        """Note that the next `count` bytes are through. Raises MantaError once the header is and was not due."""
+        while self.buffers and count >= len(self.buffers[0]):
+            count -= len(self.buffers.pop(0))
+            if self.expected is not None and bytes(self.header) != self.expected:
+                got, wanted = _HEADER.unpack(self.header), _HEADER.unpack(self.expected)
+                raise MantaError(f"rank {self.link.peer} sent (channel, bytes) {got} where {wanted} was due: a bug")
+        if self.buffers:
+            self.buffers[0] = self.buffers[0][count:]
+        else:
+            self.done = True
+
+
+class _Link:
+    """The connection to one peer."""
+
+    def __init__(self, peer: int, connection: socket.socket):
+        self.peer, self.connection = peer, connection
+        self.sends: deque[Operation] = deque()
+        self.receives: deque[Operation] = deque()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        connection.setblocking(False)
+
+    def push(self) -> None:
+        """Send what the kernel takes."""
+        while self.sends:
+            try:
+                count = self.connection.sendmsg(self.sends[0].buffers)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise PeerLost(f"rank {self.peer} is gone: {error.strerror or error}") from error
+            self.sends[0].advance(count)
+            if self.sends[0].done:
+                self.sends.popleft()
+
+    def pull(self) -> None:
+        """Receive what has arrived for the receives that wait."""
+        while self.receives:
+            try:
+                count = self.connection.recvmsg_into(self.receives[0].buffers)[0]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise PeerLost(f"rank {self.peer} is gone: {error.strerror or error}") from error
+            if count == 0:
+                raise PeerLost(f"rank {self.peer} is gone: it closed the connection")
+            self.receives[0].advance(count)
+            if self.receives[0].done:
+                self.receives.popleft()
+
+
+class Links:
+    """All connections of one rank in one generation."""
+
+    def __init__(
+        self,
+        rank: int,
+        peers: Iterable[int],
+        store: dist.Store,
+        generation: int,
+        host: str,
+        is_over: Callable[[], bool] = lambda: False,
+        progress: Progress | None = None,
+    ):
+        """Connect to `peers`, meeting them through `store` (already prefixed by generation). `host` is this rank's
+        address; `progress` is told for whom it waits. Raises PeerLost when a peer goes away meanwhile, and once
+        `is_over()`."""
+        self.rank, self.generation = rank, generation
+        self._is_over = is_over
+        self.idle_seconds = 0.0
+        """Time spent waiting without anything to move, since the links were made."""
+        self._progress = progress or Progress()
+        self._links: dict[int, _Link] = {}
+        others = sorted(peer for peer in peers if peer != rank)
+        with socket.create_server((host, 0), backlog=_BACKLOG) as listener:
+            store.set(f"address/{rank}", f"{host}:{listener.getsockname()[1]}")
+            for peer in (peer for peer in others if peer < rank):
+                self._links[peer] = _Link(peer, self._call(store, peer))
+            self._answer(listener, {peer for peer in others if peer > rank})
+        self._progress.moved()
+
+    def _call(self, store: dist.Store, peer: int) -> socket.socket:
+        self._progress.waits_for(peer, CONNECTING_CHANNEL, sending=False)
+        host, port = self._address_of(peer, store).rsplit(":", 1)
+        try:
+            connection = socket.create_connection((host, int(port)))
+            connection.sendall(_HELLO.pack(self.generation, self.rank))
+        except OSError as error:
+            raise PeerLost(f"rank {peer} cannot be reached at {host}:{port}: {error.strerror or error}") from error
+        return connection
+
+    def _address_of(self, peer: int, store: dist.Store) -> str:
+        while True:
+            self._raise_if_over()
+            try:
+                store.wait([f"address/{peer}"], _LOOK)
+            except dist.DistStoreError:  # not there yet
+                continue
+            return store.get(f"address/{peer}").decode()
+
+    def _raise_if_over(self) -> None:
+        if self._is_over():
+            raise PeerLost("this generation is over")
+
+    def _answer(self, listener: socket.socket, awaited: set[int]) -> None:
+        """Take the calls of all `awaited` peers. Whoever says something else is turned away; whoever says nothing,
+        or half of it, holds nobody up."""
+        heard: dict[socket.socket, bytes] = {}
+        with selectors.DefaultSelector() as doors:
+            doors.register(listener, selectors.EVENT_READ)
+            while awaited:
+                self._raise_if_over()
+                self._progress.waits_for(min(awaited), CONNECTING_CHANNEL, sending=False)
+                for key, _ in doors.select(_LOOK.total_seconds()):
+                    if key.fileobj is listener:
+                        connection = listener.accept()[0]
+                        heard[connection] = b""
+                        doors.register(connection, selectors.EVENT_READ)
+                        continue
+                    assert isinstance(key.fileobj, socket.socket)
+                    connection = key.fileobj
+                    more = _hear(connection, _HELLO.size - len(heard[connection]))
+                    heard[connection] += more
+                    if more and len(heard[connection]) < _HELLO.size:
+                        continue
+                    doors.unregister(connection)
+                    peer = self._peer_of(heard.pop(connection))
+                    if peer in awaited:
+                        awaited.remove(peer)
+                        self._links[peer] = _Link(peer, connection)
+                    else:
+                        connection.close()  # a process of another generation, or nobody that was expected
+        for connection in heard:
+            connection.close()
+
+    def _peer_of(self, hello: bytes) -> int:
+        """The rank that says `hello`; -1 where it is of another generation or no hello at all."""
+        if len(hello) < _HELLO.size:
+            return -1
+        generation, peer = _HELLO.unpack(hello)
+        return peer if generation == self.generation else -1
+
+    def send(self, peer: int, channel: int, tensor: torch.Tensor) -> Operation:
+        """Start sending the contiguous CPU `tensor`, which must not change until the operation is done."""
+        link, payload = self._links[peer], _bytes_of(tensor)
+        operation = Operation(self, link, channel, _HEADER.pack(channel, len(payload)), payload, None)
+        link.sends.append(operation)
+        if len(link.sends) == 1:
+            link.push()
+        return operation
+
+    def receive(self, peer: int, channel: int, tensor: torch.Tensor) -> Operation:
+        """Start receiving into the contiguous CPU `tensor`."""
+        link, payload = self._links[peer], _bytes_of(tensor)
+        expected = _HEADER.pack(channel, len(payload))
+        operation = Operation(self, link, channel, bytearray(_HEADER.size), payload, expected)
+        link.receives.append(operation)
+        return operation
+
+    def wait(self, operation: Operation) -> None:
+        """Move everything that can move until `operation` is done. Raises PeerLost."""
+        if not operation.done:
+            operation.link.push()
+            operation.link.pull()
+        while not operation.done:
+            poll = select.poll()
+            waiting: dict[int, _Link] = {}
+            for link in self._links.values():
+                events = (select.POLLOUT if link.sends else 0) | (select.POLLIN if link.receives else 0)
+                if events:
+                    descriptor = link.connection.fileno()
+                    if descriptor < 0:
+                        raise PeerLost("this generation's connections were closed")
+                    waiting[descriptor] = link
+                    poll.register(descriptor, events)
+            self._progress.waits_for(operation.link.peer, operation.channel, operation.expected is None)
+            began = time.perf_counter()
+            ready = poll.poll()
+            self.idle_seconds += time.perf_counter() - began
+            self._progress.moved()
+            for descriptor, _ in ready:
+                waiting[descriptor].push()
+                waiting[descriptor].pull()
+
+    def interrupt(self) -> None:
+        """Called by another thread: whoever waits here, and whoever will, gets PeerLost. The peers notice at once."""
+        for link in list(self._links.values()):
+            with contextlib.suppress(OSError):  # the peer was faster
+                link.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close all connections; the peers notice at once."""
+        for link in self._links.values():
+            link.connection.close()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _hear(connection: socket.socket, size: int) -> bytes:
+    """At most `size` bytes of what has arrived; none at the end."""
+    try:
+        return connection.recv(size)
+    except OSError:
+        return b""
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine on the way to `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: a datagram socket only picks its route
+        return str(probe.getsockname()[0])

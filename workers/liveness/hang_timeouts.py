@@ -1,0 +1,110 @@
+"""How long a rank may stand still before somebody asks why: pure functions of what is known about it.
+
+A false alarm kills a healthy rank, so every doubt lengthens the wait: phases that are long by nature have rules of
+their own, a process that computes gets more time than one that stands still, and time in which the machine gave it no
+processor does not count at all.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from workers.liveness.process_state import ProcessState
+from workers.liveness.progress import Phase
+
+LEAST_SECONDS = 1.5
+"""Of an ordinary phase, however quick the steps are."""
+STEPS = 6
+"""An ordinary phase may take as long as so many of the slowest ordinary steps."""
+BURNING_FACTOR = 10
+"""A process that uses the processor gets so many times the patience."""
+WAITING_FACTOR = 3
+"""So does a rank that waits for another one, whose own agent looks too."""
+STOPPED_SECONDS = 1.0
+"""A process that a signal stopped will not move by itself, whatever its phase."""
+LONG: Mapping[str, float] = {
+    "starting": 60.0,
+    "connecting": 60.0,
+    "restoring": 300.0,
+    "snapshot": 30.0,
+    "checkpoint": 300.0,
+    "compiling": 600.0,
+    "resting": math.inf,
+    "done": math.inf,
+}
+"""Seconds of phases that are long by nature. Rest has no end of its own: whoever ordered it watches over it."""
+FIRST_STEP_SECONDS = 60.0
+"""Of each phase of a process's first step, in which everything is done for the first time."""
+COMPILED = frozenset({"forward", "backward", "validation"})
+"""Phases in which a compiled model may be compiled, also again."""
+
+
+def patience(phase: Phase, step_seconds: Collection[float], compiles: bool, burning: bool, waiting: bool) -> float:
+    """Seconds that a rank may stand still in `phase`.
+
+    `step_seconds`: durations of the process's last steps, none before its first; `compiles`: the job's model is
+    compiled; `burning`: the process uses the processor; `waiting`: it waits for another rank.
+    """
+    if compiles and phase in COMPILED and (burning or not step_seconds):
+        return LONG["compiling"]
+    if phase in LONG:
+        return LONG[phase]
+    allowed = max(LEAST_SECONDS, STEPS * slowest_ordinary(step_seconds)) if step_seconds else FIRST_STEP_SECONDS
+    if compiles and phase in COMPILED:
+        allowed = max(allowed, FIRST_STEP_SECONDS)  # the compiler's helpers burn, not the process
+    return allowed * (BURNING_FACTOR if burning else WAITING_FACTOR if waiting else 1)
+
+
+def slowest_ordinary(step_seconds: Collection[float]) -> float:
+    """The longest of `step_seconds` (not empty) that is no outlier, which are those above three medians."""
+    bound = 3 * statistics.median(step_seconds)
+    return max(seconds for seconds in step_seconds if seconds <= bound)
+
+
+@dataclass
+class Standstill:
+    """How long a process has been standing still, look by look. Only time counts in which it could have moved."""
+
+    longest_between: float
+    """Seconds that count at most between two looks: who looks less often was held up itself, and so was the process."""
+    seconds: float = 0.0
+    """Time that counts since the last change."""
+    stopped_seconds: float = 0.0
+    """Of that, the time in which a signal had stopped the process."""
+    _burned: float = 0.0
+    _heartbeat: int | None = None
+    _time: float | None = None
+    _process: ProcessState | None = None
+
+    @property
+    def burning(self) -> bool:
+        """Whether the process used the processor, or waited for a device, most of the time that it stands still."""
+        return self._burned > 0.5 * self.seconds
+
+    def look(self, now: float, heartbeat: int, process: ProcessState | None) -> None:
+        """Note how things are at `now`, in seconds of any clock. `process` is None where it cannot be looked at."""
+        passed = min(now - self._time, self.longest_between) if self._time is not None else 0.0
+        stopped = process is not None and process.stopped and heartbeat == self._heartbeat
+        self.stopped_seconds = self.stopped_seconds + passed if stopped else 0.0
+        if heartbeat != self._heartbeat:
+            self.seconds = self._burned = 0.0
+        elif process is not None and self._process is not None:
+            able = passed - _starved(passed, self._process, process)
+            self.seconds += able
+            busy = passed if process.letter == "D" else process.cpu_seconds - self._process.cpu_seconds
+            self._burned += min(max(0.0, busy), able)
+        self._heartbeat, self._time, self._process = heartbeat, now, process
+
+
+def _starved(passed: float, before: ProcessState, now: ProcessState) -> float:
+    """In how many of `passed` seconds the process was kept from running: for want of a processor, or by a debugger."""
+    if now.letter == "t":
+        return passed  # somebody looks at it through a debugger
+    delayed = now.delay_seconds - before.delay_seconds
+    # The kernel books a delay only when it is over.
+    if now.letter == "R" and now.main_cpu_seconds - before.main_cpu_seconds < 0.2 * passed:
+        return passed
+    return min(passed, max(0.0, delayed))

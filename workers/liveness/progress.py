@@ -1,0 +1,278 @@
+"""What the training thread is doing right now, in a small shared mapping that its agent reads.
+
+Writing costs next to nothing (a store or two), and reading needs nothing of the writer, so the record can be read
+while the trainer is stopped, or while something holds its interpreter's lock. Every field that changes often is one
+aligned 64-bit word, which is written as a whole. Words that belong together are guarded by a sequence number that is
+odd while they are written; a reader looks until two looks in a row are equal and even, and otherwise says that the
+record is torn. Pure Python without torch: agents import it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from workers.paths import rank_stem
+
+Phase = Literal[
+    "starting",
+    "connecting",
+    "restoring",
+    "data",
+    "forward",
+    "backward",
+    "reduction",
+    "agreement",
+    "optimizer",
+    "snapshot",
+    "checkpoint",
+    "validation",
+    "resting",
+    "compiling",
+    "done",
+]
+PHASES: tuple[Phase, ...] = Phase.__args__  # type: ignore[attr-defined]
+COUNTED = ("tensor", "pipeline", "data", "embedding", "world", "sent", "received")
+"""What is counted: collectives entered along each axis, and messages of the pipeline."""
+CONNECTING_CHANNEL = 255
+"""In place of an axis's number: the peer is awaited while the generation's links are made."""
+RECENT = 32
+"""Steps whose times are kept."""
+
+_MAGIC = 0x4D414E5450524F47  # "MANTPROG"
+_MAGIC_AT, _SEQUENCE, _PID, _GENERATION, _AT, _CHANGED, _WAITING, _MOVED, _COMMITTED, _COMMITTED_AT, _COMMITS = range(
+    11
+)
+_COUNTS_AT = 16
+_TIMES_AT = 32
+_WORDS = _TIMES_AT + 2 * RECENT
+RECORD_BYTES = 8 * _WORDS
+_PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+_PHASE_BITS, _MICRO_BATCH_BITS = 8, 20
+_STEP_SHIFT = _PHASE_BITS + _MICRO_BATCH_BITS
+_CHANNEL_SHIFT, _SENDING_SHIFT = 32, 40
+_LOOKS = 64
+
+
+def progress_path(folder: str | Path, rank: int) -> Path:
+    """The file of `rank`'s record in the job's folder in shared memory."""
+    return Path(folder) / f"{rank_stem(rank)}.progress"
+
+
+class Progress:
+    """The writer's end. One thread writes. Without a file the record is private memory, which nobody reads."""
+
+    __slots__ = ("_began", "_count_at", "_idle", "_step_bits", "_words", "memory", "tripwire")
+
+    def __init__(self, memory: mmap.mmap | bytearray | None = None):
+        self.memory = memory if memory is not None else bytearray(RECORD_BYTES)
+        self.tripwire: Callable[[int, Phase], None] | None = None
+        """Told of every phase, by the class that replaces this one when a fault is armed (`workers.rank.faults`)."""
+        self._words = memoryview(self.memory).cast("q")
+        self._count_at = {name: _COUNTS_AT + number for number, name in enumerate(COUNTED)}
+        self._step_bits, self._began, self._idle = 0, time.monotonic_ns(), 0.0
+        self._words[_PID] = os.getpid()
+        self.at("starting")
+        self._words[_MAGIC_AT] = _MAGIC
+
+    @classmethod
+    def shared(cls, folder: str | Path, rank: int) -> Progress:
+        """A record in a new file of `rank`: a process that had the place before keeps writing into the old one.
+
+        Where shared memory has no room for it the record is private: training matters more than being watched.
+        """
+        path = progress_path(folder, rank)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fresh = path.with_name(f"{path.name}.{os.getpid()}")
+            descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, RECORD_BYTES)
+                memory = mmap.mmap(descriptor, RECORD_BYTES)
+            except OSError:
+                fresh.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(descriptor)
+        except OSError:
+            return cls()
+        progress = cls(memory)
+        fresh.rename(path)
+        return progress
+
+    def belongs_to(self, generation: int) -> None:
+        """From now on this rank is one of `generation`."""
+        self._words[_GENERATION] = generation
+
+    @property
+    def step(self) -> int:
+        """Step that is computed."""
+        return self._step_bits >> _STEP_SHIFT
+
+    def begin_step(self, step: int, idle_seconds: float = 0.0) -> None:
+        """Step number `step` begins. `idle_seconds`: time spent waiting for others so far, from any origin."""
+        self._began, self._idle = time.monotonic_ns(), idle_seconds
+        self._step_bits = step << _STEP_SHIFT
+        self.at("data")
+
+    def at(self, phase: Phase, micro_batch: int = -1) -> None:
+        """The rank is in `phase` now, at `micro_batch` where that means something."""
+        words = self._words
+        words[_AT] = self._step_bits | (micro_batch + 1) << _PHASE_BITS | _PHASE_NUMBERS[phase]
+        words[_CHANGED] = time.monotonic_ns()
+        words[_MOVED] += 1
+
+    def entered(self, what: str) -> None:
+        """One more of `what`, a name of COUNTED."""
+        self._words[self._count_at[what]] += 1
+
+    def waits_for(self, peer: int, channel: int, sending: bool) -> None:
+        """Nothing can go on before `peer` sends on `channel` (the axis's number), or with `sending` before it takes
+        what is sent."""
+        self._words[_WAITING] = 1 + peer | channel << _CHANNEL_SHIFT | sending << _SENDING_SHIFT
+
+    def moved(self) -> None:
+        """The wait is over, or bytes have moved."""
+        words = self._words
+        words[_WAITING] = 0
+        words[_MOVED] += 1
+
+    def own_seconds(self, idle_seconds: float) -> float:
+        """Time of the step so far that was not spent waiting for others."""
+        return (time.monotonic_ns() - self._began) / 1e9 - (idle_seconds - self._idle)
+
+    def commit(self, step: int, idle_seconds: float = 0.0) -> None:
+        """Step number `step` is committed."""
+        words, now = self._words, time.monotonic_ns()
+        own = now - self._began - int((idle_seconds - self._idle) * 1e9)
+        slot = _TIMES_AT + 2 * (words[_COMMITS] % RECENT)
+        words[_SEQUENCE] += 1
+        words[slot], words[slot + 1] = now - self._began, own
+        words[_COMMITTED], words[_COMMITTED_AT] = step, now
+        words[_COMMITS] += 1
+        words[_SEQUENCE] += 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record as it was read."""
+
+    pid: int
+    """Process that wrote it."""
+    generation: int
+    """Generation that the process is in; 0 before the first."""
+    phase: Phase
+    """What it does."""
+    step: int
+    """Step that it computes."""
+    micro_batch: int | None
+    """Micro-batch of the action of the pipeline that it runs."""
+    waits_for: int | None
+    """Rank without which it cannot go on; None while it computes, or where the backend does not tell."""
+    channel: int | None
+    """Number of the axis along which it waits, CONNECTING_CHANNEL while links are made."""
+    sending: bool
+    """Whether it waits for its message to be taken, instead of for one to come."""
+    counts: dict[str, int]
+    """Collectives entered and messages started, by the names of COUNTED."""
+    committed: int
+    """Last step that this process committed; 0: none yet."""
+    commits: int
+    """Steps that this process has committed."""
+    changed_at: float
+    """CLOCK_MONOTONIC of the last change of phase, in seconds."""
+    committed_at: float
+    """CLOCK_MONOTONIC of the last commit, in seconds."""
+    step_seconds: tuple[float, ...]
+    """Durations of the last steps, at most RECENT, in no order."""
+    own_seconds: tuple[float, ...]
+    """Of the same steps, without the time spent waiting for others."""
+    heartbeat: int
+    """Grows with every change."""
+    torn: bool
+    """Whether the process was in the middle of a change during every look: fields may not fit each other."""
+
+    @property
+    def recent_median(self) -> float | None:
+        """Median of the last steps' durations in seconds."""
+        return statistics.median(self.step_seconds) if self.step_seconds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """For events and for the control plane: without the single steps' times."""
+        return {
+            "pid": self.pid,
+            "generation": self.generation,
+            "phase": self.phase,
+            "step": self.step,
+            "micro_batch": self.micro_batch,
+            "waits_for": self.waits_for,
+            "channel": self.channel,
+            "sending": self.sending,
+            "counts": self.counts,
+            "committed": self.committed,
+            "commits": self.commits,
+            "heartbeat": self.heartbeat,
+            "torn": self.torn,
+        }
+
+
+class ProgressReader:
+    """The agent's end: the mapping of one process's record, which outlives its file's name."""
+
+    def __init__(self, path: Path):
+        """Raises FileNotFoundError while there is none, ValueError for a file that is none."""
+        with path.open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), RECORD_BYTES, prot=mmap.PROT_READ)
+
+    def close(self) -> None:
+        """Let go of the mapping."""
+        self._memory.close()
+
+    def read(self) -> Record | None:
+        """The record as it is now; None before its writer has begun."""
+        before = self._memory[:]
+        for _ in range(_LOOKS):
+            now = self._memory[:]
+            if now == before and not _words_of(now)[_SEQUENCE] % 2:
+                return _parse(now, torn=False)
+            before = now
+        return _parse(before, torn=True)
+
+
+def _words_of(memory: bytes) -> memoryview:
+    return memoryview(memory).cast("q")
+
+
+def _parse(memory: bytes, torn: bool) -> Record | None:
+    words = _words_of(memory)
+    if words[_MAGIC_AT] != _MAGIC:
+        return None
+    at, waiting = words[_AT], words[_WAITING]
+    micro_batch = (at >> _PHASE_BITS & (1 << _MICRO_BATCH_BITS) - 1) - 1
+    kept = min(words[_COMMITS], RECENT)
+    counts = {name: words[_COUNTS_AT + number] for number, name in enumerate(COUNTED)}
+    return Record(
+        pid=words[_PID],
+        generation=words[_GENERATION],
+        phase=PHASES[at & (1 << _PHASE_BITS) - 1],
+        step=at >> _STEP_SHIFT,
+        micro_batch=micro_batch if micro_batch >= 0 else None,
+        waits_for=(waiting & (1 << _CHANNEL_SHIFT) - 1) - 1 if waiting else None,
+        channel=waiting >> _CHANNEL_SHIFT & 255 if waiting else None,
+        sending=bool(waiting >> _SENDING_SHIFT & 1),
+        counts=counts,
+        committed=words[_COMMITTED],
+        commits=words[_COMMITS],
+        changed_at=words[_CHANGED] / 1e9,
+        committed_at=words[_COMMITTED_AT] / 1e9,
+        step_seconds=tuple(words[_TIMES_AT + 2 * slot] / 1e9 for slot in range(kept)),
+        own_seconds=tuple(words[_TIMES_AT + 2 * slot + 1] / 1e9 for slot in range(kept)),
+        heartbeat=words[_MOVED] + words[_SEQUENCE] // 2 + sum(counts.values()),
+        torn=torn,
+    )

@@ -1,0 +1,112 @@
+"""The agent's eye on its trainer: notices that it stands still, says so once, and says when it moves on.
+
+It reads the shared record a few times a second; the control plane hears nothing while all is well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from workers.liveness.hang_timeouts import STOPPED_SECONDS, Standstill, patience
+from workers.liveness.process_state import ProcessState, process_state
+from workers.liveness.progress import ProgressReader, Record, progress_path
+
+LOOK_SECONDS = 0.25
+COMMIT_LOOK_SECONDS = 0.01
+COMMIT_SECONDS = 60.0
+
+Tell = Callable[[dict[str, Any]], None]
+"""Takes the data of a `stalled` report."""
+
+
+class Watch:
+    """Watches one trainer process, through all generations that it lives through."""
+
+    def __init__(self, pid: int, rank: int, folder: str | Path, compiles: bool, tell: Tell):
+        """`folder`: the job's in shared memory; `compiles`: whether its model is compiled."""
+        self._pid, self._path, self._compiles, self._tell = pid, progress_path(folder, rank), compiles, tell
+        self._reader: ProgressReader | None = None
+        self._record: Record | None = None
+        self._process: ProcessState | None = None
+        self._still = Standstill(2 * LOOK_SECONDS)
+        self._told = False
+
+    async def run(self) -> None:
+        """Look again and again until the process is gone: a process that stands still causes no event."""
+        try:
+            while self.look():
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+
+    def look(self) -> bool:
+        """Look once, and tell what has changed; False when the process is gone."""
+        self._process = process_state(self._pid)
+        if self._process is None or self._process.letter in "ZX":
+            return False
+        self._record = self._read()
+        heartbeat = self._record.heartbeat if self._record is not None else -1
+        self._still.look(time.monotonic(), heartbeat, self._process)
+        if self.overdue != self._told:
+            self._told = self.overdue
+            self._tell(self.describe())
+        return True
+
+    def _read(self) -> Record | None:
+        if self._reader is None:
+            try:
+                reader = ProgressReader(self._path)
+            except (OSError, ValueError):
+                return None  # it has not come so far, or has no room for it
+            record = reader.read()
+            if record is None or record.pid != self._pid:
+                reader.close()  # of the process before this one
+                return None
+            self._reader = reader
+        return self._reader.read()
+
+    async def next_commit(self) -> bool:
+        """Wait for the process to commit a step; False when it does not within COMMIT_SECONDS."""
+        before = self._record.commits if self._record is not None else 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(COMMIT_SECONDS):
+                while self._record is None or self._record.commits == before:
+                    await asyncio.sleep(COMMIT_LOOK_SECONDS)
+                    self._record = self._read()
+                return True
+        return False
+
+    @property
+    def allowed(self) -> float:
+        """Seconds that the process may stand still where it is now."""
+        record, burning = self._record, self._still.burning
+        if record is None:
+            return patience("starting", (), self._compiles, burning, waiting=False)
+        return patience(record.phase, record.step_seconds, self._compiles, burning, record.waits_for is not None)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the process has stood still for longer than it may."""
+        if self._still.stopped_seconds >= STOPPED_SECONDS:
+            return self._record is None or self._record.phase != "done"
+        return self._still.seconds > self.allowed
+
+    def describe(self) -> dict[str, Any]:
+        """Where the trainer stands, as JSON: `overdue`, `stopped`, `standing_seconds`, `record` (see `Record.to_json`,
+        None before there is one), `process` (see `ProcessState.to_json`)."""
+        return {
+            "pid": self._pid,
+            "overdue": self.overdue,
+            "stopped": self._still.stopped_seconds >= STOPPED_SECONDS,
+            "standing_seconds": round(max(self._still.seconds, self._still.stopped_seconds), 2),
+            "burning": self._still.burning,
+            "record": self._record.to_json() if self._record is not None else None,
+            "process": self._process.to_json() if self._process is not None else None,
+        }

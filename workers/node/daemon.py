@@ -1,0 +1,188 @@
+"""The daemon of one node: owns its zygote, its jobs' rendezvous stores and its shared memory.
+
+Plain Python; the service makes a detached Ray actor of it, one per Ray node. When it dies, the zygote and all
+processes forked from it end at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workers.errors import MantaError
+from workers.node.heartbeat import Pulse
+from workers.node.host import this_host
+from workers.node.preemption import NOTICE_SECONDS, on_termination
+from workers.paths import SHARED_MEMORY, Paths, zygote_socket
+from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
+from workers.zygote.keeper import ZygoteKeeper
+
+PEAK_SECONDS = 60.0
+"""Bound on measuring the device's peak rate; it includes the zygote's warm-up."""
+
+
+class StoreUnavailable(MantaError):
+    """The rendezvous store of a job could not be started; the message holds what it printed."""
+
+
+@dataclass
+class _Store:
+    generation: int
+    process: ForkedProcess
+    host: str
+    port: int = 0
+
+
+class NodeDaemon:
+    """One per node. `start` before anything else."""
+
+    def __init__(
+        self,
+        node: str,
+        home: str,
+        zygote_options: Sequence[str] = (),
+        zygote_environment: Mapping[str, str] | None = None,
+    ):
+        """`node`: Ray's node id, or any name outside of Ray; `home`: the service's.
+
+        The zygote's options and environment are for tests, which replace the trainer.
+        """
+        self._node, self._paths = node, Paths.of(home)
+        self._socket_path = zygote_socket(self._paths.runtime_folder, this_host().node)
+        self._zygote = ZygoteKeeper(self._socket_path, self._paths.zygote_log(node), zygote_options, zygote_environment)
+        self._stores: dict[str, _Store] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._peak: asyncio.Task[dict[str, Any] | None] | None = None
+        self._pulse = Pulse(this_host().address, node)
+
+    async def start(self) -> dict[str, Any]:
+        """Start the zygote and begin to measure the device. Answers like `describe`. A second call does nothing."""
+        if self._peak is None:
+            self._paths.make_runtime_folder()
+            await self._zygote.start()
+            on_termination(lambda: self._pulse.drain(NOTICE_SECONDS))
+            self._peak = asyncio.create_task(self._measure_peak(), name="peak rate")
+        return await self.describe()
+
+    async def describe(self) -> dict[str, Any]:
+        """This node: `node`, `host`, `ip`, `pid`, `zygote_pid`, shared memory in bytes, `pulse` (where it
+        answers beats: host and port), `peak_flops` and its source.
+
+        `peak_flops` (FLOP/s of one rank's device) and `peak_source` are None until measured, or when that failed.
+        """
+        host, memory = this_host(), shutil.disk_usage(SHARED_MEMORY)
+        peak = self._peak.result() if self._peak is not None and self._peak.done() else None
+        return {
+            "node": self._node,
+            "host": host.name,
+            "ip": host.address,
+            "pid": os.getpid(),
+            "zygote_pid": self._zygote.pid,
+            "pulse": list(self._pulse.address),
+            "shared_memory_bytes": memory.total,
+            "shared_memory_free_bytes": memory.free,
+            "peak_flops": peak["peak_flops"] if peak else None,
+            "peak_source": peak["source"] if peak else None,
+        }
+
+    async def drain(self, seconds: float) -> None:
+        """This node is to be left within `seconds`: tell the control plane, now and whenever it connects. SIGTERM does
+        the same, with NOTICE_SECONDS."""
+        self._pulse.drain(seconds)
+
+    async def start_store(self, job: str, generation: int) -> dict[str, Any]:
+        """Serve a rendezvous store for `job`: the one that it has here, where it still runs, since every generation
+        has keys of its own in it. Answers `{"host", "port"}`.
+
+        Raises StoreUnavailable when it does not start, and when a newer generation has its store here already;
+        ZygoteUnavailable if the zygote does not answer.
+        """
+        async with self._locks.setdefault(job, asyncio.Lock()):
+            current = self._stores.get(job)
+            if current is not None and current.generation > generation:
+                raise StoreUnavailable(
+                    f"{job} has a store of generation {current.generation} here, so {generation} gets none; "
+                    "read the job's current generation."
+                )
+            if current is not None and not current.process.ended:
+                current.generation = generation
+                return {"host": current.host, "port": current.port}
+            await self._end_store(job)
+            host = this_host().address
+            process = await fork(self._socket_path, "store", {"host": host})
+            self._stores[job] = store = _Store(generation, process, host)
+            line = await process.control.readline()
+            if not line:
+                self._stores.pop(job)
+                raise StoreUnavailable(
+                    await _last_words(process, f"The rendezvous store of {job} did not start on {host}")
+                )
+            store.port = json.loads(line)["port"]
+            return {"host": host, "port": store.port}
+
+    async def stop_store(self, job: str) -> None:
+        """End the rendezvous store of `job`, if there is one here."""
+        async with self._locks.setdefault(job, asyncio.Lock()):
+            await self._end_store(job)
+        self._locks.pop(job, None)
+
+    async def end_job(self, job: str) -> None:
+        """Remove whatever `job` has left here: its store, and the snapshots of ranks whose agents died too early."""
+        await self.stop_store(job)
+        shutil.rmtree(self._paths.snapshot_folder(job), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._paths.snapshot_root.rmdir()
+
+    async def sweep(self, live_jobs: Sequence[str]) -> list[str]:
+        """Remove stores and snapshots of all jobs but `live_jobs`. Answers the jobs whose leftovers were removed."""
+        live, removed = set(live_jobs), set()
+        for job in [job for job in self._stores if job not in live]:
+            await self.stop_store(job)
+            removed.add(job)
+        root = self._paths.snapshot_root
+        for folder in list(root.iterdir()) if root.is_dir() else []:
+            if folder.name not in live:
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.add(folder.name)
+        with contextlib.suppress(OSError):
+            root.rmdir()
+        return sorted(removed)
+
+    async def shutdown(self) -> None:
+        """End stores and zygote, and with it every process forked on this node; remove all snapshots."""
+        if self._peak is not None:
+            self._peak.cancel()
+        await self.sweep([])
+        await self._zygote.close()
+        self._pulse.close()
+
+    async def _end_store(self, job: str) -> None:
+        store = self._stores.pop(job, None)
+        if store is not None:
+            store.process.kill()
+            await store.process.wait()
+            store.process.close()
+
+    async def _measure_peak(self) -> dict[str, Any] | None:
+        """Best effort: without it MFU is not known, and nothing else is lost."""
+        try:
+            process = await fork(self._socket_path, "peak", {})
+            try:
+                line = await asyncio.wait_for(process.control.readline(), PEAK_SECONDS)
+            finally:
+                process.close()
+        except (ZygoteUnavailable, TimeoutError):
+            return None
+        return json.loads(line) if line else None
+
+
+async def _last_words(process: ForkedProcess, sentence: str) -> str:
+    printed = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+    process.close()
+    return f"{sentence}: {printed[-1] if printed else 'it printed nothing'}."

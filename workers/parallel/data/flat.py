@@ -1,0 +1,184 @@
+"""One rank's parameters and gradients in two flat buffers, so that a step's communication, optimizer, snapshot and
+restore each work on a few long ranges instead of on hundreds of tensors.
+
+The buffers' order groups parameters by what happens to their gradients at the end of a step:
+
+    | head: split over the tensor group, decayed | tail: tied, copied, replicated, not decayed |
+
+The head holds nearly everything. It is cut into buckets, whose gradients are reduced over the data group while
+backward still runs. Gradients of the tail first have something else to wait for (other tensor ranks, the other end of
+the pipeline), so it is one bucket, reduced last. Within each bucket, replica r of d answers for the r-th of d equal
+parts. What is decayed is one range. Every parameter starts at a multiple of ALIGNMENT elements, and so does every
+part, so that an element meets the same vector instructions on every rank and layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from workers.parallel.tensor.shards import NamedShard
+
+ALIGNMENT = 64
+
+Range = tuple[int, int]
+"""Elements [start, end) of the flat buffers."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies in the flat buffers."""
+
+    entry: NamedShard
+    start: int
+    """First element."""
+    end: int
+    """One past its last element, alignment not included."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a stage's parameters are shared, which decides where they lie."""
+
+    replicas: int
+    """Data-parallel size (d)."""
+    tied_across_stages: bool
+    """Whether the token embedding's gradient is the sum of two ranks' of the pipeline."""
+
+
+class FlatParameters:
+    """Moves a stage's parameters, and their gradients, into flat buffers; the parameters become views.
+
+    `dtype` is that of the parameters in compute; gradients are summed in at least fp32. Each parameter's attribute
+    `main_grad` is its gradient's view; where both have the same type it is also its `.grad`, into which autograd adds.
+    `holds_gradient` says whether what is there belongs to the step (workers/parallel/tensor/weight_gradients.py).
+    """
+
+    def __init__(
+        self,
+        shards: list[NamedShard],
+        sharing: Sharing,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        bucket_bytes: float = 25e6,
+    ):
+        self.sharing = sharing
+        self.slots: list[Slot] = []
+        unit = ALIGNMENT * sharing.replicas
+        position, head_end = 0, None
+        for entry in sorted(shards, key=self._class_of):  # stable: the model's order within a class
+            if self._class_of(entry) > 0 and head_end is None:
+                head_end = position = _aligned(position, unit)
+            size = entry.parameter.numel()
+            self.slots.append(Slot(entry, position, position + size))
+            position = _aligned(position + size, ALIGNMENT)
+        self.size = _aligned(max(position, ALIGNMENT), unit)
+        self.decayed = self._cover([slot for slot in self.slots if slot.entry.shard.decay])
+        self.parameters = torch.zeros(self.size, dtype=dtype, device=device)
+        self.gradients = torch.zeros(self.size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self.buckets = [(0, self.size)]
+        """Ranges that are reduced as one; the last one holds the tail."""
+        if sharing.replicas > 1 and head_end is not None:
+            self.buckets = _buckets(head_end, self.size, unit, int(bucket_bytes / self.gradients.element_size()))
+        for slot in self.slots:
+            self._move(slot)
+
+    def _move(self, slot: Slot) -> None:
+        parameter = slot.entry.parameter
+        parameter.data = self.parameters[slot.start : slot.end].view(parameter.shape)
+        gradient = self.gradients[slot.start : slot.end].view(parameter.shape)
+        parameter.main_grad = gradient  # type: ignore[attr-defined]
+        parameter.holds_gradient = True  # type: ignore[attr-defined]
+        if gradient.dtype == parameter.dtype:
+            parameter.grad = gradient  # autograd adds into an existing .grad in place
+        else:
+            parameter.register_post_accumulate_grad_hook(_widen)
+
+    def _class_of(self, entry: NamedShard) -> int:
+        """0: head; 1 and 2: tail with decay; 3: tail without."""
+        shard = entry.shard
+        if not shard.decay:
+            return 3
+        if self.sharing.tied_across_stages and entry.name == "embedding.token.weight":
+            return 1
+        return 0 if shard.split_dim is not None and shard.copies == 1 else 2
+
+    def _cover(self, chosen: list[Slot]) -> Range:
+        return (chosen[0].start, _aligned(chosen[-1].end, ALIGNMENT)) if chosen else (0, 0)
+
+    def range_of(self, name: str) -> Range | None:
+        """Range of the parameter with the layout-free name `name`, or None when it lives on another stage."""
+        return next(((slot.start, slot.end) for slot in self.slots if slot.entry.name == name), None)
+
+    def head(self) -> list[Slot]:
+        """Parameters whose gradients need nothing but the data group."""
+        return [slot for slot in self.slots if self._class_of(slot.entry) == 0]
+
+    def replicated(self) -> list[Slot]:
+        """Parameters of which every tensor rank holds all."""
+        return [slot for slot in self.slots if slot.entry.shard.split_dim is None]
+
+    def copied(self) -> list[Slot]:
+        """Parameters of which some neighbouring tensor ranks hold the same part."""
+        return [slot for slot in self.slots if slot.entry.shard.copies > 1]
+
+    def not_answered_for(self, tensor_index: int) -> list[Range]:
+        """Ranges (alignment included) of parameters that another rank of the same replica counts and saves, so that
+        over all ranks every element of the model appears once: copies of the tied embedding, and all but the first
+        of equal parts."""
+        others = [slot for slot in self.slots if not answers_for(slot.entry, tensor_index)]
+        return [(slot.start, _aligned(slot.end, ALIGNMENT)) for slot in others]
+
+    def parts(self, replica: int) -> list[Range]:
+        """The part of each bucket that `replica` answers for."""
+        count = self.sharing.replicas
+        return [
+            (start + replica * (end - start) // count, start + (replica + 1) * (end - start) // count)
+            for start, end in self.buckets
+        ]
+
+
+def answers_for(entry: NamedShard, tensor_index: int) -> bool:
+    """Whether tensor rank `tensor_index` counts and saves its part of a parameter."""
+    shard = entry.shard
+    if shard.shared_copy or (shard.split_dim is None and tensor_index > 0):
+        return False
+    return tensor_index % shard.copies == 0
+
+
+def _widen(parameter: torch.Tensor) -> None:
+    """Move what autograd has left in a 16-bit gradient into the wide sum. It leaves nothing for the weights of
+    parallel products, whose gradients go their own way."""
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None
+
+
+def _buckets(head_end: int, size: int, unit: int, elements: int) -> list[Range]:
+    """The head in ranges of about `elements`, then the tail; all bounds are multiples of `unit`."""
+    step = max(unit, elements // unit * unit)
+    ranges = [(start, min(start + step, head_end)) for start in range(0, head_end, step)]
+    return [*ranges, (head_end, size)]
+
+
+def _aligned(position: int, to: int) -> int:
+    return -(-position // to) * to
+
+
+def merged(slots: list[Slot]) -> list[Range]:
+    """Ranges of these slots (alignment included), which come in the order of the buffers; neighbours as one."""
+    ranges: list[Range] = []
+    for slot in slots:
+        end = _aligned(slot.end, ALIGNMENT)
+        if ranges and ranges[-1][1] == slot.start:
+            ranges[-1] = (ranges[-1][0], end)
+        else:
+            ranges.append((slot.start, end))
+    return ranges
+
+
+def overlap(first: Range, second: Range) -> Range:
+    """Intersection of two ranges; empty ones come out as (x, x)."""
+    start = max(first[0], second[0])
+    return start, max(start, min(first[1], second[1]))

@@ -1,0 +1,102 @@
+"""Reduction of gradients over the data group, a bucket at a time, beside the backward passes that still run.
+
+A bucket is started once every weight in it has the gradients of all micro-batches. Buckets start in one fixed order,
+from the last layers to the first, so that all replicas agree on it; a sum is over replicas in their order, so its
+bits depend neither on the buckets nor on when they were started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from workers.comm.comm import Comm, Handle
+from workers.parallel.data.flat import FlatParameters
+from workers.parallel.tensor.weight_gradients import clear_forgotten, forget, main_grad
+
+
+class GradientReduction:
+    """The gradients of one rank's part of each bucket, summed over the data group."""
+
+    def __init__(self, flat: FlatParameters, comm: Comm, uses: dict[nn.Parameter, int]):
+        """`uses`: how often a micro-batch adds to the gradient of each weight of the head."""
+        self.flat, self.comm, self.uses = flat, comm, uses
+        self.parts = flat.parts(comm.index("data"))
+        self.reduced = flat.gradients
+        """This rank's parts, one after the other."""
+        self.overlaps = comm.size("data") > 1
+        if self.overlaps:
+            self.reduced = flat.gradients.new_empty(sum(end - start for start, end in self.parts))
+        self._buckets_of = {
+            slot.entry.parameter: [
+                number for number, (start, end) in enumerate(flat.buckets[:-1]) if start < slot.end and slot.start < end
+            ]
+            for slot in flat.slots
+        }
+        self._awaited: dict[nn.Parameter, int] = {}
+        self._incomplete: list[int] = []
+        self._next = len(flat.buckets) - 2
+        self._started: list[Handle] = []
+        self._written_over = [slot.entry.parameter for slot in flat.slots if not slot.entry.by_autograd]
+        self._added_to = [main_grad(slot.entry.parameter) for slot in flat.slots if slot.entry.by_autograd]
+
+    def begin(self, micro_batches: int, sequences: int) -> None:
+        """A step of so many micro-batches of this replica begins, whatever became of the one before. `sequences`: in
+        the global batch."""
+        self._started.clear()
+        forget(self._written_over)
+        torch._foreach_zero_(self._added_to)
+        self._awaited = {parameter: uses * micro_batches for parameter, uses in self.uses.items()}
+        self._incomplete = [0] * len(self.flat.buckets)
+        for parameter in self._awaited:
+            for number in self._buckets_of[parameter]:
+                self._incomplete[number] += 1
+        self._next = len(self.flat.buckets) - 2
+
+    def added(self, parameter: nn.Parameter) -> None:
+        """A micro-batch's gradient has been added to `parameter`."""
+        if parameter not in self._awaited:
+            return
+        self._awaited[parameter] -= 1
+        if self._awaited[parameter] == 0:
+            for number in self._buckets_of[parameter]:
+                self._incomplete[number] -= 1
+            while self._next >= 0 and self._incomplete[self._next] == 0:
+                self._start(self._next)
+                self._next -= 1
+
+    def finish(self, complete_tail: Callable[[], None]) -> torch.Tensor:
+        """Reduce what is left, and return this rank's parts of the sum, one after the other. `complete_tail` adds, in
+        the flat buffer, what other ranks of the replica have computed of the tail."""
+        clear_forgotten(self._written_over)
+        complete_tail()
+        if self.overlaps:
+            for number in range(self._next, -1, -1):
+                self._start(number)
+            self._start(len(self.flat.buckets) - 1)
+            for work in self._started:
+                work.wait()
+            self._started.clear()
+        return self.reduced
+
+    def _start(self, number: int) -> None:
+        start, end = self.flat.buckets[number]
+        _, work = self.comm.start_reduce_scatter("data", self.flat.gradients[start:end], self._reduced_part(number))
+        self._started.append(work)
+
+    def _reduced_part(self, number: int) -> torch.Tensor:
+        """This rank's part of a bucket in `reduced`."""
+        first = sum(end - start for start, end in self.parts[:number])
+        start, end = self.parts[number]
+        return self.reduced[first : first + end - start]
+
+    def gather(self, parts: list[torch.Tensor], into: torch.Tensor, row: int = 1) -> None:
+        """Bring every replica's `parts`, one a bucket, into the flat buffer `into`, which has one element for each
+        `row` of the gradients'."""
+        works = []
+        for part, (start, end) in zip(parts, self.flat.buckets, strict=True):
+            works.append(self.comm.start_all_gather("data", part, into[start // row : end // row])[1])
+        for work in works:
+            work.wait()

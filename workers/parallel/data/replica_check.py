@@ -1,0 +1,139 @@
+"""Whether parameters that ought to have the same bits on several ranks have them.
+
+Three groups of ranks hold equal parameters: all replicas of a stage hold the same everywhere, its tensor ranks hold the
+same of what is not split over them, and the first and last stage hold the same embedding where it is tied. Each rank
+hashes what it has; who differs is told by a pure function of the hashes, so that all ranks come to the same result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+
+from workers.comm.comm import Comm
+from workers.comm.grid import Axis
+from workers.parallel.data.flat import Range, merged
+from workers.parallel.data.zero import ZeroOptimizer
+
+BLOCK_WORDS = 2**17
+"""Words of 8 bytes that are hashed at once."""
+_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
+UNKNOWN, SOUND, UNSOUND = 0, 1, 2
+
+
+def multipliers(device: torch.device) -> torch.Tensor:
+    """One odd number for each place of a block, int64."""
+    places = torch.arange(BLOCK_WORDS, dtype=torch.int64, device=device)
+    return (places * _MULTIPLIER).bitwise_or_(1)
+
+
+def hash_of(values: torch.Tensor, ranges: Sequence[Range], weights: torch.Tensor) -> torch.Tensor:
+    """A hash of the bits of these ranges of a flat buffer, which begin and end at multiples of 8 bytes: int64 scalar.
+
+    A sum of the words, each times an odd number for its place, modulo 2^64; blocks are chained by another odd number.
+    So any change of a single word, a flipped bit in particular, changes it for certain; other changes escape with a
+    chance of about 2^-64.
+    """
+    found = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start, end in ranges:
+        for words in values[start:end].view(torch.int64).split(BLOCK_WORDS):
+            found = found * _MULTIPLIER + (words * weights[: len(words)]).sum()
+    return found
+
+
+def odd_ones(hashes: Mapping[int, Hashable], sound: Mapping[int, int]) -> tuple[set[int], bool]:
+    """Of ranks with these hashes, which ought to be equal: those that differ, and whether that is certain.
+
+    `sound`: UNSOUND ranks know that their own part has changed, SOUND ones that it has not, and what they hold then
+    goes. Else the majority goes; without one, all ranks are named.
+    """
+    counts = Counter(hashes.values())
+    if len(counts) <= 1:
+        return set(), True
+    changed = {rank for rank in hashes if sound.get(rank) == UNSOUND}
+    if changed:
+        return changed, True
+    right = {hashes[rank] for rank in hashes if sound.get(rank) == SOUND}
+    if len(right) != 1:
+        (most, votes) = counts.most_common(1)[0]
+        right = {most} if 2 * votes > len(hashes) else set()
+    return {rank for rank in hashes if hashes[rank] not in right}, bool(right)
+
+
+class ReplicaCheck:
+    """Compares one rank's parameters with those of the others. All ranks call it at the same steps."""
+
+    def __init__(self, optimizer: ZeroOptimizer, comm: Comm):
+        self.optimizer, self.flat, self.comm = optimizer, optimizer.flat, comm
+        self._weights: torch.Tensor | None = None
+        tied = [slot for slot in self.flat.slots if slot.entry.name == "embedding.token.weight"]
+        self._shared: dict[Axis, list[Range]] = {
+            "tensor": merged(self.flat.replicated()),
+            "embedding": merged(tied) if self.flat.sharing.tied_across_stages else [],
+        }
+
+    def differing(self, kept: Sequence[torch.Tensor] | None) -> tuple[list[int], bool]:
+        """The ranks whose parameters differ from those of ranks that ought to hold the same, and whether these are
+        certainly the ones that were changed. `kept`: a copy of this rank's part of the weights (`state`) of the same
+        step from elsewhere, where there is one. Raises PeerLost."""
+        if self._weights is None:
+            self._weights = multipliers(self.flat.parameters.device)
+        world = self.comm.size("world")
+        named = torch.zeros(2, world, dtype=torch.int64, device=self.flat.parameters.device)
+        sound = self._own_part_is_sound(kept)
+        if sound == UNSOUND:
+            named[0, self.comm.rank] = 1
+        for odd, certain in (self._of_replicas(sound), self._of_group("tensor"), self._of_group("embedding")):
+            for rank in odd:
+                named[0 if certain else 1, rank] = 1
+        self.comm.all_reduce("world", named)
+        certain_ones, others = (torch.nonzero(row).flatten().tolist() for row in named.cpu())
+        return (certain_ones, True) if certain_ones else (others, False)
+
+    def _hash(self, ranges: Sequence[Range]) -> torch.Tensor:
+        assert self._weights is not None
+        return hash_of(self.flat.parameters, ranges, self._weights)
+
+    def _of_group(self, axis: Axis) -> tuple[set[int], bool]:
+        ranges = self._shared[axis]
+        if self.comm.size(axis) == 1 or not ranges:
+            return set(), True
+        told = self.comm.all_gather(axis, self._hash(ranges).view(1)).tolist()
+        ranks = self.comm.grid.group(axis, self.comm.rank)
+        return odd_ones(dict(zip(ranks, told, strict=True)), {})
+
+    def _of_replicas(self, sound: int) -> tuple[set[int], bool]:
+        """Each replica's part is compared by itself: who keeps its state can tell whether it is what it was."""
+        size = self.comm.size("data")
+        if size == 1:
+            return set(), True
+        hashes = [self._hash(self.flat.parts(replica)) for replica in range(size)]
+        mine = torch.stack([*hashes, hashes[0].new_tensor(sound)])
+        told = self.comm.all_gather("data", mine).view(size, size + 1).tolist()
+        ranks = self.comm.grid.group("data", self.comm.rank)
+        found: dict[bool, set[int]] = {True: set(), False: set()}
+        sharded = self.optimizer.held == self.optimizer.owned
+        for part in range(size):
+            sure = {rank: told[at][size] for at, rank in enumerate(ranks) if at == part or not sharded}
+            odd, certain = odd_ones({rank: told[at][part] for at, rank in enumerate(ranks)}, sure)
+            found[certain] |= odd
+        return (found[True], True) if found[True] else (found[False], False)
+
+    def _own_part_is_sound(self, kept: Sequence[torch.Tensor] | None) -> int:
+        """Whether what this rank has published of its own part is still what its state says, and that what was kept
+        of it."""
+        published = [self.flat.parameters[start:end] for start, end in self.optimizer.held]
+        held = [part.to(self.flat.parameters.dtype) for part in self.optimizer.parameters]
+        if any(not same_bits(a, b) for a, b in zip(published, held, strict=True)):
+            return UNSOUND
+        if kept is None:  # without masters the parameters are the state: nothing to compare them with
+            return SOUND if self.optimizer.has_masters else UNKNOWN
+        pairs = zip(self.optimizer.parameters, kept, strict=True)
+        return SOUND if all(same_bits(part, old) for part, old in pairs) else UNSOUND
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two vectors have the same bits, whatever these mean."""
+    return torch.equal(first.detach().view(torch.uint8), second.detach().to(first.device).view(torch.uint8))

@@ -1,0 +1,293 @@
+"""Runs one rank's actions of a schedule: the only place that knows both the schedule and the model.
+
+Shapes: s sequence, b micro-batch, h hidden, n tokens of a micro-batch; t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from workers.comm.comm import Comm, Handle, Transfer
+from workers.config import JobSpec
+from workers.data.batches import NO_TARGET, MicroBatch
+from workers.liveness.progress import Phase
+from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.pipeline.recompute import recomputed
+from workers.parallel.pipeline.schedules import Action, forward_only, neighbours, schedule
+from workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
+from workers.parallel.tensor.dropout import sample_keys
+from workers.parallel.tensor.weight_gradients import Task, WeightGradients
+
+Key = tuple[int, int]
+"""(chunk, micro-batch)."""
+
+
+@dataclass
+class _Receiving:
+    """A message that has been asked for."""
+
+    buffer: torch.Tensor
+    work: Handle
+    shape: tuple[int, ...]
+    """Shape of the whole tensor, of which the message may be one tensor rank's part."""
+
+
+@dataclass
+class _Step:
+    """What a rank holds of the micro-batches of one step."""
+
+    batch: list[MicroBatch]
+    loss_scale: float
+    recomputed: frozenset[tuple[int, int]]
+    losses_m: torch.Tensor
+    valid_tokens: torch.Tensor
+    dropout_keys: tuple[torch.Tensor, ...]
+    """Of each micro-batch's samples; none without dropout."""
+    messages: dict[tuple[str, int, int], _Receiving] = field(default_factory=dict)
+    inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Leaves of the graphs, whose .grad goes to the virtual stage before."""
+    outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """What has been computed and is not sent yet."""
+    edges: dict[Key, GradientEdge] = field(default_factory=dict)
+    """Where backward begins. The output itself is freed once sent: its values are not needed for that."""
+    gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
+    """Gradients of outputs that went to another chunk of this rank."""
+    input_gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
+    weight_tasks: dict[Key, list[Task]] = field(default_factory=dict)
+    sends: deque[tuple[Transfer, torch.Tensor]] = field(default_factory=deque)
+
+
+class Stage(Protocol):
+    """All virtual stages of a rank."""
+
+    chunks: nn.ModuleList
+    """In the order of the schedule's chunk numbers; each maps (input, ForwardPass) to its output."""
+    weight_gradients: WeightGradients
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of all chunks."""
+        ...
+
+
+class Pipeline:
+    """One rank's end of the pipeline of its replica."""
+
+    def __init__(self, spec: JobSpec, model: Stage, comm: Comm):
+        self.spec, self.model, self.comm = spec, model, comm
+        self.rank, layout = comm.index("pipeline"), spec.layout
+        self.split = layout.tensor if layout.sequence_parallel_on else 1
+        # Without sequence parallelism every tensor rank has the same boundary tensor: each sends its part of it, and
+        # the receiver gathers (arXiv:2104.04473, section 4.1).
+        self.scatters = layout.tensor > 1 and not layout.sequence_parallel_on
+        self.places = [
+            neighbours(layout.schedule, layout.pipeline, layout.virtual_stages, self.rank, chunk)
+            for chunk in range(layout.virtual_stages)
+        ]
+        self.dtype = next(model.parameters()).dtype
+        self.when_done: Callable[[Action], None] | None = None
+        """Called with each action once it is done."""
+        self._training = cache(self._training_actions)
+        self._evaluation = cache(self._evaluation_actions)
+
+    def _training_actions(self, micro_batches: int) -> tuple[list[Action], frozenset[tuple[int, int]]]:
+        """This rank's actions, and the (micro-batch, chunk) pairs that it recomputes."""
+        layout = self.spec.layout
+        actions = schedule(layout.schedule, layout.pipeline, layout.virtual_stages, micro_batches)[self.rank]
+        return actions, recomputed(actions, layout)
+
+    def _evaluation_actions(self, micro_batches: int) -> list[Action]:
+        layout = self.spec.layout
+        return forward_only(layout.schedule, layout.pipeline, layout.virtual_stages, micro_batches)[self.rank]
+
+    def train(self, batch: list[MicroBatch], loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward and backward of all micro-batches; gradients of the loss summed over tokens, times `loss_scale`,
+        accumulate in the parameters.
+
+        Returns this rank's share of (each micro-batch's loss summed over tokens [m], tokens that have a target), fp64:
+        zero except on one tensor rank of the last stage.
+        """
+        actions, again = self._training(len(batch))
+        return self._run(actions, self._step(batch, loss_scale, again))
+
+    @torch.no_grad()
+    def evaluate(self, batch: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward alone; returns what `train` does."""
+        return self._run(self._evaluation(len(batch)), self._step(batch, 1.0, frozenset()))
+
+    def _step(self, batch: list[MicroBatch], loss_scale: float, again: frozenset[tuple[int, int]]) -> _Step:
+        zeros = torch.zeros(1 + len(batch), dtype=torch.float64, device=self.comm.device)
+        sizes = [len(each.samples) for each in batch]
+        samples = [sample for each in batch for sample in each.samples]
+        keys: tuple[torch.Tensor, ...] = ()
+        if self.spec.model.dropout > 0.0:
+            # All at once: on a GPU a copy from the host may wait for the device.
+            keys = sample_keys(self.spec.train.seed, samples, self.comm.device).split(sizes)
+        return _Step(batch, loss_scale, again, zeros[1:], zeros[0], keys)
+
+    def _run(self, actions: list[Action], held: _Step) -> tuple[torch.Tensor, torch.Tensor]:
+        runners: dict[str, Callable[[Action, _Step], None]] = {
+            "receive_forward": self._receive_forward,
+            "forward": self._forward,
+            "send_forward": self._send_forward,
+            "receive_backward": self._receive_backward,
+            "backward": self._backward,
+            "backward_input": self._backward_input,
+            "backward_weight": self._backward_weight,
+            "send_backward": self._send_backward,
+        }
+        progress, training = self.comm.progress, torch.is_grad_enabled()
+        for action in actions:
+            self.comm.raise_if_over()
+            progress.at(_phase_of(action) if training else "validation", action.micro_batch)
+            runners[action.kind](action, held)
+            if self.when_done is not None:
+                self.when_done(action)
+        for send, _ in held.sends:
+            send.wait()
+        return held.losses_m, held.valid_tokens
+
+    def _forward(self, action: Action, held: _Step) -> None:
+        chunk, key = self.model.chunks[action.chunk], (action.chunk, action.micro_batch)
+        x = self._input(action, held)
+        with self.comm.parts.part("forward"):
+            y = chunk(x, self._forward_pass(action, held))
+            if chunk.is_last:
+                y = self._loss(y, action.micro_batch, held)
+        _, behind = self.places[action.chunk]
+        if behind is not None and behind[0] == self.rank:
+            held.inputs[behind[1], action.micro_batch] = y.detach().requires_grad_(torch.is_grad_enabled())
+        elif behind is not None:
+            held.outputs[key] = y.detach()
+        if torch.is_grad_enabled():
+            held.edges[key] = get_gradient_edge(y)
+        else:
+            held.inputs.pop(key, None)
+
+    def _input(self, action: Action, held: _Step) -> torch.Tensor:
+        key = (action.chunk, action.micro_batch)
+        before, _ = self.places[action.chunk]
+        if before is None:
+            tokens = held.batch[action.micro_batch].inputs_sb
+            assert tokens is not None
+            return tokens
+        if before[0] != self.rank:
+            x = self._arrived("forward", key, held)
+            held.inputs[key] = x.requires_grad_(torch.is_grad_enabled())
+        return held.inputs[key]
+
+    def _forward_pass(self, action: Action, held: _Step) -> ForwardPass:
+        training, layout, rate = torch.is_grad_enabled(), self.spec.layout, self.spec.model.dropout
+        keys = held.dropout_keys[action.micro_batch] if training and rate > 0.0 else None
+        if (action.micro_batch, action.chunk) not in held.recomputed:
+            return ForwardPass(keys)
+        if layout.recompute == "full":
+            return ForwardPass(keys, recompute_layers=layout.recompute_every)
+        return ForwardPass(keys, frozenset(layout.recompute_modules))
+
+    def _loss(self, logits: torch.Tensor, micro_batch: int, held: _Step) -> torch.Tensor:
+        """Sum of the micro-batch's losses, for backward; also counts it."""
+        targets_sb = held.batch[micro_batch].targets_sb
+        assert targets_sb is not None
+        if not logits.is_contiguous():  # a sample's tokens lie side by side
+            logits, targets_sb = logits.transpose(0, 1), targets_sb.t()
+        targets_n = targets_sb.flatten()
+        losses_n = vocabulary_parallel_cross_entropy(
+            logits.flatten(0, 1), targets_n, self.spec.vocabulary_size, self.comm
+        )
+        if self.comm.index("tensor") == 0:
+            held.losses_m[micro_batch] = losses_n.detach().sum(dtype=torch.float64)
+            held.valid_tokens += (targets_n != NO_TARGET).sum()
+        return losses_n.sum()
+
+    def _backward(self, action: Action, held: _Step) -> None:
+        key = (action.chunk, action.micro_batch)
+        before, behind = self.places[action.chunk]
+        if behind is None:
+            grad = torch.full((), held.loss_scale, dtype=self._loss_dtype, device=self.comm.device)
+        elif behind[0] == self.rank:
+            grad = held.gradients.pop(key)
+        else:
+            grad = self._arrived("backward", key, held)
+        with self.comm.parts.part("backward"):
+            torch.autograd.backward([held.edges.pop(key)], [grad])
+        if before is None:
+            return
+        grad_x = held.inputs.pop(key).grad
+        assert grad_x is not None
+        if before[0] == self.rank:
+            held.gradients[before[1], action.micro_batch] = grad_x
+        else:
+            held.input_gradients[key] = grad_x
+
+    @property
+    def _loss_dtype(self) -> torch.dtype:
+        return torch.float32 if self.dtype.itemsize < 4 else self.dtype
+
+    def _backward_input(self, action: Action, held: _Step) -> None:
+        with self.model.weight_gradients.kept() as tasks:
+            self._backward(action, held)
+        held.weight_tasks[action.chunk, action.micro_batch] = tasks
+
+    def _backward_weight(self, action: Action, held: _Step) -> None:
+        with self.comm.parts.part("backward"), torch.no_grad():
+            tasks = deque(held.weight_tasks.pop((action.chunk, action.micro_batch)))
+            while tasks:  # each frees what it held
+                tasks.popleft()()
+
+    def _send_forward(self, action: Action, held: _Step) -> None:
+        _, behind = self.places[action.chunk]
+        assert behind is not None
+        self._send(behind[0], held.outputs.pop((action.chunk, action.micro_batch)), held)
+
+    def _send_backward(self, action: Action, held: _Step) -> None:
+        before, _ = self.places[action.chunk]
+        assert before is not None
+        self._send(before[0], held.input_gradients.pop((action.chunk, action.micro_batch)), held)
+
+    def _send(self, rank: int, whole: torch.Tensor, held: _Step) -> None:
+        part = whole.contiguous()
+        if self.scatters:
+            part = part.view(self.comm.size("tensor"), -1)[self.comm.index("tensor")]
+        with self.comm.parts.part("pipeline_communication"):
+            held.sends.append((self.comm.send(rank, part), part))
+        while held.sends and held.sends[0][0].done:  # frees what has left
+            held.sends.popleft()
+
+    def _receive_forward(self, action: Action, held: _Step) -> None:
+        before, _ = self.places[action.chunk]
+        assert before is not None
+        self._receive("forward", before[0], action, held)
+
+    def _receive_backward(self, action: Action, held: _Step) -> None:
+        _, behind = self.places[action.chunk]
+        assert behind is not None
+        self._receive("backward", behind[0], action, held)
+
+    def _receive(self, direction: str, rank: int, action: Action, held: _Step) -> None:
+        samples = len(held.batch[action.micro_batch].samples)
+        shape = (self.spec.model.sequence_length // self.split, samples, self.spec.model.hidden_size)
+        mine = (math.prod(shape) // self.comm.size("tensor"),) if self.scatters else shape
+        buffer = torch.empty(mine, dtype=self.dtype, device=self.comm.device)
+        work = self.comm.receive(rank, buffer)
+        held.messages[direction, action.chunk, action.micro_batch] = _Receiving(buffer, work, shape)
+
+    def _arrived(self, direction: str, key: Key, held: _Step) -> torch.Tensor:
+        """Wait for a message; gathered from its parts where it was sent scattered."""
+        message = held.messages.pop((direction, *key))
+        message.work.wait()
+        if not self.scatters:
+            return message.buffer
+        return self.comm.all_gather("tensor", message.buffer).view(message.shape)
+
+
+def _phase_of(action: Action) -> Phase:
+    return "forward" if action.kind in ("receive_forward", "forward", "send_forward") else "backward"

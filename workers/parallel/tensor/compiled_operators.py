@@ -1,0 +1,108 @@
+"""The parallel products as operators that torch.compile does not look into.
+
+A compiled block holds them by name: what they talk to is looked up when they run, by the address of their weight, so
+neither a change of groups nor another layer of the same shape needs a new compilation. Weight gradients leave through
+the side door (`Region.weight_gradients`), which the compiler need not know: what it sees of the backward operators is
+the input's gradient, and it never drops or repeats them.
+
+torch's registry of operators belongs to the process, so the table of places does too; an engine that compiles enters
+its layers there, and they leave it with the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from workers.parallel.tensor.linear import Region, column_backward, column_forward, row_backward, row_forward
+
+
+class Product(Protocol):
+    """A parallel layer: one weight, perhaps a bias, and where it talks."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    region: Region
+
+
+_PLACES: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def enter(layer: Product) -> None:
+    """Let the operators find `layer` by its weight, which must not move any more."""
+    _PLACES[layer.weight.data_ptr()] = layer
+
+
+def _place_of(weight: torch.Tensor) -> Product:
+    place: Product = _PLACES[weight.data_ptr()]
+    return place
+
+
+@torch.library.custom_op("manta::column_parallel", mutates_args=())
+def column_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gathers: int) -> torch.Tensor:
+    """x W^T + b, x gathered along the sequence from `gathers` ranks."""
+    return column_forward(x, [weight], [bias], _place_of(weight).region)[0]
+
+
+@column_parallel.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gathers: int) -> torch.Tensor:
+    return x.new_empty((x.shape[0] * gathers, *x.shape[1:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("manta::column_parallel_backward", mutates_args=())
+def column_parallel_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gathers: int) -> torch.Tensor:
+    """The gradient of x."""
+    place = _place_of(weight)
+    grad_x = column_backward([grad], x, [place.weight], [place.bias], place.region)
+    return grad_x if grad_x.is_contiguous() else grad_x.contiguous()
+
+
+@column_parallel_backward.register_fake
+def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, gathers: int) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("manta::row_parallel", mutates_args=())
+def row_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scatters: int) -> torch.Tensor:
+    """The sum over ranks of x W^T, plus b, scattered along the sequence over `scatters` ranks."""
+    return row_forward(x, weight, bias, _place_of(weight).region)
+
+
+@row_parallel.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scatters: int) -> torch.Tensor:
+    return x.new_empty((x.shape[0] // scatters, *x.shape[1:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("manta::row_parallel_backward", mutates_args=())
+def row_parallel_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scatters: int) -> torch.Tensor:
+    """The gradient of x."""
+    place = _place_of(weight)
+    return row_backward(grad.contiguous(), lambda: x, place.weight, place.bias, place.region)
+
+
+@row_parallel_backward.register_fake
+def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scatters: int) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, _, ranks = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.ranks = ranks
+
+
+def _column_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    x, weight = ctx.saved_tensors
+    return column_parallel_backward(grad, x, weight, ctx.ranks), None, None, None
+
+
+def _row_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    x, weight = ctx.saved_tensors
+    return row_parallel_backward(grad, x, weight, ctx.ranks), None, None, None
+
+
+column_parallel.register_autograd(_column_gradient, setup_context=_keep_input)
+row_parallel.register_autograd(_row_gradient, setup_context=_keep_input)

@@ -1,0 +1,105 @@
+"""Cross-entropy over logits that are split along the vocabulary (arXiv:1909.08053, section 3): instead of the
+logits, three numbers a token cross the tensor group.
+
+The logits' memory is used again for their gradient, and 16-bit logits are widened to fp32 a block of rows at a time,
+so there is never a second tensor of their size. Shapes: n tokens, v vocabulary padded to a multiple of the
+tensor-parallel size t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from workers.comm.comm import Comm
+
+# Rows of 16-bit logits that are widened at once.
+BLOCK_ROWS = 256
+
+
+class _VocabularyParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_nv: torch.Tensor, targets_n: torch.Tensor, vocabulary_size: int, comm: Comm
+    ) -> torch.Tensor:
+        columns = logits_nv.shape[1]
+        start = comm.index("tensor") * columns
+        real = max(0, min(columns, vocabulary_size - start))
+        wide = torch.float32 if logits_nv.element_size() < 4 else logits_nv.dtype
+        logits_nv[:, real:] = float("-inf")  # padding has no probability
+        own_largest_n = logits_nv.amax(1).to(wide)
+        largest_n = own_largest_n.clone()
+        comm.all_reduce("tensor", largest_n, largest=True)
+
+        local_n = targets_n - start
+        mine_n = (local_n >= 0) & (local_n < real)
+        local_n = local_n.masked_fill(~mine_n, 0).unsqueeze(1)
+        target_n = logits_nv.gather(1, local_n).squeeze(1).to(wide) - largest_n
+        own_n = _sums_of_exponentials(logits_nv, own_largest_n, largest_n, real)
+        sums_2n = torch.stack([own_n, target_n.masked_fill(~mine_n, 0.0)])
+        comm.all_reduce("tensor", sums_2n)
+        losses_n = (sums_2n[0].log() - sums_2n[1]).masked_fill(targets_n < 0, 0.0)
+        if ctx.needs_input_grad[0]:
+            factor_n = _unscaled_probabilities(logits_nv, largest_n, own_n, sums_2n[0])
+            # Kept apart: rounding p before 1 is taken from it would lose the small difference.
+            error_n = target_n.exp() / sums_2n[0] - 1.0
+            ctx.save_for_backward(logits_nv, local_n, mine_n, error_n, factor_n, targets_n < 0)
+        return losses_n
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        grad_nv, local_n, mine_n, error_n, factor_n, ignored_n = ctx.saved_tensors
+        grad_n = grads[0].masked_fill(ignored_n, 0.0)
+        grad_nv.mul_((grad_n * factor_n).unsqueeze(1).to(grad_nv.dtype))
+        targets_n = (grad_n * error_n).unsqueeze(1).to(grad_nv.dtype)
+        grad_nv.scatter_(1, local_n, torch.where(mine_n.unsqueeze(1), targets_n, grad_nv.gather(1, local_n)))
+        return grad_nv, None, None, None
+
+
+def _sums_of_exponentials(
+    logits_nv: torch.Tensor, own_largest_n: torch.Tensor, largest_n: torch.Tensor, real: int
+) -> torch.Tensor:
+    """This rank's part of each token's sum of exponentials, in units of the largest. Wide logits become this rank's
+    own softmax, by torch's fused kernel."""
+    if logits_nv.dtype == largest_n.dtype:
+        if real == 0:
+            logits_nv.zero_()
+            return torch.zeros_like(largest_n)
+        torch.softmax(logits_nv, 1, out=logits_nv)
+        # The largest logit's exponential is 1 before a softmax divides it by the sum.
+        return (own_largest_n - largest_n).exp_().div_(logits_nv.amax(1))
+    own_n = torch.empty_like(largest_n)
+    for rows in _blocks(logits_nv):
+        own_n[rows] = logits_nv[rows].to(own_n.dtype).sub_(largest_n[rows].unsqueeze(1)).exp_().sum(1)
+    return own_n
+
+
+def _unscaled_probabilities(
+    logits_nv: torch.Tensor, largest_n: torch.Tensor, own_n: torch.Tensor, sums_n: torch.Tensor
+) -> torch.Tensor:
+    """Turn 16-bit logits into what, times the factor [n] that is returned, are the probabilities; wide ones are that
+    already."""
+    if logits_nv.dtype == largest_n.dtype:
+        return own_n / sums_n
+    log_sums_n = (sums_n.log() + largest_n).unsqueeze(1)
+    for rows in _blocks(logits_nv):
+        logits_nv[rows] = logits_nv[rows].to(sums_n.dtype).sub_(log_sums_n[rows]).exp_()
+    return torch.ones_like(sums_n)
+
+
+def _blocks(logits_nv: torch.Tensor) -> Iterator[slice]:
+    for first in range(0, len(logits_nv), BLOCK_ROWS):
+        yield slice(first, first + BLOCK_ROWS)
+
+
+def vocabulary_parallel_cross_entropy(
+    logits_nv: torch.Tensor, targets_n: torch.Tensor, vocabulary_size: int, comm: Comm
+) -> torch.Tensor:
+    """Loss of each token, in nats: logits [n, v/t], targets [n] -> [n], the same on every tensor rank.
+
+    Overwrites the logits. `vocabulary_size` is the number of real token ids; columns past it are padding. A negative
+    target has no loss.
+    """
+    return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, vocabulary_size, comm)

@@ -1,0 +1,153 @@
+"""Tensor and sequence parallel layers over plain local tensors (arXiv:1909.08053; arXiv:2205.05198, section 4.2).
+
+Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size, v vocabulary padded to a multiple of t.
+With sequence parallelism, tensors outside the parallel regions are [s/t, b, h].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from workers.parallel.tensor import compiled_operators
+from workers.parallel.tensor.linear import Again, Region, column_parallel, gelu_row_parallel, look_up, row_parallel
+from workers.parallel.tensor.mappings import leave_tensor_region
+from workers.parallel.tensor.shards import ParameterShard, ShardedModule, as_shared_copy
+
+
+class ColumnParallelLinear(ShardedModule):
+    """y = x W^T + b with W [out, in] split over its rows: [s or s/t, b, in] -> [s, b, out/t].
+
+    With fewer `units` of rows (key-value heads) than tensor ranks, neighbouring ranks hold the same unit.
+    """
+
+    def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float, units: int | None = None):
+        super().__init__()
+        self.region = region
+        size, index = region.tensor_size, region.comm.index("tensor")
+        copies = max(1, size // units) if units else 1
+        rows = outputs * copies // size
+        start = index // copies * rows
+        self.weight = self.add_parameter(
+            "weight", (rows, inputs), ParameterShard((outputs, inputs), 0, start, copies=copies, std=std)
+        )
+        bias_shard = ParameterShard((outputs,), 0, start, copies=copies, decay=False)
+        self.bias = self.add_parameter("bias", (rows,), bias_shard) if bias else None
+
+    def forward(self, x: torch.Tensor, again: Again | None = None) -> torch.Tensor:
+        """[s or s/t, b, in] -> [s, b, out/t]."""
+        if torch.compiler.is_compiling():
+            return compiled_operators.column_parallel(x, self.weight, self.bias, self.region.sequence_split)
+        return column_parallel(x, self.weight, self.bias, self.region, again)
+
+
+class RowParallelLinear(ShardedModule):
+    """y = x W^T + b with W [out, in] split over its columns: [s, b, in/t] -> [s or s/t, b, out]. With `gelu`, of
+    gelu(x)."""
+
+    def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float, gelu: bool = False):
+        super().__init__()
+        self.region, self.gelu = region, gelu
+        columns = inputs // region.tensor_size
+        start = region.comm.index("tensor") * columns
+        self.weight = self.add_parameter(
+            "weight", (outputs, columns), ParameterShard((outputs, inputs), 1, start, std=std)
+        )
+        self.bias = self.add_parameter("bias", (outputs,), ParameterShard((outputs,), decay=False)) if bias else None
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, recompute_gelu: bool = False
+    ) -> torch.Tensor:
+        """[s, b, in/t] -> [s or s/t, b, out]. Bias and `residual` are added once, after the sum."""
+        if torch.compiler.is_compiling():
+            active = F.gelu(x) if self.gelu else x
+            y = compiled_operators.row_parallel(active, self.weight, self.bias, self.region.sequence_split)
+            return y if residual is None else residual + y
+        if self.gelu:
+            return gelu_row_parallel(x, self.weight, self.bias, self.region, residual, recompute_gelu)
+        return row_parallel(x, self.weight, self.bias, self.region, residual)
+
+
+class LayerNorm(ShardedModule):
+    """Layer norm over h, on whatever part of the sequence this rank holds."""
+
+    by_autograd = True
+
+    def __init__(self, size: int, bias: bool, epsilon: float = 1e-5):
+        super().__init__()
+        self.epsilon = epsilon
+        shard = ParameterShard((size,), decay=False, constant=1.0)
+        self.weight = self.add_parameter("weight", (size,), shard)
+        self.bias = self.add_parameter("bias", (size,), ParameterShard((size,), decay=False)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., h] -> [..., h]."""
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.epsilon)
+
+
+def vocabulary_rows(vocabulary_size: int, tensor_size: int) -> int:
+    """Rows of the token embedding on each tensor rank; the last rank's reach past the vocabulary when it does not
+    divide."""
+    return -(-vocabulary_size // tensor_size)
+
+
+class VocabularyParallelEmbedding(ShardedModule):
+    """Token embedding with W [v, h] split over the vocabulary: tokens [s, b] -> [s or s/t, b, h]."""
+
+    def __init__(self, vocabulary_size: int, hidden_size: int, region: Region, std: float):
+        super().__init__()
+        self.region = region
+        self.rows = vocabulary_rows(vocabulary_size, region.tensor_size)
+        self.start = region.comm.index("tensor") * self.rows
+        shard = ParameterShard((vocabulary_size, hidden_size), 0, self.start, std=std)
+        self.weight = self.add_parameter("weight", (self.rows, hidden_size), shard)
+
+    def forward(self, tokens_sb: torch.Tensor) -> torch.Tensor:
+        """Each rank looks up the tokens it holds; the others' rows are zero in its partial sum."""
+        region = self.region
+        if region.tensor_size == 1:
+            return look_up(tokens_sb, self.weight, region)
+        local_sb = tokens_sb - self.start
+        foreign_sb = (local_sb < 0) | (local_sb >= self.rows)
+        x_sbh = look_up(local_sb.masked_fill(foreign_sb, 0), self.weight, region)
+        x_sbh = x_sbh.masked_fill(foreign_sb.unsqueeze(-1), 0.0)
+        return leave_tensor_region(x_sbh, region.comm, region.sequence_parallel)
+
+
+class PositionEmbedding(ShardedModule):
+    """Learned positions W [s, h], added to this rank's part of the sequence."""
+
+    by_autograd = True
+
+    def __init__(self, length: int, hidden_size: int, region: Region, std: float):
+        super().__init__()
+        self.region = region
+        shard = ParameterShard((length, hidden_size), std=std)
+        self.weight = self.add_parameter("weight", (length, hidden_size), shard)
+
+    def forward(self, x: torch.Tensor, batch_first: bool = False) -> torch.Tensor:
+        """[s or s/t, b, h], or [b, s, h] with `batch_first`, -> the same."""
+        if batch_first:
+            return x + self.weight[: x.shape[1]]
+        start = first_position(self.region, x.shape[0])
+        return x + self.weight[start : start + x.shape[0]].unsqueeze(1)
+
+
+def first_position(region: Region, length: int) -> int:
+    """Place in the sequence of the first of the `length` rows that this rank holds outside of the parallel blocks."""
+    return region.comm.index("tensor") * length if region.sequence_parallel else 0
+
+
+class VocabularyParallelOutput(ShardedModule):
+    """Logits: [s or s/t, b, h] -> [s, b, v/t]. `tied` makes its weight the last stage's copy of the embedding."""
+
+    def __init__(self, hidden_size: int, vocabulary_size: int, region: Region, std: float, tied: bool):
+        super().__init__()
+        self.region = region
+        rows = vocabulary_rows(vocabulary_size, region.tensor_size)
+        shard = ParameterShard((vocabulary_size, hidden_size), 0, region.comm.index("tensor") * rows, std=std)
+        self.weight = self.add_parameter("weight", (rows, hidden_size), as_shared_copy(shard) if tied else shard)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[s or s/t, b, h] -> [s, b, v/t]."""
+        return column_parallel(x, self.weight, None, self.region)

@@ -1,0 +1,50 @@
+"""What the agent tells a trainer that runs: lines on the control socket, read by a thread of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+
+from workers.messages import LaunchOrder
+from workers.rank.faults import Fault
+
+EXIT_ORPHANED = 76
+
+
+class Mailbox:
+    """Orders for one trainer. When the agent hangs up the process ends at once: nobody would hear of its work."""
+
+    def __init__(self, control: socket.socket, end: Callable[[int, bool], None], arm: Callable[[Fault], None]):
+        """Both are called on the mailbox's thread: `end` with a generation that is over, as far as the agent knows, and
+        whether only after the step under way; `arm` with a fault that shall strike."""
+        self._control, self._end, self._arm = control, end, arm
+        self._orders: queue.SimpleQueue[LaunchOrder] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="mailbox", daemon=True).start()
+
+    def next_order(self, after: int) -> LaunchOrder:
+        """The order of a generation above `after`, as soon as it comes."""
+        while (order := self._orders.get()).generation <= after:
+            continue
+        return order
+
+    def _read(self) -> None:
+        try:
+            with contextlib.suppress(OSError), self._control.makefile("rb") as lines:
+                for line in lines:
+                    self._take(line)
+        finally:
+            os._exit(EXIT_ORPHANED)
+
+    def _take(self, line: bytes) -> None:
+        word = json.loads(line)
+        if word["do"] == "go":
+            self._orders.put(LaunchOrder.from_json(word["order"]))
+        elif word["do"] == "rest":
+            self._end(word["generation"], bool(word.get("after_step")))
+        elif word["do"] == "fault":
+            self._arm(Fault(**word["fault"]))

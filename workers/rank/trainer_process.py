@@ -1,0 +1,288 @@
+"""The trainer process: what the zygote's child runs for one rank of one generation.
+
+It reports over its control socket and dies with it: when the agent goes away, so does the trainer. It may live through
+several generations: the first order comes with the fork, the others through the mailbox.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workers.accounting.device_peak import measure_peak_flops
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.errors import (
+    CheckpointError,
+    CheckpointNotSaved,
+    DataError,
+    NonFiniteError,
+    PeerLost,
+    ReplicaDiffers,
+    SharedMemoryError,
+    SpikeError,
+)
+from workers.liveness.progress import Progress
+from workers.liveness.stacks import answer_with_stacks
+from workers.messages import Failure, LaunchOrder
+from workers.rank.faults import (
+    STRUCK,
+    Fault,
+    Faults,
+    InjectedError,
+    hang,
+    kill_node,
+    kill_store,
+    run_out_of_memory,
+    signal_self,
+)
+from workers.rank.mailbox import Mailbox
+from workers.rank.priority import give_way
+from workers.reporter import Reporter
+from workers.spec.reading import parse_job_spec
+from workers.trainer import Places, Trainer
+
+EXIT_FAILED, EXIT_PEER_LOST = 1, 75
+STORE_TIMEOUT = timedelta(seconds=20)
+_KINDS: dict[type[BaseException], str] = {
+    PeerLost: "peer_lost",
+    SharedMemoryError: "no_shared_memory",
+    DataError: "bad_data",
+    NonFiniteError: "not_finite",
+    SpikeError: "spike",
+    ReplicaDiffers: "corrupt",
+    CheckpointError: "bad_checkpoint",
+    CheckpointNotSaved: "not_saved",
+}
+
+
+def run(argument: dict[str, Any], control: socket.socket) -> int:
+    """Train as the LaunchOrder in `argument` says; returns the exit status. `{"prepare": order}`: build what such an
+    order needs, and wait for one that is to be carried out.
+
+    Whatever goes wrong becomes a `failure` report, except for the loss of a peer where the order is to repair in
+    place: then the process comes to rest and goes on in the next generation.
+    """
+    prepared = "prepare" in argument
+    life = Life(LaunchOrder.from_json(argument["prepare"] if prepared else argument), control)
+    try:
+        if prepared:
+            life.prepare()
+        while not life.live():
+            life.rest()
+    except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported, nothing goes on
+        return life.fail(error)
+    return life.finish()
+
+
+class Life:
+    """One rank in one process, through the generations that the process survives."""
+
+    def __init__(self, order: LaunchOrder, control: socket.socket):
+        self.order = order
+        self.reporter = Reporter(self._sink)
+        self._control = control
+        self._comm: Comm | None = None
+        self._trainer: Trainer | None = None
+        self._built: LaunchOrder | None = None
+        self._connected_at = 0.0
+        self._lost = ""
+        self._over = -1
+        self._sending = threading.Lock()
+        self._faults = Faults(self._strike)
+        self._mailbox = Mailbox(control, self._end, self._arm)
+
+    def prepare(self) -> None:
+        """Be ready for an order like this one, then wait for it."""
+        self.order = replace(self.order, generation=0)
+        self._build()
+        self.reporter.send("prepared", {})
+        self.order = self._mailbox.next_order(after=0)
+
+    def live(self) -> bool:
+        """Through the generation of the order to the job's last step; False when a peer was lost before that."""
+        try:
+            self._join()
+            trainer = self._trainer
+            assert trainer is not None
+            self.reporter.send("started", self._about())
+            self._print(f"goes on after step {trainer.step}")
+            if self.order.device == "cpu":
+                give_way()
+            trainer.train()
+            self._print(f"is done with step {trainer.step}")
+        except PeerLost as error:
+            if not self.order.in_place:
+                raise
+            self._lost = str(error)  # not the error, whose frames hold the broken step's activations
+            return False
+        return True
+
+    def _about(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "resume": asdict(self.order.resume), "connected_at": self._connected_at}
+
+    def rest(self) -> None:
+        """Leave the generation at once, so that whoever waits for this rank is freed; then wait for the next order."""
+        if self._comm is not None:
+            self._comm.close()
+        step = None
+        if self._trainer is not None:
+            self._trainer.rest()
+            step = self._trainer.settled_step
+        self._print(f"rests ({self._lost})")
+        self.reporter.send("resting", {"step": step, "message": self._lost})
+        self.order = self._mailbox.next_order(self.order.generation)
+
+    def finish(self) -> int:
+        """Say that the job's last step is committed."""
+        assert self._trainer is not None
+        self.reporter.send("finished", {"step": self._trainer.step, "seconds": self._trainer.clock.lap()})
+        self.reporter.close()
+        return 0
+
+    def fail(self, error: Exception) -> int:
+        """Say why the process ends before that."""
+        text = "".join(traceback.format_exception(error))
+        print(text, file=sys.stderr, flush=True)
+        kind = next((name for cls, name in _KINDS.items() if isinstance(error, cls)), "exception")
+        step = self._trainer.step if self._trainer is not None else self.order.resume.step
+        message = " ".join(str(error).split()) or type(error).__name__
+        failure = Failure(kind, step + 1, type(error).__name__, message, text)  # type: ignore[arg-type]
+        self.reporter.send("failure", asdict(failure))
+        self.reporter.close()
+        return EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED
+
+    def _join(self) -> None:
+        """Meet the ranks of the order's generation and bring the state to where they go on from."""
+        order = self.order
+        self._build()
+        assert self._comm is not None and self._trainer is not None
+        self._faults.arm((Fault(**fault) for fault in order.faults), self._comm.progress)
+        self._comm.end(self._over)
+        if self._comm.size("world") > 1:
+            if order.store_host is None or order.store_port is None:
+                raise ValueError("a job of several ranks needs a rendezvous store in its launch order")
+            try:
+                store = dist.TCPStore(order.store_host, order.store_port, is_master=False, timeout=STORE_TIMEOUT)
+            except RuntimeError as error:
+                raise PeerLost(f"the rendezvous store does not answer: {str(error).splitlines()[0]}") from error
+            self._comm.connect(store, order.generation, order.store_host)
+        self._connected_at = time.time()
+        self._comm.generation = order.generation
+        self._trainer.restore(order.resume, order.roll_backs)
+
+    def _build(self) -> None:
+        """Make what the order needs, unless it is there: another layout needs another rank's model."""
+        order = self.order
+        if self._built is not None and _same_place(self._built, order):
+            return
+        if self._trainer is not None:
+            self._trainer.close()
+        # The agent watches the record of this rank, which therefore goes on being the same.
+        before = self._comm
+        progress = before.progress if before is not None and before.rank == order.rank else None
+        self._comm = self._trainer = before = None  # before the new ones, so that memory never holds both
+        self._comm = _comm_of(order, progress)
+        self._trainer = _trainer_of(order, self._comm, self.reporter)
+        self._built = order
+
+    def _end(self, generation: int, after_step: bool) -> None:
+        if after_step:
+            if self._comm is not None:
+                self._comm.end_after_step(generation)
+            return
+        self._over = max(self._over, generation)
+        if self._comm is not None:
+            self._comm.end(generation)
+
+    def _print(self, what: str) -> None:
+        print(f"generation {self.order.generation}: rank {self.order.rank} {what}", flush=True)
+
+    def _sink(self, messages: list[dict[str, Any]]) -> None:
+        with self._sending:
+            self._control.sendall(report_lines(self.order, messages))
+
+    def _arm(self, fault: Fault) -> None:
+        self._faults.arm([fault], self._comm.progress if self._comm is not None else None)
+
+    def _strike(self, fault: Fault, step: int) -> None:
+        """Say so, ahead of whatever the reporter has not shipped yet, and do it."""
+        data = {"type": STRUCK, "step": step, "message": f"{fault.kind} in {fault.phase}", "fault": fault.id}
+        self._sink([{"kind": "event", "time": time.time(), "data": data}])
+        if fault.kind in ("kill", "stop"):
+            signal_self(signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP, fault.delay)
+        elif fault.kind == "hang":
+            hang(fault.hold_gil)
+        elif fault.kind == "oom":
+            run_out_of_memory()
+        elif fault.kind == "exception":
+            raise InjectedError(f"fault {fault.id} was asked for")
+        elif fault.kind == "slow":
+            self._faults.slow_down(fault.seconds)
+        elif fault.kind == "node":
+            kill_node()
+        elif fault.kind == "store" and self.order.store_port is not None:
+            kill_store(self.order.store_port)
+        elif fault.kind == "partition" and self._comm is not None:
+            self._comm.cut(fault.seconds)
+
+
+def _same_place(one: LaunchOrder, other: LaunchOrder) -> bool:
+    """Whether what was built for `one` serves `other`."""
+    return (one.spec, one.rank, one.snapshot_folder) == (other.spec, other.rank, other.snapshot_folder)
+
+
+def report_lines(order: LaunchOrder, messages: list[dict[str, Any]]) -> bytes:
+    """The reporter's `messages` as the agent reads them."""
+    lines = []
+    for kind, batch in _runs(messages):
+        common = {"kind": kind, "generation": order.generation, "rank": order.rank}
+        if kind == "metrics":
+            lines.append({**common, "time": time.time(), "data": {"rows": [item["data"] for item in batch]}})
+        else:
+            lines += [{**common, "time": item["time"], "data": item["data"]} for item in batch]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def _comm_of(order: LaunchOrder, progress: Progress | None) -> Comm:
+    # One computation thread, so that bits do not depend on the machine's load.
+    torch.set_num_threads(1)
+    device = torch.device(order.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    comm = Comm(RankGrid(parse_job_spec(order.spec).layout), order.rank, device)
+    if progress is not None:
+        comm.progress = progress
+    elif order.snapshot_folder is not None:
+        answer_with_stacks(order.snapshot_folder, order.rank)
+        comm.progress = Progress.shared(order.snapshot_folder, order.rank)
+    return comm
+
+
+def _trainer_of(order: LaunchOrder, comm: Comm, reporter: Reporter) -> Trainer:
+    spec = parse_job_spec(order.spec)
+    peak = order.peak_flops or measure_peak_flops(comm.device.type).flops
+    checkpoints = order.checkpoint_folder if spec.checkpoint.every_steps else None
+    return Trainer(spec, comm, reporter, peak, Places(order.job, order.snapshot_folder, checkpoints))
+
+
+def _runs(messages: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Neighbouring messages of one kind together, order kept."""
+    runs: list[tuple[str, list[dict[str, Any]]]] = []
+    for message in messages:
+        if not runs or runs[-1][0] != message["kind"]:
+            runs.append((message["kind"], []))
+        runs[-1][1].append(message)
+    return runs

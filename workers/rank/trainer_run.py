@@ -1,0 +1,188 @@
+"""One trainer process under its agent: its orders, its reports, its output, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Coroutine
+from typing import Any
+
+from workers.messages import LaunchOrder
+from workers.rank.faults import STRUCK
+from workers.rank.rank_log import LineSplitter, RankLog
+from workers.rank.report_buffer import ReportBuffer
+from workers.zygote.client import Exit, ForkedProcess
+
+DRAIN_SECONDS = 2.0
+"""How long to read on after a trainer's end. Its channels close with it, unless a grandchild holds on to them."""
+CHUNK_BYTES = 65536
+KINDS = frozenset({"started", "metrics", "event", "resting", "failure", "finished"})
+"""What a trainer says that is of a generation. All but `failure` are reports."""
+
+
+class TrainerRun:
+    """One trainer, through the generations that it survives. Its `exit` report comes last, after everything that it
+    wrote has been read."""
+
+    def __init__(
+        self,
+        order: LaunchOrder,
+        process: ForkedProcess,
+        reports: ReportBuffer,
+        log: RankLog,
+        prepared: bool = False,
+        struck: set[str] | None = None,
+    ):
+        """`prepared`: the process has been told to get ready for such an order, and waits for one; `struck`: takes the
+        ids of faults that have struck."""
+        self._struck = set() if struck is None else struck
+        self.process, self.generation = process, 0 if prepared else order.generation
+        self._rank, self._reports, self._log = order.rank, reports, log
+        self._resting = asyncio.Event()
+        if prepared:
+            self._resting.set()
+        self._prepared = asyncio.Event()
+        self._beside: asyncio.Task[None] | None = None
+        self.stopped = False
+        """Whether its end was asked for."""
+        self._stderr = LineSplitter()
+        self._condemned: dict[str, str] | None = None
+        self._failure: dict[str, Any] | None = None
+        """What it said that it fails with; told with its end, since a reader who is replaced in between knows only what
+        comes after."""
+        self._watching = asyncio.create_task(self._watch(), name=f"trainer {process.pid}")
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone and its exit has been reported."""
+        return self._watching.done()
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`, instead of what was done before, for as long as the process lives."""
+        if self._beside is not None:
+            self._beside.cancel()
+        self._beside = asyncio.create_task(work, name=f"beside trainer {self.process.pid}")
+        beside = self._beside
+        self._watching.add_done_callback(lambda _: beside.cancel())
+
+    async def wait(self) -> Exit:
+        """How the process ended, after its `exit` report was made."""
+        return await asyncio.shield(self._watching)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the trainer has left its generation and waits for an order."""
+        return self._resting.is_set() and not self.process.ended
+
+    async def prepared(self) -> bool:
+        """Once the process is ready for its order; False when it has ended before."""
+        ready = asyncio.create_task(self._prepared.wait())
+        await asyncio.wait({ready, self._watching}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        return self._prepared.is_set()
+
+    async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
+        """Have the trainer leave `generation`; whether it is at rest. It may finish its step first, if that takes it no
+        more than `patience` seconds. One that takes longer than `grace` seconds after that is killed."""
+        if self.generation > generation:
+            return self.at_rest  # an order of yesterday
+        for seconds, after_step in ((patience, True), (grace, False)):
+            if seconds and self.generation == generation and not self.at_rest:
+                self._tell({"do": "rest", "generation": generation, "after_step": after_step})
+                resting = asyncio.create_task(self._resting.wait())
+                await asyncio.wait({resting, self._watching}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                resting.cancel()
+        if not self.at_rest:
+            await self.stop()
+        return self.at_rest
+
+    def become(self, rank: int, log: RankLog) -> None:
+        """What the trainer says from now on, it says as `rank`."""
+        self._rank, self._log = rank, log
+
+    def go(self, order: LaunchOrder) -> None:
+        """Hand the next generation's order to the trainer, which is at rest."""
+        self._resting.clear()
+        self.generation = order.generation
+        self._tell({"do": "go", "order": order.to_json()})
+
+    def _tell(self, word: dict[str, Any]) -> None:
+        self.process.control_writer.write(json.dumps(word).encode() + b"\n")
+
+    def arm(self, fault: dict[str, Any]) -> None:
+        """Have the trainer carry out `fault` when it gets there."""
+        if not self.process.ended:
+            self._tell({"do": "fault", "fault": fault})
+
+    async def stop(self) -> Exit:
+        """SIGKILL the process and wait until it is reaped and reported."""
+        self.stopped = True
+        self.process.kill()
+        return await self.wait()
+
+    def condemn(self, kind: str, message: str) -> None:
+        """SIGKILL the process, and have its `exit` report say in `condemned` why: `kind` and `message`."""
+        self._condemned = {"kind": kind, "message": message}
+        self.process.kill()
+
+    async def _watch(self) -> Exit:
+        pumps = [
+            asyncio.create_task(self._pump_reports()),
+            asyncio.create_task(self._pump_output("stdout", self.process.stdout, LineSplitter())),
+            asyncio.create_task(self._pump_output("stderr", self.process.stderr, self._stderr)),
+        ]
+        found = await self.process.wait()
+        _, late = await asyncio.wait(pumps, timeout=DRAIN_SECONDS)
+        for pump in late:
+            pump.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        data: dict[str, Any] = {**found.to_json(), "last_output": list(self._stderr.tail)}
+        if self._condemned is not None:
+            data["condemned"] = self._condemned
+        if self._failure is not None:
+            data["failure"] = self._failure
+        self._reports.add("exit", self.generation, self._rank, data)
+        self.process.close()
+        return found
+
+    async def _pump_reports(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            while line := await self._control_line():
+                self._take(line)
+
+    async def _control_line(self) -> bytes:
+        """The next line; a last one that the trainer's death cut off is none."""
+        try:
+            return await self.process.control.readuntil(b"\n")
+        except asyncio.IncompleteReadError:
+            return b""
+
+    def _take(self, line: bytes) -> None:
+        """Buffer one report, unless it makes no sense or belongs to another generation."""
+        try:
+            document: dict[str, Any] = json.loads(line)
+            if document["kind"] == "prepared":
+                self._prepared.set()
+                return
+            if document["generation"] != self.generation or document["kind"] not in KINDS:
+                return
+            kind, when, data = document["kind"], float(document["time"]), dict(document["data"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            self._log.write(self.generation, "agent", [f"unreadable report ({error}): {line[:200]!r}"])
+            return
+        if kind == "failure":
+            self._failure = {**data, "at": when}
+            return
+        self._reports.add(kind, self.generation, self._rank, data, when)
+        if kind == "event" and data.get("type") == STRUCK:
+            self._struck.add(str(data.get("fault")))
+        if kind == "resting":
+            self._resting.set()
+
+    async def _pump_output(self, stream: str, reader: asyncio.StreamReader, splitter: LineSplitter) -> None:
+        chunk = b"start"
+        while chunk:
+            chunk = await reader.read(CHUNK_BYTES)
+            if lines := splitter.feed(chunk):
+                self._log.write(self.generation, stream, lines)

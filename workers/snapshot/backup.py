@@ -1,0 +1,293 @@
+"""Copies of a rank's snapshots on another node, made by the agents: no trainer takes part. Pure Python.
+
+An agent's `Replicator` streams what its trainer commits to a partner's `ReplicaServer`, which keeps it in its own
+shared memory. The newest step goes first; steps that were overwritten before their turn are passed over. A new agent
+of the rank, on whatever node, fetches the file back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.errors import MantaError, SharedMemoryError
+from workers.snapshot import backup_transport as wire
+from workers.snapshot.backup_transport import ReplicaError
+from workers.snapshot.notification import Bell, bell_path
+from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
+from workers.snapshot.snapshots import replica_path, snapshot_path
+
+RETRY_SECONDS = 0.5
+"""Between two attempts to reach a partner that refuses or is gone."""
+CONNECT_SECONDS = 5.0
+
+
+@dataclass
+class Replication:
+    """How far a rank's replica is."""
+
+    step: int | None = None
+    """Newest step that arrived whole."""
+    sent: int = 0
+    """Slots that arrived whole."""
+    dropped: int = 0
+    """Slots that were overwritten while they were on their way."""
+    bytes: int = 0
+    """Of the slots that arrived."""
+    seconds: float = 0.0
+    """That they took, checks at the other end included."""
+    problem: str | None = None
+    """Why nothing can be sent now."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+
+class Replicator:
+    """Streams the snapshots of one rank in one generation to a partner, on a thread of its own."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        rank: int,
+        layout: str,
+        partner: tuple[str, int],
+        token: str,
+        generation: int,
+        every: int = 1,
+    ):
+        """`layout`: tag of the layout; `partner`: address of its ReplicaServer; `every`: only steps that are a multiple
+        of it, the same for all ranks, so that slow replicas still have steps in common."""
+        self._path = snapshot_path(folder, rank, layout)
+        self._partner, self._token, self._every = partner, token, every
+        self._wish = {"do": "put", "rank": rank, "layout": layout, "generation": generation}
+        self._bell = Bell(bell_path(folder, rank))
+        self._stopped = threading.Event()
+        self._connection: socket.socket | None = None
+        self.state = Replication()
+        self._thread = threading.Thread(target=self._run, name=f"replicator {rank}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it; a slot that is under way does not arrive."""
+        if self._stopped.is_set():
+            return
+        self._stopped.set()
+        self._bell.ring()
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._bell.close()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                with contextlib.closing(SnapshotFile.open(self._path)) as file, self._connected() as connection:
+                    self._stream(file, connection)
+            except (OSError, MantaError) as error:
+                self.state.problem = str(error)
+                self._bell.wait(RETRY_SECONDS)
+
+    @contextlib.contextmanager
+    def _connected(self) -> Any:
+        with socket.create_connection(self._partner, CONNECT_SECONDS) as connection:
+            self._connection = connection
+            wire.prepare(connection)
+            try:
+                wire.introduce(connection, self._token, self._wish)
+                yield connection
+            finally:
+                self._connection = None
+
+    def _stream(self, file: SnapshotFile, connection: socket.socket) -> None:
+        """Until it is stopped, or the trainer makes a new file."""
+        wire.send_form(connection, file.form)
+        wire.hear(connection)
+        self.state.problem = None
+        last: tuple[int, tuple[int, ...]] | None = None
+        while not self._stopped.is_set() and _is_at(file, self._path):
+            newest = next((each for each in wire.sealed_slots(file) if each.step % self._every == 0), None)
+            if newest is None or (newest.step, newest.sums) == last:
+                self._bell.wait(None, connection)
+                wire.expect_silence(connection)
+                continue
+            began = time.perf_counter()
+            if wire.send_slot(connection, file, newest):
+                last = (newest.step, newest.sums)
+                self.state.step = newest.step
+                self.state.sent += 1
+                self.state.bytes += file.form.payload
+                self.state.seconds += time.perf_counter() - began
+            else:
+                self.state.dropped += 1
+
+
+def _is_at(file: SnapshotFile, path: Path) -> bool:
+    try:
+        return path.stat().st_ino == os.fstat(file.descriptor).st_ino
+    except FileNotFoundError:
+        return False
+
+
+class ReplicaServer:
+    """Keeps replicas of other ranks in `folder`, and gives out what lies there."""
+
+    def __init__(self, folder: str | Path, host: str, token: str, generation: int):
+        """Listen on a free port of `host`, for callers who know `token` and are of `generation` or later."""
+        self.folder, self._token, self._generation = Path(folder), token, generation
+        self._listener = socket.create_server((host, 0))
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._writers: dict[tuple[int, str], tuple[int, socket.socket, threading.Thread]] = {}
+        """By rank and layout: generation, connection and thread of who writes its replica."""
+        self._connections: set[socket.socket] = set()
+        self._thread = threading.Thread(target=self._accept, name="replica server", daemon=True)
+        self._thread.start()
+
+    def expect(self, token: str, generation: int) -> None:
+        """From now on only callers of `generation` or later, who know `token`. Raises ReplicaError for an older one."""
+        if generation < self._generation:
+            raise ReplicaError(f"generation {generation} was replaced by {self._generation}")
+        self._token, self._generation = token, generation
+
+    def close(self) -> None:
+        """Stop listening, let go of all connections and remove the replicas that were made here."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        with self._lock:
+            writers = dict(self._writers)
+            for connection in self._connections:
+                _shut(connection)
+        for (rank, layout), (_, _, thread) in writers.items():
+            thread.join()
+            replica_path(self.folder, rank, layout).unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(connection,), name="replica", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            with connection:
+                wire.prepare(connection)
+                self._answer(connection)
+        except (OSError, MantaError):
+            pass  # the other end knows, or is gone; it will call again
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        try:
+            wish = wire.challenge(connection, self._token)
+            rank, layout, generation = int(wish["rank"]), str(wish["layout"]), int(wish["generation"])
+            if generation < self._generation:
+                raise ReplicaError(f"generation {generation} was replaced by {self._generation}")
+            own, replica = snapshot_path(self.folder, rank, layout), replica_path(self.folder, rank, layout)
+            if wish["do"] == "put":
+                self._claim((rank, layout), generation, connection)
+            elif not (committed_steps(own) or committed_steps(replica)):
+                raise ReplicaError(f"there is no snapshot of rank {rank} in layout {layout} here")
+        except (KeyError, ValueError, TypeError) as error:
+            wire.send_message(connection, {"refused": f"that is no wish: {error}"})
+            return
+        except ReplicaError as error:
+            wire.send_message(connection, {"refused": str(error)})
+            return
+        wire.send_message(connection, {})
+        if wish["do"] == "put":
+            self._take((rank, layout), replica, connection)
+        else:
+            _give(max((own, replica), key=lambda path: max(committed_steps(path), default=-1)), connection)
+
+    def _claim(self, key: tuple[int, str], generation: int, connection: socket.socket) -> None:
+        """Become the one who writes a replica. Who did so in an older generation, or is not there any more, stops."""
+        with self._lock:
+            before = self._writers.get(key)
+            if before is not None and before[0] > generation:
+                raise ReplicaError(f"generation {generation} was replaced by {before[0]}")
+            self._writers[key] = (generation, connection, threading.current_thread())
+        if before is not None:
+            _shut(before[1])
+            before[2].join()
+
+    def _take(self, key: tuple[int, str], path: Path, connection: socket.socket) -> None:
+        form = wire.receive_form(connection)
+        try:
+            opened = wire.file_of(path, form)
+        except SharedMemoryError as error:
+            wire.send_message(connection, {"refused": str(error)})
+            raise
+        wire.send_message(connection, {})
+        with contextlib.closing(opened) as file, contextlib.suppress(EOFError):
+            while self._writers[key][1] is connection:
+                connection.settimeout(None)  # a step may take as long as it likes
+                connection.recv(1, socket.MSG_PEEK)
+                connection.settimeout(wire.SILENCE_SECONDS)
+                wire.receive_slot(connection, file)
+
+
+def _give(path: Path, connection: socket.socket) -> None:
+    """Send all slots that have sums, the older one first."""
+    with contextlib.closing(SnapshotFile.open(path)) as file:
+        wire.send_form(connection, file.form)
+        for sealed in reversed(wire.sealed_slots(file)):
+            wire.send_slot(connection, file, sealed)
+        wire.send_end(connection)
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def fetch(
+    folder: str | Path,
+    rank: int,
+    layout: str,
+    holder: tuple[str, int],
+    token: str,
+    generation: int,
+    of: int | None = None,
+) -> list[int]:
+    """Bring the snapshots of `rank` that the agent at `holder` keeps into `folder`, as the rank's own; the steps that
+    came whole. A file of the rank that is there already is replaced, once all has come. `of`: another rank that has the
+    same state, whose snapshots are to be taken.
+
+    Raises ReplicaError, SharedMemoryError, OSError.
+    """
+    path = snapshot_path(folder, rank, layout)
+    arriving = path.with_name(f"{path.name}.arriving")
+    wish = {"do": "get", "rank": rank if of is None else of, "layout": layout, "generation": generation}
+    with socket.create_connection(holder, CONNECT_SECONDS) as connection:
+        wire.prepare(connection)
+        wire.introduce(connection, token, wish)
+        form = wire.receive_form(connection)
+        try:
+            with contextlib.closing(SnapshotFile.create(arriving, form)) as file, contextlib.suppress(EOFError):
+                while True:
+                    wire.receive_slot(connection, file)
+            steps = committed_steps(arriving)
+            if not steps:
+                raise ReplicaError(f"no snapshot of rank {rank} came whole from {holder[0]}:{holder[1]}")
+            arriving.rename(path)
+        finally:
+            arriving.unlink(missing_ok=True)
+    return steps

@@ -1,0 +1,208 @@
+"""How snapshots travel between two agents: who may, and one slot at a time. Plain blocking sockets, pure Python.
+
+Both ends know a random token. The receiver sends a number used once; the caller answers with what it wants and a MAC of
+both, so that the token itself never travels. What arrives counts only if its sums are those that its sender's trainer
+took: a slot that was overwritten while it was on its way is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import mmap
+import secrets
+import select
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.errors import CheckpointError, MantaError
+from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
+
+_LENGTH = struct.Struct("<I")
+_SLOT = struct.Struct("<QQ")  # step + 1 (0: no more), bytes of the note with its length
+_FORM = struct.Struct("<16sQQ")  # identity, bytes of payload, bytes of table
+_KEPT, _CHANGED = b"\1", b"\0"
+NONCE_BYTES = 32
+MESSAGE_BYTES = 64 * 1024
+TABLE_BYTES = 1 << 30
+SILENCE_SECONDS = 20.0
+"""How long a partner in the middle of a message may say nothing."""
+
+
+class ReplicaError(MantaError):
+    """The other end refused, went away, or says what makes no sense."""
+
+
+def prepare(connection: socket.socket) -> None:
+    """Notice when the other machine is gone, and do not wait for more to send."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.settimeout(SILENCE_SECONDS)
+
+
+def receive_exactly(connection: socket.socket, target: memoryview) -> None:
+    """Fill `target`. Raises ReplicaError when the other end closes before, OSError."""
+    while target:
+        count = connection.recv_into(target)
+        if count == 0:
+            raise ReplicaError("the other end closed the connection")
+        target = target[count:]
+
+
+def expect_silence(connection: socket.socket) -> None:
+    """Raise ReplicaError where the other end has closed the connection, or talks out of turn."""
+    if select.select([connection], [], [], 0)[0]:
+        raise ReplicaError("the other end closed the connection")
+
+
+def _bytes(connection: socket.socket, count: int) -> bytes:
+    found = bytearray(count)
+    receive_exactly(connection, memoryview(found))
+    return bytes(found)
+
+
+def send_message(connection: socket.socket, message: dict[str, Any]) -> None:
+    """One JSON object."""
+    text = json.dumps(message, sort_keys=True).encode()
+    connection.sendall(_LENGTH.pack(len(text)) + text)
+
+
+def receive_message(connection: socket.socket) -> dict[str, Any]:
+    """One JSON object. Raises ReplicaError for anything else."""
+    length = _LENGTH.unpack(_bytes(connection, _LENGTH.size))[0]
+    if length > MESSAGE_BYTES:
+        raise ReplicaError(f"a message of {length} bytes is none of ours")
+    try:
+        found = json.loads(_bytes(connection, length))
+    except ValueError as error:
+        raise ReplicaError("a message that is no JSON is none of ours") from error
+    if not isinstance(found, dict):
+        raise ReplicaError("a message that is no JSON object is none of ours")
+    return found
+
+
+def _mac(token: str, nonce: bytes, wish: dict[str, Any]) -> str:
+    return hmac.new(token.encode(), nonce + json.dumps(wish, sort_keys=True).encode(), "sha256").hexdigest()
+
+
+def introduce(connection: socket.socket, token: str, wish: dict[str, Any]) -> None:
+    """Say who we are and what we want. Raises ReplicaError with the other end's reason when it refuses."""
+    nonce = _bytes(connection, NONCE_BYTES)
+    send_message(connection, {"wish": wish, "mac": _mac(token, nonce, wish)})
+    hear(connection)
+
+
+def hear(connection: socket.socket) -> None:
+    """Raise ReplicaError with the other end's reason where it refuses."""
+    answer = receive_message(connection)
+    if "refused" in answer:
+        raise ReplicaError(str(answer["refused"]))
+
+
+def challenge(connection: socket.socket, token: str) -> dict[str, Any]:
+    """What the caller wants, who has proved to know `token`. Raises ReplicaError for any other."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(nonce)
+    said = receive_message(connection)
+    wish = said.get("wish")
+    if not isinstance(wish, dict) or not hmac.compare_digest(str(said.get("mac")), _mac(token, nonce, wish)):
+        raise ReplicaError("the caller does not know the token of this job's generation")
+    return wish
+
+
+def send_form(connection: socket.socket, form: Form) -> None:
+    """What the file is like."""
+    connection.sendall(_FORM.pack(form.identity, form.payload, len(form.table)) + form.table)
+
+
+def receive_form(connection: socket.socket) -> Form:
+    """What the file is like."""
+    identity, payload, table = _FORM.unpack(_bytes(connection, _FORM.size))
+    if table > TABLE_BYTES:
+        raise ReplicaError(f"a table of {table} bytes is none of ours")
+    return Form(identity, payload, _bytes(connection, table))
+
+
+def file_of(path: Path, form: Form) -> SnapshotFile:
+    """The file at `path`, open for writing, or a new one where it is not of `form`. Raises SharedMemoryError."""
+    try:
+        found = SnapshotFile.open(path, mmap.ACCESS_WRITE)
+    except CheckpointError:
+        return SnapshotFile.create(path, form)
+    if found.form == form:
+        return found
+    found.close()
+    return SnapshotFile.create(path, form)
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A slot that has its sums."""
+
+    slot: int
+    step: int
+    sums: tuple[int, ...]
+
+
+def sealed_slots(file: SnapshotFile) -> list[Sealed]:
+    """The slots that can be sent, the newest step first. Not one whose sums make no sense: it is being overwritten, or
+    damaged."""
+    found = []
+    for slot in range(SLOTS):
+        with contextlib.suppress(CheckpointError):
+            step, sums = file.step(slot), file.sealed_sums(slot)
+            if step is not None and sums is not None:
+                found.append(Sealed(slot, step, sums))
+    return sorted(found, key=lambda each: -each.step)
+
+
+def send_slot(connection: socket.socket, file: SnapshotFile, sealed: Sealed) -> bool:
+    """Send a slot, and hear whether it arrived as it was written."""
+    start, note = file.form.payload_at(sealed.slot), file.note_size(sealed.slot)
+    connection.sendall(_SLOT.pack(sealed.step + 1, note))
+    with open(file.descriptor, "rb", closefd=False, buffering=0) as stream:
+        connection.sendfile(stream, start, file.form.payload + note)
+    kept = file.step(sealed.slot) == sealed.step
+    connection.sendall(struct.pack(f"<{len(sealed.sums)}I", *sealed.sums) + (_KEPT if kept else _CHANGED))
+    return _bytes(connection, 1) == _KEPT
+
+
+def send_end(connection: socket.socket) -> None:
+    """There are no more slots."""
+    connection.sendall(_SLOT.pack(0, 0))
+
+
+def receive_slot(connection: socket.socket, file: SnapshotFile) -> int | None:
+    """Receive a slot into the file, over the one that is worth least, and say whether it arrived whole.
+
+    The number of its step; None where it was dropped. Raises EOFError after the last slot, ReplicaError and OSError
+    when the other end goes away.
+    """
+    number, note = _SLOT.unpack(_bytes(connection, _SLOT.size))
+    if number == 0:
+        raise EOFError
+    if note > NOTE_BYTES + 8:
+        raise ReplicaError(f"a note of {note} bytes is none of ours")
+    step, form = number - 1, file.form
+    held = [file.step(slot) for slot in range(SLOTS)]
+    for slot, other in enumerate(held):
+        if other is not None and other > step:
+            file.begin(slot)  # of a future that did not happen
+    slot = held.index(step) if step in held else file.oldest()
+    file.begin(slot)
+    start = form.payload_at(slot)
+    with memoryview(file.memory) as memory, memory[start : start + form.payload + note] as target:
+        receive_exactly(connection, target)
+    sums = struct.unpack(f"<{form.blocks}I", _bytes(connection, 4 * form.blocks))
+    whole = _bytes(connection, 1) == _KEPT and file.note_size(slot) == note and tuple(file.sums(slot)) == sums
+    if whole:
+        file.seal(slot, step, list(sums))
+        file.commit(slot, step)
+    connection.sendall(_KEPT if whole else _CHANGED)
+    return step if whole else None

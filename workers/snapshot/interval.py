@@ -1,0 +1,66 @@
+"""How often a job is snapshotted: as often as its training threads hardly notice.
+
+Each step, unless making sure of the copies holds the training thread up; then every k-th step. All ranks use the same
+k: it follows from the slowest rank's numbers, which they exchange at fixed steps.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from typing import Literal
+
+import torch
+
+from workers.comm.comm import Comm
+
+STALL_SHARE = 0.01
+"""Most of a step's time that snapshots may cost the training thread, as a mean over steps."""
+FREE_SECONDS = 1e-3
+"""A stall of up to this is no reason for fewer snapshots: a step that is done again costs more than it ever saves."""
+AGREE_EVERY = 16
+"""Steps between two looks at the numbers."""
+
+
+def steps_between(stall_seconds: float, step_seconds: float) -> int:
+    """The fewest steps from one snapshot to the next at which their stalls keep to STALL_SHARE of the time."""
+    if stall_seconds <= max(FREE_SECONDS, STALL_SHARE * step_seconds):
+        return 1
+    return math.ceil(stall_seconds / (STALL_SHARE * step_seconds))
+
+
+class Pace:
+    """Which steps are snapshotted. All ranks call the same methods at the same steps."""
+
+    def __init__(self, every: int | Literal["auto"]):
+        self._auto = every == "auto"
+        self.every: int = 1 if isinstance(every, str) else every
+        """Steps between snapshots, now: the most that has to be done again."""
+        self._stalls: deque[float] = deque(maxlen=AGREE_EVERY)
+        self._steps: deque[float] = deque(maxlen=AGREE_EVERY)
+
+    def due(self, step: int) -> bool:
+        """Whether committed step `step` is to be kept."""
+        return step % self.every == 0
+
+    def begin(self) -> None:
+        """A generation begins: all ranks know the same, which is nothing."""
+        if self._auto:
+            self.every = 1
+        self._stalls.clear()
+        self._steps.clear()
+
+    def note_stall(self, seconds: float) -> None:
+        """For how long a snapshot held the training thread up."""
+        self._stalls.append(seconds)
+
+    def note_step(self, step: int, seconds: float, comm: Comm) -> None:
+        """What step `step` took. Raises PeerLost."""
+        self._steps.append(seconds)
+        if not self._auto or step % AGREE_EVERY or len(self._steps) < AGREE_EVERY:
+            return  # the first steps of a generation touch all memory for the first time, and say little
+        mine = [statistics.median(self._stalls or [0.0]), statistics.median(self._steps)]
+        shared = torch.tensor(mine, dtype=torch.float64, device=comm.device)
+        comm.all_reduce("world", shared, largest=True)
+        self.every = steps_between(*shared.tolist())

@@ -1,0 +1,217 @@
+"""Snapshots of one layout, read by the ranks of another.
+
+The table in a snapshot file says which rectangles of which layout-free tensors lie where in its payload. A rank of any
+layout takes what it needs from the files of all ranks of the old one, and checks each block that it reads.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workers.checkpoint.agreement import agree, take_over
+from workers.checkpoint.checksums import BLOCK_BYTES
+from workers.checkpoint.durable import KINDS
+from workers.checkpoint.rectangles import Piece, pieces_of
+from workers.comm.comm import Comm
+from workers.comm.grid import state_peers
+from workers.engine import Engine
+from workers.errors import CheckpointError
+from workers.snapshot.snapshot_file import SnapshotFile
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a rectangle."""
+
+
+def describe(job: str, layout: dict[str, Any], engine: Engine, comm: Comm) -> dict[str, Any]:
+    """The table of a rank's snapshots, of what `Engine.state` gives; `layout` is the spec's `parallel` as JSON.
+
+    `rank` is the first of those that hold the same state: they may take each other's files.
+
+    The payload is one part for each kind, the held ranges one after the other, and then the loss scale. A piece lies in
+    each of the parts, from element `start` on, its rows `stride` elements apart.
+    """
+    optimizer, parts, at = engine.optimizer, {}, 0
+    tensors = (optimizer.parameters, [optimizer.exp_avg], [optimizer.exp_avg_sq], [engine.loss_scale.state])
+    for kind, whole in zip((*KINDS, "loss_scale"), tensors, strict=True):
+        length, dtype = sum(len(tensor) for tensor in whole), whole[0].dtype
+        parts[kind] = {"at": at, "length": length, "dtype": str(dtype).removeprefix("torch.")}
+        at += length * dtype.itemsize
+    return {
+        "job": job,
+        "rank": state_peers(engine.spec.layout, comm.rank)[0],
+        "world_size": comm.size("world"),
+        "layout": layout,
+        "parts": parts,
+        "pieces": [astuple(piece) for piece in needed_pieces(engine, comm)],
+    }
+
+
+def needed_pieces(engine: Engine, comm: Comm) -> list[Piece]:
+    """The rectangles of all that a rank keeps."""
+    held = engine.optimizer.held
+    return pieces_of(engine.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank reads in the snapshots of another layout."""
+
+    parts: dict[str, torch.Tensor]
+    """By KINDS, on the CPU; zero where no piece lies."""
+    loss_scale: list[float]
+    note: bytes
+    """That of rank 0."""
+
+
+def load_from_snapshots(paths: Sequence[str | Path], step: int, pieces: Iterable[Piece], length: int) -> Found:
+    """What the snapshot files at `paths`, of any ranks of one layout, hold of `pieces` at `step`, in new parts of
+    `length` elements.
+
+    Raises DamagedCheckpoint naming file and byte, CheckpointError when they do not hold the step, are of another
+    model, or lack something, which it names.
+    """
+    parts = {kind: torch.zeros(length) for kind in KINDS}
+    with ExitStack() as stack:
+        sources = [_Source(stack, Path(path), step) for path in paths]
+        if not sources:
+            raise CheckpointError(f"no snapshot files to read step {step} from")
+        for piece in pieces:
+            for source, stored, box in _cover(piece, sources, step):
+                for kind, part in parts.items():
+                    _within(piece, piece.view(part), box).copy_(_within(stored, source.view(kind, stored), box))
+        first = min(sources, key=lambda source: source.rank)
+        scale, note = first.tensor("loss_scale").tolist(), first.note() if first.rank == 0 else b""
+        for source in sources:
+            source.check_unchanged()
+    return Found(parts, scale, note)
+
+
+class _Source:
+    """One file, and what it holds of one step."""
+
+    def __init__(self, stack: ExitStack, path: Path, step: int):
+        self._file, self._step = SnapshotFile.open(path, mmap.ACCESS_COPY), step
+        stack.callback(self._file.close)
+        self._slot = self._file.slot_of(step)
+        self._sums = self._file.sealed_sums(self._slot)
+        self._checked: set[int] = set()
+        table = self._file.table()
+        try:
+            self.rank: int = table["rank"]
+            self._parts: dict[str, dict[str, Any]] = table["parts"]
+            self.pieces: dict[str, list[Piece]] = {}
+            for name, shape, offsets, sizes, start, stride in table["pieces"]:
+                piece = Piece(name, tuple(shape), tuple(offsets), tuple(sizes), start, stride)
+                self.pieces.setdefault(name, []).append(piece)
+        except (KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} does not say what it consists of") from error
+
+    def view(self, kind: str, piece: Piece) -> torch.Tensor:
+        """The elements of one of its pieces, checked."""
+        rows, stride = (piece.sizes[0], piece.stride) if len(piece.sizes) == 2 else (1, 0)
+        return piece.view(self.tensor(kind, piece.start, piece.start + (rows - 1) * stride + piece.sizes[-1]))
+
+    def tensor(self, kind: str, start: int = 0, end: int | None = None) -> torch.Tensor:
+        """One part, of which the elements from `start` to `end` are checked."""
+        entry = self._parts[kind]
+        dtype = getattr(torch, entry["dtype"])
+        self._check(*(entry["at"] + dtype.itemsize * at for at in (start, entry["length"] if end is None else end)))
+        at = self._file.form.payload_at(self._slot) + entry["at"]
+        return torch.frombuffer(self._file.memory, dtype=dtype, count=entry["length"], offset=at)
+
+    def note(self) -> bytes:
+        """The note, checked."""
+        self._check_block(self._file.form.blocks - 1)
+        return self._file.note(self._slot)
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError where somebody overwrote the step meanwhile."""
+        if self._file.step(self._slot) != self._step:
+            raise CheckpointError(f"{self._file.path} was overwritten while step {self._step} was being read")
+
+    def _check(self, start: int, end: int) -> None:
+        for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            self._check_block(block)
+
+    def _check_block(self, block: int) -> None:
+        if self._sums is not None and block not in self._checked:
+            self._file.check_block(self._slot, block, self._sums)
+            self._checked.add(block)
+
+
+def _cover(piece: Piece, sources: list[_Source], step: int) -> Iterator[tuple[_Source, Piece, Box]]:
+    """Which boxes of `piece` come from which stored piece; together they are all of it, each element once."""
+    todo: list[Box] = [(piece.offsets, piece.sizes)]
+    for source in sources:
+        for stored in source.pieces.get(piece.name, ()):
+            if not todo:
+                return
+            if stored.shape != piece.shape:
+                raise CheckpointError(
+                    f"the snapshots of step {step} are of another model: {piece.name} should be {piece.shape}, "
+                    f"found {stored.shape}"
+                )
+            left: list[Box] = []
+            for box in todo:
+                common = intersection(box, (stored.offsets, stored.sizes))
+                if common is None:
+                    left.append(box)
+                else:
+                    yield source, stored, common
+                    left += rest(box, common)
+            todo = left
+    if todo:
+        offsets, sizes = todo[0]
+        raise CheckpointError(
+            f"the snapshots of step {step} do not hold all of {piece.name}: {sizes} elements from {offsets} on are in "
+            f"none of the {len(sources)} files, which are of ranks {sorted(source.rank for source in sources)}"
+        )
+
+
+def intersection(first: Box, second: Box) -> Box | None:
+    """What two boxes have in common; None when that is nothing."""
+    offsets = tuple(max(a, b) for a, b in zip(first[0], second[0], strict=True))
+    ends = zip(*first, *second, strict=True)
+    sizes = tuple(min(a + m, b + n) - at for at, (a, m, b, n) in zip(offsets, ends, strict=True))
+    return (offsets, sizes) if min(sizes) > 0 else None
+
+
+def rest(box: Box, hole: Box) -> list[Box]:
+    """`box` without `hole`, which lies within it, as boxes that do not overlap."""
+    offsets, sizes = list(box[0]), list(box[1])
+    found: list[Box] = []
+    for dim, (start, length) in enumerate(zip(*hole, strict=True)):
+        for at, end in ((offsets[dim], start), (start + length, offsets[dim] + sizes[dim])):
+            if at < end:
+                before, after = tuple(offsets[:dim]), tuple(offsets[dim + 1 :])
+                found.append(((*before, at, *after), (*sizes[:dim], end - at, *sizes[dim + 1 :])))
+        offsets[dim], sizes[dim] = start, length
+    return found
+
+
+def _within(piece: Piece, values: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (at, length) in enumerate(zip(*box, strict=True)):
+        values = values.narrow(dim, at - piece.offsets[dim], length)
+    return values
+
+
+def restore_from_snapshots(engine: Engine, comm: Comm, paths: Sequence[str], step: int) -> bytes:
+    """Make what the files of another layout hold of `step` the state of this rank; returns the note of their rank 0.
+
+    Raises CheckpointError on every rank as soon as one of them cannot read its part. Then nothing has changed on any.
+    """
+    problem: CheckpointError | None = None
+    try:
+        found = load_from_snapshots(paths, step, needed_pieces(engine, comm), len(engine.optimizer.exp_avg))
+    except CheckpointError as error:
+        problem = error
+    agree(comm, problem)
+    take_over(engine, found.parts, found.loss_scale)
+    return found.note

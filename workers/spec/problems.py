@@ -1,0 +1,249 @@
+"""What is wrong with a JobSpec, in words: the field's path, the rule it breaks, and a value that works. Pure Python."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from workers.config import JobSpec, Section
+from workers.spec.yaml import read_yaml
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a spec."""
+
+    path: str
+    """Dotted path of the field, such as `parallel.tensor`."""
+    rule: str
+    """The rule that is broken, as a sentence."""
+    suggestion: str | None = None
+    """The nearest value that works."""
+    unsupported: bool = False
+    """True when the value is valid but its feature is not built."""
+
+
+class SpecError(ValueError):
+    """A spec that cannot be used; `problems` lists every reason."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        super().__init__("; ".join(_sentence(problem) for problem in problems))
+
+
+def _sentence(problem: Problem) -> str:
+    tail = f" (try: {problem.suggestion})" if problem.suggestion else ""
+    return f"{problem.path}: {problem.rule}{tail}" if problem.path else f"{problem.rule}{tail}"
+
+
+_UNION_MEMBERS = ("ParallelConfig", "constrained-int", "literal['auto']")
+"""What pydantic adds to the path of a field that takes one thing or another."""
+
+_TYPE_NAMES = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+}
+
+
+def problems_of(error: ValidationError) -> list[Problem]:
+    """Pydantic's findings in our words, one per field."""
+    problems: dict[str, Problem] = {}
+    for item in error.errors(include_url=False):
+        location = [part for part in item["loc"] if part not in _UNION_MEMBERS]
+        path = ".".join(str(part) for part in location)
+        if item["type"] == "literal_error" and location == ["parallel"]:
+            continue  # the mapping side of the union reports what is wrong
+        problems.setdefault(path, _problem_of(path, item))
+    return list(problems.values())
+
+
+def _problem_of(path: str, item: Any) -> Problem:
+    kind, context, value = item["type"], item.get("ctx", {}), item["input"]
+    if kind == "extra_forbidden":
+        parent, _, key = path.rpartition(".")
+        return Problem(path, "unknown key", _closest_key(parent, key))
+    if kind == "missing":
+        return Problem(path, "required, but missing", _example_of(path))
+    if kind in _TYPE_NAMES:
+        meant = _working(path, _converted(kind, value))
+        return Problem(path, f"must be {_TYPE_NAMES[kind]}, not {kind_of(value)}", meant)
+    if kind == "literal_error":
+        known = [str(entry) for entry in _literals_at(path)]
+        closest = difflib.get_close_matches(_shown(value), known, n=1, cutoff=0.0)
+        return Problem(path, f"must be one of {', '.join(known)}, not {_shown(value)}", closest[0] if closest else None)
+    for name, text in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
+        if name in context:
+            bound = context[name]
+            nearest = str(bound) if name in ("ge", "le") else "1" if name == "gt" and isinstance(value, int) else None
+            return Problem(path, f"must be {text} {bound}, not {_shown(value)}", _working(path, nearest))
+    if kind == "finite_number":
+        return Problem(path, "must be a finite number", _working(path, None))
+    if kind == "string_pattern_mismatch":
+        fixed = re.sub(r"[^A-Za-z0-9._ -]", "-", str(value)).lstrip("._ -")[:100]
+        return Problem(
+            path,
+            "must be letters, digits, '.', '_', '-' or spaces, starting with a letter or digit",
+            fixed or "job",
+        )
+    return Problem(path, item["msg"])
+
+
+def kind_of(value: Any) -> str:
+    """What `value` is, for people."""
+    names = {
+        dict: "a mapping",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+    }
+    if value is None:
+        return "nothing"
+    shown = f" ({_shown(value)})" if isinstance(value, str | int | float) else ""
+    return names.get(type(value), type(value).__name__) + shown
+
+
+def _shown(value: Any) -> str:
+    """`value` as a person wrote it, if that is short."""
+    if not isinstance(value, str | int | float):
+        return kind_of(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a huge number"  # Python refuses to write out thousands of digits
+    return text if len(text) <= 60 else text[:56] + " ..."
+
+
+def _working(path: str, suggestion: str | None) -> str | None:
+    """`suggestion` if the field at `path` takes it, else the field's default, if it has one."""
+    parent, _, key = path.rpartition(".")
+    section = _section_at(parent)
+    field = section.model_fields.get(key) if section else None
+    if field is None:
+        return suggestion
+    if suggestion is not None:
+        try:
+            # The field's constraints lie in its metadata.
+            whole: Any = Annotated[field.annotation, field]
+            TypeAdapter(whole).validate_python(_as_read(suggestion))
+        except ValidationError:
+            suggestion = None
+    if suggestion is None and isinstance(field.default, str | int | float):
+        return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
+    return suggestion
+
+
+def _as_read(suggestion: str) -> Any:
+    """What YAML makes of a suggestion."""
+    try:
+        return read_yaml(suggestion)
+    except (yaml.YAMLError, ValueError):
+        return suggestion
+
+
+def _converted(kind: str, value: Any) -> str | None:
+    """`value` read as the wanted type, where a person would see what was meant."""
+    try:
+        if kind in ("int_type", "int_from_float") and not isinstance(value, bool):
+            return str(round(float(value)))
+        if kind == "float_type" and not isinstance(value, bool):
+            return str(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if kind == "bool_type":
+        text = str(value).lower()
+        return {"yes": "true", "on": "true", "1": "true", "true": "true"}.get(text, "false")
+    if kind == "tuple_type" and isinstance(value, str):
+        return f"[{value}]"
+    return str(value) if kind == "string_type" and isinstance(value, int | float) else None
+
+
+def _section_at(path: str) -> type[Section] | None:
+    """The section class at a dotted path, or None where there is no section."""
+    section: type[Section] = JobSpec
+    for part in filter(None, path.split(".")):
+        field = section.model_fields.get(part)
+        found = (
+            next((entry for entry in _alternatives(field.annotation) if _is_section(entry)), None) if field else None
+        )
+        if found is None:
+            return None
+        section = found
+    return section
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) in (Union, UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _is_section(entry: Any) -> bool:
+    return isinstance(entry, type) and issubclass(entry, Section)
+
+
+def _literals_at(path: str) -> tuple[Any, ...]:
+    parent, _, key = path.rpartition(".")
+    section = _section_at(parent)
+    if section is None or key not in section.model_fields:
+        return ()
+    return tuple(
+        value
+        for entry in _alternatives(section.model_fields[key].annotation)
+        if get_origin(entry) is Literal
+        for value in get_args(entry)
+    )
+
+
+def _closest_key(parent: str, key: str) -> str | None:
+    """The nearest known key: among the section's own, else anywhere in the spec (by its full path)."""
+    section = _section_at(parent)
+    own = difflib.get_close_matches(key, section.model_fields if section else [], n=1, cutoff=0.6)
+    if own:
+        return own[0]
+    paths = {path.rpartition(".")[2]: path for path in _all_paths(JobSpec, "")}
+    elsewhere = difflib.get_close_matches(key, paths, n=1, cutoff=0.75)
+    if elsewhere:
+        return paths[elsewhere[0]]
+    return ", ".join(section.model_fields) if section else None
+
+
+def _all_paths(section: type[Section], prefix: str) -> list[str]:
+    paths: list[str] = []
+    for name, field in section.model_fields.items():
+        paths.append(prefix + name)
+        for entry in _alternatives(field.annotation):
+            if _is_section(entry):
+                paths += _all_paths(entry, f"{prefix}{name}.")
+    return paths
+
+
+_EXAMPLES = {
+    "model": "{layers: 4, hidden_size: 128, heads: 4, sequence_length: 128}",
+    "model.layers": "4",
+    "model.hidden_size": "128",
+    "model.heads": "4",
+    "model.sequence_length": "128",
+    "data": "{source: python-stdlib, tokenizer: bytes}",
+    "data.source": "python-stdlib",
+    "train": "{steps: 200}",
+    "train.steps": "200",
+}
+
+
+def _example_of(path: str) -> str | None:
+    return _EXAMPLES.get(path)

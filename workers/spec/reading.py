@@ -1,0 +1,53 @@
+"""The one door for JobSpecs: a document comes in, a checked JobSpec or a SpecError with every problem comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from workers.config import JobSpec
+from workers.spec.problems import Problem, SpecError, kind_of, problems_of
+from workers.spec.rules import find_problems
+from workers.spec.yaml import read_yaml
+
+
+def parse_job_spec(document: Any) -> JobSpec:
+    """Check `document` (a mapping as read from YAML or JSON) and return the JobSpec.
+
+    Raises SpecError with every problem found: first shapes and types, and once those are right the rules
+    across fields.
+    """
+    if not isinstance(document, dict):
+        raise SpecError([Problem("", f"a job spec is a mapping of sections, not {kind_of(document)}", "model: {...}")])
+    try:
+        spec = JobSpec.model_validate(document)
+    except ValidationError as error:
+        raise SpecError(problems_of(error)) from error
+    problems = find_problems(spec)
+    if problems:
+        raise SpecError(problems)
+    return spec
+
+
+def load_job_spec(path: Path) -> JobSpec:
+    """Read and check the YAML file at `path`. Raises SpecError; OSError when it cannot be read."""
+    return parse_job_spec(read_document(path))
+
+
+def read_document(path: Path) -> Any:
+    """Parse the YAML file at `path`, with relative data paths resolved against the file's own folder.
+
+    Raises SpecError where it is not YAML, OSError when it cannot be read.
+    """
+    try:
+        document = read_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none, not UTF-8
+        raise SpecError([Problem("", f"{path} is not valid YAML: {' '.join(str(error).split())}")]) from error
+    data = document.get("data") if isinstance(document, dict) else None
+    if isinstance(data, dict) and isinstance(data.get("paths"), list):
+        base = path.resolve().parent
+        data["paths"] = [str(base / entry) if isinstance(entry, str) else entry for entry in data["paths"]]
+    return document

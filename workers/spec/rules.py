@@ -1,0 +1,416 @@
+"""Rules across the fields of a JobSpec: what is not built yet, and what does not fit together.
+
+Each rule is a function of the spec that yields problems; each problem names the nearest value that works.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+
+from workers.config import BYTE_VOCABULARY, LEAST_WINDOW, JobSpec
+from workers.spec.problems import Problem
+
+# More steps of a ramp than anybody looks at; each is kept in memory.
+MOST_INCREMENTS = 10_000
+
+Rule = Callable[[JobSpec], Iterator[Problem]]
+
+
+def find_problems(spec: JobSpec) -> list[Problem]:
+    """All broken rules. Unsupported values come first, since a layout cannot be judged before it is known."""
+    problems = [problem for rule in UNSUPPORTED for problem in rule(spec)]
+    if not isinstance(spec.parallel, str):
+        problems += [problem for rule in FITTING for problem in rule(spec)]
+    return problems
+
+
+def nearest_divisor(of: int, to: int) -> int:
+    """The divisor of `of` that lies nearest to `to` (the smaller one when two are as near)."""
+    return min(_divisors(of), key=lambda d: (abs(d - to), d))
+
+
+def _divisors(of: int) -> list[int]:
+    """All divisors of `of`."""
+    small = [d for d in range(1, math.isqrt(of) + 1) if of % d == 0]
+    return small + [of // d for d in small]
+
+
+def nearest_multiple(of: int, to: int) -> int:
+    """The positive multiple of `of` that lies nearest to `to` (the smaller one when two are as near)."""
+    below = to // of * of
+    return max(of, below if to - below <= of // 2 else below + of)
+
+
+def _not_built(path: str, value: object, *works: str) -> Problem:
+    return Problem(path, f"{value} is not supported yet; what works: {' or '.join(works)}", works[0], unsupported=True)
+
+
+def _unsupported_model(spec: JobSpec) -> Iterator[Problem]:
+    model = spec.model
+    if model.family != "gpt":
+        yield _not_built("model.family", model.family, "gpt")
+
+
+def _unsupported_data(spec: JobSpec) -> Iterator[Problem]:
+    data = spec.data
+    if data.source not in ("python-stdlib", "text"):
+        yield _not_built("data.source", data.source, "text", "python-stdlib")
+    if data.tokenizer != "bytes":
+        yield _not_built("data.tokenizer", data.tokenizer, "bytes")
+    if data.weights is not None:
+        yield Problem("data.weights", "weights are not supported yet; leave the key out", None, unsupported=True)
+
+
+def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
+    layout = spec.parallel
+    if isinstance(layout, str):
+        yield _not_built("parallel", layout, "{tensor: 1, pipeline: 1, data: 1}")
+        return
+    if layout.context != 1:
+        yield _not_built("parallel.context", layout.context, "1")
+    if layout.zero == 3:
+        yield _not_built("parallel.zero", layout.zero, "1", "0")
+
+
+def _heads_divide_hidden(spec: JobSpec) -> Iterator[Problem]:
+    hidden, heads, tensor = spec.model.hidden_size, spec.model.heads, spec.layout.tensor
+    if hidden % heads:
+        # One that fits the layout too, where there is one.
+        unit = tensor if hidden % tensor == 0 else 1
+        nearest = unit * nearest_divisor(hidden // unit, round(heads / unit))
+        yield Problem("model.heads", f"heads ({heads}) must divide hidden_size ({hidden})", str(nearest))
+
+
+def _tensor_divides(spec: JobSpec) -> Iterator[Problem]:
+    tensor, model = spec.layout.tensor, spec.model
+    if model.hidden_size % model.heads:
+        return  # the heads are wrong first
+    if model.heads % tensor:
+        # One that divides all that is split, so that following the advice is enough.
+        split = math.gcd(model.heads, model.ffn_size)
+        if spec.layout.sequence_parallel is not False:
+            split = math.gcd(split, model.sequence_length)
+        yield Problem(
+            "parallel.tensor",
+            f"tensor ({tensor}) must divide model.heads ({model.heads})",
+            str(nearest_divisor(split, tensor)),
+        )
+    elif model.ffn_size % tensor:
+        yield Problem(
+            "model.ffn_hidden_size",
+            f"ffn_hidden_size ({model.ffn_size}) must be a multiple of parallel.tensor ({tensor})",
+            str(nearest_multiple(tensor, model.ffn_size)),
+        )
+
+
+def _sequence_parallel_fits(spec: JobSpec) -> Iterator[Problem]:
+    tensor, length = spec.layout.tensor, spec.model.sequence_length
+    if spec.layout.sequence_parallel and tensor == 1:
+        yield Problem(
+            "parallel.sequence_parallel",
+            "sequence parallelism splits over the tensor group, but parallel.tensor is 1",
+            "false",
+        )
+    if spec.layout.sequence_parallel_on and length % tensor and spec.model.heads % tensor == 0:
+        yield Problem(
+            "model.sequence_length",
+            f"sequence_length ({length}) must be a multiple of parallel.tensor ({tensor}) with sequence parallelism",
+            str(nearest_multiple(tensor, length)),
+        )
+
+
+def _key_value_heads_fit(spec: JobSpec) -> Iterator[Problem]:
+    model, tensor = spec.model, spec.layout.tensor
+    groups = model.key_value_heads
+    if model.heads % groups:
+        unit = math.gcd(model.heads, tensor)
+        nearest = unit * nearest_divisor(model.heads // unit, max(1, round(groups / unit)))
+        yield Problem("model.kv_heads", f"kv_heads ({groups}) must divide heads ({model.heads})", str(nearest))
+    elif groups % tensor and tensor % groups and model.heads % tensor == 0:
+        fitting = [d for d in _divisors(model.heads) if d % tensor == 0 or tensor % d == 0]
+        nearest = min(fitting, key=lambda d: (abs(d - groups), d))
+        yield Problem(
+            "model.kv_heads",
+            f"kv_heads ({groups}) must be a multiple or a divisor of parallel.tensor ({tensor})",
+            str(nearest),
+        )
+
+
+def _schedule_fits_virtual_stages(spec: JobSpec) -> Iterator[Problem]:
+    layout = spec.layout
+    if layout.schedule == "zb-v" and layout.virtual_stages != 2:
+        yield Problem("parallel.virtual_stages", f"zb-v has 2 virtual stages, not {layout.virtual_stages}", "2")
+    elif layout.schedule in ("gpipe", "1f1b", "zb-h1") and layout.virtual_stages != 1:
+        yield Problem(
+            "parallel.schedule",
+            f"{layout.schedule} has one virtual stage, not {layout.virtual_stages}; interleaved has any number",
+            "interleaved",
+        )
+
+
+def _pipeline_has_layers(spec: JobSpec) -> Iterator[Problem]:
+    layout, layers = spec.layout, spec.model.layers
+    virtual_stages = 2 if layout.schedule == "zb-v" else layout.virtual_stages
+    if layers < layout.pipeline * virtual_stages:
+        if virtual_stages > layers or layout.schedule == "zb-v" or layout.pipeline == 1:
+            yield Problem(
+                "model.layers",
+                f"layers ({layers}) must be at least parallel.pipeline x virtual_stages "
+                f"({layout.pipeline} x {virtual_stages})",
+                str(layout.pipeline * virtual_stages),
+            )
+        else:
+            yield Problem(
+                "parallel.pipeline",
+                f"pipeline ({layout.pipeline}) x virtual_stages ({virtual_stages}) must be at most model.layers "
+                f"({layers})",
+                str(layers // virtual_stages),
+            )
+
+
+def _smallest_batch(spec: JobSpec) -> tuple[str, int]:
+    """The smallest global batch of the job, and the key that it comes from."""
+    train = spec.train
+    if train.batch_ramp is not None and train.batch_ramp.start < train.global_batch_size:
+        return "train.batch_ramp.start", train.batch_ramp.start
+    return "train.global_batch_size", train.global_batch_size
+
+
+def _every_replica_has_samples(spec: JobSpec) -> Iterator[Problem]:
+    data, (path, smallest) = spec.layout.data, _smallest_batch(spec)
+    if smallest < data:
+        yield Problem(path, f"a batch of {smallest} leaves some of parallel.data ({data}) replicas without", str(data))
+
+
+def _every_replica_has_whole_micro_batches(spec: JobSpec) -> Iterator[Problem]:
+    layout, size, (path, smallest) = spec.layout, spec.train.micro_batch_size, _smallest_batch(spec)
+    if spec.train.deterministic != "elastic" or smallest < layout.data:
+        return
+    unit, what = layout.micro_batch_unit * size, "micro-batches"
+    if unit > size:
+        what = f"groups of {layout.micro_batch_unit} micro-batches (interleaving takes as many as stages at a time)"
+    most, rule = -(-smallest // unit), f"with train.deterministic elastic replicas share whole {what}"
+    if most < layout.data:
+        problem = f"a batch of {smallest} has only {most} for parallel.data ({layout.data}): {rule}"
+        yield Problem(path, problem, str(unit * layout.data))
+    elif (spec.elastic.max_data or 1) > most:
+        problem = f"{spec.elastic.max_data} is more than the {most} of the smallest batch ({path}): {rule}"
+        yield Problem("elastic.max_data", problem, str(most))
+
+
+def _elastic_sums_are_not_compiled(spec: JobSpec) -> Iterator[Problem]:
+    if spec.train.deterministic == "elastic" and spec.train.compile:
+        yield Problem(
+            "train.compile",
+            "with train.deterministic elastic blocks are not compiled: what the compiler makes of a micro-batch may "
+            "depend on the sizes that this replica has seen before",
+            "false",
+        )
+
+
+def _ramp_reaches_the_batch(spec: JobSpec) -> Iterator[Problem]:
+    ramp, batch = spec.train.batch_ramp, spec.train.global_batch_size
+    if ramp is None:
+        return
+    if ramp.start > batch:
+        yield Problem(
+            "train.batch_ramp.start",
+            f"the ramp starts at {ramp.start}, above global_batch_size ({batch})",
+            str(batch),
+        )
+    elif (batch - ramp.start) // ramp.increment > MOST_INCREMENTS:
+        unit = _interleaving_unit(spec)
+        least = -(-(batch - ramp.start) // (MOST_INCREMENTS * unit))
+        fitting = min(d for d in _divisors((batch - ramp.start) // unit) if d >= least)
+        yield Problem(
+            "train.batch_ramp.increment",
+            f"increments of {ramp.increment} make more than {MOST_INCREMENTS} of them",
+            str(fitting * unit),
+        )
+    elif (batch - ramp.start) % ramp.increment:
+        yield Problem(
+            "train.batch_ramp.increment",
+            f"increments of {ramp.increment} do not lead from {ramp.start} to global_batch_size ({batch})",
+            str(_nearest_increment(spec)),
+        )
+
+
+def _interleaving_unit(spec: JobSpec) -> int:
+    """What batches must be multiples of: interleaving takes as many micro-batches as stages at a time."""
+    layout = spec.layout
+    if layout.schedule != "interleaved" or layout.pipeline == 1:
+        return 1
+    # Elastic sums share whole micro-batches, so it takes no equal shares.
+    replicas = layout.data if spec.train.deterministic == "layout" else 1
+    return replicas * layout.pipeline * spec.train.micro_batch_size
+
+
+def _unit_in_words(spec: JobSpec) -> str:
+    layout, size = spec.layout, spec.train.micro_batch_size
+    if spec.train.deterministic == "elastic":
+        return f"pipeline x micro_batch_size ({layout.pipeline} x {size})"
+    return f"data x pipeline x micro_batch_size ({layout.data} x {layout.pipeline} x {size})"
+
+
+def _nearest_increment(spec: JobSpec) -> int:
+    """The increment nearest to the ramp's that leads to the full batch in batches that fit the schedule."""
+    ramp, unit = spec.train.batch_ramp, _interleaving_unit(spec)
+    assert ramp is not None
+    distance = (spec.train.global_batch_size - ramp.start) // unit
+    if distance == 0:
+        return nearest_multiple(unit, ramp.increment)
+    return unit * nearest_divisor(distance, max(1, round(ramp.increment / unit)))
+
+
+def _interleaving_fits_batches(spec: JobSpec) -> Iterator[Problem]:
+    train, unit = spec.train, _interleaving_unit(spec)
+    sizes = {"train.global_batch_size": (train.global_batch_size, nearest_multiple(unit, train.global_batch_size))}
+    if train.batch_ramp is not None:
+        ramp = train.batch_ramp
+        sizes["train.batch_ramp.start"] = (ramp.start, nearest_multiple(unit, ramp.start))
+        if ramp.start <= train.global_batch_size:
+            sizes["train.batch_ramp.increment"] = (ramp.increment, _nearest_increment(spec))
+    for path, (size, nearest) in sizes.items():
+        if size % unit:
+            yield Problem(
+                path,
+                f"{size} must be a multiple of {_unit_in_words(spec)}: interleaving takes as many micro-batches as "
+                "stages at a time",
+                str(nearest),
+            )
+
+
+def _attention_can_drop_out(spec: JobSpec) -> Iterator[Problem]:
+    if spec.train.attention == "sdpa" and spec.model.dropout > 0:
+        yield Problem(
+            "train.attention",
+            "the fused kernels' dropout depends on the layout; with dropout, attention must be explicit",
+            "explicit",
+        )
+
+
+def _compiled_blocks_are_plain(spec: JobSpec) -> Iterator[Problem]:
+    layout, train = spec.layout, spec.train
+    if not train.compile:
+        return
+    if train.attention == "explicit" or spec.model.dropout > 0:
+        yield Problem("train.compile", "compiled blocks know sdpa attention without dropout alone", "false")
+    elif layout.recompute == "selective" and set(layout.recompute_modules) & {"norm", "mlp_activation"}:
+        yield Problem(
+            "parallel.recompute_modules",
+            "in compiled blocks the compiler itself chooses which norms and activations to compute again",
+            "[core_attention]",
+        )
+
+
+def _recomputation_is_whole(spec: JobSpec) -> Iterator[Problem]:
+    layout = spec.layout
+    if layout.recompute == "selective" and not layout.recompute_modules:
+        yield Problem(
+            "parallel.recompute_modules",
+            "selective recomputation needs at least one of core_attention, norm, mlp_activation",
+            "[core_attention]",
+        )
+    if len(set(layout.recompute_modules)) < len(layout.recompute_modules):
+        once = ", ".join(dict.fromkeys(layout.recompute_modules))
+        yield Problem("parallel.recompute_modules", "a module is named twice", f"[{once}]")
+
+
+def _vocabulary_holds_tokenizer(spec: JobSpec) -> Iterator[Problem]:
+    if spec.vocabulary_size < BYTE_VOCABULARY:
+        yield Problem(
+            "model.vocabulary_size",
+            f"vocabulary_size ({spec.vocabulary_size}) is smaller than the bytes tokenizer's ({BYTE_VOCABULARY})",
+            str(BYTE_VOCABULARY),
+        )
+
+
+def _paths_match_source(spec: JobSpec) -> Iterator[Problem]:
+    data = spec.data
+    if data.source == "python-stdlib" and data.paths:
+        yield Problem("data.paths", "source python-stdlib takes no paths (source text does)", "[]")
+    if data.source == "text" and not data.paths:
+        yield Problem("data.paths", "source text needs at least one file or directory", "[corpus.txt]")
+    if any("\0" in path for path in data.paths):
+        kept = [path.replace("\0", "") for path in data.paths]
+        yield Problem("data.paths", "a path cannot contain a zero byte", json.dumps(kept))
+
+
+def _learning_rates_ordered(spec: JobSpec) -> Iterator[Problem]:
+    optimizer = spec.train.optimizer
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        yield Problem(
+            "train.optimizer.min_learning_rate",
+            f"min_learning_rate ({optimizer.min_learning_rate}) must be at most learning_rate "
+            f"({optimizer.learning_rate})",
+            str(optimizer.learning_rate),
+        )
+    if optimizer.warmup_steps > spec.train.steps:
+        yield Problem(
+            "train.optimizer.warmup_steps",
+            f"warmup_steps ({optimizer.warmup_steps}) must be at most train.steps ({spec.train.steps})",
+            str(spec.train.steps),
+        )
+
+
+def _validation_has_data(spec: JobSpec) -> Iterator[Problem]:
+    if spec.train.validate_every and not spec.data.validation_fraction:
+        yield Problem("train.validate_every", "validation needs data.validation_fraction above 0", "0")
+
+
+def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:
+    data = spec.layout.data
+    if (spec.elastic.min_data or data) > data:
+        yield Problem("elastic.min_data", f"must be at most parallel.data ({data})", str(data))
+    if (spec.elastic.max_data or data) < data:
+        yield Problem("elastic.max_data", f"must be at least parallel.data ({data})", str(data))
+    for size in range(data + 1, (spec.elastic.max_data or data) + 1):
+        larger = spec.model_copy(update={"parallel": spec.layout.model_copy(update={"data": size})})
+        broken = [
+            problem for rule in (_every_replica_has_samples, _interleaving_fits_batches) for problem in rule(larger)
+        ]
+        if broken:
+            yield Problem("elastic.max_data", f"{size} replicas do not work: {broken[0].rule}", str(size - 1))
+            return
+
+
+def _spikes_can_be_seen(spec: JobSpec) -> Iterator[Problem]:
+    spike, steps = spec.recovery.spike, spec.train.steps
+    if spike.policy != "ignore" and spike.window >= steps:
+        fits = steps > LEAST_WINDOW
+        yield Problem(
+            "recovery.spike.window" if fits else "recovery.spike.policy",
+            f"window ({spike.window}) must be below train.steps ({steps}), else no step is ever judged",
+            str(steps - 1) if fits else "ignore",
+        )
+
+
+UNSUPPORTED: tuple[Rule, ...] = (
+    _unsupported_model,
+    _unsupported_data,
+    _unsupported_parallel,
+)
+FITTING: tuple[Rule, ...] = (
+    _heads_divide_hidden,
+    _tensor_divides,
+    _sequence_parallel_fits,
+    _key_value_heads_fit,
+    _schedule_fits_virtual_stages,
+    _pipeline_has_layers,
+    _every_replica_has_samples,
+    _every_replica_has_whole_micro_batches,
+    _interleaving_fits_batches,
+    _ramp_reaches_the_batch,
+    _attention_can_drop_out,
+    _compiled_blocks_are_plain,
+    _elastic_sums_are_not_compiled,
+    _recomputation_is_whole,
+    _vocabulary_holds_tokenizer,
+    _paths_match_source,
+    _learning_rates_ordered,
+    _validation_has_data,
+    _elastic_bounds_hold,
+    _spikes_can_be_seen,
+)

@@ -1,0 +1,113 @@
+"""Starts a node's zygote, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from workers.zygote.server import ONE_THREAD
+
+RESTART_SECONDS = 1.0
+"""Pause before a zygote that died is started again, so that one that cannot start does not eat the node."""
+END_SECONDS = 10.0
+
+
+class ZygoteKeeper:
+    """Owns the zygote that listens on `socket_path`. It ends with this process, by the pipe between the two."""
+
+    def __init__(
+        self, socket_path: Path, log: Path, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ):
+        """`options`: further arguments of `workers.zygote`; `environment`: additions to this process's own."""
+        self._socket_path, self._log = socket_path, log
+        self._options, self._environment = tuple(options), dict(environment or {})
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner_pipe: int | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the zygote; None before `start`."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Start the zygote, unless it was started before. Does not wait until it is warm: requests do."""
+        if self._keeping is None:
+            self._spawn()
+            self._keeping = asyncio.create_task(self._keep(), name="zygote keeper")
+
+    async def close(self) -> None:
+        """End the zygote and all its children, and wait until they are gone."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeping
+        self._let_go()
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_SECONDS):
+                    await _ended(self._process)
+            self._process.kill()
+            self._process.wait()
+
+    async def _keep(self) -> None:
+        while self._process is not None:
+            await _ended(self._process)
+            self._process.wait()
+            self._let_go()
+            await asyncio.sleep(RESTART_SECONDS)
+            self._spawn()
+
+    def _spawn(self) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        read, self._owner_pipe = os.pipe()
+        command = [sys.executable, "-m", "workers.zygote", "--socket", str(self._socket_path)]
+        try:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [*command, "--owner-pipe", str(read), *self._options],
+                    pass_fds=[read],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd="/",
+                    env={
+                        **os.environ,
+                        **ONE_THREAD,
+                        "PYTHONPATH": os.pathsep.join(_import_path()),
+                        **self._environment,
+                    },
+                    start_new_session=True,
+                )
+        finally:
+            os.close(read)
+
+    def _let_go(self) -> None:
+        if self._owner_pipe is not None:
+            os.close(self._owner_pipe)
+            self._owner_pipe = None
+
+
+def _import_path() -> list[str]:
+    """Where this process finds its modules, so that the zygote finds the same ones from any working folder."""
+    return [str(Path(entry).resolve()) for entry in sys.path if Path(entry).is_dir()]
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> None:
+    """Wait until `process` has ended; it is not reaped here."""
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(handle, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)

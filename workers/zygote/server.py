@@ -1,0 +1,334 @@
+"""The zygote: a process with torch imported, from which trainers are forked in milliseconds.
+
+    python -m workers.zygote --socket PATH --owner-pipe FD [--entry NAME=MODULE:FUNCTION ...]
+                            [--warm MODULE[:FUNCTION] ...]
+
+It is single-threaded, never imports ray and never touches CUDA, so a fork copies a quiet process. One connection on
+its Unix socket is one child:
+
+    requester -> zygote   one JSON line {"entry", "argument", "environment"} with three descriptors: control socket,
+                          stdout, stderr
+    zygote -> requester   {"pid"} after the fork, {"pid", "code", "signal"} once the child is reaped,
+                          or {"error"} for a request that makes no sense
+
+When the requester's connection closes, its child is killed. When the owner's pipe closes (the node daemon is gone),
+all children are killed and the zygote ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workers.zygote.child import Entry, ParentDeathSignal, reset_signals, run_child
+
+DEFAULT_ENTRIES = {
+    "trainer": "workers.rank.trainer_process:run",
+    "store": "workers.node.rendezvous:run",
+    "peak": "workers.accounting.device_peak:run",
+}
+# An optimizer's first step imports torch._dynamo, a checkpoint's first save the checkpoint package: once here, not in
+# each trainer.
+DEFAULT_WARM = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "workers.node.host_names:settle",
+)
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Environment of every process that computes on a CPU: results must not depend on the number of threads."""
+
+MAXIMUM_REQUEST_BYTES = 16 * 1024 * 1024
+DESCRIPTORS_PER_REQUEST = 3
+
+
+class BadRequest(Exception):
+    """A fork request that makes no sense; the message goes back to the requester."""
+
+
+@dataclass(eq=False)
+class Connection:
+    """One requester, and its child once it has one."""
+
+    socket: socket.socket
+    received: bytearray = field(default_factory=bytearray)
+    descriptors: list[int] = field(default_factory=list)
+    child: int | None = None
+
+    def close(self) -> None:
+        """Close the socket and any descriptor that was not handed to a child."""
+        self.socket.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors.clear()
+
+
+class Zygote:
+    """Serves fork requests until its owner is gone. One loop, one thread, no state outside this object."""
+
+    def __init__(self, path: Path, owner_pipe: int, entries: dict[str, Entry]):
+        self._path = path
+        self._owner_pipe = owner_pipe
+        self._entries = entries
+        self._death_signal = ParentDeathSignal()
+        self._connections: set[Connection] = set()
+        self._by_child: dict[int, Connection] = {}
+        self._selector = selectors.DefaultSelector()
+        self._listener = _listen(path)
+        self._inode = path.stat().st_ino
+        self._wake_reader, self._wake_writer = socket.socketpair()
+
+    def serve(self) -> None:
+        """Fork on request until the owner's pipe closes; then kill and reap all children, remove the socket."""
+        for endpoint in (self._wake_reader, self._wake_writer, self._listener):
+            endpoint.setblocking(False)
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in (signal.SIGINT, signal.SIGTERM):  # they are for the owner, who closes the pipe in good order
+            signal.signal(number, signal.SIG_IGN)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_signal)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._on_connect)
+        self._selector.register(self._owner_pipe, selectors.EVENT_READ, None)
+        try:
+            while self._serve_once():
+                pass
+        finally:
+            self._shut_down()
+
+    def _serve_once(self) -> bool:
+        """Handle what is ready; False when the owner is gone."""
+        for key, _ in self._selector.select():
+            if key.data is None:
+                if not os.read(self._owner_pipe, 4096):
+                    return False
+            elif isinstance(key.data, Connection):
+                self._on_request(key.data)
+            else:
+                key.data()
+        return True
+
+    def _on_signal(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_reader.recv(4096):
+                pass
+        self._reap()
+
+    def _on_connect(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            accepted, _ = self._listener.accept()
+            accepted.setblocking(False)
+            connection = Connection(accepted)
+            self._connections.add(connection)
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
+
+    def _on_request(self, connection: Connection) -> None:
+        """Read from a requester: part of its request, or the end of its connection, which ends its child."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(connection.socket, 65536, DESCRIPTORS_PER_REQUEST)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, descriptors = b"", []
+        connection.descriptors += descriptors
+        if not data:
+            self._drop(connection)
+            return
+        if connection.child is not None:
+            return  # a requester has nothing more to say, only to hang up
+        connection.received += data
+        try:
+            line = _complete_line(connection.received)
+            if line is not None:
+                self._fork(connection, line)
+        except BadRequest as error:
+            _answer(connection, {"error": str(error)})
+            self._drop(connection)
+
+    def _fork(self, connection: Connection, line: bytes) -> None:
+        name, argument, environment = _parse_request(line, len(connection.descriptors))
+        entry = self._entries.get(name)
+        if entry is None:
+            raise BadRequest(f"There is no entry {name!r}; known are {', '.join(sorted(self._entries))}.")
+        zygote = os.getpid()
+        try:
+            child = os.fork()
+        except OSError as error:
+            raise BadRequest(f"The node cannot fork another process ({error.strerror}).") from error
+        if child == 0:
+            descriptors, connection.descriptors = connection.descriptors, []
+            run_child(entry, argument, environment, descriptors, lambda: self._leave(zygote))
+        connection.child = child
+        self._by_child[child] = connection
+        for descriptor in connection.descriptors:
+            os.close(descriptor)
+        connection.descriptors.clear()
+        if not _answer(connection, {"pid": child}):
+            self._drop(connection)
+
+    def _reap(self) -> None:
+        """Reap every child that has ended, kill what it left behind in its process group, and tell its requester."""
+        while (child := _ended_child()) is not None:
+            _kill(child)
+            _, status = os.waitpid(child, 0)
+            connection = self._by_child.pop(child, None)
+            if connection is not None:
+                _answer(connection, {"pid": child, **_exit_of(status)})
+                connection.child = None
+                self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        """Forget a requester. Its child, if it still runs, is killed and reaped like any other."""
+        if connection.child is not None:
+            self._by_child.pop(connection.child, None)
+            _kill(connection.child)
+        if connection in self._connections:
+            self._connections.discard(connection)
+            self._selector.unregister(connection.socket)
+            connection.close()
+
+    def _leave(self, zygote: int) -> None:
+        """In a child of process id `zygote`: die with it, and close all that is its own."""
+        self._death_signal.arm(zygote)
+        reset_signals()
+        self._selector.close()
+        for connection in self._connections:
+            connection.close()
+        for endpoint in (self._listener, self._wake_reader, self._wake_writer):
+            endpoint.close()
+        os.close(self._owner_pipe)
+
+    def _shut_down(self) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for child in self._by_child:
+            _kill(child)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.stat().st_ino == self._inode:  # not that of a successor
+                self._path.unlink()
+
+
+def _listen(path: Path) -> socket.socket:
+    """A listening socket at `path` that only this user can reach; it takes the place of a dead zygote's."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    listener.bind(str(temporary))
+    temporary.chmod(0o600)
+    listener.listen(128)
+    temporary.rename(path)
+    return listener
+
+
+def _complete_line(received: bytearray) -> bytes | None:
+    if len(received) > MAXIMUM_REQUEST_BYTES:
+        raise BadRequest(f"A request may have {MAXIMUM_REQUEST_BYTES} bytes, not more.")
+    line, newline, _ = received.partition(b"\n")
+    return bytes(line) if newline else None
+
+
+def _parse_request(line: bytes, descriptors: int) -> tuple[str, dict[str, Any], dict[str, str]]:
+    try:
+        request = json.loads(line)
+        name, argument, environment = request["entry"], request["argument"], request["environment"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadRequest("A request is one JSON object with entry, argument and environment.") from error
+    if not isinstance(name, str) or not isinstance(argument, dict) or not _is_environment(environment):
+        raise BadRequest("entry must be a string, argument an object, environment an object of strings.")
+    if descriptors != DESCRIPTORS_PER_REQUEST:
+        raise BadRequest(f"A request comes with {DESCRIPTORS_PER_REQUEST} descriptors, not {descriptors}.")
+    return name, argument, environment
+
+
+def _is_environment(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(text, str) and "\0" not in text and key and "=" not in key and "\0" not in key
+        for key, text in value.items()
+    )
+
+
+def _answer(connection: Connection, document: dict[str, Any]) -> bool:
+    """Send one JSON line; False when the requester is gone or does not read."""
+    try:
+        connection.socket.send(json.dumps(document).encode() + b"\n")
+    except OSError:
+        return False
+    return True
+
+
+def _ended_child() -> int | None:
+    """A child that has ended and waits to be reaped; its pid stays taken until then."""
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return found.si_pid if found is not None else None
+
+
+def _kill(child: int) -> None:
+    """SIGKILL to an unreaped child and its process group. SIGKILL also ends a stopped process."""
+    for send in (os.killpg, os.kill):  # the group does not exist yet in the child's first moments
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send(child, signal.SIGKILL)
+
+
+def _exit_of(status: int) -> dict[str, int | None]:
+    code = os.waitstatus_to_exitcode(status)
+    return {"code": code, "signal": None} if code >= 0 else {"code": None, "signal": -code}
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="workers.zygote", description="Warm process that trainers are forked from.")
+    parser.add_argument("--socket", type=Path, required=True, help="path of the Unix socket to serve")
+    parser.add_argument("--owner-pipe", type=int, required=True, help="descriptor whose closing ends the zygote")
+    parser.add_argument("--entry", action="append", help="NAME=module:function; replaces the built-in table")
+    parser.add_argument(
+        "--warm",
+        action="append",
+        help="MODULE[:FUNCTION] to import (and call) at start; replaces the built-in list",
+    )
+    return parser.parse_args(arguments)
+
+
+def _resolve(table: Sequence[str]) -> dict[str, Entry]:
+    """Import the entry functions. Raises ValueError, ImportError or AttributeError on a table that is wrong."""
+    entries = {}
+    for item in table:
+        name, _, target = item.partition("=")
+        module, _, function = target.partition(":")
+        if not (name and module and function):
+            raise ValueError(f"--entry must be NAME=module:function, not {item!r}")
+        entries[name] = getattr(importlib.import_module(module), function)
+    return entries
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Warm up and serve until the owner is gone."""
+    options = _arguments(arguments)
+    os.environ.update(ONE_THREAD)
+    for item in options.warm or DEFAULT_WARM:
+        module, _, function = item.partition(":")
+        loaded = importlib.import_module(module)
+        if function:
+            getattr(loaded, function)()
+    entries = _resolve(options.entry or [f"{name}={target}" for name, target in DEFAULT_ENTRIES.items()])
+    if "ray" in sys.modules:
+        raise AssertionError("the zygote imported ray, whose threads a fork does not survive")
+    gc.collect()
+    gc.freeze()  # a collection in a child must not write to the pages that it shares with us
+    Zygote(options.socket, options.owner_pipe, entries).serve()
+    return 0
