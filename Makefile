@@ -1,4 +1,4 @@
-# make setup | make demo | make test
+# make setup | make demo | make test | make soak
 # PYTHON=...           the Python (3.11 to 3.13) that the virtual environment is made from
 # TORCH_INDEX_URL=...  a package index that holds PyTorch's smaller CPU wheels
 VENV := .venv
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test check
+.PHONY: setup demo test check soak
 
 setup: $(STAMP)
 
@@ -31,7 +31,12 @@ check: setup
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-# Most tests share a machine well; those of whole services have it for themselves.
+# Most tests share a machine well; those of whole services have it for themselves. PYTEST_OPTIONS=... goes to pytest.
 test: check
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not cluster"
-	@$(BIN)/python -m pytest -m cluster
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not cluster" $(PYTEST_OPTIONS)
+	@$(BIN)/python -m pytest -m cluster $(PYTEST_OPTIONS)
+
+# What is exhaustive and takes long: every layout with every other, many seeds, 60 drawn schedules of faults.
+soak: setup
+	@$(BIN)/python -m pytest --soak $(PYTEST_OPTIONS)
+	@$(BIN)/python -m benchmarks.chaos --schedules 60 --json

@@ -1,18 +1,78 @@
-"""Fixtures of more than one folder."""
+"""Fixtures and options of more than one folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what runs on a Ray cluster."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the whole suite."""
+    parser.addoption("--soak", action="store_true", help="run what is exhaustive (marked soak) instead of the rest")
+    parser.addoption(
+        "--allowed-skips",
+        type=Path,
+        help="a file with the beginning of a reason in each line: fail when a test is skipped for any other",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Remember what is skipped."""
+    config.pluginmanager.register(_Skips(config), "manta-skips")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what runs on a Ray cluster, and leave out what is exhaustive, or with --soak everything else."""
     for item in items:
         if "e2e" in item.path.parts or "ray_head" in getattr(item, "fixturenames", ()):
             item.add_marker("cluster")
+    wanted = bool(config.getoption("--soak"))
+    left_out = [item for item in items if (item.get_closest_marker("soak") is not None) != wanted]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+class _Skips:
+    """Fails the run when a test was skipped that ought to have run."""
+
+    def __init__(self, config: pytest.Config):
+        self._config = config
+        self._skips: list[tuple[str, str]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a skip; with several processes the first one gets all reports."""
+        if report.skipped and not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self._skips.append((report.nodeid, reason.removeprefix("Skipped: ")))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note a file that was skipped as a whole."""
+        if report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self._skips.append((report.nodeid, reason.removeprefix("Skipped: ")))
+
+    def _unexpected(self) -> list[tuple[str, str]]:
+        file: Path | None = self._config.getoption("--allowed-skips")
+        if file is None or hasattr(self._config, "workerinput"):
+            return []
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        allowed = tuple(line for line in lines if line and not line.startswith("#"))
+        return [(test, reason) for test, reason in self._skips if not reason.startswith(allowed or ("\0",))]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """A skip that is not on the list is a failure."""
+        if self._unexpected() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Say which they were."""
+        for test, reason in self._unexpected():
+            terminalreporter.write_line(f"UNEXPECTED SKIP {test}: {reason}", red=True)
 
 
 @pytest.fixture(scope="session")
