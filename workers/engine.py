@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -72,8 +73,16 @@ class Engine:
         self.optimizer.forget()
         self.loss_scale.forget()
 
-    def step(self, batch: list[MicroBatch], sequences: int, learning_rate: float, memory_bytes: int) -> StepStatistics:
-        """One optimizer step over this replica's micro-batches of a global batch of `sequences`.
+    def step(
+        self,
+        batch: list[MicroBatch],
+        sequences: int,
+        learning_rate: float,
+        memory_bytes: int,
+        before_update: Callable[[], object] = lambda: None,
+    ) -> StepStatistics:
+        """One optimizer step over this replica's micro-batches of a global batch of `sequences`. `before_update` is
+        called before the state may change (`ZeroOptimizer.step`).
 
         Where an fp16 gradient overflows the step is tried again with a smaller loss scale, so no sample is passed
         over. Statistics that are not finite mean that nothing was changed, the loss scale included.
@@ -85,7 +94,7 @@ class Engine:
             self.reduction.begin(len(batch), sequences)
             scale = self.loss_scale.value / positions
             losses_m, tokens = self.pipeline.train(batch, scale)
-            statistics = self.optimizer.step(learning_rate, Loss(losses_m, tokens, scale), memory_bytes)
+            statistics = self.optimizer.step(learning_rate, Loss(losses_m, tokens, scale), memory_bytes, before_update)
             if statistics.finite:
                 self.loss_scale.after_finite()
                 return statistics

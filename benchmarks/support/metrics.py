@@ -111,14 +111,15 @@ class Stopwatch:
     """
 
     def __init__(self, trainer: Trainer):
-        assert trainer.snapshots is not None
+        snapshots = trainer.state.snapshots
+        assert snapshots is not None
         self.spent: list[float] = []
         """Seconds for each reported step."""
         self.reporting = True
         self._in_start = 0.0
-        self._start, self._keep_and_report = trainer.snapshots.start, trainer._keep_and_report
-        trainer._keep_and_report = self._keep  # type: ignore[method-assign]
-        trainer.snapshots.start = self._start_timed  # type: ignore[method-assign]
+        self._start, self._keep_and_report = snapshots.start, trainer.state.keep
+        trainer.state.keep = self._keep  # type: ignore[method-assign]
+        snapshots.start = self._start_timed  # type: ignore[method-assign]
 
     def _start_timed(self, step: int, note: bytes = b"", then: Callable[[], object] | None = None) -> None:
         began = time.perf_counter()

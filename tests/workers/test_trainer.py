@@ -1,6 +1,5 @@
 """What a trainer owes a job beyond its steps."""
 
-import json
 import math
 import shutil
 import threading
@@ -123,9 +122,9 @@ def test_the_snapshot_of_a_step_is_whole_before_the_next_update_and_only_then(tm
     trainer.restore(Resume())
     trainer.train_step()
     committed = [tensor.clone() for tensor in trainer.engine.state()]
-    trainer.snapshots.finish()
-    trainer.snapshots.clear()
-    let_go, finish = threading.Event(), trainer.engine.optimizer.before_update
+    trainer.state.snapshots.finish()
+    trainer.state.snapshots.clear()
+    let_go, finish = threading.Event(), trainer._before_update
     seen = []
 
     def before_update():
@@ -135,13 +134,13 @@ def test_the_snapshot_of_a_step_is_whole_before_the_next_update_and_only_then(tm
         finish()
         seen.append(steps_kept(tmp_path / "shared", 0))
 
-    trainer.engine.optimizer.before_update = before_update
-    trainer.snapshots._copier.submit(let_go.wait, 30)
-    trainer.snapshots.start(1)
+    trainer._before_update = before_update
+    trainer.state.snapshots._copier.submit(let_go.wait, 30)
+    trainer.state.snapshots.start(1)
     trainer.train_step()
     assert seen == [[], [1]]
     loaded = _trainer(trainer.spec, Places(snapshots=str(tmp_path / "shared")))
-    loaded.snapshots.load(1)
+    loaded.state.snapshots.load(1)
     assert all(torch.equal(now, then) for now, then in zip(loaded.engine.state(), committed, strict=True))
 
 
@@ -168,16 +167,6 @@ def test_snapshots_change_no_bit_and_their_cost_is_in_every_row(tmp_path):
     assert all(0 < row["snapshot_stall_seconds"] < row["step_seconds"] for row in kept[1:])
     assert "snapshot_every_steps" not in plain[0]
     assert steps_kept(tmp_path / "shared", 0) == [2, 3]
-
-
-def test_rows_that_do_not_fit_into_a_snapshots_note_are_left_out_the_oldest_first(tmp_path, monkeypatch):
-    job = _two_step_job(tmp_path)
-    rows, _ = _rows(job, Places())
-    monkeypatch.setattr("workers.trainer.NOTE_BYTES", 2 * len(json.dumps(rows[-1])) + 200)
-    trainer = _trainer(job, Places())
-    trainer.restore(Resume())
-    trainer.train()
-    assert [json.loads(line)["step"] for line in trainer._note().splitlines()] == [2, 3]
 
 
 def test_a_number_of_steps_between_snapshots_is_kept_to(tmp_path):

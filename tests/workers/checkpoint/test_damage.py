@@ -144,7 +144,7 @@ def lengths(saved, reader) -> tuple[int, int]:
 
 def write(trainer: Trainer, path: Path) -> dict[str, FileSums]:
     """All of a save but its manifest."""
-    return durable.save(str(path), trainer.checkpoints._owned, trainer.checkpoints._parts(), Exchange())
+    return durable.save(str(path), trainer.state.checkpoints._owned, trainer.state.checkpoints._parts(), Exchange())
 
 
 @settings(deadline=None, max_examples=40)
@@ -215,7 +215,7 @@ def test_one_changed_byte_anywhere_is_located_and_nothing_of_it_is_used(saved, r
         flip(newest / name, at, change)
         state = bits(reader)
         with pytest.raises(DamagedCheckpoint) as caught:
-            reader.checkpoints.restore(str(newest))
+            reader.state.checkpoints.restore(str(newest))
         assert is_still(reader, state)
         reason = str(caught.value)
         start = f"the checkpoint at {newest} is damaged: {name} "
@@ -348,7 +348,7 @@ def test_a_checkpoint_of_before_there_were_sums_is_read(saved, reader):
         assert is_still(trainer, saved[2][2])
         os.truncate(newest / DATA, 1000)
         with pytest.raises(DamagedCheckpoint, match=f"{DATA} is cut off at byte 1000: it should have "):
-            reader.checkpoints.restore(str(newest))
+            reader.state.checkpoints.restore(str(newest))
         assert is_still(reader, state)
 
 
@@ -363,7 +363,7 @@ def test_zeros_where_nothing_tells_of_them_are_still_one_sentence_that_names_the
         (newest / name).write_bytes(content[:at].ljust(len(content), b"\0"))
         state = bits(reader)
         with pytest.raises(DamagedCheckpoint) as caught:
-            reader.checkpoints.restore(str(newest))
+            reader.state.checkpoints.restore(str(newest))
         assert f"the checkpoint at {newest}" in str(caught.value)
         assert f"{name} makes no sense at byte " in str(caught.value)
         assert "\n" not in str(caught.value)

@@ -55,9 +55,9 @@ def lone(document: dict[str, Any], folder: str | Path, generation: int = 1) -> T
 
 def save(trainer: Trainer) -> None:
     """Save the state as it is."""
-    assert trainer.checkpoints is not None
-    trainer.checkpoints.start(trainer.step)
-    trainer.checkpoints.finish()
+    assert trainer.state.checkpoints is not None
+    trainer.state.checkpoints.start(trainer.step)
+    trainer.state.checkpoints.finish()
 
 
 def bits(trainer: Trainer) -> list[torch.Tensor]:
@@ -132,8 +132,8 @@ def train_and_snapshot(comm: Comm, document: dict[str, Any], folder: str, steps:
     trainer = snapshotted(comm, document, folder)
     trainer.restore(Resume())
     _train(trainer, steps)
-    assert trainer.snapshots is not None
-    trainer.snapshots.wait_for_sums()
+    assert trainer.state.snapshots is not None
+    trainer.state.snapshots.wait_for_sums()
     comm.barrier()
     return _look(trainer)
 
@@ -166,8 +166,8 @@ def load_from_memory(
     left = tuple(str(each.path) for each in kept_files(folder))
     comm.barrier()
     found.statistics += _train(trainer, more)
-    assert trainer.snapshots is not None
-    trainer.snapshots.wait_for_sums()
+    assert trainer.state.snapshots is not None
+    trainer.state.snapshots.wait_for_sums()
     comm.barrier()
     trainer.reporter.close()
     rows = [each["data"]["step"] for each in told if each["kind"] == "metrics"]

@@ -61,7 +61,7 @@ def train(
             run.statistics[trainer.step] = (found.loss, found.grad_norm)
         run.steps.append(trainer.step)
         if snapshots is not None:
-            trainer.snapshots.finish()
+            trainer.state.snapshots.finish()
             run.snapshots.append(steps_kept(snapshots, comm.rank))
         if trainer.guard.copies is not None:
             run.copies.append(trainer.guard.copies.steps)
@@ -107,8 +107,8 @@ def flip(comm: Comm, document: dict[str, Any], culprit: int, name: str, at_step:
     def step(*arguments: Any) -> StepStatistics:
         if comm.rank == culprit and trainer.step == at_step - 1:
             trainer.guard.finish()
-            if trainer.snapshots is not None:
-                trainer.snapshots.finish()
+            if trainer.state.snapshots is not None:
+                trainer.state.snapshots.finish()
             start, _ = trainer.engine.flat.range_of(name)
             bits = trainer.engine.flat.parameters.view(torch.uint8)
             bits[start * trainer.engine.flat.parameters.element_size()] ^= 1

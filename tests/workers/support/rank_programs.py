@@ -191,8 +191,8 @@ def train_job(
     while trainer.step < (spec.train.steps if until is None else until):
         found = trainer.train_step()
         statistics.append((found.loss, found.grad_norm))
-    if trainer.checkpoints is not None:
-        trainer.checkpoints.finish()
+    if trainer.state.checkpoints is not None:
+        trainer.state.checkpoints.finish()
     comm.barrier()
     reporter.close()
     optimizer = trainer.engine.optimizer

@@ -80,8 +80,8 @@ def train_through(comm: Comm, document: dict[str, Any], folder: str, port: int, 
 
 def _agreed(trainer: Trainer, store: dist.Store, key: str) -> Resume:
     """The newest step that all ranks can go on from, as the supervisor would choose it."""
-    assert trainer.snapshots is not None
-    mine = {*committed_steps(trainer.snapshots.path), trainer.settled_step} - {None}
+    assert trainer.state.snapshots is not None
+    mine = {*committed_steps(trainer.state.snapshots.path), trainer.settled_step} - {None}
     store.set(f"{key}/{trainer.comm.rank}", json.dumps(sorted(mine)))
     everybody = [set(json.loads(store.get(f"{key}/{rank}"))) for rank in range(trainer.comm.size("world"))]
     return Resume("snapshot", max(set.intersection(*everybody)))

@@ -103,8 +103,6 @@ class ZeroOptimizer:
         self._elsewhere = self._rows_answered_for_elsewhere()
         self.limits = (math.inf, math.inf)
         """Loss and gradient norm above which a step updates nothing; the same on every rank."""
-        self.before_update: Callable[[], object] = lambda: None
-        """Called before a rank agrees to an update: the last moment at which the state is what it was."""
 
     def _rows_answered_for_elsewhere(self) -> torch.Tensor | None:
         """Which rows of ALIGNMENT elements of the owned ranges another rank of the replica counts: bool, or None."""
@@ -146,16 +144,23 @@ class ZeroOptimizer:
         """Everything that makes up this rank's state, as 1-D tensors."""
         return [*self.parameters, self.exp_avg, self.exp_avg_sq]
 
-    def step(self, learning_rate: float, loss: Loss, memory_bytes: int) -> StepStatistics:
+    def step(
+        self,
+        learning_rate: float,
+        loss: Loss,
+        memory_bytes: int,
+        before_update: Callable[[], object] = lambda: None,
+    ) -> StepStatistics:
         """Reduce the gradients, agree on the norm with all ranks, clip, update, gather.
 
-        Every rank is inside this call when any of them updates its parameters. Where the loss or the norm is not
-        finite, or above its limit, nothing is updated on any rank, which is decided on the device.
+        `before_update` is called before this rank agrees to the update: the last moment at which the state is sure to
+        be what it was. Every rank is inside this call when any of them updates its parameters. Where the loss or the
+        norm is not finite, or above its limit, nothing is updated on any rank, which is decided on the device.
         """
         progress = self.comm.progress
         progress.at("reduction")
         gradient = self.reduction.finish(self._finish_tail)
-        self.before_update()
+        before_update()
         with self.comm.parts.part("optimizer"):
             progress.at("agreement")
             agreed = self._agree(gradient, loss, memory_bytes)

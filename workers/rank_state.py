@@ -1,0 +1,302 @@
+"""The state of one rank: which committed step it belongs to, and the copies of it from which the job can go on.
+
+The state itself lies in the engine. Outside of it are snapshots in the node's shared memory, durable checkpoints, and
+the copies in host memory that a roll back needs (`numerics/guard.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from workers.checkpoint.checkpointer import Checkpointer
+from workers.comm.comm import Comm
+from workers.comm.grid import state_peers
+from workers.config import JobSpec
+from workers.engine import Engine
+from workers.errors import CheckpointNotSaved
+from workers.messages import Resume
+from workers.numerics.bad_numbers import Bad, Numbers, RollBack
+from workers.numerics.guard import NumberGuard
+from workers.parallel.data.zero import StepStatistics
+from workers.reporter import Reporter
+from workers.snapshot.interval import Pace
+from workers.snapshot.note import RowJournal, read_note
+from workers.snapshot.reshard import describe, restore_from_snapshots
+from workers.snapshot.snapshot_file import committed_steps
+from workers.snapshot.snapshots import Snapshots, fingerprint, layout_tag, remove_other_layouts
+from workers.step_clock import StepClock
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a rank keeps its state outside of its process; None turns the kind off."""
+
+    job: str = "local"
+    """Job id, written into checkpoints."""
+    snapshots: str | None = None
+    """Folder in shared memory."""
+    checkpoints: str | None = None
+    """Folder for durable checkpoints."""
+
+
+NO_PLACES = Places()
+
+
+class RankState:
+    """Restores, keeps and rolls back the state of one rank. All ranks call the same methods at the same steps, on their
+    training threads."""
+
+    def __init__(self, spec: JobSpec, engine: Engine, comm: Comm, reporter: Reporter, clock: StepClock, places: Places):
+        """Raises SharedMemoryError when there is no room for the snapshots."""
+        self.spec, self.engine, self.comm, self.reporter, self.clock = spec, engine, comm, reporter, clock
+        self.guard = NumberGuard(spec.recovery, engine, comm)
+        self.interval = Pace(spec.checkpoint.snapshot_every_steps)
+        self.snapshots = open_snapshots(spec, engine, comm, places)
+        self.checkpoints: Checkpointer | None = None
+        if places.checkpoints is not None:
+            self.checkpoints = Checkpointer(places.checkpoints, places.job, spec, engine, comm, reporter.event)
+        self.step = 0
+        """Last committed step."""
+        self._restored = False
+        self._journal = RowJournal()
+        # Ranks with the same state as rank 0 stand in for it, so they keep its rows as well.
+        self._keeps_rows = state_peers(spec.layout, comm.rank)[0] == 0
+
+    @property
+    def settled_step(self) -> int | None:
+        """The committed step to which the state belongs; None when an update was broken off."""
+        return self.step if self._restored and self.engine.settled else None
+
+    def restore(self, resume: Resume, roll_backs: Sequence[dict[str, Any]] = ()) -> None:
+        """Bring the state to committed step `resume.step`; one that is there already stays. `roll_backs`: those of the
+        job that are known outside of it. Raises CheckpointError when the state cannot be had."""
+        self.comm.progress.belongs_to(self.comm.generation)
+        self.comm.progress.at("restoring")
+        self.comm.parts.drop()
+        stays = resume.source == "snapshot" and self.settled_step == resume.step
+        if not stays:
+            self._restored = False
+            self._journal.clear()
+        if self.snapshots is not None:
+            self.snapshots.finish()  # what follows changes the state
+        self.guard.finish()
+        self.interval.begin()
+        note, history = (b"", None) if stays else self._load(resume)
+        if resume.source != "start":
+            self.engine.optimizer.publish_parameters()
+        self.engine.optimizer.set_step(resume.step)
+        self._settle(resume.step)
+        rows, noted = read_note(note)
+        self._report_again(rows)
+        self._agree_on_history(noted or history, roll_backs)
+        if self.snapshots is not None:
+            if resume.source != "snapshot":
+                self.snapshots.clear()
+                self.snapshots.save(self.step, self._note())
+            self.comm.barrier()  # every rank has read what it needs of other layouts, and has a snapshot of its own
+            remove_other_layouts(self.snapshots.path.parent, layout_tag(self.spec.model_dump(mode="json")))
+
+    def _load(self, resume: Resume) -> tuple[bytes, Numbers]:
+        """Load the state that `resume` names: the note that came with it, and the history where that came apart."""
+        if resume.source == "start":
+            self.engine.initialise(self.spec.train.seed)
+        elif resume.source == "snapshot" and self.snapshots is not None:
+            return self.snapshots.load(resume.step), Numbers()
+        elif resume.source == "memory":
+            return restore_from_snapshots(self.engine, self.comm, resume.paths, resume.step), Numbers()
+        elif resume.source == "checkpoint" and self.checkpoints is not None and resume.path is not None:
+            history = self.checkpoints.restore(resume.path)
+            return b"", Numbers() if history is None else Numbers.from_json(history)
+        else:
+            raise ValueError(f"cannot resume from {resume} without a place for it")
+        return b"", Numbers()
+
+    def _report_again(self, rows: list[dict[str, Any]]) -> None:
+        """Report, on rank 0, the rows that came with a snapshot; the receiver knows most of them already."""
+        for row in rows if self._keeps_rows else ():
+            self._journal.add(row)
+            if self.comm.rank == 0:
+                self.reporter.metrics(row)
+
+    def _agree_on_history(self, history: Numbers | None, roll_backs: Sequence[dict[str, Any]]) -> None:
+        known = [RollBack.from_json(each) for each in roll_backs]
+        for each in self.guard.restored(self.step, history, known):
+            # Whoever reported it may have died before it was heard.
+            self._announce(each, f"step {each.step} had bad numbers")
+
+    def _settle(self, step: int) -> None:
+        self.step, self._restored = step, True
+        self.engine.settle()
+
+    def commit(self, step: int, statistics: StepStatistics) -> None:
+        """The state is that of `step`, which is complete on all ranks."""
+        self._settle(step)
+        self.guard.committed(step, statistics)
+
+    def keep(self, step: int, make_row: Callable[[], dict[str, Any]]) -> None:
+        """Begin a snapshot of committed step `step`, where one is due, and report the step's row once that is whole.
+        The snapshot holds the rows of the last steps too: a process that is killed takes the rows with it that it had
+        not shipped yet. So do those that may stand in for it."""
+        report: Callable[[], None] | None = None
+        if self._keeps_rows:
+            row = make_row() | self._when() | ({"rank": self.comm.rank} if self.comm.rank else {})
+            self._journal.add(row)
+            if self.comm.rank == 0:
+                report = partial(self.reporter.metrics, row)
+        if self.snapshots is not None and self.interval.due(step):
+            self.comm.progress.at("snapshot")
+            with self.clock.waiting("snapshot_stall"):
+                self.snapshots.start(step, self._note(), report)
+        elif report is not None:
+            report()
+
+    def _when(self) -> dict[str, Any]:
+        """When and by which generation the step was committed, and where the seconds since the one before went."""
+        return {"time": time.time(), "generation": self.comm.generation, "seconds": self.clock.lap()}
+
+    def _note(self) -> bytes:
+        return self._journal.note(self.guard.numbers if self.guard.active else None)
+
+    def finish_copies(self) -> None:
+        """The state is about to change: make sure of what is being copied of it."""
+        self.guard.finish()
+        if self.snapshots is not None:
+            self.comm.progress.at("snapshot")
+            with self.clock.waiting("snapshot_stall"):
+                if self.snapshots.finish():
+                    self.interval.note_stall(self.snapshots.stall_seconds)
+
+    def note_step_seconds(self, step: int, seconds: float) -> None:
+        """What step `step` took, from which the interval between snapshots follows. Raises PeerLost."""
+        if self.snapshots is not None:
+            self.interval.note_step(step, seconds, self.comm)
+
+    @property
+    def stall_seconds(self) -> float:
+        """For how long the last snapshot held the training thread up."""
+        return self.snapshots.stall_seconds if self.snapshots is not None else 0.0
+
+    def kept_parameters(self) -> list[torch.Tensor] | None:
+        """This rank's weights of the last committed step as its snapshot has them; None where there is none."""
+        kept = self.snapshots.kept(self.step) if self.snapshots is not None else None
+        return None if kept is None else kept[: len(self.engine.optimizer.parameters)]
+
+    def snapshot_figures(self) -> dict[str, float]:
+        """For the row of metrics: the interval between snapshots in force, in steps, and for how long the last one held
+        the training thread up, in seconds."""
+        if self.snapshots is None:
+            return {}
+        return {"snapshot_every_steps": self.interval.every, "snapshot_stall_seconds": self.stall_seconds}
+
+    def roll_back(self, step: int, samples: list[range], bad: Bad, sentence: str) -> None:
+        """Go on from an earlier step than `step`, which is bad and would have used `samples`.
+
+        Until the barrier every rank still has the snapshots of before, after it every rank has one of the step gone
+        back to. Whatever dies in between, all ranks have a step in common, and the samples are skipped again. Raises
+        PeerLost; NonFiniteError or SpikeError when the job has rolled back often enough.
+        """
+        self.comm.progress.at("restoring")
+        done = self.guard.roll_back(step, samples, bad)
+        self._settle(done.back_to)
+        self._journal.forget_after(done.back_to)
+        if self.snapshots is not None:
+            self.snapshots.save(self.step, self._note())
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+        self.comm.barrier()
+        if self.snapshots is not None:
+            self.snapshots.forget_after(self.step)
+        if self.checkpoints is not None:
+            self.checkpoints.undo_after(self.step)
+        self._announce(done, sentence)
+
+    def _announce(self, done: RollBack, why: str) -> None:
+        samples, data = named_samples(done.samples), sample_data(done.samples) | done.to_json()
+        message = f"{why}: back to step {done.back_to}, and samples {samples} are passed over"
+        announce(self.comm, self.reporter, "rolled_back", done.step, message, data)
+
+    def save_checkpoint(self, step: int) -> None:
+        """Begin a durable checkpoint of committed step `step`, where one is due."""
+        if self.checkpoints is not None and self.checkpoints.due(step):
+            self.comm.progress.at("checkpoint")
+            with self.clock.waiting("checkpoint_stall"):
+                self.checkpoints.start(step, self.guard.numbers.to_json() if self.guard.active else None)
+
+    def save_missing_checkpoint(self) -> None:
+        """Save what the last generation did not get to save."""
+        if self.checkpoints is not None:
+            self.checkpoints.failure = None  # of a generation before this one
+            if self.checkpoints.is_missing(self.step):
+                self.save_checkpoint(self.step)
+
+    def finish(self) -> None:
+        """After the job's last step: return once all ranks have everything saved. Raises CheckpointNotSaved when the
+        last checkpoint cannot be saved."""
+        if self.snapshots is not None:
+            self.snapshots.finish()
+        self.comm.progress.at("checkpoint")
+        if self.checkpoints is not None:
+            with self.clock.waiting("checkpoint_stall"):
+                self.checkpoints.finish()
+        self.comm.barrier()
+        if self.checkpoints is not None and self.checkpoints.failure is not None:
+            reason = f"the last checkpoint, of step {self.step}, could not be saved: {self.checkpoints.failure}"
+            raise CheckpointNotSaved(f"{reason}; it is tried again, make it possible meanwhile")
+
+    def rest(self) -> None:
+        """After PeerLost: end what goes on beside the training."""
+        if self.snapshots is not None:
+            self.snapshots.finish()  # before this rank says what it can go on from
+            held = self.settled_step
+            if held is not None and held not in committed_steps(self.snapshots.path):
+                self.snapshots.save(held, self._note())  # for ranks of another layout
+            self.snapshots.wait_for_sums()  # other nodes are given none without
+        if self.checkpoints is not None:
+            self.checkpoints.finish()
+
+    def close(self) -> None:
+        """End all threads; the object is of no use any more."""
+        self.rest()
+        self.guard.close()
+        if self.snapshots is not None:
+            self.snapshots.close()
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+
+
+def open_snapshots(spec: JobSpec, engine: Engine, comm: Comm, places: Places) -> Snapshots | None:
+    """The snapshots of a rank, None where `places` has no folder for them. Raises SharedMemoryError when there is no
+    room for them."""
+    if places.snapshots is None:
+        return None
+    document = spec.model_dump(mode="json")
+    table = describe(places.job, document["parallel"], engine, comm)
+    identity, layout = fingerprint(document, state_peers(spec.layout, comm.rank)[0]), layout_tag(document)
+    return Snapshots(places.snapshots, comm.rank, engine.state(), identity, layout, table)
+
+
+def announce(comm: Comm, reporter: Reporter, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
+    """On rank 0, print `message` and report it as an event."""
+    if comm.rank == 0:
+        print(message, flush=True)
+        reporter.event(kind, step, message, data)
+
+
+def named_samples(samples: Sequence[range]) -> str:
+    """For people: the samples of a step."""
+    return " and ".join(f"{each.start} to {each.stop - 1}" for each in samples)
+
+
+def sample_data(samples: Sequence[range]) -> dict[str, Any]:
+    """For events: the samples of a step, as [first, one past the last] of each range of them."""
+    return {
+        "first_sample": samples[0].start,
+        "last_sample": samples[-1].stop - 1,
+        "samples": [[each.start, each.stop] for each in samples],
+    }

@@ -1,0 +1,60 @@
+"""What goes with the state in a snapshot: rows of metrics of the last steps, and the history that later decisions about
+bad numbers depend on. Pure Python.
+
+A note is lines of JSON, one a row, the oldest first, and then `{"numbers": history}` where the job needs one. A rank
+that is killed takes the rows with it that it had not shipped yet; whoever restores its snapshot ships them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import Any
+
+from workers.numerics.bad_numbers import Numbers
+from workers.snapshot.snapshot_file import NOTE_BYTES
+
+JOURNAL_ROWS = 256
+"""Rows kept: of more steps than are ever under way to the database."""
+
+
+class RowJournal:
+    """The rows of metrics of the last steps."""
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque(maxlen=JOURNAL_ROWS)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep the row of one more step, in place of the oldest."""
+        self._lines.append(json.dumps(row).encode())
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._lines.clear()
+
+    def forget_after(self, step: int) -> None:
+        """Forget the rows of steps above `step`."""
+        kept = [line for line in self._lines if json.loads(line)["step"] <= step]
+        self._lines = deque(kept, JOURNAL_ROWS)
+
+    def note(self, history: Numbers | None, most: int = NOTE_BYTES) -> bytes:
+        """The note with these rows, of which the oldest are left out until it has at most `most` bytes; `history`: as
+        of the same step, None where nothing depends on it."""
+        lines = deque(self._lines)
+        if history is not None:
+            lines.append(json.dumps({"numbers": history.to_json()}).encode())
+        while sum(len(line) + 1 for line in lines) > most:
+            lines.popleft()
+        return b"\n".join(lines)
+
+
+def read_note(note: bytes) -> tuple[list[dict[str, Any]], Numbers | None]:
+    """The rows in a note, oldest first, and its history; None where it has none."""
+    rows, history = [], None
+    for line in note.splitlines():
+        document = json.loads(line)
+        if "numbers" in document:
+            history = Numbers.from_json(document["numbers"])
+        else:
+            rows.append(document)
+    return rows, history
