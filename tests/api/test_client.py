@@ -33,7 +33,9 @@ def test_a_job_from_submission_to_its_end(service, client, document):
     assert [entry.id for entry in client.jobs(state="QUEUED").items] == [job.id]
     assert client.cancel(job.id).state == "CANCELLED"
     assert [event.type for event in client.events(job.id).items] == ["submitted", "state_changed"]
-    assert sum(client.ledger(job.id).seconds.values()) >= 0
+    ledger, ended = client.ledger(job.id), client.job(job.id)
+    assert (ledger.closed, ledger.began_at, ledger.until) == (True, ended.created_at, ended.finished_at)
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall_seconds) != 0
     assert client.recoveries(job.id).items == []
     assert client.logs(job.id).items == client.ranks(job.id).items == client.checkpoints(job.id).items == []
     assert client.cluster().nodes[0].ranks[0].rank == 0

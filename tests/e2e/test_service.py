@@ -137,7 +137,7 @@ def test_second_up_says_that_it_runs_already(manta):
     assert manta.url in said
     code, said = manta_command(manta.home, "serve", "--port", "0")
     assert code != 0
-    assert "runs already" in said.splitlines()[-1] or "runs already" in said
+    assert "runs already" in said.splitlines()[-1], "the last line says what is wrong"
     assert "Traceback" not in said
 
 

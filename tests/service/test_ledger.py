@@ -43,6 +43,18 @@ def test_steps_are_shared_out_by_what_they_waited_for():
     assert spent(changes, [steps(11, 16, 100, 100, seconds=seconds)]) == {"queue": 10, "start": 6, **seconds}
 
 
+def test_steps_that_took_longer_than_the_loop_was_painted_move_its_start_back():
+    changes = states(QUEUED=0, STARTING=0, RUNNING=21, SUCCEEDED=100)
+    longer = steps(1, 20, 100, 100, seconds={"compute": 80.0, "data_wait": 10.0}, outcome="SUCCEEDED")
+    assert spent(changes, [longer]) == {"start": 10, "compute": 80, "data_wait": 10}
+
+
+def test_steps_that_took_longer_than_their_generation_are_cut_to_it():
+    changes = states(QUEUED=0, STARTING=0, RUNNING=21, SUCCEEDED=100)
+    twice = steps(40, 50, 100, 100, seconds={"compute": 90.0, "data_wait": 30.0}, outcome="SUCCEEDED")
+    assert spent(changes, [twice]) == {"start": 21, "detect": 19, "compute": 45, "data_wait": 15}
+
+
 def test_failure_costs_the_step_under_way_and_each_phase_of_the_recovery():
     timeline = RecoveryTimeline(51, 50, rested_at=51.5, launched_at=51.6, connected_at=52, restored_at=53)
     changes = states(QUEUED=0, STARTING=0, RUNNING=11, RECOVERING=51, RUNNING2=55, SUCCEEDED=100)

@@ -140,6 +140,26 @@ def test_elastic_job_starts_with_as_many_replicas_as_there_is_room_for(store, su
     assert gangs.free == 1
 
 
+def resize(store, job, replicas):
+    store.write(lambda session: jobs.request_resize(session, job.id, replicas))
+
+
+def test_resize_of_a_queued_job_is_the_size_that_it_is_placed_with(store, submit, look, gangs):
+    job = submit(parallel={"data": 2}, elastic={"min_data": 1, "max_data": 4})
+    resize(store, job, 4)
+    assert look() == [(job.id, 1)]
+    assert job_now(store, job).replicas == 4
+    assert gangs.free == 4
+
+
+def test_resize_of_a_queued_job_to_more_than_there_is_room_for_takes_what_there_is(store, submit, look, gangs):
+    gangs.free = 3
+    job = submit(parallel={"data": 1}, elastic={"min_data": 1, "max_data": 4})
+    resize(store, job, 4)
+    assert look() == [(job.id, 1)]
+    assert job_now(store, job).replicas == 3
+
+
 def test_job_that_may_be_reshaped_starts_in_the_largest_layout_that_there_is_room_for(store, submit, look, gangs):
     gangs.free = 3
     job = submit(parallel={"tensor": 2, "pipeline": 2}, elastic={"reshape": True})

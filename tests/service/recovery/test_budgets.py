@@ -109,8 +109,14 @@ def test_same_exception_at_the_same_step_comes_again_whatever_lay_between():
     assert comes_again([raised(committed=6), *between], raised(committed=6))
 
 
-def test_an_exception_that_the_job_got_past_is_not_sure_to_come():
-    assert not comes_again([raised(committed=6), Fault("killed", 1.0, committed=9)], raised(committed=9))
+@pytest.mark.parametrize("committed", [7, 9])
+def test_an_exception_that_the_job_got_past_is_not_sure_to_come(committed):
+    got_past = Fault("killed", 1.0, committed=committed)  # step 7 raised, so 7 committed is past it
+    assert not comes_again([raised(7, committed=6), got_past], raised(7, committed=committed))
+
+
+def test_an_exception_comes_again_while_the_step_before_it_is_the_last_one_committed():
+    assert comes_again([raised(7, committed=6), Fault("killed", 1.0, committed=6)], raised(7, committed=6))
 
 
 def test_other_exceptions_other_steps_and_kills_do_not_come_again():
