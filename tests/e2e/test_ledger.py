@@ -16,8 +16,9 @@ def test_clean_job_is_accounted_for_to_the_thousandth(manta):
     assert ledger.seconds["snapshot_stall"] > 0 and ledger.seconds["checkpoint_stall"] > 0
     assert ended.goodput == ledger.goodput
     told = manta.client.metrics(job, names=["step_seconds"], max_points=10_000).series["step_seconds"]
-    stalls = sum(ledger.seconds[name] for name in ("compute", "data_wait", "snapshot_stall", "checkpoint_stall"))
-    assert stalls >= 0.9 * sum(told)
+    # Against a second clock, the trainer's own: the classes sum to the wall time even if steps were counted twice.
+    steps = sum(ledger.seconds[name] for name in ("compute", "data_wait", "snapshot_stall"))
+    assert steps == pytest.approx(sum(told), rel=0.25)
     assert manta.client.recoveries(job).items == []
 
 
