@@ -8,15 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.backups import replication
-from service.cluster.gangs import Handle
-from service.job.crew import Crew
+from service.job.actions import Launch
+from service.job.context import JobContext
 from service.job.generation import Gang
 from service.job.hang_watch import HangWatch
-from service.job.incident import Incident
-from service.job.record import JobRecord
 from service.job.reports import ReportWriter
 from service.job.resume import newest_state
-from service.job.site import Site
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.errors import MantaError
@@ -41,25 +38,24 @@ class LaunchFailed(MantaError):
 class Launcher:
     """Launches the generations of one job."""
 
-    def __init__(self, site: Site, record: JobRecord, crew: Crew, submitted: JobSpec):
-        self._site, self._record, self._crew, self._submitted = site, record, crew, submitted
-        self._paths = Paths.of(site.home)
-        self._stragglers_replaced: dict[int, float] = {}
+    def __init__(self, job: JobContext):
+        self._job, self._site, self._record, self._crew = job, job.site, job.record, job.crew
+        self._paths = Paths.of(job.site.home)
 
-    async def launch(
-        self, cause: str, counts: bool, incident: Incident | None = None, leavers: Sequence[Handle] = ()
-    ) -> Gang:
-        """Begin the next generation with the agents at hand and watch it. `counts`: as a restart; `leavers`: see
-        `newest_state`. An agent that fails once the generation has begun is one of the gang's deaths; before, it raises
-        LaunchFailed. Raises RayError and TimeoutError too."""
-        crew = self._crew
+    async def launch(self, launch: Launch) -> Gang:
+        """Begin the next generation with the agents at hand and watch it. An agent that fails once the generation has
+        begun is one of the gang's deaths; before, it raises LaunchFailed. Raises RayError and TimeoutError too."""
+        crew, incident = self._crew, launch.incident
+        departing = [agent for people in self._job.departing for agent in people.agents]
         where = await self._everywhere()
         folder = self._paths.checkpoint_folder(self._record.id)
         last_kind = None if incident is None else incident.culprit.kind
         async with asyncio.timeout(LAUNCH_SECONDS):
-            found = await newest_state(crew, self._submitted, folder, self._record, last_kind, leavers)
+            found = await newest_state(crew, self._job.submitted, folder, self._record, last_kind, departing)
             store = await self._start_store(where[0]["node"])
-            generation = await self._record.begin(cause, counts, found.resume, found.source, crew.layout, incident)
+            generation = await self._record.begin(
+                launch.cause, launch.counts, found.resume, found.source, crew.layout, incident
+            )
             passed = await self._record.rolled_back()
         orders = {
             rank: self.order(rank, crew.spec, generation, found.resume, store, place, passed)
@@ -121,7 +117,7 @@ class Launcher:
             record.event,
             gang.lose,
             crew.spec.recovery.stragglers,
-            self._stragglers_replaced,
+            self._job.stragglers_replaced,
         )
         gang.beside(hangs.run(look_first=taken_over))
         return gang

@@ -80,13 +80,22 @@ class GiveUp:
 
 
 def decide(
-    culprit: Death, fault: Fault, history: Sequence[Fault], max_restarts: int, window_seconds: float
+    culprit: Death,
+    fault: Fault,
+    history: Sequence[Fault],
+    max_restarts: int,
+    window_seconds: float,
+    failed_launches: int = 0,
 ) -> Restart | GiveUp:
     """Restart or give up after `culprit`'s death, which is `fault`, the job having survived `history`.
 
     An exception that comes back at the same step is the user's error, not the machine's. `max_restarts` faults are
-    allowed within `window_seconds` (0: ever).
+    allowed within `window_seconds` (0: ever), and as many launches may fail in a row, however long ago the first of
+    them was; `failed_launches`: how many have, this one included.
     """
+    if failed_launches > max_restarts:
+        message = f"could not be launched {failed_launches} times in a row; last: {culprit.sentence}"
+        return GiveUp("restarts_exhausted", message)
     if culprit.kind in HOPELESS:
         return GiveUp(HOPELESS[culprit.kind], culprit.message)
     if comes_again(history, fault):

@@ -7,8 +7,9 @@ import pytest
 
 from service.cluster.placement import Capacity
 from service.cluster.sizes import resized, shapes_of
+from service.job.context import JobContext
 from service.job.crew import Crew
-from service.job.elasticity import Rearranger
+from service.job.elasticity import ElasticityPlanner
 from service.job.record import JobRecord
 from service.states import JobState
 from service.store import jobs
@@ -39,10 +40,8 @@ def may_grow(store, submit):
         crew = Crew(gangs, job.id, resized(shapes_of(submitted)[shape], 1))
         crew.nodes = dict.fromkeys(range(crew.layout.world_size), "one")
         site = SimpleNamespace(gangs=gangs)
-        event = asyncio.Event()
-        return asyncio.run(
-            Rearranger(site, JobRecord(store, job.id), crew, None, submitted, event, event)._may_change()
-        )
+        context = JobContext(site, submitted, JobRecord(store, job.id), crew)
+        return asyncio.run(ElasticityPlanner(context, None).may_change())
 
     return look
 

@@ -1,0 +1,85 @@
+"""What a supervisor can do next. One function of the supervisor carries each action out, and answers the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service.job.changes import Change
+from service.job.incident import Incident
+from service.recovery.decisions import Death
+from service.recovery.timeline import RecoveryTimeline
+from service.states import JobState
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Watch the generation that runs until it ends, breaks, or is to be changed."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Begin the next generation with the agents at hand."""
+
+    cause: str
+    """In words."""
+    counts: bool
+    """As a restart."""
+    incident: Incident | None = None
+    """What made it necessary."""
+
+
+@dataclass(frozen=True)
+class Reacquire:
+    """Give up all places of the gang, acquire others, and begin the next generation there."""
+
+    launch: Launch
+
+
+@dataclass(frozen=True)
+class Recover:
+    """Decide what follows a failure: another generation, or the end of the job."""
+
+    culprit: Death
+    """The death behind it all."""
+    agents_lost: tuple[int, ...]
+    """Ranks that need another agent."""
+    timeline: RecoveryTimeline
+    failed_launch: Launch | None = None
+    """The launch that failed by it, before its generation had begun."""
+
+
+@dataclass(frozen=True)
+class Rearrange:
+    """Bring all trainers to rest, and go on with another size or in other places."""
+
+    change: Change
+
+
+@dataclass(frozen=True)
+class Requeue:
+    """There is no place for the job: back into the queue."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over."""
+
+    state: JobState
+    """One of the final ones."""
+    reason: str | None = None
+    message: str | None = None
+
+
+Action = Watch | Launch | Reacquire | Recover | Rearrange | Requeue | End
+
+
+def launch_after(incident: Incident, cause: str, failed: Launch | None, first: bool) -> Launch:
+    """The launch that follows `incident`, whose `cause` is told in words. `failed`: the launch that failed by it, which
+    is tried again; `first`: the job had no generation yet."""
+    if failed is None:
+        return Launch(cause, True, incident)
+    if failed.incident is not None or first:
+        return failed
+    return Launch(f"{failed.cause}, and {cause}", True, incident)  # it was for a change

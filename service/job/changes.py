@@ -1,0 +1,111 @@
+"""Changes of a gang's size or place, as data, and how they are carried out once all trainers are at rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from service.backups.transfer import hand_over
+from service.cluster.gangs import NotPlaced
+from service.cluster.sizes import fitting, shapes_of
+from service.job.context import JobContext
+from service.job.crew import Joiners
+from workers.config import JobSpec
+
+
+@dataclass(frozen=True)
+class Move:
+    """These replicas go on elsewhere."""
+
+    replicas: tuple[int, ...]
+    standby: Joiners
+    """Agents with trainers that are ready to take their ranks."""
+
+    @property
+    def cause(self) -> str:
+        """Why the next generation begins, in words."""
+        return f"replicas {list(self.replicas)} moved: their nodes are to be left"
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Only these replicas go on."""
+
+    staying: tuple[int, ...]
+    cause: str
+
+
+@dataclass(frozen=True)
+class Grow:
+    """More replicas join."""
+
+    target: JobSpec
+    """With the new number of replicas."""
+    standby: Joiners
+    """Agents with trainers that are ready to be the additional ranks."""
+    cause: str
+
+
+@dataclass(frozen=True)
+class PlaceAnew:
+    """The whole gang gives up its places, and goes on in others, in another layout."""
+
+    target: JobSpec
+    why: str
+
+    @property
+    def cause(self) -> str:
+        """Why the next generation begins, in words."""
+        layout = self.target.layout
+        shape = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+        return f"placed anew as {shape}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Stay:
+    """All trainers come to rest and go on as they were: a change was under way, and nobody knows how far it got."""
+
+    cause: str
+
+
+Change = Move | Shrink | Grow | PlaceAnew | Stay
+
+
+def standby_of(change: Change) -> Joiners | None:
+    """Agents that were started for the change, and are to be ended where it is not made."""
+    return change.standby if isinstance(change, Move | Grow) else None
+
+
+async def carry_out(
+    change: Change, job: JobContext, generation: int, resting: Mapping[int, int | None]
+) -> Joiners | None:
+    """Make the change; who leaves the gang by it. `generation`: the one that has ended; `resting`: by rank the
+    committed step that its trainer holds. Raises NotPlaced where there is no place left for the job."""
+    crew = job.crew
+    match change:
+        case Move(replicas, standby):
+            agents = zip(crew.ranks_in(replicas), standby.agents, strict=True)
+            await hand_over({rank: (crew.agents[rank], new) for rank, new in agents}, generation, crew.tag)
+            crew.memory = dict(resting)
+            return crew.swap(replicas, standby)
+        case Shrink(staying):
+            return crew.shrink(staying)
+        case Grow(target, standby):
+            crew.grow(target, standby)
+            return None
+        case PlaceAnew(target):
+            return await _place_anew(target, job, generation)
+        case Stay():
+            crew.memory = dict(resting)
+            return None
+
+
+async def _place_anew(target: JobSpec, job: JobContext, generation: int) -> Joiners:
+    crew = job.crew
+    before, avoid, departing = crew.spec, await job.record.avoided_nodes(), await crew.release()
+    try:
+        await crew.place(generation + 1, target, avoid)
+    except NotPlaced:  # others were faster
+        still = fitting(shapes_of(job.submitted), await job.wanted_replicas(), await crew.capacity())
+        await crew.place(generation + 1, still or before, avoid)
+    return departing

@@ -1,0 +1,44 @@
+"""Agents for ranks whose own are lost: in their places, elsewhere, or none where the job may go on without them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from service.cluster.placement import avoidable
+from service.cluster.sizes import fitting, room_for, shapes_of, sizes_of
+from service.job.context import JobContext
+from service.recovery.budgets import Fault, avoided_nodes
+
+
+async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, failures: Sequence[Fault]) -> bool:
+    """Find agents of `generation` for the ranks `lost`: in their own places, else by placing their replicas elsewhere,
+    else by going on without those replicas, where `elastic` allows it. False when the whole gang must be placed anew.
+    `failures`: all that the job has survived, and this one."""
+    crew = job.crew
+    if len(lost) == len(crew.agents):
+        return False
+    avoid = avoidable(crew.layout, await crew.capacity(), avoided_nodes(failures, time.time()))
+    if avoid.isdisjoint(crew.nodes.get(rank) for rank in lost) and await crew.replace(generation, lost):
+        return True
+    replicas = crew.replicas_of(lost)
+    staying = [replica for replica in range(crew.layout.data) if replica not in replicas]
+    job.departing.append(await crew.keepers_of(replicas))
+    await crew.give_up(replicas)
+    has_room = room_for(crew.layout, await crew.capacity()) >= len(replicas)
+    if has_room and await crew.place_replicas(generation, replicas, avoid):
+        return True
+    if len(staying) not in sizes_of(job.submitted):
+        return False
+    crew.shrink(staying)
+    await job.record.event("shrunk", f"goes on with {len(staying)} replicas: there is no room for more")
+    return True
+
+
+async def place_all(job: JobContext, generation: int, failures: Sequence[Fault]) -> None:
+    """Place the whole gang, which has no places, for `generation`: in the largest layout that there is room for, away
+    from nodes that keep failing. Raises NotPlaced."""
+    crew = job.crew
+    # With too little room for any layout, wait for the one that it has.
+    spec = fitting(shapes_of(job.submitted), await job.wanted_replicas(), await crew.capacity()) or crew.spec
+    await crew.place(generation, spec, avoided_nodes(failures, time.time()))
