@@ -76,36 +76,32 @@ def standby_of(change: Change) -> Joiners | None:
     return change.standby if isinstance(change, Move | Grow) else None
 
 
-async def carry_out(
-    change: Change, job: JobContext, generation: int, resting: Mapping[int, int | None]
-) -> Joiners | None:
-    """Make the change; who leaves the gang by it. `generation`: the one that has ended; `resting`: by rank the
-    committed step that its trainer holds. Raises NotPlaced where there is no place left for the job."""
+async def carry_out(change: Change, job: JobContext, generation: int, resting: Mapping[int, int | None]) -> None:
+    """Make the change; who leaves the gang by it is among the job's departing. `generation`: the one that has ended;
+    `resting`: by rank the committed step that its trainer holds. Raises NotPlaced where there is no place left."""
     crew = job.crew
     match change:
         case Move(replicas, standby):
             agents = zip(crew.ranks_in(replicas), standby.agents, strict=True)
             await hand_over({rank: (crew.agents[rank], new) for rank, new in agents}, generation, crew.tag)
             crew.memory = dict(resting)
-            return crew.swap(replicas, standby)
+            job.departing.append(crew.swap(replicas, standby))
         case Shrink(staying):
-            return crew.shrink(staying)
+            job.departing.append(crew.shrink(staying))
         case Grow(target, standby):
             crew.grow(target, standby)
-            return None
         case PlaceAnew(target):
-            return await _place_anew(target, job, generation)
+            await _place_anew(target, job, generation)
         case Stay():
             crew.memory = dict(resting)
-            return None
 
 
-async def _place_anew(target: JobSpec, job: JobContext, generation: int) -> Joiners:
+async def _place_anew(target: JobSpec, job: JobContext, generation: int) -> None:
     crew = job.crew
-    before, avoid, departing = crew.spec, await job.record.avoided_nodes(), await crew.release()
+    before, avoid = crew.spec, await job.record.avoided_nodes()
+    job.departing.append(await crew.release())
     try:
         await crew.place(generation + 1, target, avoid)
     except NotPlaced:  # others were faster
         still = fitting(shapes_of(job.submitted), await job.wanted_replicas(), await crew.capacity())
         await crew.place(generation + 1, still or before, avoid)
-    return departing

@@ -280,9 +280,7 @@ class Supervisor:
                 return self._after_deaths(running, RecoveryTimeline(noticed))
             return Watch()
         self._running = None
-        departing = await carry_out(action.change, self._job, running.generation, running.resting)
-        if departing is not None:
-            self._job.departing.append(departing)
+        await carry_out(action.change, self._job, running.generation, running.resting)
         return Launch(action.change.cause, counts=False)
 
     async def _launch(self, launch: Launch) -> Action:
