@@ -22,8 +22,8 @@ from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.pipeline.runtime import Pipeline
-from workers.parallel.pipeline.schedule_times import PassTimes, simulate
 from workers.parallel.pipeline.schedules import schedule
+from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
 from workers.parallel.pipeline.stages import virtual_stage
 from workers.parallel.tensor.weight_gradients import WeightGradients
 

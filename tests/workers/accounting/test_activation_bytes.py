@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from engine_specs import spec
 from one_layer import paper, rows
+from schedule_sizes import most_in_flight
 
 from workers.accounting.activation_bytes import (
     chunk_bytes,
@@ -17,7 +18,7 @@ from workers.accounting.activation_bytes import (
     table2_bytes,
 )
 from workers.config import JobSpec, ModelConfig
-from workers.parallel.pipeline.schedules import most_in_flight, schedule
+from workers.parallel.pipeline.schedules import schedule
 
 TABLE_2 = {
     "no parallelism": {},

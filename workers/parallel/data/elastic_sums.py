@@ -24,7 +24,7 @@ from workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range, Slot, m
 from workers.parallel.data.reduction import GradientReduction
 from workers.parallel.data.tree_sum import Node, TreeSum, cover
 from workers.parallel.data.zero import Loss, ZeroOptimizer
-from workers.parallel.pipeline.schedules import Action
+from workers.parallel.pipeline.schedules.action import Action
 
 # In place of the number of a waiting buffer: the flat buffer itself, in which leaves are made.
 FLAT = -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.config import ParallelConfig
-from workers.parallel.pipeline.schedules import Action
+from workers.parallel.pipeline.schedules.action import Action
 
 
 def recomputed(actions: list[Action], layout: ParallelConfig) -> frozenset[tuple[int, int]]:

@@ -22,7 +22,9 @@ from workers.data.batches import NO_TARGET, MicroBatch
 from workers.liveness.progress import Phase
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.pipeline.recompute import recomputed
-from workers.parallel.pipeline.schedules import Action, forward_only, neighbours, schedule
+from workers.parallel.pipeline.schedules import forward_only, schedule
+from workers.parallel.pipeline.schedules.action import Action
+from workers.parallel.pipeline.stages import neighbours
 from workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
 from workers.parallel.tensor.dropout import sample_keys
 from workers.parallel.tensor.weight_gradients import Task, WeightGradients

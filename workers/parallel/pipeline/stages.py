@@ -6,8 +6,11 @@ has the embedding, the last one the logits; micro-batches go forward through the
 
 from __future__ import annotations
 
+Place = tuple[int, int]
+"""Pipeline rank and chunk of it."""
 
-def place(kind: str, stages: int, virtual_stages: int, index: int) -> tuple[int, int]:
+
+def place(kind: str, stages: int, virtual_stages: int, index: int) -> Place:
     """Pipeline rank and chunk of that rank which hold virtual stage `index` under schedule `kind`.
 
     Chunks go round robin over the ranks (arXiv:2104.04473, section 2.2.2), but under zb-v forth and back, so that
@@ -27,6 +30,14 @@ def virtual_stage(kind: str, stages: int, virtual_stages: int, rank: int, chunk:
     if _turns_back(kind, virtual_stages, chunk):
         return chunk * stages + stages - 1 - rank
     return chunk * stages + rank
+
+
+def neighbours(kind: str, stages: int, virtual_stages: int, rank: int, chunk: int) -> tuple[Place | None, Place | None]:
+    """Places of the virtual stages before and behind the one on (`rank`, `chunk`); None at the model's ends."""
+    index = virtual_stage(kind, stages, virtual_stages, rank, chunk)
+    before = place(kind, stages, virtual_stages, index - 1) if index > 0 else None
+    behind = place(kind, stages, virtual_stages, index + 1) if index < stages * virtual_stages - 1 else None
+    return before, behind
 
 
 def stage_layers(layers: int, virtual_stages_total: int, index: int) -> range:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from workers.parallel.pipeline.schedules import Action, Kind
+from workers.parallel.pipeline.schedules.action import Action, Kind
 from workers.parallel.pipeline.stages import place, virtual_stage
 
 

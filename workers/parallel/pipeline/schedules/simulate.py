@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from workers.parallel.pipeline.schedules import COMPUTE, Action, Place, neighbours
-from workers.parallel.pipeline.stages import virtual_stage
+from workers.parallel.pipeline.schedules.action import COMPUTE, Action
+from workers.parallel.pipeline.stages import Place, neighbours, virtual_stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,26 +5,17 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_sizes import lists_of, most_in_flight, sizes, virtual_stages_of
 
-from workers.parallel.pipeline.schedule_check import ScheduleError, check
-from workers.parallel.pipeline.schedule_times import PassTimes, simulate
-from workers.parallel.pipeline.schedules import (
-    COMPUTE,
-    KINDS,
-    Action,
-    forward_only,
-    most_in_flight,
-    neighbours,
-    schedule,
-)
+from workers.parallel.pipeline.schedules import KINDS, forward_only, schedule
+from workers.parallel.pipeline.schedules.action import COMPUTE, Action
+from workers.parallel.pipeline.schedules.check import check
+from workers.parallel.pipeline.stages import neighbours
 
 LETTERS = {
     "forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W", "send_forward": ">",
     "receive_forward": "r", "send_backward": "<", "receive_backward": "g",
 }  # fmt: skip
-
-Size = tuple[str, int, int, int]
-"""Schedule, pipeline stages, virtual stages, micro-batches."""
 
 
 def written(actions: list[Action], chunks: bool = False) -> str:
@@ -32,23 +23,6 @@ def written(actions: list[Action], chunks: bool = False) -> str:
     return " ".join(
         LETTERS[action.kind] + str(action.micro_batch) + ("ab"[action.chunk] if chunks else "") for action in actions
     )
-
-
-def virtual_stages_of(kind: str) -> range:
-    return {"interleaved": range(1, 5), "zb-v": range(2, 3)}.get(kind, range(1, 2))
-
-
-@st.composite
-def sizes(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, stages: int = 16, micro_batches: int = 64) -> Size:
-    kind = draw(st.sampled_from(kinds))
-    p = draw(st.integers(1, stages))
-    v = draw(st.sampled_from(virtual_stages_of(kind)))
-    m = p * draw(st.integers(1, micro_batches // p)) if kind == "interleaved" else draw(st.integers(1, micro_batches))
-    return kind, p, v, m
-
-
-def lists_of(size: Size, training: bool) -> list[list[Action]]:
-    return schedule(*size) if training else forward_only(*size)
 
 
 def edge_counts(kind: str, stages: int) -> list[int]:
@@ -200,133 +174,3 @@ def test_impossible_sizes_are_refused(size, message):
     if "multiple" not in message:
         with pytest.raises(ValueError, match=message):
             forward_only(*size)
-
-
-SMALL: list[Size] = [
-    ("gpipe", 2, 1, 2),
-    ("1f1b", 3, 1, 4),
-    ("interleaved", 2, 2, 4),
-    ("zb-h1", 3, 1, 4),
-    ("zb-v", 2, 2, 4),
-]
-by_size = pytest.mark.parametrize("size", SMALL)
-
-
-def mutants(size: Size):
-    """(rank, index, action, a copy of the schedule to spoil) for every action."""
-    for rank, actions in enumerate(schedule(*size)):
-        for index, action in enumerate(actions):
-            yield rank, index, action, schedule(*size)
-
-
-@by_size
-def test_a_missing_action_is_noticed(size):
-    for rank, index, action, lists in mutants(size):
-        del lists[rank][index]
-        with pytest.raises(ScheduleError, match=rf"rank {rank} (never does|has no reason for) \w+ of micro-batch"):
-            check(lists, *size)
-        if action.kind != "backward_input":  # without it, the checker wants the whole backward
-            with pytest.raises(ScheduleError, match=rf"never does {action.kind} of micro-batch {action.micro_batch}, "):
-                check(lists, *size)
-
-
-@by_size
-def test_an_action_too_many_is_noticed(size):
-    for rank, index, action, lists in mutants(size):
-        lists[rank].insert(index, action)
-        with pytest.raises(ScheduleError, match=rf"rank {rank} does {action.kind} .* 2 times"):
-            check(lists, *size)
-        lists[rank][index] = Action(action.kind, size[3], action.chunk)
-        with pytest.raises(
-            ScheduleError, match=rf"rank {rank} has no reason for {action.kind} of micro-batch {size[3]}"
-        ):
-            check(lists, *size)
-
-
-@by_size
-def test_a_compute_before_its_receive_and_a_send_before_its_compute_are_noticed(size):
-    for rank, _, action, lists in mutants(size):
-        lists[rank].remove(action)
-        if action.kind.startswith("send"):
-            lists[rank].insert(0, action)
-        elif action.kind.startswith("receive"):
-            lists[rank].append(action)
-        else:
-            continue
-        with pytest.raises(ScheduleError, match=rf"rank {rank}, action \d+: .* comes before "):
-            check(lists, *size)
-
-
-@pytest.mark.parametrize("side", ["send", "receive"])
-def test_messages_in_another_order_than_received_are_noticed(side):
-    size = ("gpipe", 2, 1, 3)
-    lists = schedule(*size)
-    actions = lists[0] if side == "send" else lists[1]
-    first, second = Action(f"{side}_forward", 0), Action(f"{side}_forward", 1)
-    actions.remove(first)
-    actions.remove(second)
-    at = actions.index(Action("forward", 1)) + 1 if side == "send" else 0
-    actions[at:at] = [second, first]
-    with pytest.raises(
-        ScheduleError, match=r"rank 1 posts receive_forward of micro-batch ., chunk 0 as number 0 from rank 0"
-    ):
-        check(lists, *size)
-
-
-def test_activations_and_gradients_share_a_queue():
-    """With two ranks and two chunks both go from rank 1 to rank 0."""
-    size = ("interleaved", 2, 2, 4)
-    lists = schedule(*size)
-    received = [action for action in lists[0] if action.kind.startswith("receive")]
-    assert {action.kind for action in received} == {"receive_forward", "receive_backward"}
-    pair = next(index for index, action in enumerate(received[:-1]) if action.kind != received[index + 1].kind)
-    first, second = received[pair], received[pair + 1]
-    lists[0].remove(second)
-    lists[0].insert(lists[0].index(first), second)
-    with pytest.raises(ScheduleError, match=f"rank 0 posts {second.kind} .* as number {pair} from rank 1"):
-        check(lists, *size)
-
-
-def test_a_deadlock_is_noticed():
-    """Rank 0 wants a gradient before it sends micro-batch 1, rank 1 micro-batch 1 before it sends the gradient."""
-    first = ["forward", "send_forward", "receive_backward", "backward"]
-    lists = [
-        [Action(kind, index) for index in range(2) for kind in first],
-        [Action(kind, index) for kind in ("receive_forward", "forward") for index in range(2)]
-        + [Action(kind, index) for index in range(2) for kind in ("backward", "send_backward")],
-    ]
-    with pytest.raises(
-        ScheduleError, match=r"deadlock: rank 0 at action 3, backward .* 0; rank 1 at action 3, forward"
-    ):
-        check(lists, "1f1b", 2, 1, 2)
-    with pytest.raises(ValueError, match="rank 0 waits for ever"):
-        simulate(lists, "1f1b", 1, PassTimes(1, 1, 1))
-
-
-def test_another_number_of_ranks_is_noticed():
-    with pytest.raises(ScheduleError, match="there are actions for 2 ranks, not 3"):
-        check(schedule("1f1b", 2, 1, 2), "1f1b", 3, 1, 2)
-
-
-def test_an_evaluation_is_no_training_step():
-    with pytest.raises(ScheduleError, match="rank 0 never does backward of micro-batch 0, chunk 0"):
-        check(forward_only("1f1b", 2, 1, 2), "1f1b", 2, 1, 2)
-    with pytest.raises(ScheduleError, match="rank 0 has no reason for"):
-        check(schedule("1f1b", 2, 1, 2), "1f1b", 2, 1, 2, training=False)
-
-
-@settings(deadline=None)
-@given(sizes(stages=4, micro_batches=8), st.data())
-def test_what_the_checker_accepts_runs_to_its_end(size, data):
-    """Two actions of a rank change places: the checker refuses it, or an event simulation runs it."""
-    lists = schedule(*size)
-    actions = data.draw(st.sampled_from(lists))
-    if len(actions) < 2:
-        return
-    first, second = (data.draw(st.integers(0, len(actions) - 1)) for _ in range(2))
-    actions[first], actions[second] = actions[second], actions[first]
-    try:
-        check(lists, *size)
-    except ScheduleError:
-        return
-    simulate(lists, size[0], size[2], PassTimes(1, 1, 1))

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.parallel.pipeline.schedule_times import PassTimes, simulate
-from workers.parallel.pipeline.schedules import COMPUTE, KINDS, Action, forward_only, schedule
+from workers.parallel.pipeline.schedules import KINDS, forward_only, schedule
+from workers.parallel.pipeline.schedules.action import COMPUTE, Action
+from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
 from workers.parallel.pipeline.stages import stage_layers
 
 PAPERS = Path(__file__).resolve().parents[5] / "shared" / "papers"

@@ -1,0 +1,41 @@
+"""What a schedule is made of. Pure Python.
+
+- forward, backward, backward_input and backward_weight compute. `backward` is both halves of the backward pass;
+  the zero-bubble schedules run them apart, as nobody waits for the gradients of the weights.
+- A send starts right behind the compute that made its message and never blocks.
+- A receive only posts a buffer; the compute that needs the message waits for it. Messages from one rank to another,
+  activations and gradients together, are one queue: receives are posted in the order of the sends.
+- Where a micro-batch goes on in another chunk of the same rank there is no message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal[
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "send_forward",
+    "receive_forward",
+    "send_backward",
+    "receive_backward",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing a pipeline rank does for one micro-batch."""
+
+    kind: Kind
+    """What it does: compute, or pass activations (*_forward) or their gradients (*_backward) between ranks."""
+    micro_batch: int
+    """Micro-batch index within the replica's step, from 0."""
+    chunk: int = 0
+    """Which of this rank's model chunks computes, sends or receives."""
+
+
+COMPUTE: frozenset[str] = frozenset({"forward", "backward", "backward_input", "backward_weight"})
+"""Kinds of action that compute; the others pass messages."""

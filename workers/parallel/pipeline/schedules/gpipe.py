@@ -1,0 +1,15 @@
+"""GPipe (Huang et al., arXiv:1811.06965, section 2.3). Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from workers.parallel.pipeline.schedules.action import Action
+
+
+def gpipe(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
+    """All forwards, then all backwards: every micro-batch is in flight at once."""
+    for index in range(micro_batches):
+        yield Action("forward", index)
+    for index in range(micro_batches):
+        yield Action("backward", index)

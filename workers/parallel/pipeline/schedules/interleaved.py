@@ -1,0 +1,25 @@
+"""Interleaved 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2.2). Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from workers.parallel.pipeline.schedules.action import Action
+from workers.parallel.pipeline.schedules.one_forward_one_backward import alternate, one_forward_one_backward
+
+
+def interleaved(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
+    """`stages` micro-batches through one chunk, then the next; with one chunk, 1F1B."""
+    if virtual_stages == 1:
+        return one_forward_one_backward(rank, stages, virtual_stages, micro_batches)
+    order = list(forwards(rank, stages, virtual_stages, micro_batches))
+    backwards = [Action("backward", action.micro_batch, virtual_stages - 1 - action.chunk) for action in order]
+    return alternate(order, backwards, 2 * (stages - rank - 1) + (virtual_stages - 1) * stages)
+
+
+def forwards(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
+    """Forwards of every chunk: up to `stages` micro-batches through one chunk, then the same through the next."""
+    for first in range(0, micro_batches, stages):
+        for chunk in range(virtual_stages):
+            for index in range(first, min(first + stages, micro_batches)):
+                yield Action("forward", index, chunk)

@@ -1,0 +1,25 @@
+"""1F1B with a flush (Narayanan et al., arXiv:2104.04473, section 2.2.1), and the pattern that others build on. Pure
+Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from workers.parallel.pipeline.schedules.action import Action
+
+
+def one_forward_one_backward(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
+    """At most `stages - rank` micro-batches in flight."""
+    forwards = [Action("forward", index) for index in range(micro_batches)]
+    backwards = [Action("backward", index) for index in range(micro_batches)]
+    return alternate(forwards, backwards, stages - rank - 1)
+
+
+def alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> Iterator[Action]:
+    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    warm_up = min(warm_up, len(forwards))
+    yield from forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - warm_up :]

@@ -1,0 +1,25 @@
+"""ZB-H1, zero-bubble pipelining in the memory of 1F1B (Qi et al., arXiv:2401.10241, section 2.1). Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from workers.parallel.pipeline.schedules.action import Action
+from workers.parallel.pipeline.schedules.one_forward_one_backward import one_forward_one_backward
+
+
+def zero_bubble_h1(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
+    """1F1B whose rank r does the weights' half r micro-batches later.
+
+    So gradients reach the ranks before sooner, the activations of 1F1B's first rank are the most any rank holds, and
+    the weights' halves put off fill what was 1F1B's bubble at the end.
+    """
+    for action in one_forward_one_backward(rank, stages, virtual_stages, micro_batches):
+        if action.kind == "forward":
+            yield action
+            continue
+        yield Action("backward_input", action.micro_batch)
+        if action.micro_batch >= rank:
+            yield Action("backward_weight", action.micro_batch - rank)
+    for index in range(max(0, micro_batches - rank), micro_batches):
+        yield Action("backward_weight", index)

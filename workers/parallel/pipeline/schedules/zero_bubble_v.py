@@ -1,0 +1,62 @@
+"""ZB-V, zero-bubble pipelining over two chunks a rank that form a V (Qi et al., arXiv:2401.10241, section 6). Pure
+Python."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from workers.parallel.pipeline.schedules.action import Action, Kind
+
+_HALVES: tuple[Kind, Kind, Kind] = ("forward", "backward_input", "backward_weight")
+
+
+def zero_bubble_v(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
+    """No bubble where forward and both halves of backward take equally long.
+
+    Chunk 0 runs from the first rank to the last, chunk 1 back. A rank holds at most 2 x `stages` chunk activations.
+    Made for the 2 x `stages` - 1 micro-batches that fill the pipeline or more; fewer leave out what is not there.
+    """
+    counts: Counter[tuple[Kind, int]] = Counter()
+    for kind, chunk in _passes(rank, stages, max(micro_batches, 2 * stages - 1)):
+        index = counts[kind, chunk]
+        counts[kind, chunk] += 1
+        if index < micro_batches:
+            yield Action(kind, index, chunk)
+
+
+def _passes(rank: int, stages: int, micro_batches: int) -> Iterator[tuple[Kind, int]]:
+    """(kind, chunk) of every pass of a rank under ZB-V; each kind takes a chunk's micro-batches in order."""
+    forward, backward, weight = _HALVES
+    behind = stages - rank
+    # Warm-up: forwards alone, until the first micro-batch comes back from the last rank, then until its gradient does.
+    yield from [(forward, 0)] * (2 * behind - 1)
+    yield from [(forward, 1), (forward, 0)] * rank
+    yield from [(forward, 1), (backward, 1), (weight, 1)] * behind
+    # Steady: every pass of both chunks in turn, as long as there are micro-batches to go forward.
+    steady: list[tuple[Kind, int]] = [
+        (forward, 0),
+        (backward, 0),
+        (weight, 0),
+        (forward, 1),
+        (backward, 1),
+        (weight, 1),
+    ]
+    new = micro_batches - (2 * stages - 1 - rank)
+    yield from steady * new
+    yield from steady[1:] * (micro_batches - stages - new)
+    # Cool-down: the weights' halves wait where that lets gradients leave earlier, and fill the end.
+    yield from [(backward, 0), (backward, 1)] * rank
+    yield from [(backward, 0), (weight, 0)] * behind
+    yield from [(weight, 1)] * rank
+    yield from [(weight, 0)] * rank
+
+
+def forwards(rank: int, stages: int, virtual_stages: int, micro_batches: int) -> Iterator[Action]:
+    """Forwards of both chunks of ZB-V: chunk 0 until the first micro-batch is back on this rank, then in turn."""
+    ahead = min(2 * (stages - rank) - 1, micro_batches)
+    for index in range(micro_batches + ahead):
+        if index >= ahead:
+            yield Action("forward", index - ahead, 1)
+        if index < micro_batches:
+            yield Action("forward", index, 0)
