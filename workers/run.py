@@ -1,4 +1,4 @@
-"""The engine alone: `python -m workers.run CONFIG.yaml [--metrics FILE] [--checkpoints FOLDER]`.
+"""The engine alone: `python -m workers.run CONFIG.yaml [--metrics FILE] [--checkpoints FOLDER] [--stop-after-step N]`.
 
 One process for a layout of one rank; for more, `torchrun --nproc-per-node N -m workers.run CONFIG.yaml`. CONFIG is a
 JobSpec, of which the engine reads what concerns it.
@@ -36,12 +36,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="JobSpec in YAML")
     parser.add_argument("--metrics", type=Path, help="write one JSON object a step to this file")
     parser.add_argument("--checkpoints", type=Path, help="save durable checkpoints in, and resume from, this folder")
+    parser.add_argument(
+        "--stop-after-step", type=int, help="end after this step, as if the job had been interrupted: to look at a few"
+    )
     options = parser.parse_args(arguments)
     try:
         spec = load_job_spec(options.config)
         launcher = read_launcher()
         _check_world(spec, launcher)
-        train(spec, launcher, options.metrics, options.checkpoints)
+        train(spec, launcher, options.metrics, options.checkpoints, options.stop_after_step)
     except SpecError as error:
         for problem in error.problems:
             tail = f" (try: {problem.suggestion})" if problem.suggestion else ""
@@ -64,7 +67,13 @@ def _check_world(spec: JobSpec, launcher: Launcher | None) -> None:
         )
 
 
-def train(spec: JobSpec, launcher: Launcher | None, metrics: Path | None, checkpoints: Path | None) -> Trainer:
+def train(
+    spec: JobSpec,
+    launcher: Launcher | None,
+    metrics: Path | None,
+    checkpoints: Path | None,
+    stop_after_step: int | None = None,
+) -> Trainer:
     """Train `spec` in this process as the rank that `launcher` names; returns the trainer after its last step."""
     # One computation thread, so that bits do not depend on the machine's load.
     torch.set_num_threads(1)
@@ -90,7 +99,7 @@ def train(spec: JobSpec, launcher: Launcher | None, metrics: Path | None, checkp
             places,
         )
         _restore(trainer, checkpoints)
-        trainer.train()
+        trainer.train(stop_after_step)
         reporter.close()
     comm.close()
     return trainer

@@ -63,13 +63,14 @@ class Trainer:
     def _skip_samples(self) -> None:
         self.batches.passed_over = PassedOver.of(self.guard.numbers.passed_over)
 
-    def train(self) -> None:
-        """Run all steps that are left, and save what the last generation did not get to save. Raises CheckpointNotSaved
-        when the last checkpoint cannot be saved."""
+    def train(self, stop_after_step: int | None = None) -> None:
+        """Run all steps that are left, or those up to `stop_after_step`, and save what the last generation did not get
+        to save. Raises CheckpointNotSaved when the last checkpoint cannot be saved."""
         self.clock.restart()
         self.comm.progress.at("checkpoint")
         self.state.save_missing_checkpoint()
-        while self.step < self.spec.train.steps:
+        last = self.spec.train.steps if stop_after_step is None else min(stop_after_step, self.spec.train.steps)
+        while self.step < last:
             self.comm.leave_between_steps()
             self.train_step()
         self.state.finish()

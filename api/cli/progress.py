@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from rich.console import Console
@@ -66,16 +66,23 @@ def progress_line(job: Job) -> str:
     return "  ".join(parts)
 
 
-def follow(reader: JobReader, job_id: str, console: Console, poll_seconds: float = POLL_SECONDS) -> Job:
-    """Show a job's progress on `console` until the job is final, and return it.
+def follow(
+    reader: JobReader,
+    job_id: str,
+    console: Console,
+    poll_seconds: float = POLL_SECONDS,
+    on_progress: Callable[[Job], None] = lambda job: None,
+) -> Job:
+    """Show a job's progress on `console` until the job is final, and return it. `on_progress`: called at each look.
 
     On a terminal one line that is rewritten; elsewhere a line now and then, and one at each change of state.
     """
     if not console.is_terminal:
-        return _follow_plainly(reader, job_id, console, poll_seconds)
+        return _follow_plainly(reader, job_id, console, poll_seconds, on_progress)
     with Live(console=console, refresh_per_second=8) as live:
         for job in watch(reader, job_id, poll_seconds):
             live.update(Text(progress_line(job), no_wrap=True, overflow="ellipsis"))
+            on_progress(job)
     return job
 
 
@@ -90,11 +97,14 @@ def watch(reader: JobReader, job_id: str, poll_seconds: float = POLL_SECONDS) ->
         pause.wait(poll_seconds)
 
 
-def _follow_plainly(reader: JobReader, job_id: str, console: Console, poll_seconds: float) -> Job:
-    told_state, told_at = "", 0.0
+def _follow_plainly(
+    reader: JobReader, job_id: str, console: Console, poll_seconds: float, on_progress: Callable[[Job], None]
+) -> Job:
+    last_state, printed_at = "", 0.0
     for job in watch(reader, job_id, poll_seconds):
         now = time.monotonic()
-        if job.state != told_state or now - told_at >= PLAIN_SECONDS:
+        if job.state != last_state or now - printed_at >= PLAIN_SECONDS:
             console.print(progress_line(job), markup=False, highlight=False, soft_wrap=True)
-            told_state, told_at = job.state, now
+            last_state, printed_at = job.state, now
+        on_progress(job)
     return job

@@ -26,9 +26,7 @@ UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 120.0, 60.0, 0.1
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
-Slots = Annotated[
-    int | None, typer.Option("--slots", min=1, help="CPU ranks that fit; default: 16 where there are no GPUs.")
-]
+Slots = Annotated[int | None, typer.Option("--slots", min=1, help="CPU ranks that fit, beside GPUs too; default: 16.")]
 Ray = Annotated[str | None, typer.Option("--ray", metavar="HOST:PORT", help="Use this Ray cluster, not an own one.")]
 AllowFaults = Annotated[
     bool, typer.Option("--allow-faults", help="Let `manta inject` kill, stop and harm the jobs' processes.")

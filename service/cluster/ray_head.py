@@ -60,11 +60,10 @@ class RayHead:
     """The Ray head of the service whose state lies in `home`."""
 
     def __init__(self, home: str | Path, slots: int | None = None):
-        """`slots`: CPU ranks that fit; None: 16 where there are no GPUs, else none."""
+        """`slots`: CPU ranks that fit, beside GPUs too, where jobs with `resources.accelerator: cpu` take them."""
         self._paths = Paths.of(home)
-        gpus = count_gpus()
-        self._slots = slots if slots is not None else (0 if gpus else DEFAULT_SLOTS)
-        self._warm = min(max(self._slots, gpus), WARM_WORKERS) + 1  # one more for the node's daemon
+        self._slots = DEFAULT_SLOTS if slots is None else slots
+        self._warm = min(max(self._slots, count_gpus()), WARM_WORKERS) + 1  # one more for the node's daemon
 
     def record(self) -> HeadRecord | None:
         """The record of a head that lives, or None."""
@@ -160,9 +159,8 @@ class RayHead:
             "num-cpus": str(self._warm),
             "object-store-memory": str(OBJECT_STORE_BYTES),
             "temp-dir": str(self._paths.ray_folder),
+            "resources": json.dumps({SLOT: self._slots}),
         }
-        if self._slots:
-            options["resources"] = json.dumps({SLOT: self._slots})
         arguments = [f"--{name}={value}" for name, value in options.items()]
         ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
         return [*ray, "--head", "--block", "--disable-usage-stats", *arguments]

@@ -83,6 +83,16 @@ def test_a_second_run_goes_on_where_the_first_one_ended(tmp_path):
     assert [(row["step"], row["loss"], row["grad_norm"]) for row in rows_of(again)] == kept[2:]
 
 
+def test_a_run_that_stops_early_computes_what_the_whole_one_does(tmp_path):
+    folder, whole, part = tmp_path / "checkpoints", tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    config = str(job_file(tmp_path, checkpoint={"every_steps": 2}))
+    assert run.main([config, "--metrics", str(whole)]) == 0
+    assert run.main([config, "--metrics", str(part), "--checkpoints", str(folder), "--stop-after-step", "3"]) == 0
+    curve = [(row["step"], row["loss"], row["grad_norm"], row["learning_rate"]) for row in rows_of(whole)]
+    assert [(row["step"], row["loss"], row["grad_norm"], row["learning_rate"]) for row in rows_of(part)] == curve[:3]
+    assert [manifest.step for _, manifest in whole_checkpoints(folder)] == [2]
+
+
 def test_a_bad_spec_is_told_field_by_field(tmp_path, capsys):
     config = job_file(tmp_path, model={"heads": 5})
     assert run.main([str(config)]) == 2

@@ -1,0 +1,42 @@
+"""A demo job with more ranks than the machine has GPUs runs on CPU slots; with none or enough, nothing is changed."""
+
+import json
+
+import pytest
+
+from api.demo.__main__ import SPEC
+from api.demo.placement import on_slots_where_gpus_are_few
+from api.schemas import Cluster
+from service.cluster import ray_head
+from service.cluster.placement import unit_of
+from workers.spec.reading import parse_job_spec, read_document
+
+
+def cluster(gpus):
+    node = {"id": "n1", "address": "127.0.0.1", "alive": True, "free": 0}
+    place = {"accelerator": "gpu", "total": gpus} if gpus else {"accelerator": "cpu", "total": 16}
+    return Cluster.model_validate({"nodes": [{**node, **place}]})
+
+
+@pytest.mark.parametrize("gpus", range(1, 8))
+def test_few_gpus(gpus):
+    document = read_document(SPEC)
+    changed, note = on_slots_where_gpus_are_few(document, parse_job_spec(document), cluster(gpus))
+    spec = parse_job_spec(changed)
+    assert unit_of(spec.resources.accelerator, cluster_has_gpus=True) == "manta_slot"
+    assert f"{gpus} GPU" in note and "8 ranks" in note and "CPU slots" in note
+    assert {**changed, "resources": None} == {**document, "resources": None}
+
+
+@pytest.mark.parametrize("gpus", [0, 8, 16])
+def test_none_or_enough(gpus):
+    document = read_document(SPEC)
+    assert on_slots_where_gpus_are_few(document, parse_job_spec(document), cluster(gpus)) == (document, None)
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 7])
+def test_slots_are_offered_beside_gpus(gpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_head, "count_gpus", lambda: gpus)
+    command = ray_head.RayHead(tmp_path)._command()
+    resources = next(part for part in command if part.startswith("--resources=")).partition("=")[2]
+    assert json.loads(resources) == {"manta_slot": 16}
