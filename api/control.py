@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from service.store import Store
-from workers.rank.faults import Fault
+from workers.messages import Fault
 
 
 class ControlPlane(Protocol):

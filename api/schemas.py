@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from service.nonfinite import number, spell
-from workers.rank.faults import FaultKind, FaultPhase
+from workers.messages import FaultKind, FaultPhase
 
 T = TypeVar("T")
 

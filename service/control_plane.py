@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from service.cluster.agent_client import AgentError
 from service.cluster.errors import NodeNotFound, NodeUnreachable
 from service.cluster.gangs import Gangs
 from service.cluster.node_watch import NodeWatch
@@ -31,8 +32,8 @@ from service.states import JobState, is_final
 from service.store import IllegalTransition, Store, jobs, ranks
 from service.store.tables import Job
 from service.stored_specs import stored_spec_problem
+from workers.messages import Fault
 from workers.paths import Paths
-from workers.rank.faults import Fault
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class ControlPlane:
             log.warning("released what was left of %s", orphan)
         daemons = await gangs.ensure_node_daemons()
         for daemon in daemons.values():
-            await daemon.sweep.remote([job.id for job in unfinished])  # one that waits again goes on from its snapshots
+            await daemon.sweep([job.id for job in unfinished])  # one that waits again goes on from its snapshots
         for job in unfinished:
             if job.state != JobState.QUEUED:
                 self._supervise(job, None)
@@ -160,13 +161,13 @@ class ControlPlane:
         known = True
         for daemon in (await site.gangs.ensure_node_daemons()).values():
             try:
-                about = await daemon.describe.remote()
-            except site.ray.exceptions.RayError:
+                about = await daemon.describe()
+            except AgentError:
                 return False
-            if about["peak_flops"] is None:
+            if about.peak_flops is None:
                 known = False
             else:
-                site.peaks[about["node"]] = about["peak_flops"]
+                site.peaks[about.node] = about.peak_flops
         return known
 
     def _placed(self, job: Job, generation: int) -> None:

@@ -1,17 +1,36 @@
-"""What crosses process borders between control plane, agent, zygote and trainer. Pure Python.
+"""What the control plane, agents, node daemons and trainers say to each other. Pure Python.
 
-A `LaunchOrder` goes down (control plane -> agent -> trainer; the first with the fork, later ones as a line on the
-control socket, as are the word to come to rest and faults to be made), `Report`s come up. Both travel as JSON, one
-object a line, and both carry the generation: a report of an older generation than the receiver's is refused.
+All of it crosses process borders as JSON (`json_codec.py`). A `LaunchOrder` goes down: control plane -> agent ->
+trainer. It carries the generation, by which whoever gets one that was replaced refuses it. What comes up is in
+`reports.py`; the other classes here are what agents and daemons answer.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-RESUME_START, RESUME_SNAPSHOT, RESUME_MEMORY, RESUME_CHECKPOINT = "start", "snapshot", "memory", "checkpoint"
+from workers.errors import MantaError
+from workers.json_codec import JsonObject
+
+PROTOCOL = 1
+"""Version of all messages between processes. Raised by a change that the other end must know of."""
+
+
+class ProtocolMismatch(MantaError):
+    """Two processes of different releases cannot talk to each other."""
+
+    def __init__(self, who: str, theirs: int):
+        """`who`: the other end, in words; `theirs`: its protocol."""
+        super().__init__(
+            f"{who} speaks protocol {theirs} and this process {PROTOCOL}: run the same release of Manta on all nodes"
+        )
+
+
+def check_protocol(who: str, theirs: int) -> None:
+    """Raise ProtocolMismatch unless `who`, the other end in words, speaks our protocol."""
+    if theirs != PROTOCOL:
+        raise ProtocolMismatch(who, theirs)
 
 
 @dataclass(frozen=True)
@@ -29,6 +48,47 @@ class Resume:
     """For memory: the other layout's snapshot files on this rank's node, together all of the state."""
 
 
+FaultKind = Literal["kill", "stop", "hang", "oom", "exception", "slow", "node", "store", "partition"]
+FaultPhase = Literal[
+    "data", "forward", "backward", "reduction", "optimizer", "snapshot", "checkpoint", "start", "recovery"
+]
+FAULT_KINDS: tuple[FaultKind, ...] = FaultKind.__args__  # type: ignore[attr-defined]
+FAULT_PHASES: tuple[FaultPhase, ...] = FaultPhase.__args__  # type: ignore[attr-defined]
+BETWEEN_STEPS = ("start", "recovery")
+"""Phases of the beginning of a generation, where the number of a step means nothing."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault that is injected into one rank."""
+
+    id: str
+    """Names it in events."""
+    kind: FaultKind
+    """kill: SIGKILL to the rank's process; stop: SIGSTOP to it; hang: it never returns; oom: it allocates until it gets
+    nothing more; exception: it raises; slow: from now on it sleeps in each step; node: all that runs on its node is
+    killed; store: the job's rendezvous store on its node is killed; partition: its connections are cut."""
+    rank: int
+    """Global rank."""
+    at_step: int = 0
+    """First step in which it may strike; it means nothing for the phases start and recovery."""
+    phase: FaultPhase = "data"
+    """Where in the step; start: when the rank meets the others of its next generation, recovery: when it brings its
+    state to the step from which that generation goes on."""
+    seconds: float = 0.0
+    """slow: sleep in each step; partition: how long the rank does not get through to the others again."""
+    delay: float = 0.0
+    """kill, stop: seconds from the beginning of the phase, so that it strikes in the middle of it."""
+    hold_gil: bool = False
+    """hang: with the interpreter's lock held, so that no other thread of the process runs either."""
+
+    @property
+    def sentence(self) -> str:
+        """For events and for people."""
+        where = f"in {self.phase}" if self.phase in BETWEEN_STEPS else f"in {self.phase} of step {self.at_step}"
+        return f"{self.kind} of rank {self.rank} {where} or as soon as possible after it"
+
+
 @dataclass(frozen=True)
 class LaunchOrder:
     """Everything that one trainer process needs to know to be rank `rank` of generation `generation`."""
@@ -39,7 +99,7 @@ class LaunchOrder:
     """Number of this start of the gang, from 1; higher ones fence lower ones."""
     rank: int
     """Global rank, 0 to world size - 1."""
-    spec: dict[str, Any]
+    spec: JsonObject
     """The checked JobSpec as JSON."""
     store_host: str | None = None
     """Host of the rendezvous store; None for a single process."""
@@ -55,72 +115,142 @@ class LaunchOrder:
     """Torch device of the rank: cpu, or cuda:0 (its one visible GPU)."""
     peak_flops: float | None = None
     """Peak FLOP/s of one rank's device, for MFU; None: measured at start."""
-    faults: tuple[dict[str, Any], ...] = ()
-    """Faults that were asked for and have not struck yet, each as `Fault.to_json`."""
-    roll_backs: tuple[dict[str, Any], ...] = ()
-    """The job's roll backs so far (`workers.numerics.bad_numbers.RollBack`): samples that they skipped stay skipped."""
+    faults: tuple[Fault, ...] = ()
+    """Faults that were asked for and have not struck yet."""
+    roll_backs: tuple[JsonObject, ...] = ()
+    """Data of the job's `rolled_back` events so far (`workers.numerics.bad_numbers.RollBack`): samples that they
+    skipped stay skipped."""
     in_place: bool = False
     """Whether a trainer that loses a peer comes to rest and waits for the next order, instead of ending."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> LaunchOrder:
-        """From a JSON object as `to_json` makes it. Raises TypeError on unknown or missing fields."""
-        resume = {**document["resume"], "paths": tuple(document["resume"].get("paths", ()))}
-        lists = {name: tuple(document.get(name, ())) for name in ("faults", "roll_backs")}
-        return cls(**{**document, "resume": Resume(**resume), **lists})
+    protocol: int = PROTOCOL
+    """Of the control plane."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """One message of a trainer, or of its agent about it, to the control plane."""
+class TrainerArgument:
+    """What a trainer process is forked with."""
 
-    kind: Literal["started", "metrics", "event", "stalled", "resting", "finished", "exit"]
-    """started: trainer is up; metrics: `data.rows`, one per committed step; event: something to tell (`data.type`,
-    `data.message`, more); stalled: the trainer stands still for longer than it may, or moves on after it did (`data` as
-    `Watch.describe`), added by the agent; resting: the trainer has lost a peer, or was told to rest, and waits for the
-    next generation's order (`data.step`: the committed step that it holds or None, `data.message`: why); finished:
-    last step committed; exit: the process is gone (`data.code` or `data.signal`; `data.failure`, where it said why: as
-    `Failure`, and `at`; `data.condemned`, where its agent killed it for something: `kind` and `message`), added by the
-    agent. The last of a generation is exit or resting."""
-    generation: int
+    order: LaunchOrder
+    prepare: bool = False
+    """Build what such an order needs, and wait for one that is to be carried out, instead of carrying this one out."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """An agent's answer to a launch."""
+
+    pid: int
+    """Of the trainer."""
+    kept: bool = False
+    """Whether the trainer that was at rest goes on, instead of a new one."""
+
+
+@dataclass(frozen=True)
+class AgentDescription:
+    """Where a rank's agent is, and what runs under it."""
+
+    host: str
+    """Name of the machine."""
+    address: str
+    """IP address under which other nodes reach it."""
+    pid: int
+    """The agent's own."""
+    node: str | None = None
+    """Ray's id of the node; None outside of Ray."""
+    trainer_pid: int | None = None
+    """None while no trainer runs."""
+    generation: int = 0
+    """Of the last launch; 0 before the first."""
+    group: str = ""
+    """Name of the placement group that it is in."""
+    devices: tuple[str, ...] = ()
+    """GPUs of the rank, as CUDA_VISIBLE_DEVICES takes them."""
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class StoredSnapshot:
+    """A snapshot file of a job on an agent's node."""
+
+    path: str
     rank: int
-    time: float
-    """Unix time at which it was made, in seconds."""
-    sequence: int = 0
-    """Number given by the agent, from 1 upwards over all generations of this agent."""
-    data: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return dataclasses.asdict(self)
+    """Whose state it holds."""
+    layout: str
+    """Tag of the layout."""
+    is_backup: bool = False
+    """Whether that rank lives on another node."""
+    steps: tuple[int, ...] = ()
+    """Committed steps that are whole in it."""
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a trainer ends before its last step, as it tells its agent."""
+class BackupAddress:
+    """Where an agent takes backups of other ranks' snapshots, and gives snapshots out."""
 
-    kind: Literal[
-        "exception",
-        "peer_lost",
-        "no_shared_memory",
-        "bad_data",
-        "bad_checkpoint",
-        "not_saved",
-        "not_finite",
-        "spike",
-        "corrupt",
-    ]
-    """exception: user or program error; peer_lost: a collective failed because another rank died, so this rank is
-    not the culprit; the others are typed errors whose message is one clear sentence."""
-    step: int
-    """Step that was being computed (last committed + 1)."""
-    exception: str
-    """Class name."""
-    message: str
-    """One line."""
-    traceback: str
-    """Python traceback."""
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where a job's rendezvous store listens."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class StoreArgument:
+    """What the process of a rendezvous store is forked with."""
+
+    host: str
+    """Address to listen at."""
+
+
+@dataclass(frozen=True)
+class StorePort:
+    """What that process answers once it serves."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class PeakRate:
+    """What the process that measures a node's devices answers."""
+
+    peak_flops: float
+    """FLOP/s of one device."""
+    source: str
+    """See `workers.accounting.device_peak.Peak`."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a node's daemon says on every heartbeat."""
+
+    node: str
+    """Ray's id of the node."""
+    drain_seconds: float | None = None
+    """How long the node can still be counted on; None where nobody has said that it ends."""
+
+
+@dataclass(frozen=True)
+class NodeDescription:
+    """A node, as its daemon sees it."""
+
+    node: str
+    """Ray's id of the node."""
+    host: str
+    """Name of the machine."""
+    address: str
+    """IP address under which other nodes reach it."""
+    pid: int
+    """The daemon's."""
+    heartbeat_port: int
+    """At `address`: where the daemon answers heartbeats."""
+    zygote_pid: int | None = None
+    shared_memory_bytes: int = 0
+    shared_memory_free_bytes: int = 0
+    peak_flops: float | None = None
+    """Peak FLOP/s of one rank's device; None until measured, or when that failed."""
+    protocol: int = PROTOCOL

@@ -20,7 +20,7 @@ from api.schemas import FaultRequest, FieldProblem
 from service.settings import Settings
 from service.states import STATE_NAMES, JobState
 from workers.errors import MantaError
-from workers.rank.faults import KINDS, PHASES
+from workers.messages import FAULT_KINDS, FAULT_PHASES
 from workers.spec.problems import SpecError
 from workers.spec.reading import read_document
 
@@ -247,10 +247,10 @@ def recoveries(job: JobId, url: Url = None, as_json: Json = False) -> None:
 @app.command()
 def inject(
     job: JobId,
-    fault: Annotated[str, typer.Option("--fault", help=f"What happens: {', '.join(KINDS)}.")],
+    fault: Annotated[str, typer.Option("--fault", help=f"What happens: {', '.join(FAULT_KINDS)}.")],
     rank: Annotated[int, typer.Option("--rank", min=0, help="To which rank.")],
     at_step: Annotated[int, typer.Option("--at-step", min=0, help="In which step; default: the next.")] = 0,
-    phase: Annotated[str, typer.Option("--phase", help=f"Where in the step: {', '.join(PHASES)}.")] = "data",
+    phase: Annotated[str, typer.Option("--phase", help=f"Where in the step: {', '.join(FAULT_PHASES)}.")] = "data",
     seconds: Annotated[float, typer.Option("--seconds", help="slow: more a step; partition: how long.")] = 0.0,
     delay: Annotated[float, typer.Option("--delay", help="kill, stop: seconds into the phase.")] = 0.0,
     hold_gil: Annotated[bool, typer.Option("--hold-gil", help="hang: no other thread runs either.")] = False,

@@ -29,7 +29,7 @@ from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.messages import LaunchOrder, Resume
 from workers.paths import SHARED_MEMORY
-from workers.rank.trainer_process import report_lines
+from workers.rank.trainer_process import report_lines, reports_of
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
@@ -98,7 +98,7 @@ def _trainer(document: dict[str, Any], control: socket.socket, folder: str) -> T
     spec = parse_job_spec(document)
     order = LaunchOrder("benchmark", 1, 0, spec.model_dump(mode="json"))
     comm = Comm(RankGrid(spec.layout), 0, torch.device("cpu"))
-    reporter = Reporter(lambda messages: control.sendall(report_lines(order, messages)))
+    reporter = Reporter(lambda messages: control.sendall(report_lines(reports_of(order, messages))))
     trainer = Trainer(spec, comm, reporter, 1e12, Places("benchmark", snapshots=folder))
     trainer.restore(Resume())
     return trainer

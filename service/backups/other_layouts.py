@@ -7,18 +7,16 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from service.backups.transfer import address_of
+from service.cluster.agent_client import AgentClient
+from workers.messages import StoredSnapshot
 from workers.snapshot.snapshots import REPLICA_PREFIX
 
 log = logging.getLogger(__name__)
 
-Handle = Any
-"""A Ray actor handle of an agent."""
-KeptByHost = Mapping[str, Sequence[Mapping[str, Any]]]
-"""For each host the snapshot files there, as `Agent.kept` tells them."""
-
-
+FilesByHost = Mapping[str, Sequence[StoredSnapshot]]
+"""For each host the snapshot files there."""
 Groups = Sequence[Sequence[int]]
 """The ranks of a layout, in groups that have the same state (`grid.state_groups`)."""
 
@@ -31,7 +29,7 @@ class Place:
     """Whose it is."""
     host: str
     path: str
-    """Where the rank keeps its own; here perhaps that of a replica."""
+    """Where the rank keeps its own; the file that lies there may be a backup."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +48,26 @@ class Whole:
         return [place.path for place in self.places]
 
 
-def whole_states(kept: KeptByHost, layouts: Mapping[str, Groups]) -> list[Whole]:
+def whole_states(files: FilesByHost, layouts: Mapping[str, Groups]) -> list[Whole]:
     """The newest whole state of each layout of which there is one, newest first. `layouts`: by tag; files of others
     mean nothing to this job."""
-    found = [state for layout, groups in layouts.items() if (state := _whole(kept, layout, groups)) is not None]
-    return sorted(found, key=lambda state: -state.step)
+    states = [state for layout, groups in layouts.items() if (state := _whole(files, layout, groups)) is not None]
+    return sorted(states, key=lambda state: -state.step)
 
 
-def _whole(kept: KeptByHost, layout: str, groups: Groups) -> Whole | None:
+def _whole(files: FilesByHost, layout: str, groups: Groups) -> Whole | None:
     group_of = {rank: group for group, ranks in enumerate(groups) for rank in ranks}
-    files: dict[int, dict[int, Place]] = {}  # by step, by group
-    found = [(host, file) for host in sorted(kept) for file in kept[host] if file["layout"] == layout]
-    for host, file in sorted(found, key=lambda each: bool(each[1]["is_replica"])):  # own files first
-        place = Place(file["rank"], host, _own_path(file["path"]))
-        for step in file["steps"]:
-            files.setdefault(step, {}).setdefault(group_of[place.rank], place)
-    steps = [step for step, by_group in files.items() if len(by_group) == len(groups)]
+    places: dict[int, dict[int, Place]] = {}  # by step, by group
+    ours = [(host, file) for host in sorted(files) for file in files[host] if file.layout == layout]
+    for host, file in sorted(ours, key=lambda each: each[1].is_backup):  # own files first
+        place = Place(file.rank, host, _own_path(file.path))
+        for step in file.steps:
+            places.setdefault(step, {}).setdefault(group_of[place.rank], place)
+    steps = [step for step, by_group in places.items() if len(by_group) == len(groups)]
     if not steps:
         return None
     step = max(steps)
-    return Whole(layout, step, tuple(files[step][group] for group in range(len(groups))))
+    return Whole(layout, step, tuple(places[step][group] for group in range(len(groups))))
 
 
 def _own_path(path: str) -> str:
@@ -78,23 +76,23 @@ def _own_path(path: str) -> str:
 
 
 async def spread(
-    state: Whole, agents: Mapping[str, Handle], kept: KeptByHost, generation: int, hosts: Collection[str]
+    state: Whole, agents: Mapping[str, AgentClient], files: FilesByHost, generation: int, hosts: Collection[str]
 ) -> bool:
-    """Bring the files of `state` to each of `hosts`, a replica as if it were the rank's own; False when that fails.
+    """Bring the files of `state` to each of `hosts`, a backup as if it were the rank's own; False when that fails.
     `agents` has one agent of each host that holds or wants any."""
     token, wanted = secrets.token_hex(), []
     for host in sorted(hosts):
-        files = [file for file in kept[host] if file["layout"] == state.layout and not file["is_replica"]]
-        here = {file["rank"] for file in files if state.step in file["steps"]}
+        own = [file for file in files[host] if file.layout == state.layout and not file.is_backup]
+        here = {file.rank for file in own if state.step in file.steps}
         wanted += [(host, place.rank, place.host) for place in state.places if place.rank not in here]
     try:
-        doors = {
-            source: await agents[source].receive_replicas.remote(token, generation)
+        addresses = {
+            source: await address_of(agents[source], token, generation)
             for source in sorted({source for _, _, source in wanted})
         }
         fetched = await asyncio.gather(
             *(
-                agents[host].fetch_snapshot.remote(rank, doors[source], token, generation, state.layout)
+                agents[host].fetch_snapshot(rank, addresses[source], token, generation, state.layout)
                 for host, rank, source in wanted
             )
         )

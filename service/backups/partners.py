@@ -1,4 +1,4 @@
-"""Which rank keeps the replica of which, and what can be gone on from when a node is lost. Pure functions."""
+"""Which rank holds the backup of which, and what can be gone on from when a node is lost. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 
 def partners(node_of_rank: Sequence[str]) -> dict[int, int]:
-    """For each rank the rank on another node that keeps its replica; empty where all ranks share one node.
+    """For each rank the rank on another node that holds its backup; empty where all ranks share one node.
 
-    No rank keeps more replicas than it must: one, unless a node has more ranks than all others together.
+    No rank holds more backups than it must: one, unless a node has more ranks than all others together.
     """
     groups: dict[str, list[int]] = {}
     for rank, node in enumerate(node_of_rank):
@@ -31,15 +31,15 @@ class Reachable:
 
     step: int
     fetched: tuple[int, ...]
-    """Ranks that need their replica for it; the others have it themselves."""
+    """Ranks that need their backup for it; the others have it themselves."""
 
 
-def reachable(own: Sequence[Iterable[int]], replicas: Mapping[int, Iterable[int]]) -> Reachable | None:
-    """`own`: for each rank the steps in its own shared memory, none for a rank that lost it; `replicas`: by rank the
-    steps that its partner keeps. None when there is no step that every rank can reach."""
+def reachable(own: Sequence[Iterable[int]], backups: Mapping[int, Iterable[int]]) -> Reachable | None:
+    """`own`: for each rank the steps in its own shared memory, none for a rank that lost it; `backups`: by rank the
+    steps that its partner holds. None when there is no step that every rank can reach."""
     mine = [set(steps) for steps in own]
-    kept = [set(replicas.get(rank, ())) for rank in range(len(mine))]
-    common = set.intersection(*(a | b for a, b in zip(mine, kept, strict=True))) if mine else set()
+    held = [set(backups.get(rank, ())) for rank in range(len(mine))]
+    common = set.intersection(*(a | b for a, b in zip(mine, held, strict=True))) if mine else set()
     if not common:
         return None
     step = max(common)

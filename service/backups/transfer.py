@@ -1,4 +1,4 @@
-"""The state of ranks that move to other nodes: brought from the agents that they leave to those that they go to."""
+"""Snapshots on their way between the nodes of two agents, and the state of ranks that move to other nodes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping
-from typing import Any
+
+from service.cluster.agent_client import AgentClient, AgentError
+from workers.messages import BackupAddress
 
 log = logging.getLogger(__name__)
 
-Handle = Any
-"""A Ray actor handle of an agent."""
+
+async def address_of(holder: AgentClient, token: str, generation: int) -> BackupAddress:
+    """Where `holder` gives out snapshots. Raises AgentError, also where it has no shared memory."""
+    address = await holder.receive_backups(token, generation)
+    if address is None:
+        raise AgentError("the agent was started without a folder in shared memory")
+    return address
 
 
-async def hand_over(moves: Mapping[int, tuple[Handle, Handle]], generation: int, layout: str) -> None:
+async def hand_over(moves: Mapping[int, tuple[AgentClient, AgentClient]], generation: int, layout: str) -> None:
     """For each rank its old and its new agent: bring the rank's snapshots to where the new one is, unless it has them
     there already, as nodes that share a machine do. What fails is logged: an older state may still do."""
     token = secrets.token_hex()
@@ -27,8 +34,8 @@ async def hand_over(moves: Mapping[int, tuple[Handle, Handle]], generation: int,
             log.warning("the snapshots of rank %d could not be moved: %s", rank, result)
 
 
-async def _hand_over(rank: int, old: Handle, new: Handle, token: str, generation: int, layout: str) -> None:
-    held, there = await asyncio.gather(old.snapshot_steps.remote(layout), new.snapshot_steps.remote(layout))
+async def _hand_over(rank: int, old: AgentClient, new: AgentClient, token: str, generation: int, layout: str) -> None:
+    held, there = await asyncio.gather(old.snapshot_steps(layout), new.snapshot_steps(layout))
     if held and (not there or max(held) > max(there)):
-        place = await old.receive_replicas.remote(token, generation)
-        await new.fetch_snapshot.remote(rank, place, token, generation, layout)
+        address = await address_of(old, token, generation)
+        await new.fetch_snapshot(rank, address, token, generation, layout)

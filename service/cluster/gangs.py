@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from service.cluster.agent_client import AgentClient, AgentError, NodeClient, RayAgent, RayNodeDaemon, within
 from service.cluster.placement import (
     Capacity,
     Seat,
@@ -25,9 +26,12 @@ from service.cluster.placement import (
 )
 from workers.config import ParallelConfig
 from workers.errors import MantaError
+from workers.messages import AgentDescription
 from workers.node.daemon import NodeDaemon
 from workers.paths import Paths
 from workers.rank.agent import Agent
+
+T = TypeVar("T")
 
 AGENT_CONCURRENCY = 100
 CLOSE_SECONDS = 10.0
@@ -38,9 +42,6 @@ DAEMON_SECONDS = 30.0
 AGENT_SECONDS = 20.0
 # How long units that were given back may take to be shown as free, and how often that is looked at.
 SETTLED_SECONDS, LOOK_SECONDS = 2.0, 0.05
-
-Handle = Any
-"""A Ray actor handle."""
 
 
 @dataclass(frozen=True)
@@ -106,28 +107,28 @@ class Gangs:
         daemon = await self._ensure_daemon(node, [], {})
         if daemon is None:
             return None
-        host, port = (await daemon.describe.remote())["pulse"]
-        return str(host), int(port)
+        about = await daemon.describe()
+        return about.address, about.heartbeat_port
 
     async def drain(self, node: str, seconds: float) -> bool:
         """Let the daemon of `node` say from now on that it is to be left within `seconds`; whether it could be told."""
         daemon = await self._ensure_daemon(node, [], {})
         if daemon is not None:
-            await daemon.drain.remote(seconds)
+            await daemon.drain(seconds)
         return daemon is not None
 
     async def bury(self, node: str) -> None:
         """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not when Ray finds out."""
         names = [name for name in await self._agent_names() if job_of(name) or name == node_daemon_name(node)]
         for agent in await self.find_agents(names):
-            if agent is not None and await asyncio.to_thread(self._node_of, agent) == node:
-                await asyncio.to_thread(self._ray.kill, agent, no_restart=True)
+            if agent is not None and await self.node_of(agent) == node:
+                await self.kill([agent])
 
-    async def node_of(self, agent: Handle) -> str | None:
+    async def node_of(self, agent: AgentClient) -> str | None:
         """The node that Ray has put `agent` on; None when it has not yet."""
-        return await asyncio.to_thread(self._node_of, agent)
+        return await asyncio.to_thread(self._node_of, _actor(agent))
 
-    def _node_of(self, actor: Handle) -> str | None:
+    def _node_of(self, actor: Any) -> str | None:
         about = self._ray._private.state.actors(actor._actor_id.hex()) or {}
         return (about.get("Address") or {}).get("NodeID")
 
@@ -189,7 +190,7 @@ class Gangs:
 
     async def start_agents(
         self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit, snapshots: bool = True
-    ) -> list[Handle]:
+    ) -> list[AgentClient]:
         """Start one agent for each rank in `seats`, in groups that `acquire` got, and return their handles in that
         order. `generation` is in their names.
 
@@ -199,7 +200,7 @@ class Gangs:
 
     async def replace_agents(
         self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit
-    ) -> list[Handle] | None:
+    ) -> list[AgentClient] | None:
         """Start new agents for ranks whose own are gone, in their `seats`; their handles once they answer. None when a
         placement group no longer stands, or they do not answer."""
         groups = await asyncio.to_thread(self._groups)
@@ -211,61 +212,65 @@ class Gangs:
         await self.kill(agents)
         return None
 
-    async def start_keepers(self, job: str, nodes: Collection[str]) -> list[Handle]:
+    async def start_keepers(self, job: str, nodes: Collection[str]) -> list[AgentClient]:
         """Agents without a rank or a place on those of these nodes that live (with none given: on all): they hand out
         what the agents of `job` leave in the shared memory there, until they are killed. Nobody finds them again: they
         end with this process. A cluster of one node needs none."""
         return await asyncio.to_thread(self._start_keepers, job, nodes)
 
-    def _start_keepers(self, job: str, nodes: Collection[str]) -> list[Handle]:
+    def _start_keepers(self, job: str, nodes: Collection[str]) -> list[AgentClient]:
         living = {node["NodeID"] for node in self._living_nodes()}
         if len(living) < 2:
             return []
         affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         folders = str(self._paths.home), str(self._paths.runtime_folder), str(self._paths.snapshot_folder(job))
         return [
-            self._agent_class.options(
-                num_cpus=0, max_concurrency=AGENT_CONCURRENCY, scheduling_strategy=affinity(node_id=node, soft=False)
-            ).remote(job, 0, *folders)
+            RayAgent(
+                self._ray,
+                self._agent_class.options(
+                    num_cpus=0,
+                    max_concurrency=AGENT_CONCURRENCY,
+                    scheduling_strategy=affinity(node_id=node, soft=False),
+                ).remote(job, 0, *folders),
+            )
             for node in sorted(living.intersection(nodes or living))
         ]
 
-    async def kill(self, agents: Iterable[Handle | None]) -> None:
+    async def kill(self, agents: Iterable[AgentClient | None]) -> None:
         """Kill these agents, and with them their trainers, without a word; those that are gone are no error."""
         for agent in agents:
             if agent is not None:
-                await asyncio.to_thread(self._ray.kill, agent, no_restart=True)
+                await self._kill_actor(_actor(agent))
 
-    async def answer(self, agents: Sequence[Handle]) -> bool:
+    async def _kill_actor(self, actor: Any) -> None:
+        await asyncio.to_thread(self._ray.kill, actor, no_restart=True)
+
+    async def answer(self, agents: Sequence[AgentClient]) -> bool:
         """Whether all of these agents answer."""
         return await self.describe(agents) is not None
 
-    async def describe(self, agents: Sequence[Handle]) -> list[dict[str, Any]] | None:
+    async def describe(self, agents: Sequence[AgentClient]) -> list[AgentDescription] | None:
         """What these agents say about themselves; None when one of them does not answer."""
         about = await self.describe_each(dict(enumerate(agents)))
         return list(about.values()) if len(about) == len(agents) else None
 
-    async def describe_each(self, agents: Mapping[int, Handle]) -> dict[int, dict[str, Any]]:
+    async def describe_each(self, agents: Mapping[int, AgentClient]) -> dict[int, AgentDescription]:
         """By rank what those of these agents say about themselves that answer."""
-        answers, _ = await self.ask(agents, lambda rank, agent: agent.describe.remote(), AGENT_SECONDS)
+        answers, _ = await self.ask(agents, lambda rank, agent: agent.describe(), AGENT_SECONDS)
         return answers
 
     async def ask(
-        self, agents: Mapping[int, Handle], question: Callable[[int, Handle], Any], seconds: float
-    ) -> tuple[dict[int, Any], dict[int, str]]:
+        self, agents: Mapping[int, AgentClient], question: Callable[[int, AgentClient], Awaitable[T]], seconds: float
+    ) -> tuple[dict[int, T], dict[int, str]]:
         """Put `question` to each of `agents`, by rank; by rank the answers, and why the others gave none within
         `seconds`, in a line."""
-
-        async def put(rank: int, agent: Handle) -> Any:
-            async with asyncio.timeout(seconds):
-                return await question(rank, agent)
-
-        results = await asyncio.gather(*(put(*each) for each in agents.items()), return_exceptions=True)
-        answers: dict[int, Any] = {}
+        asked = (within(seconds, question(rank, agent)) for rank, agent in agents.items())
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        answers: dict[int, T] = {}
         silent: dict[int, str] = {}
         for rank, result in zip(agents, results, strict=True):
-            if isinstance(result, self._ray.exceptions.RayError | TimeoutError):
-                silent[rank] = (str(result).strip() or f"no answer in {seconds:g} s").splitlines()[-1]
+            if isinstance(result, AgentError):
+                silent[rank] = str(result)
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -274,28 +279,30 @@ class Gangs:
 
     def _start_agents(
         self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit, snapshots: bool
-    ) -> list[Handle]:
+    ) -> list[AgentClient]:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         groups = {name: self._ray.util.get_placement_group(name) for name in {seat.group for seat in seats.values()}}
         resources: dict[str, Any] = {"num_gpus": 1} if unit == "GPU" else {"num_gpus": 0, "resources": {unit: 1}}
         folder = str(self._paths.snapshot_folder(job)) if snapshots else None
-        agents = []
+        agents: list[AgentClient] = []
         for rank, seat in seats.items():
             options = self._agent_class.options(
                 **_detached(agent_name(job, generation, rank)),
                 **resources,
                 scheduling_strategy=strategy(groups[seat.group], placement_group_bundle_index=seat.bundle),
             )
-            agents.append(
-                options.remote(job, rank, str(self._paths.home), str(self._paths.runtime_folder), folder, seat.group)
+            actor = options.remote(
+                job, rank, str(self._paths.home), str(self._paths.runtime_folder), folder, seat.group
             )
+            agents.append(RayAgent(self._ray, actor))
         return agents
 
-    async def find_agents(self, names: Sequence[str]) -> list[Handle | None]:
-        """Handles of the agents with these names; None for one that is gone."""
-        return await asyncio.to_thread(lambda: [self._find(name) for name in names])
+    async def find_agents(self, names: Sequence[str]) -> list[AgentClient | None]:
+        """The agents with these names; None for one that is gone."""
+        found = await asyncio.to_thread(lambda: [self._find(name) for name in names])
+        return [RayAgent(self._ray, actor) if actor is not None else None for actor in found]
 
-    def _find(self, name: str) -> Handle | None:
+    def _find(self, name: str) -> Any | None:
         try:
             return self._ray.get_actor(name)
         except ValueError:
@@ -311,7 +318,7 @@ class Gangs:
         await asyncio.gather(*(self._end_agent(agent, keep_snapshots) for agent in agents))
         await asyncio.to_thread(self._remove_groups, job)
 
-    async def dismiss(self, agents: Iterable[Handle | None], groups: Iterable[str]) -> None:
+    async def dismiss(self, agents: Iterable[AgentClient | None], groups: Iterable[str]) -> None:
         """End these agents (None: gone already) and their trainers, but keep what they have in shared memory; remove
         these groups."""
         await asyncio.gather(*(self._end_agent(agent, keep_snapshots=True) for agent in agents if agent is not None))
@@ -333,20 +340,19 @@ class Gangs:
         that was killed. A node that does not answer is swept when it comes back."""
         await self.release(job)
         daemons = (await self.ensure_node_daemons()).values()
-        await asyncio.gather(*(_awaited(daemon.end_job.remote(job)) for daemon in daemons), return_exceptions=True)
+        await asyncio.gather(*(daemon.end_job(job) for daemon in daemons), return_exceptions=True)
 
     async def _agent_names(self) -> list[str]:
         return [str(name) for name in await asyncio.to_thread(self._ray.util.list_named_actors)]
 
-    async def _end_agent(self, agent: Handle, keep_snapshots: bool) -> None:
+    async def _end_agent(self, agent: AgentClient, keep_snapshots: bool) -> None:
         """Let the agent end its trainer, then kill it; a dead one, or one that does not answer, is just killed."""
-        errors = (self._ray.exceptions.RayError, TimeoutError)
-        with contextlib.suppress(*errors):
-            call = agent.stop.remote() if keep_snapshots else agent.close.remote()
-            await asyncio.wait_for(_awaited(call), CLOSE_SECONDS)
-        await asyncio.to_thread(self._ray.kill, agent, no_restart=True)
-        with contextlib.suppress(*errors):  # a call to an actor that dies fails when it is dead
-            await asyncio.wait_for(_awaited(agent.reports.remote(0, CLOSE_SECONDS)), CLOSE_SECONDS)
+        with contextlib.suppress(AgentError):
+            ending: Awaitable[object] = agent.stop() if keep_snapshots else agent.close()
+            await within(CLOSE_SECONDS, ending)
+        await self.kill([agent])
+        with contextlib.suppress(AgentError):  # a call to an actor that dies fails when it is dead
+            await within(CLOSE_SECONDS, agent.reports(0, CLOSE_SECONDS))
 
     def _groups(self) -> dict[str, str]:
         """Name -> state of the placement groups that are not removed."""
@@ -371,29 +377,29 @@ class Gangs:
 
     async def ensure_node_daemons(
         self, zygote_options: Sequence[str] = (), zygote_environment: Mapping[str, str] | None = None
-    ) -> dict[str, Handle]:
-        """Start a NodeDaemon on every living node that has none. Answers node id -> handle of those that answer."""
+    ) -> dict[str, NodeClient]:
+        """Start a NodeDaemon on every living node that has none. By node id those that answer."""
         nodes = [node["NodeID"] for node in await asyncio.to_thread(self._living_nodes)]
         started = await asyncio.gather(
             *(self._ensure_daemon(node, list(zygote_options), dict(zygote_environment or {})) for node in nodes)
         )
         return {node: daemon for node, daemon in zip(nodes, started, strict=True) if daemon is not None}
 
-    async def _ensure_daemon(self, node: str, options: list[str], environment: dict[str, str]) -> Handle | None:
+    async def _ensure_daemon(self, node: str, options: list[str], environment: dict[str, str]) -> NodeClient | None:
         """The daemon of `node`. None when the node is lost while we ask, or its daemon does not answer."""
         daemon = await asyncio.to_thread(self._find, node_daemon_name(node))
         for existing in (daemon, None):
-            try:
-                found: Handle = existing
-                if found is None:
-                    found = await asyncio.to_thread(self._create_daemon, node, options, environment)
-                await asyncio.wait_for(_awaited(found.start.remote()), DAEMON_SECONDS)
-            except (self._ray.exceptions.RayError, TimeoutError):
-                continue  # it died since its name was looked up: one more, with a new one
-            return found
+            # One that died since its name was looked up is replaced by one more, with a new handle.
+            with contextlib.suppress(AgentError, self._ray.exceptions.RayError):
+                actor = existing
+                if actor is None:
+                    actor = await asyncio.to_thread(self._create_daemon, node, options, environment)
+                found = RayNodeDaemon(self._ray, actor)
+                await within(DAEMON_SECONDS, found.start())
+                return found
         return None
 
-    def _create_daemon(self, node: str, options: list[str], environment: dict[str, str]) -> Handle:
+    def _create_daemon(self, node: str, options: list[str], environment: dict[str, str]) -> Any:
         affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         made = self._node_class.options(
             **_detached(node_daemon_name(node)), scheduling_strategy=affinity, get_if_exists=True
@@ -405,13 +411,19 @@ class Gangs:
         lost = {node_daemon_name(node) for node in self.lost}
         names = [name for name in await self._agent_names() if name.startswith(node_daemon_name(""))]
         names = [name for name in names if name not in lost]
-        found = await self.find_agents(names)
-        await asyncio.gather(*(self._end_daemon(daemon) for daemon in found if daemon is not None))
+        found = await asyncio.to_thread(lambda: [self._find(name) for name in names])
+        await asyncio.gather(*(self._end_daemon(actor) for actor in found if actor is not None))
 
-    async def _end_daemon(self, daemon: Handle) -> None:
-        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
-            await asyncio.wait_for(_awaited(daemon.shutdown.remote()), CLOSE_SECONDS)
-        await asyncio.to_thread(self._ray.kill, daemon, no_restart=True)
+    async def _end_daemon(self, actor: Any) -> None:
+        with contextlib.suppress(AgentError):
+            await within(CLOSE_SECONDS, RayNodeDaemon(self._ray, actor).shutdown())
+        await self._kill_actor(actor)
+
+
+def _actor(agent: AgentClient) -> Any:
+    """The Ray actor of an agent that this module made."""
+    assert isinstance(agent, RayAgent)
+    return agent.actor
 
 
 def _detached(name: str) -> dict[str, Any]:
@@ -423,8 +435,3 @@ def _detached(name: str) -> dict[str, Any]:
         "max_restarts": 0,
         "max_concurrency": AGENT_CONCURRENCY,
     }
-
-
-async def _awaited(reference: Any) -> Any:
-    """A coroutine for an ObjectRef, for functions that take no other awaitable."""
-    return await reference

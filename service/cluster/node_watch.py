@@ -14,9 +14,10 @@ import json
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any
 
 from service.cluster.gangs import Gangs, RayNode
+from workers.json_codec import MalformedMessage, from_json
+from workers.messages import Heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -110,10 +111,10 @@ class NodeWatch:
             beats = asyncio.create_task(_beat(writer))
             while True:
                 line = await asyncio.wait_for(reader.readline(), SILENT_SECONDS)
-                if not line or (said := json.loads(line))["node"] != node:
+                if not line or (heartbeat := from_json(Heartbeat, json.loads(line))).node != node:
                     return
-                self._hear(node, said)
-        except (OSError, TimeoutError, ValueError):
+                self._hear(heartbeat)
+        except (OSError, TimeoutError, ValueError, MalformedMessage):
             return
         finally:
             if beats is not None:
@@ -121,9 +122,9 @@ class NodeWatch:
             if writer is not None:
                 writer.close()
 
-    def _hear(self, node: str, said: dict[str, Any]) -> None:
-        if said["drain_seconds"] is not None and self._draining is not None:
-            self._draining(node, float(said["drain_seconds"]))
+    def _hear(self, heartbeat: Heartbeat) -> None:
+        if heartbeat.drain_seconds is not None and self._draining is not None:
+            self._draining(heartbeat.node, heartbeat.drain_seconds)
 
     async def _lose(self, node: str, why: str) -> None:
         if node in self._gangs.lost:

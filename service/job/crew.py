@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from service.cluster.gangs import Gangs, Handle, NotPlaced
+from service.cluster.agent_client import AgentClient, AgentError, within
+from service.cluster.gangs import Gangs, NotPlaced
 from service.cluster.placement import Capacity, Unit, agent_name, placement_group_name, replica_of, seats_of, unit_of
 from service.cluster.sizes import given_back, resized
 from workers.comm.grid import state_peers
 from workers.config import JobSpec, ParallelConfig
+from workers.messages import AgentDescription, LaunchOrder
 from workers.snapshot.snapshots import layout_tag
 
 PREPARE_SECONDS = 120.0
@@ -27,7 +28,7 @@ REPLICA_SECONDS = 10.0
 class Joiners:
     """Agents of replicas that are to join a crew."""
 
-    agents: list[Handle]
+    agents: list[AgentClient]
     names: list[str]
     groups: list[str]
 
@@ -39,7 +40,7 @@ class Crew:
         self._gangs, self._job_id = gangs, job_id
         self.spec = spec
         """With the number of replicas that the job runs with; the agents are numbered by its layout."""
-        self.agents: list[Handle] = []
+        self.agents: list[AgentClient] = []
         self.names: list[str] = []
         """Of the agents, as Ray knows them."""
         self.groups: list[str] = []
@@ -109,26 +110,26 @@ class Crew:
         await self._gangs.acquire(self._job_id, generation, spec.layout, await self.unit(), avoid=avoid)
         await self.start(generation, spec)
 
-    async def adopt(self, names: Sequence[str], after: dict[int, int]) -> dict[int, dict[str, Any]] | None:
+    async def adopt(self, names: Sequence[str], after: dict[int, int]) -> dict[int, AgentDescription] | None:
         """Take over the agents with these names, by rank; by rank how those that are left describe themselves. None
         when of some replica none is: then nobody knows its places any more."""
         if len(names) != self.layout.world_size:
             return None
         found = dict(enumerate(await self._gangs.find_agents(names)))
         about = await self._gangs.describe_each({rank: agent for rank, agent in found.items() if agent is not None})
-        self.nodes = {rank: place["node"] for rank, place in about.items()}
+        self.nodes = {rank: place.node for rank, place in about.items()}
         if len(self.replicas_of(about)) < self.layout.data:
             return None
-        self.agents = [found[rank] for rank in sorted(found)]
+        self.agents = [found[rank] for rank in sorted(found)]  # type: ignore[misc]  # None: lost, to be replaced
         self.names, self.after = list(names), after
         self.note(about)
         await self._gangs.end_strays(self._job_id, names, self.groups)
         return about
 
-    def note(self, about: Mapping[int, dict[str, Any]]) -> None:
+    def note(self, about: Mapping[int, AgentDescription]) -> None:
         """Remember where the agents are, as they describe themselves, by rank."""
-        self.seen({rank: place["node"] for rank, place in about.items()})
-        by_replica = {replica_of(self.layout, rank): str(place["group"]) for rank, place in about.items()}
+        self.seen({rank: place.node for rank, place in about.items()})
+        by_replica = {replica_of(self.layout, rank): place.group for rank, place in about.items()}
         self.groups = [by_replica[replica] for replica in range(self.layout.data)]
 
     def seen(self, nodes: Mapping[int, str | None]) -> None:
@@ -240,17 +241,16 @@ class Crew:
     def _in(self, rank: int, replicas: Collection[int]) -> bool:
         return replica_of(self.layout, rank) in replicas
 
-    def _put(self, rank: int, agent: Handle, name: str) -> None:
+    def _put(self, rank: int, agent: AgentClient, name: str) -> None:
         self.agents[rank], self.names[rank] = agent, name
         for about in (self.after, self.nodes, self.memory):
             about.pop(rank, None)
 
 
-async def prepared(agents: Sequence[Handle], orders: Sequence[dict[str, Any]], lost: type[Exception]) -> bool:
-    """Whether every agent has a trainer ready for its order; `lost` is what a call to one that is gone raises."""
+async def prepared(agents: Sequence[AgentClient], orders: Sequence[LaunchOrder]) -> bool:
+    """Whether every agent has a trainer ready for its order."""
     pairs = zip(agents, orders, strict=True)
     try:
-        async with asyncio.timeout(PREPARE_SECONDS):
-            return all(await asyncio.gather(*(agent.prepare.remote(order) for agent, order in pairs)))
-    except (lost, TimeoutError):
+        return all(await within(PREPARE_SECONDS, asyncio.gather(*(agent.prepare(order) for agent, order in pairs))))
+    except AgentError:
         return False

@@ -181,7 +181,7 @@ class ElasticityPlanner:
         orders = [order if order.rank >= held else replace(order, snapshot_folder=None) for order in orders]
         ready = about is not None and await self._while_it_runs(
             gang,
-            prepared(standby.agents, [order.to_json() for order in orders], self._job.site.ray.exceptions.RayError),
+            prepared(standby.agents, orders),
         )
         if ready and not self._is_over(gang):
             return standby

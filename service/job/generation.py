@@ -11,7 +11,10 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+from service.cluster.agent_client import AgentClient, AgentError, within
 from service.recovery.decisions import Death, culprit_of, describe_exit
+from workers.liveness.trainer_status import TrainerStatus
+from workers.reports import Exited, Finished, Report, Resting
 
 POLL_SECONDS = 30.0
 # After the first rank that merely lost a peer, how long to wait for the death that explains it.
@@ -21,17 +24,17 @@ STOP_SECONDS = 15.0
 # Kinds of failure whose message is a sentence that needs no exception's name before it.
 SAY_ALL = frozenset({"no_shared_memory", "bad_data", "bad_checkpoint", "not_saved", "not_finite", "spike"})
 
-Handle = Any
-Handler = Callable[[dict[str, Any]], Awaitable[None]]
+Question = Callable[[AgentClient], Awaitable[object]]
+Handler = Callable[[Report], Awaitable[None]]
 
 
 class Gang:
     """The agents of a job, watched during one generation."""
 
-    def __init__(self, ray: Any, agents: Sequence[Handle], generation: int, after: dict[int, int], handle: Handler):
+    def __init__(self, agents: Sequence[AgentClient | None], generation: int, after: dict[int, int], handle: Handler):
         """`agents`: None for one that was gone before; `after`: last sequence handled of each rank; `handle` gets every
         report of this generation."""
-        self._ray, self.agents, self.generation = ray, list(agents), generation
+        self.agents, self.generation = list(agents), generation
         self._after, self._handle = after, handle
         self.deaths: list[Death] = []
         """Ends that were not successes, in order of arrival."""
@@ -102,14 +105,14 @@ class Gang:
         that takes longer than `grace` seconds after that is killed."""
         running = [agent for agent, watcher in zip(self.agents, self._watchers, strict=True) if not watcher.done()]
         await self._leave(
-            running, lambda agent: agent.rest.remote(self.generation, grace, patience), grace + patience + STOP_SECONDS
+            running, lambda agent: agent.rest(self.generation, grace, patience), grace + patience + STOP_SECONDS
         )
 
     async def stop(self) -> None:
         """Kill every trainer, and hear what each of them said before it ended."""
-        await self._leave(self.agents, lambda agent: agent.stop.remote(), STOP_SECONDS)
+        await self._leave(self.agents, lambda agent: agent.stop(), STOP_SECONDS)
 
-    async def _leave(self, agents: list[Handle], ask: Callable[[Handle], Awaitable[Any]], seconds: float) -> None:
+    async def _leave(self, agents: Sequence[AgentClient | None], ask: Question, seconds: float) -> None:
         self._stopping = True
         for task in self._beside:
             task.cancel()
@@ -135,79 +138,72 @@ class Gang:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 task.result()
 
-    async def _asked(self, ask: Callable[[Handle], Awaitable[Any]], agent: Handle, seconds: float) -> None:
+    async def _asked(self, ask: Question, agent: AgentClient | None, seconds: float) -> None:
         if agent is None:
             return
-        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
-            async with asyncio.timeout(seconds):
-                await ask(agent)
+        with contextlib.suppress(AgentError):
+            await within(seconds, ask(agent))
 
     async def _watch(self, rank: int) -> None:
-        if self.agents[rank] is None:
+        agent = self.agents[rank]
+        if agent is None:
             self._bury(Death(rank, "agent_lost", message="lost its agent while the control plane was away"))
             return
         while True:
             try:
-                reports = await self.agents[rank].reports.remote(self._after.get(rank, 0), POLL_SECONDS)
-            except self._ray.exceptions.RayError as error:
-                self._bury(Death(rank, "agent_lost", message=f"lost its agent ({type(error).__name__})"))
+                reports = await agent.reports(self._after.get(rank, 0), POLL_SECONDS)
+            except AgentError as error:
+                self._bury(Death(rank, "agent_lost", message=f"lost its agent ({error.kind})"))
                 return
             for report in reports:
-                ended = report["generation"] == self.generation and await self._take(rank, report)
-                self._after[rank] = report["sequence"]
+                ended = report.generation == self.generation and await self._take(rank, report)
+                self._after[rank] = report.sequence
                 if ended:
                     return
 
-    async def _take(self, rank: int, report: dict[str, Any]) -> bool:
+    async def _take(self, rank: int, report: Report) -> bool:
         """Handle one report of this generation; True when it was the rank's last."""
         await self._handle(report)
-        kind, data = report["kind"], report["data"]
-        if kind == "stalled":
-            self._note_stall(rank, report)
-        elif kind == "finished":
-            self._said_finished.add(rank)
-        elif kind == "resting":
-            message = f"lost a peer: {data['message']}"
-            self._peers_lost.append(Death(rank, "peer_lost", message=message, at=report["time"]))
-            self.resting[rank] = data["step"]
-            self._changed.set()
-            return True
-        elif kind == "exit":
-            self._end(rank, data, report["time"])
-            return True
+        match report.payload:
+            case TrainerStatus() as status:
+                self._note_stall(rank, status, report.time)
+            case Finished():
+                self._said_finished.add(rank)
+            case Resting(step, message):
+                self._peers_lost.append(Death(rank, "peer_lost", message=f"lost a peer: {message}", at=report.time))
+                self.resting[rank] = step
+                self._changed.set()
+                return True
+            case Exited() as exited:
+                self._end(rank, exited, report.time)
+                return True
         return False
 
-    def _note_stall(self, rank: int, report: dict[str, Any]) -> None:
+    def _note_stall(self, rank: int, status: TrainerStatus, at: float) -> None:
         """A rank stands still for longer than it may, or moves on."""
-        if report["data"]["overdue"]:
-            self._still_since[rank] = report["time"] - report["data"]["standing_seconds"]
+        if status.overdue:
+            self._still_since[rank] = at - status.standing_seconds
         else:
             self._still_since.pop(rank, None)
 
-    def _end(self, rank: int, exit_data: dict[str, Any], at: float) -> None:
-        failure = exit_data.get("failure")
-        if failure is None and (rank in self._said_finished or exit_data.get("code") == 0):
+    def _end(self, rank: int, exited: Exited, at: float) -> None:
+        failure, reason = exited.failure, exited.killed_for
+        if failure is None and (rank in self._said_finished or exited.code == 0):
             self.finished.add(rank)
             self._changed.set()
         elif failure is not None:
-            message = f"failed with {failure['exception']}: {failure['message']}"
-            if failure["kind"] in SAY_ALL:
-                message = failure["message"]
-            text = failure["traceback"]
-            self._bury(
-                Death(rank, failure["kind"], failure["step"], failure["exception"], message, text, failure["at"])
-            )
+            message = f"failed with {failure.exception}: {failure.message}"
+            if failure.kind in SAY_ALL:
+                message = failure.message
+            text = failure.traceback
+            self._bury(Death(rank, failure.kind, failure.step, failure.exception, message, text, failure.at))
+        elif reason is not None:
+            since = self._still_since.get(rank, at)  # it has been of no use for longer than it has been dead
+            self._bury(Death(rank, reason.kind, message=reason.message, at=since))
         else:
-            condemned = exit_data.get("condemned")
-            if condemned is not None:
-                since = self._still_since.get(rank, at)  # it has been of no use for longer than it has been dead
-                self._bury(Death(rank, condemned["kind"], message=condemned["message"], at=since))
-                return
             kind = "stopped" if self._stopping else "killed"
-            words = describe_exit(exit_data.get("code"), exit_data.get("signal"))
-            last = exit_data.get("last_output") or []
-            text = "\n".join(last) if isinstance(last, list) else str(last)
-            self._bury(Death(rank, kind, message=words, traceback=text, at=at))
+            words = describe_exit(exited.code, exited.signal)
+            self._bury(Death(rank, kind, message=words, traceback="\n".join(exited.last_output), at=at))
 
     def _bury(self, death: Death) -> None:
         self.deaths.append(death)

@@ -12,7 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from service.cluster.agent_client import AgentClient, AgentError, AgentSilent, within
 from service.recovery.hangs import AXES, Group, Look, Verdict, find_culprits, waiting_for
+from workers.json_codec import JsonObject, to_json
+from workers.liveness.trainer_status import TrainerStatus
+from workers.reports import Event, Report
 
 ASK_SECONDS = 2.0
 """An agent that takes longer to say where its trainer stands is silent."""
@@ -26,15 +30,14 @@ REPLACE_SECONDS = 600.0
 MOST_NAMED = 16
 """Ranks of a hung gang whose evidence is kept."""
 
-Handle = Any
-Answers = dict[int, dict[str, Any] | None]
+Answers = dict[int, TrainerStatus | None]
 
 
 class Tell(Protocol):
     """Writes an event of the job."""
 
     def __call__(
-        self, kind: str, message: str, rank: int | None, step: int | None, data: dict[str, Any]
+        self, kind: str, message: str, rank: int | None, step: int | None, data: JsonObject
     ) -> Awaitable[None]: ...
 
 
@@ -43,8 +46,7 @@ class HangWatch:
 
     def __init__(
         self,
-        ray: Any,
-        agents: Sequence[Handle],
+        agents: Sequence[AgentClient | None],
         group: Group,
         tell: Tell,
         lose: Callable[[int, str], None],
@@ -53,17 +55,18 @@ class HangWatch:
     ):
         """`group`: ranks that share an axis with a rank; `lose` takes a rank whose agent is silent, and why;
         `stragglers`: the spec's policy; `replaced`: when each rank was last replaced as one, over all generations."""
-        self._ray, self._agents, self._group, self._tell, self._lose = ray, list(agents), group, tell, lose
+        self._agents, self._group, self._tell, self._lose = list(agents), group, tell, lose
         self._policy, self._replaced = stragglers, replaced
         self._alarm = asyncio.Event()
         self._slow: asyncio.Queue[int] = asyncio.Queue()
 
-    def heard(self, report: dict[str, Any]) -> None:
+    def heard(self, report: Report) -> None:
         """Take note of one report of this generation."""
-        if report["kind"] == "stalled" and report["data"]["overdue"]:
-            self._alarm.set()
-        elif report["kind"] == "event" and report["data"]["type"] == "straggler" and self._policy == "replace":
-            self._slow.put_nowait(report["data"]["straggler"])
+        match report.payload:
+            case TrainerStatus(overdue=True):
+                self._alarm.set()
+            case Event(type="straggler", data=data) if self._policy == "replace":
+                self._slow.put_nowait(data["straggler"])
 
     async def run(self, look_first: bool = False) -> None:
         """Act on what is heard, until cancelled. `look_first`: what was said before may have gone unheard."""
@@ -107,22 +110,21 @@ class HangWatch:
         ]
         return {rank: answer for rank, (_, answer) in enumerate(found)}, looks
 
-    async def _progress(self, agent: Handle) -> tuple[bool, dict[str, Any] | None]:
+    async def _progress(self, agent: AgentClient | None) -> tuple[bool, TrainerStatus | None]:
         """Whether the agent answers, and what; None where no trainer runs. An agent that is gone is no hang: whoever
         watches it hears of that."""
         if agent is None:
             return True, None
         try:
-            async with asyncio.timeout(ASK_SECONDS):
-                return True, await agent.progress.remote()
-        except TimeoutError:
+            return True, await within(ASK_SECONDS, agent.progress())
+        except AgentSilent:
             return False, None
-        except self._ray.exceptions.RayError:
+        except AgentError:
             return True, None
 
     async def _end(self, verdict: Verdict, answers: Answers, looks: list[Look]) -> None:
         """Say who hangs, with the evidence, and end it."""
-        running = [rank for rank in verdict.ranks if (answers[rank] or {}).get("pid")]
+        running = [rank for rank in verdict.ranks if answers[rank] is not None]
         shown = running[:MOST_NAMED]
         stacks = dict(zip(shown, await asyncio.gather(*(self._stacks(rank, answers) for rank in shown)), strict=True))
         if verdict.kind == "gang":
@@ -139,23 +141,25 @@ class HangWatch:
                 "waiting": len(waiting),
             }
             await self._tell("rank_hung", f"rank {rank} {_standing(answers[rank])}", rank, _step(answers[rank]), data)
-        await asyncio.gather(*(self._condemn(rank, "hung", answers[rank]) for rank in running))
+        await asyncio.gather(*(self._kill(rank, "hung", answers[rank]) for rank in running))
         for rank in verdict.ranks:
             if not looks[rank].answered:
                 self._lose(rank, "stands still, and its agent does not answer")
 
     async def _stacks(self, rank: int, answers: Answers) -> str:
-        with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
-            async with asyncio.timeout(STACKS_SECONDS):
-                return str(await self._agents[rank].stacks.remote((answers[rank] or {})["pid"]))
+        agent, answer = self._agents[rank], answers[rank]
+        with contextlib.suppress(AgentError):
+            if agent is not None and answer is not None:
+                return await within(STACKS_SECONDS, agent.stacks(answer.pid))
         return ""
 
-    async def _condemn(self, rank: int, kind: str, answer: dict[str, Any] | None, after_commit: bool = False) -> bool:
-        if answer is None:
+    async def _kill(self, rank: int, kind: str, answer: TrainerStatus | None, after_commit: bool = False) -> bool:
+        agent = self._agents[rank]
+        if agent is None or answer is None:
             return False
         message = _standing(answer) if kind == "hung" else "held up the others and was replaced"
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            return bool(await self._agents[rank].condemn.remote(answer["pid"], kind, message, after_commit))
+        with contextlib.suppress(AgentError):
+            return await agent.kill(answer.pid, kind, message, after_commit)
         return False
 
     async def _replace_stragglers(self) -> None:
@@ -164,35 +168,35 @@ class HangWatch:
             if time.monotonic() - self._replaced.get(rank, -REPLACE_SECONDS) < REPLACE_SECONDS:
                 continue
             _, answer = await self._progress(self._agents[rank])
-            if await self._condemn(rank, "straggler", answer, after_commit=True):
+            if await self._kill(rank, "straggler", answer, after_commit=True):
                 self._replaced[rank] = time.monotonic()
 
 
-def _step(answer: dict[str, Any] | None) -> int | None:
-    record = (answer or {}).get("record")
-    return record["step"] if record else None
+def _step(answer: TrainerStatus | None) -> int | None:
+    return answer.record.step if answer is not None and answer.record is not None else None
 
 
-def _standing(answer: dict[str, Any] | None) -> str:
+def _standing(answer: TrainerStatus | None) -> str:
     """Where a rank stands, for people."""
     if answer is None:
         return "stands still, and its agent does not answer"
-    record, how = answer["record"] or {"phase": "starting"}, "was stopped" if answer["stopped"] else "stood still"
-    where = str(record["phase"])
-    if record.get("micro_batch") is not None:
-        where += f" of micro-batch {record['micro_batch']}"
-    return f"{how} for {answer['standing_seconds']:.1f} s in {where}"
+    record, how = answer.record, "was stopped" if answer.stopped else "stood still"
+    where: str = record.phase if record is not None else "starting"
+    if record is not None and record.micro_batch is not None:
+        where += f" of micro-batch {record.micro_batch}"
+    return f"{how} for {answer.standing_seconds:.1f} s in {where}"
 
 
-def _evidence(rank: int, answer: dict[str, Any] | None, stacks: str) -> dict[str, Any]:
+def _evidence(rank: int, answer: TrainerStatus | None, stacks: str) -> JsonObject:
     """What an event keeps about one rank that hangs."""
-    record = (answer or {}).get("record") or {}
+    status = to_json(answer) if answer is not None else {}
+    record = status.get("record") or {}
     channel = record.get("channel")
     axis = AXES[channel] if channel is not None and channel < len(AXES) else None
     return {
         "rank": rank,
         **{name: record.get(name) for name in ("phase", "step", "micro_batch", "waits_for", "counts", "committed")},
         "axis": axis,
-        **{name: (answer or {}).get(name) for name in ("stopped", "burning", "standing_seconds", "process")},
+        **{name: status.get(name) for name in ("stopped", "burning", "standing_seconds", "process")},
         "stacks": stacks,
     }

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.backups import replication
+from service.backups import rank_backups
 from service.job.actions import Launch
 from service.job.context import JobContext
 from service.job.generation import Gang
@@ -17,8 +17,9 @@ from service.job.resume import newest_state
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.errors import MantaError
-from workers.messages import LaunchOrder, Resume
+from workers.messages import AgentDescription, Launched, LaunchOrder, Resume, StoreAddress
 from workers.paths import Paths
+from workers.reports import Report
 
 # A launch that takes longer has an agent in it that does not answer; a node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0
@@ -44,7 +45,7 @@ class Launcher:
 
     async def launch(self, launch: Launch) -> Gang:
         """Begin the next generation with the agents at hand and watch it. An agent that fails once the generation has
-        begun is one of the gang's deaths; before, it raises LaunchFailed. Raises RayError and TimeoutError too."""
+        begun is one of the gang's deaths; before, it raises LaunchFailed. Raises AgentError and TimeoutError too."""
         crew, incident = self._crew, launch.incident
         departing = [agent for people in self._job.departing for agent in people.agents]
         where = await self._everywhere()
@@ -52,7 +53,7 @@ class Launcher:
         last_kind = None if incident is None else incident.culprit.kind
         async with asyncio.timeout(LAUNCH_SECONDS):
             found = await newest_state(crew, self._job.submitted, folder, self._record, last_kind, departing)
-            store = await self._start_store(where[0]["node"])
+            store = await self._start_store(where[0].node)
             generation = await self._record.begin(
                 launch.cause, launch.counts, found.resume, found.source, crew.layout, incident
             )
@@ -64,40 +65,39 @@ class Launcher:
         gang = self.watch(generation, found.resume.step)
         answers, silent = await self._site.gangs.ask(
             dict(enumerate(crew.agents)),
-            lambda rank, agent: agent.launch.remote(orders[rank].to_json()),
+            lambda rank, agent: agent.launch(orders[rank]),
             LAUNCH_SECONDS,
         )
         rows = [self._row(orders[rank], where[rank], answers.get(rank)) for rank in orders]
-        kept = [rank for rank, answer in answers.items() if answer["kept"]]
+        kept = [rank for rank, answer in answers.items() if answer.kept]
         await self._record.launched(generation, time.time(), rows, kept)
         for rank, why in silent.items():
             gang.lose(rank, f"could not be launched ({why})")
         if not silent:
-            nodes = [place["node"] or place["host"] for place in where.values()]
-            await replication.begin(crew.agents, nodes, generation, crew.tag, crew.peers)
+            nodes = [place.node or place.host for place in where.values()]
+            await rank_backups.begin(crew.agents, nodes, generation, crew.tag, crew.peers)
         return gang
 
-    async def _everywhere(self) -> dict[int, dict[str, Any]]:
+    async def _everywhere(self) -> dict[int, AgentDescription]:
         """By rank where its agent is."""
         agents = dict(enumerate(self._crew.agents))
-        where, silent = await self._site.gangs.ask(agents, lambda _, agent: agent.describe.remote(), LAUNCH_SECONDS)
+        where, silent = await self._site.gangs.ask(agents, lambda _, agent: agent.describe(), LAUNCH_SECONDS)
         if silent:
             places = {rank: await self._site.gangs.node_of(agents[rank]) for rank in silent}
-            self._crew.seen({**{rank: place["node"] for rank, place in where.items()}, **places})
+            self._crew.seen({**{rank: place.node for rank, place in where.items()}, **places})
             raise LaunchFailed(silent)
         self._crew.note(where)
         return where
 
-    async def _start_store(self, node: str) -> dict[str, Any] | None:
+    async def _start_store(self, node: str | None) -> StoreAddress | None:
         """Where the ranks of the next generation meet; on the node of rank 0."""
         if self._crew.layout.world_size == 1:
             return None
         daemons = await self._site.gangs.ensure_node_daemons()
-        if node not in daemons:
-            raise LaunchFailed(dict.fromkeys(self._crew.on([node]), f"the daemon of node {node} does not answer"))
+        if node is None or node not in daemons:  # agents of a real cluster are always on one
+            raise LaunchFailed(dict.fromkeys(self._crew.on([str(node)]), f"the daemon of node {node} does not answer"))
         generation = (await self._record.job()).generation + 1
-        found: dict[str, Any] = await daemons[node].start_store.remote(self._record.id, generation)
-        return found
+        return await daemons[node].start_store(self._record.id, generation)
 
     def watch(self, generation: int, resume_step: int, taken_over: bool = False) -> Gang:
         """The crew as the gang of `generation`, which resumed at `resume_step`. `taken_over`: from another control
@@ -105,13 +105,12 @@ class Launcher:
         crew, record = self._crew, self._record
         writer = ReportWriter(self._site.store, record.id, generation, resume_step)
 
-        async def take(report: dict[str, Any]) -> None:
+        async def take(report: Report) -> None:
             hangs.heard(report)
             await writer.take(report)
 
-        gang = Gang(self._site.ray, crew.agents, generation, crew.after, take)
+        gang = Gang(crew.agents, generation, crew.after, take)
         hangs = HangWatch(
-            self._site.ray,
             crew.agents,
             RankGrid(crew.layout).group,
             record.event,
@@ -128,8 +127,8 @@ class Launcher:
         spec: JobSpec,
         generation: int,
         resume: Resume,
-        store: dict[str, Any] | None,
-        where: dict[str, Any],
+        store: StoreAddress | None,
+        where: AgentDescription,
         roll_backs: Sequence[dict[str, Any]] = (),
     ) -> LaunchOrder:
         """What the agent of `rank`, which is at `where`, is told. `store`: of the generation; `roll_backs`: what the
@@ -139,18 +138,18 @@ class Launcher:
             generation=generation,
             rank=rank,
             spec=spec.model_dump(mode="json"),
-            store_host=store["host"] if store else None,
-            store_port=store["port"] if store else None,
+            store_host=store.host if store else None,
+            store_port=store.port if store else None,
             snapshot_folder=str(self._paths.snapshot_folder(self._record.id)),
             checkpoint_folder=str(self._paths.checkpoint_folder(self._record.id)),
             resume=resume,
             roll_backs=tuple(roll_backs),
-            device="cuda:0" if where["devices"] else "cpu",
-            peak_flops=self._site.peaks.get(where["node"]),
-            in_place=not where["devices"],  # over NCCL a survivor cannot leave a collective
+            device="cuda:0" if where.devices else "cpu",
+            peak_flops=self._site.peaks.get(where.node or ""),
+            in_place=not where.devices,  # over NCCL a survivor cannot leave a collective
         )
 
-    def _row(self, order: LaunchOrder, where: dict[str, Any], answer: dict[str, Any] | None) -> dict[str, Any]:
+    def _row(self, order: LaunchOrder, where: AgentDescription, answer: Launched | None) -> dict[str, Any]:
         at = RankGrid(self._crew.layout).coordinates(order.rank)
         return {
             "rank": order.rank,
@@ -158,9 +157,9 @@ class Launcher:
             "pipeline": at.pipeline,
             "data": at.data,
             "context": at.context,
-            "node": where["host"],
-            "device": f"GPU {where['devices'][0]}" if where["devices"] else "cpu",
-            "pid": None if answer is None else answer["pid"],
+            "node": where.host,
+            "device": f"GPU {where.devices[0]}" if where.devices else "cpu",
+            "pid": None if answer is None else answer.pid,
             "generation": order.generation,
             "state": "exited" if answer is None else "running",
             "actor": self._crew.names[order.rank],

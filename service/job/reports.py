@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from sqlalchemy.orm import Session
 
@@ -11,6 +12,10 @@ from service.states import JobState
 from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks, recoveries
 from service.store.generations import TrainedStep
 from service.store.tables import Recovery
+from workers.json_codec import JsonObject
+from workers.reports import Event, Exited, Finished, Metrics, Report, Started
+
+T = TypeVar("T")
 
 # The one that ships metrics; the ledger follows its time.
 REPORTING_RANK = 0
@@ -24,29 +29,32 @@ class ReportWriter:
         self._store, self._job_id, self._generation = store, job_id, generation
         self._resume_step, self._stepped = resume_step, False
 
-    async def take(self, report: dict[str, Any]) -> None:
+    async def take(self, report: Report) -> None:
         """Store one report. Reports seen before, and those of replaced generations, change nothing."""
-        operations = {
-            "metrics": self._metrics,
-            "event": self._event,
-            "started": self._started,
-            "finished": self._finished,
-            "exit": self._exit,
-        }
-        operation = operations.get(report["kind"])
-        if operation is not None:
-            await self._store.write_async(lambda session: operation(session, report))
+        match report.payload:
+            case Metrics(rows):
+                await self._write(self._metrics, report, rows)
+            case Event() as event:
+                await self._write(self._event, report, event)
+            case Started() as started:
+                await self._write(self._started, report, started)
+            case Finished() as finished:
+                await self._write(self._finished, report, finished)
+            case Exited():
+                await self._write(self._exit, report, None)
 
-    def _metrics(self, session: Session, report: dict[str, Any]) -> None:
-        rows = report["data"]["rows"]
+    async def _write(self, operation: Callable[[Session, Report, T], None], report: Report, content: T) -> None:
+        await self._store.write_async(lambda session: operation(session, report, content))
+
+    def _metrics(self, session: Session, report: Report, rows: Sequence[JsonObject]) -> None:
         committed = jobs.get(session, self._job_id).step
-        stored = metrics.record(session, self._job_id, self._generation, report["rank"], report["sequence"], rows)
+        stored = metrics.record(session, self._job_id, self._generation, report.rank, report.sequence, rows)
         own = [row for row in rows if row["step"] > self._resume_step]
         if stored and own and not self._stepped:
             self._stepped = True
             self._first_step(session, own[0], committed)
 
-    def _first_step(self, session: Session, row: dict[str, Any], committed: int) -> None:
+    def _first_step(self, session: Session, row: JsonObject, committed: int) -> None:
         """`row` is of the generation's first step; `committed` was the job's last step before."""
         step, at = row["step"], float(row.get("time") or time.time())
         if not generations.mark_first_step(session, self._job_id, self._generation, at):
@@ -88,47 +96,42 @@ class ReportWriter:
             data=data,
         )
 
-    def _started(self, session: Session, report: dict[str, Any]) -> None:
-        """`report` is made once the rank has its state; it may say `connected_at`, when it had its groups."""
-        data = report["data"]
-        ranks.set_state(session, self._job_id, self._generation, report["rank"], "running", pid=data["pid"])
-        connected_at = data.get("connected_at")
+    def _started(self, session: Session, report: Report, started: Started) -> None:
+        """`report` is made once the rank has its state."""
+        ranks.set_state(session, self._job_id, self._generation, report.rank, "running", pid=started.pid)
         recoveries.note_latest(
-            session, self._job_id, self._generation, connected_at=connected_at, restored_at=report["time"]
+            session, self._job_id, self._generation, connected_at=started.connected_at, restored_at=report.time
         )
 
-    def _finished(self, session: Session, report: dict[str, Any]) -> None:
+    def _finished(self, session: Session, report: Report, finished: Finished) -> None:
         """The last step was committed before; what came after it, such as the last checkpoint, is told here."""
-        seconds = report["data"].get("seconds")
-        if seconds is None or report["rank"] != REPORTING_RANK:
+        if finished.seconds is None or report.rank != REPORTING_RANK:
             return
-        if jobs.accept_report(session, self._job_id, self._generation, report["rank"], report["sequence"]):
-            step = TrainedStep.of(seconds, report["time"], counts=False)
+        if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
+            step = TrainedStep.of(finished.seconds, report.time, counts=False)
             generations.add_training(session, self._job_id, self._generation, step)
 
-    def _exit(self, session: Session, report: dict[str, Any]) -> None:
-        ranks.set_state(session, self._job_id, self._generation, report["rank"], "exited")
+    def _exit(self, session: Session, report: Report, _: None) -> None:
+        ranks.set_state(session, self._job_id, self._generation, report.rank, "exited")
 
-    def _event(self, session: Session, report: dict[str, Any]) -> None:
-        if not jobs.accept_report(session, self._job_id, self._generation, report["rank"], report["sequence"]):
+    def _event(self, session: Session, report: Report, event: Event) -> None:
+        if not jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
             return
-        data = dict(report["data"])
-        kind, step, message = data.pop("type"), data.pop("step"), data.pop("message")
         events.append(
             session,
             self._job_id,
-            kind,
-            message,
+            event.type,
+            event.message,
             generation=self._generation,
-            rank=report["rank"],
-            step=step,
-            data=data,
-            at=report["time"],
+            rank=report.rank,
+            step=event.step,
+            data=event.data,
+            at=report.time,
         )
-        if kind.startswith("checkpoint_"):
-            self._checkpoint(session, kind, step, data)
+        if event.type.startswith("checkpoint_") and event.step is not None:
+            self._checkpoint(session, event.type, event.step, event.data)
 
-    def _checkpoint(self, session: Session, kind: str, step: int, data: dict[str, Any]) -> None:
+    def _checkpoint(self, session: Session, kind: str, step: int, data: JsonObject) -> None:
         if kind == "checkpoint_saving":
             checkpoints.begin(session, self._job_id, self._generation, step, data["path"])
             return

@@ -14,6 +14,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
+from service.cluster.agent_client import AgentError, within
 from service.cluster.gangs import NotPlaced
 from service.cluster.sizes import in_use
 from service.faults import FaultNotPossible, refuse_impossible
@@ -32,8 +33,9 @@ from service.states import JobState
 from service.store import ranks
 from service.store.tables import Job, Rank
 from workers.checkpoint.catalog import whole_checkpoints
+from workers.json_codec import to_json
+from workers.messages import BETWEEN_STEPS, Fault
 from workers.paths import Paths
-from workers.rank.faults import BETWEEN_STEPS, Fault
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +80,10 @@ class Supervisor:
         if agents[fault.rank] is None:
             raise FaultNotPossible(f"rank {fault.rank} is being replaced; try again")
         step = None if fault.phase in BETWEEN_STEPS else fault.at_step
-        await self._record.event("fault_injected", fault.sentence, rank=fault.rank, step=step, data=fault.to_json())
+        await self._record.event("fault_injected", fault.sentence, rank=fault.rank, step=step, data=to_json(fault))
         try:
-            async with asyncio.timeout(INJECT_SECONDS):
-                await agents[fault.rank].arm.remote(fault.to_json())
-        except (self._site.ray.exceptions.RayError, TimeoutError) as error:
+            await within(INJECT_SECONDS, agents[fault.rank].arm(fault))
+        except AgentError as error:
             raise FaultNotPossible(f"the agent of rank {fault.rank} does not answer; try again") from error
 
     def node_lost(self, node: str, why: str) -> None:
@@ -171,7 +172,7 @@ class Supervisor:
             lost_too = " and its agents were lost" if rows else ""
             return Reacquire(Launch(f"the control plane was restarted{lost_too}", counts=job.generation > 0))
         lost = [rank for rank in range(len(rows)) if rank not in about]
-        if any(state["generation"] != job.generation for state in about.values()):
+        if any(state.generation != job.generation for state in about.values()):
             if lost:
                 death = Death(lost[0], "agent_lost", message="lost its agent while the control plane was away")
                 return Recover(death, tuple(lost), RecoveryTimeline(time.time()))
@@ -287,7 +288,7 @@ class Supervisor:
         """Start the next generation on the agents at hand."""
         try:
             running = await self._launcher.launch(launch)
-        except (self._site.ray.exceptions.RayError, LaunchFailed, TimeoutError) as error:
+        except (AgentError, LaunchFailed, TimeoutError) as error:
             log.warning("launch of %s failed: %s", self._job.id, error)
             death, lost = await self._launch_failure(error)
             return Recover(death, lost, RecoveryTimeline(time.time()), launch)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from workers.liveness.trainer_status import TrainerStatus
+
 AXES = ("tensor", "pipeline", "data", "embedding", "world")
 """Axes in the order of the channels' numbers, and the names of their counts."""
 Group = Callable[[Any, int], Sequence[int]]
@@ -39,19 +41,21 @@ class Look:
     """Grows with every change."""
 
     @classmethod
-    def of(cls, rank: int, answer: Mapping[str, Any] | None) -> Look:
+    def of(cls, rank: int, status: TrainerStatus | None) -> Look:
         """From what an agent's `progress` answered; None: it did not answer."""
-        if answer is None:
+        if status is None:
             return cls(rank, answered=False)
-        record = answer["record"] or {}
+        record = status.record
+        if record is None:
+            return cls(rank, overdue=status.overdue, stopped=status.stopped)
         return cls(
             rank,
-            overdue=answer["overdue"],
-            stopped=answer["stopped"],
-            waits_for=record.get("waits_for"),
-            step=record.get("step", 0),
-            counts=record.get("counts"),
-            heartbeat=record.get("heartbeat"),
+            overdue=status.overdue,
+            stopped=status.stopped,
+            waits_for=record.waits_for,
+            step=record.step,
+            counts=record.counts,
+            heartbeat=record.heartbeat,
         )
 
 

@@ -16,7 +16,7 @@ from service.cluster.errors import NodeNotFound
 from service.faults import FaultsNotAllowed, refuse_impossible
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
-from workers.rank.faults import Fault
+from workers.messages import Fault
 
 DOCUMENT: dict[str, Any] = {
     "name": "small",

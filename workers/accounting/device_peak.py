@@ -6,11 +6,13 @@ import json
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from workers.accounting.device_table import known_peak
+from workers.json_codec import JsonObject, to_json
+from workers.messages import PeakRate
 
 MEASURE_SECONDS = 0.2
 CPU_SIZE, CUDA_SIZE = 768, 8192
@@ -67,13 +69,13 @@ def _settle(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def run(argument: dict[str, Any], control: socket.socket) -> int:
-    """Entry for the zygote: one JSON line `{"peak_flops", "source"}` on `control`. Returns the exit code.
+def run(argument: JsonObject, control: socket.socket) -> int:
+    """Entry for the zygote: a PeakRate as one JSON line on `control`. Returns the exit code.
 
     `argument["device"]` defaults to the first GPU where there is one, else "cpu"; `argument["precision"]` as in
     `measure_peak_flops`.
     """
     device = argument.get("device") or ("cuda:0" if torch.cuda.is_available() else "cpu")
     peak = measure_peak_flops(device, argument.get("precision"))
-    control.sendall(json.dumps({"peak_flops": peak.flops, "source": peak.source}).encode() + b"\n")
+    control.sendall(json.dumps(to_json(PeakRate(peak.flops, peak.source))).encode() + b"\n")
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -27,14 +26,6 @@ class ProcessState:
     def stopped(self) -> bool:
         """Whether a signal stopped it; a debugger does not count."""
         return self.letter == "T"
-
-    def to_json(self) -> dict[str, Any]:
-        """For events."""
-        return {
-            "state": self.letter,
-            "cpu_seconds": round(self.cpu_seconds, 2),
-            "starved": round(self.delay_seconds, 2),
-        }
 
 
 def process_state(pid: int) -> ProcessState | None:

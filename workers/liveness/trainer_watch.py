@@ -10,18 +10,18 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from workers.liveness.hang_timeouts import STOPPED_SECONDS, Standstill, patience
 from workers.liveness.process_state import ProcessState, process_state
 from workers.liveness.progress import ProgressReader, Record, progress_path
+from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
 
 LOOK_SECONDS = 0.25
 COMMIT_LOOK_SECONDS = 0.01
 COMMIT_SECONDS = 60.0
 
-Tell = Callable[[dict[str, Any]], None]
-"""Takes the data of a `stalled` report."""
+Tell = Callable[[TrainerStatus], None]
+"""Takes the payload of a `stalled` report."""
 
 
 class Watch:
@@ -98,15 +98,14 @@ class Watch:
             return self._record is None or self._record.phase != "done"
         return self._still.seconds > self.allowed
 
-    def describe(self) -> dict[str, Any]:
-        """Where the trainer stands, as JSON: `overdue`, `stopped`, `standing_seconds`, `record` (see `Record.to_json`,
-        None before there is one), `process` (see `ProcessState.to_json`)."""
-        return {
-            "pid": self._pid,
-            "overdue": self.overdue,
-            "stopped": self._still.stopped_seconds >= STOPPED_SECONDS,
-            "standing_seconds": round(max(self._still.seconds, self._still.stopped_seconds), 2),
-            "burning": self._still.burning,
-            "record": self._record.to_json() if self._record is not None else None,
-            "process": self._process.to_json() if self._process is not None else None,
-        }
+    def describe(self) -> TrainerStatus:
+        """Where the trainer stands."""
+        return TrainerStatus(
+            pid=self._pid,
+            overdue=self.overdue,
+            stopped=self._still.stopped_seconds >= STOPPED_SECONDS,
+            standing_seconds=round(max(self._still.seconds, self._still.stopped_seconds), 2),
+            burning=self._still.burning,
+            record=Position.of(self._record) if self._record is not None else None,
+            process=ProcessUse.of(self._process) if self._process is not None else None,
+        )

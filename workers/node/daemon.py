@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.errors import MantaError
+from workers.json_codec import JsonObject, from_json, to_json
+from workers.messages import NodeDescription, PeakRate, StoreAddress, StoreArgument, StorePort
 from workers.node.heartbeat import Pulse
 from workers.node.host import this_host
 from workers.node.preemption import NOTICE_SECONDS, on_termination
 from workers.paths import SHARED_MEMORY, Paths, zygote_socket
+from workers.remote_call import serve
 from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from workers.zygote.keeper import ZygoteKeeper
 
@@ -58,10 +61,14 @@ class NodeDaemon:
         self._zygote = ZygoteKeeper(self._socket_path, self._paths.zygote_log(node), zygote_options, zygote_environment)
         self._stores: dict[str, _Store] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._peak: asyncio.Task[dict[str, Any] | None] | None = None
+        self._peak: asyncio.Task[PeakRate | None] | None = None
         self._pulse = Pulse(this_host().address, node)
 
-    async def start(self) -> dict[str, Any]:
+    async def call(self, method: str, arguments: JsonObject) -> Any:
+        """A method of this class for other processes: arguments and answer as JSON (`remote_call.py`)."""
+        return await serve(self, method, arguments)
+
+    async def start(self) -> NodeDescription:
         """Start the zygote and begin to measure the device. Answers like `describe`. A second call does nothing."""
         if self._peak is None:
             self._paths.make_runtime_folder()
@@ -70,35 +77,31 @@ class NodeDaemon:
             self._peak = asyncio.create_task(self._measure_peak(), name="peak rate")
         return await self.describe()
 
-    async def describe(self) -> dict[str, Any]:
-        """This node: `node`, `host`, `ip`, `pid`, `zygote_pid`, shared memory in bytes, `pulse` (where it
-        answers beats: host and port), `peak_flops` and its source.
-
-        `peak_flops` (FLOP/s of one rank's device) and `peak_source` are None until measured, or when that failed.
-        """
+    async def describe(self) -> NodeDescription:
+        """This node."""
         host, memory = this_host(), shutil.disk_usage(SHARED_MEMORY)
         peak = self._peak.result() if self._peak is not None and self._peak.done() else None
-        return {
-            "node": self._node,
-            "host": host.name,
-            "ip": host.address,
-            "pid": os.getpid(),
-            "zygote_pid": self._zygote.pid,
-            "pulse": list(self._pulse.address),
-            "shared_memory_bytes": memory.total,
-            "shared_memory_free_bytes": memory.free,
-            "peak_flops": peak["peak_flops"] if peak else None,
-            "peak_source": peak["source"] if peak else None,
-        }
+        address, port = self._pulse.address
+        return NodeDescription(
+            node=self._node,
+            host=host.name,
+            address=address,
+            pid=os.getpid(),
+            heartbeat_port=port,
+            zygote_pid=self._zygote.pid,
+            shared_memory_bytes=memory.total,
+            shared_memory_free_bytes=memory.free,
+            peak_flops=peak.peak_flops if peak is not None else None,
+        )
 
     async def drain(self, seconds: float) -> None:
         """This node is to be left within `seconds`: tell the control plane, now and whenever it connects. SIGTERM does
         the same, with NOTICE_SECONDS."""
         self._pulse.drain(seconds)
 
-    async def start_store(self, job: str, generation: int) -> dict[str, Any]:
+    async def start_store(self, job: str, generation: int) -> StoreAddress:
         """Serve a rendezvous store for `job`: the one that it has here, where it still runs, since every generation
-        has keys of its own in it. Answers `{"host", "port"}`.
+        has keys of its own in it.
 
         Raises StoreUnavailable when it does not start, and when a newer generation has its store here already;
         ZygoteUnavailable if the zygote does not answer.
@@ -112,10 +115,10 @@ class NodeDaemon:
                 )
             if current is not None and not current.process.ended:
                 current.generation = generation
-                return {"host": current.host, "port": current.port}
+                return StoreAddress(current.host, current.port)
             await self._end_store(job)
             host = this_host().address
-            process = await fork(self._socket_path, "store", {"host": host})
+            process = await fork(self._socket_path, "store", to_json(StoreArgument(host)))
             self._stores[job] = store = _Store(generation, process, host)
             line = await process.control.readline()
             if not line:
@@ -123,8 +126,8 @@ class NodeDaemon:
                 raise StoreUnavailable(
                     await _last_words(process, f"The rendezvous store of {job} did not start on {host}")
                 )
-            store.port = json.loads(line)["port"]
-            return {"host": host, "port": store.port}
+            store.port = from_json(StorePort, json.loads(line)).port
+            return StoreAddress(host, store.port)
 
     async def stop_store(self, job: str) -> None:
         """End the rendezvous store of `job`, if there is one here."""
@@ -139,7 +142,7 @@ class NodeDaemon:
         with contextlib.suppress(OSError):
             self._paths.snapshot_root.rmdir()
 
-    async def sweep(self, live_jobs: Sequence[str]) -> list[str]:
+    async def sweep(self, live_jobs: list[str]) -> list[str]:
         """Remove stores and snapshots of all jobs but `live_jobs`. Answers the jobs whose leftovers were removed."""
         live, removed = set(live_jobs), set()
         for job in [job for job in self._stores if job not in live]:
@@ -169,7 +172,7 @@ class NodeDaemon:
             await store.process.wait()
             store.process.close()
 
-    async def _measure_peak(self) -> dict[str, Any] | None:
+    async def _measure_peak(self) -> PeakRate | None:
         """Best effort: without it MFU is not known, and nothing else is lost."""
         try:
             process = await fork(self._socket_path, "peak", {})
@@ -179,7 +182,7 @@ class NodeDaemon:
                 process.close()
         except (ZygoteUnavailable, TimeoutError):
             return None
-        return json.loads(line) if line else None
+        return from_json(PeakRate, json.loads(line)) if line else None
 
 
 async def _last_words(process: ForkedProcess, sentence: str) -> str:

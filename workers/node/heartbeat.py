@@ -14,13 +14,15 @@ import threading
 import time
 from typing import Any
 
+from workers.json_codec import to_json
+from workers.messages import Heartbeat
+
 BACKLOG = 64
 CHUNK_BYTES = 4096
 
 
 class Pulse:
-    """Answers each line that it receives, on any connection, with one JSON line: `node` and `drain_seconds`, which is
-    how long the node can still be counted on, or None where nobody has said that it ends."""
+    """Answers each line that it receives, on any connection, with a Heartbeat as one JSON line."""
 
     def __init__(self, host: str, node: str):
         """Listen at `host`, on a free port."""
@@ -101,7 +103,7 @@ class Pulse:
             self._answer(connection)
 
     def _answer(self, connection: socket.socket) -> None:
-        line = json.dumps({"node": self._node, "drain_seconds": self.drain_seconds}) + "\n"
+        line = json.dumps(to_json(Heartbeat(self._node, self.drain_seconds))) + "\n"
         try:
             connection.sendall(line.encode())
         except OSError:  # it is gone, or does not read

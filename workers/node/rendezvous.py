@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import socket
-from typing import Any
 
 from torch.distributed import TCPStore
+
+from workers.json_codec import JsonObject, from_json, to_json
+from workers.messages import StoreArgument, StorePort
 
 BACKLOG = 1024
 
 
-def run(argument: dict[str, Any], control: socket.socket) -> int:
-    """Serve a TCPStore on a free port of `argument["host"]` until `control` is closed by the other side.
+def run(argument: JsonObject, control: socket.socket) -> int:
+    """Serve a TCPStore on a free port of the host in `argument`, a StoreArgument, until `control` is closed by the
+    other side.
 
-    Says `{"port": N}` on `control` once it serves. Returns the exit code. Raises OSError if the host is not ours.
+    Says a StorePort on `control` once it serves. Returns the exit code. Raises OSError if the host is not ours.
     """
-    host = str(argument["host"])
+    host = from_json(StoreArgument, argument).host
     # Our own listening socket, because TCPStore's would be open on every interface of the machine.
     listener = socket.create_server((host, 0), family=_family(host), backlog=BACKLOG)
     port = listener.getsockname()[1]
     store = TCPStore(
         host, port, is_master=True, wait_for_workers=False, use_libuv=True, master_listen_fd=listener.detach()
     )
-    control.sendall(json.dumps({"port": store.port}).encode() + b"\n")
+    control.sendall(json.dumps(to_json(StorePort(store.port))).encode() + b"\n")
     while control.recv(4096):
         pass
     return 0

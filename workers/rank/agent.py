@@ -9,23 +9,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from workers.errors import MantaError
+from workers.json_codec import JsonObject, to_json
 from workers.liveness.stacks import stacks_path, take_stacks
+from workers.liveness.trainer_status import TrainerStatus
 from workers.liveness.trainer_watch import Watch
-from workers.messages import LaunchOrder
+from workers.messages import (
+    AgentDescription,
+    BackupAddress,
+    Fault,
+    Launched,
+    LaunchOrder,
+    StoredSnapshot,
+    TrainerArgument,
+    check_protocol,
+)
 from workers.node.host import this_host
 from workers.paths import Paths, rank_stem, zygote_socket
 from workers.rank.rank_log import RankLog
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.trainer_run import TrainerRun
-from workers.snapshot.backup import ReplicaError, ReplicaServer, Replicator, fetch
+from workers.remote_call import serve
+from workers.reports import KillReason, Report
+from workers.snapshot.backup import ReplicaError, ReplicaServer, Replication, Replicator, fetch
 from workers.snapshot.snapshot_file import committed_steps
 from workers.snapshot.snapshots import kept_files, steps_kept
-from workers.zygote.client import ZygoteUnavailable, fork
+from workers.zygote.client import Exit, ZygoteUnavailable, fork
 
 ZYGOTE_WAIT_SECONDS = 60.0
 """How long a launch waits for a zygote that still imports torch."""
@@ -58,83 +71,86 @@ class Agent:
         self._minding: asyncio.Task[None] | None = None
         self._watch: Watch | None = None
         self._lock = asyncio.Lock()
-        self._replicas: ReplicaServer | None = None
-        self._replicator: Replicator | None = None
-        self._faults: dict[str, dict[str, Any]] = {}
+        self._backups: ReplicaServer | None = None
+        self._backup: Replicator | None = None
+        self._faults: dict[str, Fault] = {}
         self._struck: set[str] = set()
 
-    async def describe(self) -> dict[str, Any]:
-        """Where this rank is: `host`, `ip`, `node`, `pid` (the agent's), `trainer_pid`, `generation`,
-        `group` (its placement group), `devices`."""
+    async def call(self, method: str, arguments: JsonObject) -> Any:
+        """A method of this class for other processes: arguments and answer as JSON (`remote_call.py`)."""
+        return await serve(self, method, arguments)
+
+    async def describe(self) -> AgentDescription:
+        """Where this rank is."""
         host = this_host()
         running = self._run is not None and not self._run.ended
-        return {
-            "host": host.name,
-            "ip": host.address,
-            "node": host.node,
-            "pid": os.getpid(),
-            "trainer_pid": self._run.process.pid if self._run is not None and running else None,
-            "generation": self._generation,
-            "group": self._group,
-            "devices": list(host.devices),
-        }
+        return AgentDescription(
+            host=host.name,
+            address=host.address,
+            pid=os.getpid(),
+            node=host.node,
+            trainer_pid=self._run.process.pid if self._run is not None and running else None,
+            generation=self._generation,
+            group=self._group,
+            devices=host.devices,
+        )
 
-    async def launch(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Start the trainer of a new generation from `order`, a LaunchOrder as JSON. Answers `{"pid", "kept"}`.
+    async def launch(self, order: LaunchOrder) -> Launched:
+        """Start the trainer of a new generation from `order`.
 
-        A trainer at rest goes on with it (`kept`); any other that still runs is killed and reaped first. Raises
+        A trainer at rest goes on with it; any other that still runs is killed and reaped first. Raises
         StaleGeneration unless the order's generation is above every earlier one, ZygoteUnavailable if the node's
-        zygote does not answer.
+        zygote does not answer, ProtocolMismatch.
         """
-        launch = LaunchOrder.from_json(order)
-        self._refuse_stale(launch)
-        self._generation = launch.generation  # from here on, older orders that wait for the lock are stale
+        check_protocol("the control plane", order.protocol)
+        self._refuse_stale(order)
+        self._generation = order.generation  # from here on, older orders that wait for the lock are stale
         async with self._lock:
-            self._refuse_replaced(launch)
-            self._become(launch.rank)
-            launch = replace(launch, faults=tuple(self._waiting_faults()))
-            if self._run is not None and self._run.at_rest and launch.in_place:
+            self._refuse_replaced(order)
+            self._become(order.rank)
+            order = replace(order, faults=tuple(self._waiting_faults()))
+            if self._run is not None and self._run.at_rest and order.in_place:
                 kept = self._run.generation > 0
-                self._run.go(launch)
-                self._mind(self._run, launch)
-                await self.stop_replication()  # in this generation it may be for somebody else, or nobody
-                return {"pid": self._run.process.pid, "kept": kept}
+                self._run.go(order)
+                self._mind(self._run, order)
+                await self.stop_backups()  # in this generation it may be for somebody else, or nobody
+                return Launched(self._run.process.pid, kept)
             if self._run is not None:
                 await self._run.stop()
-            self._run = await self._fork(launch)
+            self._run = await self._fork(order)
             for fault in self._waiting_faults():
-                if fault not in launch.faults:  # it came meanwhile
+                if fault not in order.faults:  # it came meanwhile
                     self._run.arm(fault)
-            self._mind(self._run, launch)
-            await self.stop_replication()
-            return {"pid": self._run.process.pid, "kept": False}
+            self._mind(self._run, order)
+            await self.stop_backups()
+            return Launched(self._run.process.pid)
 
-    async def prepare(self, order: dict[str, Any]) -> bool:
+    async def prepare(self, order: LaunchOrder) -> bool:
         """Have a trainer ready for an order like this one, but of a later generation, unless one runs. Answers once it
         is ready; False when it could not be made so. Raises ZygoteUnavailable."""
         async with self._lock:
             if self._run is None or self._run.ended:
-                self._run = await self._fork(LaunchOrder.from_json(order), prepared=True)
+                self._run = await self._fork(order, prepared=True)
         return await self._run.prepared()
 
     async def _fork(self, order: LaunchOrder, prepared: bool = False) -> TrainerRun:
         host = this_host()
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(host.devices)} if host.devices else {}
         socket_path = zygote_socket(self._runtime_folder, host.node)
-        argument = {"prepare": order.to_json()} if prepared else order.to_json()
+        argument = to_json(TrainerArgument(order, prepare=prepared))
         wait = PREPARE_WAIT_SECONDS if prepared else ZYGOTE_WAIT_SECONDS
         process = await fork(socket_path, "trainer", argument, environment, timeout=wait)
         return TrainerRun(order, process, self._reports, self._log, prepared, self._struck)
 
-    async def arm(self, fault: dict[str, Any]) -> None:
-        """Have this rank's trainer carry out `fault` (`Fault.to_json`) when it gets there: the one that runs now, or
-        one of a later generation while this agent lives."""
-        self._faults[fault["id"]] = fault
+    async def arm(self, fault: Fault) -> None:
+        """Have this rank's trainer carry out `fault` when it gets there: the one that runs now, or one of a later
+        generation while this agent lives."""
+        self._faults[fault.id] = fault
         if self._run is not None and not self._run.ended:
             self._run.arm(fault)
 
-    def _waiting_faults(self) -> list[dict[str, Any]]:
-        return [fault for fault in self._faults.values() if fault["id"] not in self._struck]
+    def _waiting_faults(self) -> list[Fault]:
+        return [fault for fault in self._faults.values() if fault.id not in self._struck]
 
     def _mind(self, run: TrainerRun, order: LaunchOrder) -> None:
         """Watch over a trainer that has begun to carry out `order`."""
@@ -151,7 +167,7 @@ class Agent:
         ended = await run.wait()
         if ended.signal is not None and not run.stopped and self._order is not None:
             with contextlib.suppress(ZygoteUnavailable):  # then the launch that follows says so
-                await self.prepare(self._order.to_json())
+                await self.prepare(self._order)
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
         """Bring the trainer of `generation` to rest, after the step under way if that ends within `patience` seconds;
@@ -173,14 +189,14 @@ class Agent:
             return
         compiles = bool(order.spec.get("train", {}).get("compile", False))
 
-        def tell(data: dict[str, Any]) -> None:
-            self._reports.add("stalled", self._generation, self._rank, data)
+        def tell(status: TrainerStatus) -> None:
+            self._reports.add(status, self._generation, self._rank)
 
         self._watch = Watch(run.process.pid, self._rank, self._snapshot_folder, compiles, tell)
         run.beside(self._watch.run())
 
-    async def progress(self) -> dict[str, Any] | None:
-        """Where the trainer stands (see `Watch.describe`); None when none runs, or none is watched."""
+    async def progress(self) -> TrainerStatus | None:
+        """Where the trainer stands; None when none runs, or none is watched."""
         if self._run is None or self._run.ended or self._watch is None:
             return None
         return self._watch.describe() if self._watch.look() else None
@@ -190,11 +206,11 @@ class Agent:
         answer; empty when it is not this agent's. They are written into the rank's log too."""
         if self._run is None or self._run.ended or self._run.process.pid != pid or self._snapshot_folder is None:
             return ""
-        found = await take_stacks(pid, stacks_path(self._snapshot_folder, self._rank))
-        self._log.write(self._generation, "agent", found.splitlines())
-        return found
+        stacks = await take_stacks(pid, stacks_path(self._snapshot_folder, self._rank))
+        self._log.write(self._generation, "agent", stacks.splitlines())
+        return stacks
 
-    async def condemn(self, pid: int, kind: str, message: str, after_commit: bool = False) -> bool:
+    async def kill(self, pid: int, kind: str, message: str, after_commit: bool = False) -> bool:
         """SIGKILL the trainer `pid`, after the next step that it commits with `after_commit`; its exit report says why.
         False when it is not this agent's, has ended, or does not commit."""
         run, watch = self._run, self._watch
@@ -202,7 +218,7 @@ class Agent:
             return False
         if after_commit and not (watch is not None and await watch.next_commit()):
             return False
-        run.condemn(kind, message)
+        run.kill(KillReason(kind, message))
         return True
 
     def _refuse_stale(self, order: LaunchOrder) -> None:
@@ -228,78 +244,76 @@ class Agent:
             return []
         return steps_kept(self._snapshot_folder, self._rank, layout)
 
-    async def kept(self) -> list[dict[str, Any]]:
-        """The job's snapshot files on this node, of all ranks and layouts: `path`, `rank`, `layout` (tag),
-        `is_replica`, `steps` (committed ones that are whole)."""
-        found = kept_files(self._snapshot_folder) if self._snapshot_folder is not None else []
-        return [{**asdict(file), "path": str(file.path), "steps": committed_steps(file.path)} for file in found]
+    async def snapshot_files(self) -> list[StoredSnapshot]:
+        """The job's snapshot files on this node, of all ranks and layouts."""
+        files = kept_files(self._snapshot_folder) if self._snapshot_folder is not None else []
+        return [
+            StoredSnapshot(str(file.path), file.rank, file.layout, file.is_replica, tuple(committed_steps(file.path)))
+            for file in files
+        ]
 
-    async def receive_replicas(self, token: str, generation: int) -> dict[str, Any]:
-        """Keep replicas of other ranks' snapshots, for callers who know `token` and are of `generation` or later, and
-        give them out again. Answers where: `{"host", "port"}`. Without shared memory there is nothing: `{}`.
-        Raises ReplicaError for an older generation than before."""
+    async def receive_backups(self, token: str, generation: int) -> BackupAddress | None:
+        """Take backups of other ranks' snapshots, from callers who know `token` and are of `generation` or later, and
+        give snapshots out. Answers where; None without shared memory, where there is nothing. Raises ReplicaError for
+        an older generation than before."""
         if self._snapshot_folder is None:
-            return {}
-        if self._replicas is None:
-            self._replicas = ReplicaServer(self._snapshot_folder, this_host().address, token, generation)
-        self._replicas.expect(token, generation)
-        host, port = self._replicas.address
-        return {"host": host, "port": port}
+            return None
+        if self._backups is None:
+            self._backups = ReplicaServer(self._snapshot_folder, this_host().address, token, generation)
+        self._backups.expect(token, generation)
+        return BackupAddress(*self._backups.address)
 
-    async def replicate_to(
-        self, partner: dict[str, Any], token: str, generation: int, layout: str, every: int = 1
+    async def send_backups(
+        self, partner: BackupAddress, token: str, generation: int, layout: str, every: int = 1
     ) -> None:
-        """Stream this rank's snapshots of the layout with tag `layout` to the agent that answered `partner` to
-        `receive_replicas`, from now on and instead of any other. `every`: see Replicator. Raises StaleGeneration."""
+        """Stream this rank's snapshots of the layout with tag `layout` to the agent at `partner`, from now on and
+        instead of any other. `every`: see Replicator. Raises StaleGeneration."""
         if generation < self._generation:
             raise StaleGeneration(f"Generation {generation} of rank {self._rank} was replaced by {self._generation}.")
-        await self.stop_replication()
-        if self._snapshot_folder is not None and partner:
-            address = (str(partner["host"]), int(partner["port"]))
-            self._replicator = Replicator(self._snapshot_folder, self._rank, layout, address, token, generation, every)
+        await self.stop_backups()
+        if self._snapshot_folder is not None:
+            address = (partner.host, partner.port)
+            self._backup = Replicator(self._snapshot_folder, self._rank, layout, address, token, generation, every)
 
-    async def stop_replication(self) -> None:
+    async def stop_backups(self) -> None:
         """Send no more snapshots; what the partner has stays there."""
-        replicator, self._replicator = self._replicator, None
-        if replicator is not None:
-            await asyncio.to_thread(replicator.stop)
+        backup, self._backup = self._backup, None
+        if backup is not None:
+            await asyncio.to_thread(backup.stop)
 
-    async def replication(self) -> dict[str, Any] | None:
-        """How far this rank's replica is (`Replication`); None without a partner."""
-        return self._replicator.state.to_json() if self._replicator is not None else None
+    async def backup_progress(self) -> Replication | None:
+        """How far this rank's backup is; None without a partner."""
+        return self._backup.state if self._backup is not None else None
 
     async def fetch_snapshot(
-        self, rank: int, holder: dict[str, Any], token: str, generation: int, layout: str, of: int | None = None
+        self, rank: int, holder: BackupAddress, token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
-        """Bring the snapshots of `rank` that the agent `holder` (as `receive_replicas` answered) keeps to this node, or
-        those of the rank `of`, which has the same state; the steps that came whole. Raises ReplicaError,
-        SharedMemoryError, OSError."""
+        """Bring the snapshots of `rank` that the agent at `holder` has to this node, or those of the rank `of`, which
+        has the same state; the steps that came whole. Raises ReplicaError, SharedMemoryError, OSError."""
         if self._snapshot_folder is None:
             raise ReplicaError("this agent was started without a folder in shared memory")
-        address = (str(holder["host"]), int(holder["port"]))
+        address = (holder.host, holder.port)
         return await asyncio.to_thread(fetch, self._snapshot_folder, rank, layout, address, token, generation, of)
 
-    async def reports(self, after: int, timeout: float) -> list[dict[str, Any]]:
-        """Reports with a sequence above `after`, as JSON: at once if there are any, else within `timeout` seconds.
+    async def reports(self, after: int, timeout: float) -> list[Report]:
+        """Reports with a sequence above `after`: at once if there are any, else within `timeout` seconds.
 
         Asking is acknowledging: reports up to `after` are forgotten. At most some thousands at a time; ask again.
         """
-        return [report.to_json() for report in await self._reports.read(after, timeout)]
+        return await self._reports.read(after, timeout)
 
-    async def stop(self) -> dict[str, int | None]:
-        """SIGKILL the trainer and wait until it is reaped. Answers its `code` and `signal`; both None if none ran."""
+    async def stop(self) -> Exit:
+        """SIGKILL the trainer and wait until it is reaped. Answers how it ended; `Exit(None, None)` if none ran."""
         async with self._lock:
-            if self._run is None:
-                return {"code": None, "signal": None}
-            return (await self._run.stop()).to_json()
+            return Exit(None, None) if self._run is None else await self._run.stop()
 
     async def close(self) -> None:
         """Stop for good: the trainer is gone, this rank's snapshots are removed. The agent may be killed then."""
         await self.stop()
-        await self.stop_replication()
-        if self._replicas is not None:
-            await asyncio.to_thread(self._replicas.close)
-            self._replicas = None
+        await self.stop_backups()
+        if self._backups is not None:
+            await asyncio.to_thread(self._backups.close)
+            self._backups = None
         self._log.close()
         if self._snapshot_folder is None:
             return

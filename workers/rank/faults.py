@@ -1,4 +1,4 @@
-"""Faults that are made on purpose: what they are, when they strike, and how each harms the calling process.
+"""Faults that are injected on request: when they strike, and how each harms the calling process.
 
 A fault is armed in the trainer and strikes on its training thread, when that reaches the step and the phase. Until one
 is armed nothing is checked for: arming swaps the class of the trainer's Progress, which every phase passes through.
@@ -13,20 +13,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from workers.liveness.progress import Phase, Progress
+from workers.messages import BETWEEN_STEPS, Fault, FaultPhase
 
-FaultKind = Literal["kill", "stop", "hang", "oom", "exception", "slow", "node", "store", "partition"]
-FaultPhase = Literal[
-    "data", "forward", "backward", "reduction", "optimizer", "snapshot", "checkpoint", "start", "recovery"
-]
-KINDS: tuple[FaultKind, ...] = FaultKind.__args__  # type: ignore[attr-defined]
-PHASES: tuple[FaultPhase, ...] = FaultPhase.__args__  # type: ignore[attr-defined]
-BETWEEN_STEPS = ("start", "recovery")
-"""Phases of the beginning of a generation, where the number of a step means nothing."""
 STRUCK = "fault_struck"
 """Type of the event with which a rank says, in its last words, that a fault strikes now."""
 
@@ -34,41 +25,6 @@ _REACHED: dict[FaultPhase, tuple[Phase, ...]] = {"start": ("connecting", "restor
 _FOREVER_SECONDS = 10**6
 _OOM_BYTES, _CHUNK_BYTES = 64 * 1024 * 1024, 8 * 1024 * 1024
 _LISTENING = "0A"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault of one rank."""
-
-    id: str
-    """Names it in events."""
-    kind: FaultKind
-    """kill: SIGKILL to the rank's process; stop: SIGSTOP to it; hang: it never returns; oom: it allocates until it gets
-    nothing more; exception: it raises; slow: from now on it sleeps in each step; node: all that runs on its node is
-    killed; store: the job's rendezvous store on its node is killed; partition: its connections are cut."""
-    rank: int
-    """Global rank."""
-    at_step: int = 0
-    """First step in which it may strike; it means nothing for the phases start and recovery."""
-    phase: FaultPhase = "data"
-    """Where in the step; start: when the rank meets the others of its next generation, recovery: when it brings its
-    state to the step from which that generation goes on."""
-    seconds: float = 0.0
-    """slow: sleep in each step; partition: how long the rank does not get through to the others again."""
-    delay: float = 0.0
-    """kill, stop: seconds from the beginning of the phase, so that it strikes in the middle of it."""
-    hold_gil: bool = False
-    """hang: with the interpreter's lock held, so that no other thread of the process runs either."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return asdict(self)
-
-    @property
-    def sentence(self) -> str:
-        """For events and for people."""
-        where = f"in {self.phase}" if self.phase in BETWEEN_STEPS else f"in {self.phase} of step {self.at_step}"
-        return f"{self.kind} of rank {self.rank} {where} or as soon as possible after it"
 
 
 class InjectedError(RuntimeError):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import socket
 import threading
 from collections.abc import Callable
 
-from workers.messages import LaunchOrder
-from workers.rank.faults import Fault
+from workers.messages import Fault, LaunchOrder
+from workers.rank.commands import Arm, Go, Rest, read_command
 
 EXIT_ORPHANED = 76
 
@@ -41,10 +40,10 @@ class Mailbox:
             os._exit(EXIT_ORPHANED)
 
     def _take(self, line: bytes) -> None:
-        word = json.loads(line)
-        if word["do"] == "go":
-            self._orders.put(LaunchOrder.from_json(word["order"]))
-        elif word["do"] == "rest":
-            self._end(word["generation"], bool(word.get("after_step")))
-        elif word["do"] == "fault":
-            self._arm(Fault(**word["fault"]))
+        match read_command(line):
+            case Go(order):
+                self._orders.put(order)
+            case Rest(generation, after_step):
+                self._end(generation, after_step)
+            case Arm(fault):
+                self._arm(fault)

@@ -6,9 +6,8 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import replace
-from typing import Any
 
-from workers.messages import Report
+from workers.reports import Metrics, Payload, Report
 
 REPORTS_PER_READ = 2000
 MOST_ROWS = 50_000
@@ -26,11 +25,11 @@ class ReportBuffer:
         self._last = 0
         self._changed = asyncio.Event()
 
-    def add(self, kind: Any, generation: int, rank: int, data: dict[str, Any], when: float | None = None) -> None:
-        """Append a report of kind `kind`; `when` is the Unix time in seconds at which it was made (default: now)."""
+    def add(self, payload: Payload, generation: int, rank: int, when: float | None = None) -> None:
+        """Append a report of `payload`; `when` is the Unix time in seconds at which it was made (default: now)."""
         self._last += 1
         made = time.time() if when is None else when
-        self._reports.append(Report(kind, generation, rank, made, self._last, data))
+        self._reports.append(Report(payload, generation, rank, made, self._last))
         self._rows += _rows_in(self._reports[-1])
         if self._rows > self._most_rows:
             self._thin()
@@ -43,10 +42,10 @@ class ReportBuffer:
         self._rows = sum(map(_rows_in, self._reports))
 
     def _thinned(self, report: Report, whole: bool) -> Report:
-        if report.kind != "metrics" or whole:
+        if not isinstance(report.payload, Metrics) or whole:
             return report
-        rows = [row for row in report.data["rows"] if row["step"] % self._stride == 0]
-        return replace(report, data={**report.data, "rows": rows})
+        rows = tuple(row for row in report.payload.rows if row["step"] % self._stride == 0)
+        return replace(report, payload=Metrics(rows))
 
     async def read(self, after: int, timeout: float) -> list[Report]:
         """Reports with a sequence above `after`, at most REPORTS_PER_READ, as soon as there are any.
@@ -77,4 +76,4 @@ class ReportBuffer:
 
 
 def _rows_in(report: Report) -> int:
-    return len(report.data["rows"]) if report.kind == "metrics" else 0
+    return len(report.payload.rows) if isinstance(report.payload, Metrics) else 0

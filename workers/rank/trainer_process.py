@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,12 +34,12 @@ from workers.errors import (
     SharedMemoryError,
     SpikeError,
 )
+from workers.json_codec import JsonObject, from_json, to_json
 from workers.liveness.progress import Progress
 from workers.liveness.stacks import answer_with_stacks
-from workers.messages import Failure, LaunchOrder
+from workers.messages import Fault, LaunchOrder, TrainerArgument
 from workers.rank.faults import (
     STRUCK,
-    Fault,
     Faults,
     InjectedError,
     hang,
@@ -51,6 +51,19 @@ from workers.rank.faults import (
 from workers.rank.mailbox import Mailbox
 from workers.rank.priority import give_way
 from workers.reporter import Reporter
+from workers.reports import (
+    Event,
+    Failure,
+    Finished,
+    Metrics,
+    Payload,
+    Prepared,
+    Report,
+    Resting,
+    Started,
+    kind_of,
+    payload_of,
+)
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
 
@@ -68,17 +81,16 @@ _KINDS: dict[type[BaseException], str] = {
 }
 
 
-def run(argument: dict[str, Any], control: socket.socket) -> int:
-    """Train as the LaunchOrder in `argument` says; returns the exit status. `{"prepare": order}`: build what such an
-    order needs, and wait for one that is to be carried out.
+def run(argument: JsonObject, control: socket.socket) -> int:
+    """Train as `argument`, a TrainerArgument, says; returns the exit status.
 
     Whatever goes wrong becomes a `failure` report, except for the loss of a peer where the order is to repair in
     place: then the process comes to rest and goes on in the next generation.
     """
-    prepared = "prepare" in argument
-    life = Life(LaunchOrder.from_json(argument["prepare"] if prepared else argument), control)
+    task = from_json(TrainerArgument, argument)
+    life = Life(task.order, control)
     try:
-        if prepared:
+        if task.prepare:
             life.prepare()
         while not life.live():
             life.rest()
@@ -108,7 +120,7 @@ class Life:
         """Be ready for an order like this one, then wait for it."""
         self.order = replace(self.order, generation=0)
         self._build()
-        self.reporter.send("prepared", {})
+        self._report(Prepared())
         self.order = self._mailbox.next_order(after=0)
 
     def live(self) -> bool:
@@ -117,7 +129,7 @@ class Life:
             self._join()
             trainer = self._trainer
             assert trainer is not None
-            self.reporter.send("started", self._about())
+            self._report(Started(os.getpid(), self._connected_at))
             self._print(f"goes on after step {trainer.step}")
             if self.order.device == "cpu":
                 give_way()
@@ -130,9 +142,6 @@ class Life:
             return False
         return True
 
-    def _about(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "resume": asdict(self.order.resume), "connected_at": self._connected_at}
-
     def rest(self) -> None:
         """Leave the generation at once, so that whoever waits for this rank is freed; then wait for the next order."""
         if self._comm is not None:
@@ -142,13 +151,13 @@ class Life:
             self._trainer.rest()
             step = self._trainer.settled_step
         self._print(f"rests ({self._lost})")
-        self.reporter.send("resting", {"step": step, "message": self._lost})
+        self._report(Resting(step, self._lost))
         self.order = self._mailbox.next_order(self.order.generation)
 
     def finish(self) -> int:
         """Say that the job's last step is committed."""
         assert self._trainer is not None
-        self.reporter.send("finished", {"step": self._trainer.step, "seconds": self._trainer.clock.lap()})
+        self._report(Finished(self._trainer.step, self._trainer.clock.lap()))
         self.reporter.close()
         return 0
 
@@ -160,7 +169,7 @@ class Life:
         step = self._trainer.step if self._trainer is not None else self.order.resume.step
         message = " ".join(str(error).split()) or type(error).__name__
         failure = Failure(kind, step + 1, type(error).__name__, message, text)  # type: ignore[arg-type]
-        self.reporter.send("failure", asdict(failure))
+        self._report(failure)
         self.reporter.close()
         return EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED
 
@@ -169,7 +178,7 @@ class Life:
         order = self.order
         self._build()
         assert self._comm is not None and self._trainer is not None
-        self._faults.arm((Fault(**fault) for fault in order.faults), self._comm.progress)
+        self._faults.arm(order.faults, self._comm.progress)
         self._comm.end(self._over)
         if self._comm.size("world") > 1:
             if order.store_host is None or order.store_port is None:
@@ -207,20 +216,26 @@ class Life:
         if self._comm is not None:
             self._comm.end(generation)
 
+    def _report(self, payload: Payload) -> None:
+        self.reporter.send(kind_of(payload), to_json(payload))
+
     def _print(self, what: str) -> None:
         print(f"generation {self.order.generation}: rank {self.order.rank} {what}", flush=True)
 
     def _sink(self, messages: list[dict[str, Any]]) -> None:
+        self._send(reports_of(self.order, messages))
+
+    def _send(self, reports: list[Report]) -> None:
         with self._sending:
-            self._control.sendall(report_lines(self.order, messages))
+            self._control.sendall(report_lines(reports))
 
     def _arm(self, fault: Fault) -> None:
         self._faults.arm([fault], self._comm.progress if self._comm is not None else None)
 
     def _strike(self, fault: Fault, step: int) -> None:
         """Say so, ahead of whatever the reporter has not shipped yet, and do it."""
-        data = {"type": STRUCK, "step": step, "message": f"{fault.kind} in {fault.phase}", "fault": fault.id}
-        self._sink([{"kind": "event", "time": time.time(), "data": data}])
+        last_words = Event(STRUCK, f"{fault.kind} in {fault.phase}", step, {"fault": fault.id})
+        self._send([Report(last_words, self.order.generation, self.order.rank, time.time())])
         if fault.kind in ("kill", "stop"):
             signal_self(signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP, fault.delay)
         elif fault.kind == "hang":
@@ -244,16 +259,29 @@ def _same_place(one: LaunchOrder, other: LaunchOrder) -> bool:
     return (one.spec, one.rank, one.snapshot_folder) == (other.spec, other.rank, other.snapshot_folder)
 
 
-def report_lines(order: LaunchOrder, messages: list[dict[str, Any]]) -> bytes:
-    """The reporter's `messages` as the agent reads them."""
-    lines = []
+def reports_of(order: LaunchOrder, messages: list[dict[str, Any]]) -> list[Report]:
+    """The reporter's `messages` as reports of the order's rank and generation; rows of metrics that follow each other
+    become one."""
+    reports = []
     for kind, batch in _runs(messages):
-        common = {"kind": kind, "generation": order.generation, "rank": order.rank}
         if kind == "metrics":
-            lines.append({**common, "time": time.time(), "data": {"rows": [item["data"] for item in batch]}})
+            rows = Metrics(tuple(item["data"] for item in batch))
+            reports.append(Report(rows, order.generation, order.rank, time.time()))
         else:
-            lines += [{**common, "time": item["time"], "data": item["data"]} for item in batch]
-    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+            reports += [Report(_payload(item), order.generation, order.rank, item["time"]) for item in batch]
+    return reports
+
+
+def _payload(message: dict[str, Any]) -> Payload:
+    data = dict(message["data"])
+    if message["kind"] != "event":
+        return payload_of(message["kind"], data)
+    return Event(data.pop("type"), data.pop("message"), data.pop("step"), data)
+
+
+def report_lines(reports: list[Report]) -> bytes:
+    """The reports as the agent reads them."""
+    return "".join(json.dumps(report.to_json()) + "\n" for report in reports).encode()
 
 
 def _comm_of(order: LaunchOrder, progress: Progress | None) -> Comm:

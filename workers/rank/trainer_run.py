@@ -6,19 +6,23 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
-from workers.messages import LaunchOrder
+from workers.json_codec import MalformedMessage
+from workers.messages import Fault, LaunchOrder
+from workers.rank.commands import Arm, Command, Go, Rest, command_line
 from workers.rank.faults import STRUCK
 from workers.rank.rank_log import LineSplitter, RankLog
 from workers.rank.report_buffer import ReportBuffer
+from workers.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
 from workers.zygote.client import Exit, ForkedProcess
 
 DRAIN_SECONDS = 2.0
 """How long to read on after a trainer's end. Its channels close with it, unless a grandchild holds on to them."""
 CHUNK_BYTES = 65536
-KINDS = frozenset({"started", "metrics", "event", "resting", "failure", "finished"})
-"""What a trainer says that is of a generation. All but `failure` are reports."""
+KINDS = frozenset({"prepared", "started", "metrics", "event", "resting", "failure", "finished"})
+"""What a trainer says; the other kinds of reports are its agent's own."""
 
 
 class TrainerRun:
@@ -47,8 +51,8 @@ class TrainerRun:
         self.stopped = False
         """Whether its end was asked for."""
         self._stderr = LineSplitter()
-        self._condemned: dict[str, str] | None = None
-        self._failure: dict[str, Any] | None = None
+        self._killed_for: KillReason | None = None
+        self._failure: Failure | None = None
         """What it said that it fails with; told with its end, since a reader who is replaced in between knows only what
         comes after."""
         self._watching = asyncio.create_task(self._watch(), name=f"trainer {process.pid}")
@@ -89,7 +93,7 @@ class TrainerRun:
             return self.at_rest  # an order of yesterday
         for seconds, after_step in ((patience, True), (grace, False)):
             if seconds and self.generation == generation and not self.at_rest:
-                self._tell({"do": "rest", "generation": generation, "after_step": after_step})
+                self._tell(Rest(generation, after_step))
                 resting = asyncio.create_task(self._resting.wait())
                 await asyncio.wait({resting, self._watching}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
                 resting.cancel()
@@ -105,15 +109,15 @@ class TrainerRun:
         """Hand the next generation's order to the trainer, which is at rest."""
         self._resting.clear()
         self.generation = order.generation
-        self._tell({"do": "go", "order": order.to_json()})
+        self._tell(Go(order))
 
-    def _tell(self, word: dict[str, Any]) -> None:
-        self.process.control_writer.write(json.dumps(word).encode() + b"\n")
+    def _tell(self, command: Command) -> None:
+        self.process.control_writer.write(command_line(command))
 
-    def arm(self, fault: dict[str, Any]) -> None:
+    def arm(self, fault: Fault) -> None:
         """Have the trainer carry out `fault` when it gets there."""
         if not self.process.ended:
-            self._tell({"do": "fault", "fault": fault})
+            self._tell(Arm(fault))
 
     async def stop(self) -> Exit:
         """SIGKILL the process and wait until it is reaped and reported."""
@@ -121,9 +125,9 @@ class TrainerRun:
         self.process.kill()
         return await self.wait()
 
-    def condemn(self, kind: str, message: str) -> None:
-        """SIGKILL the process, and have its `exit` report say in `condemned` why: `kind` and `message`."""
-        self._condemned = {"kind": kind, "message": message}
+    def kill(self, reason: KillReason) -> None:
+        """SIGKILL the process, and have its `exit` report say why."""
+        self._killed_for = reason
         self.process.kill()
 
     async def _watch(self) -> Exit:
@@ -132,19 +136,16 @@ class TrainerRun:
             asyncio.create_task(self._pump_output("stdout", self.process.stdout, LineSplitter())),
             asyncio.create_task(self._pump_output("stderr", self.process.stderr, self._stderr)),
         ]
-        found = await self.process.wait()
+        ended = await self.process.wait()
         _, late = await asyncio.wait(pumps, timeout=DRAIN_SECONDS)
         for pump in late:
             pump.cancel()
         await asyncio.gather(*late, return_exceptions=True)
-        data: dict[str, Any] = {**found.to_json(), "last_output": list(self._stderr.tail)}
-        if self._condemned is not None:
-            data["condemned"] = self._condemned
-        if self._failure is not None:
-            data["failure"] = self._failure
-        self._reports.add("exit", self.generation, self._rank, data)
+        last_output = tuple(self._stderr.tail)
+        exited = Exited(ended.code, ended.signal, last_output, self._failure, self._killed_for)
+        self._reports.add(exited, self.generation, self._rank)
         self.process.close()
-        return found
+        return ended
 
     async def _pump_reports(self) -> None:
         with contextlib.suppress(ConnectionError):
@@ -161,24 +162,26 @@ class TrainerRun:
     def _take(self, line: bytes) -> None:
         """Buffer one report, unless it makes no sense or belongs to another generation."""
         try:
-            document: dict[str, Any] = json.loads(line)
-            if document["kind"] == "prepared":
-                self._prepared.set()
-                return
+            document = json.loads(line)
             if document["generation"] != self.generation or document["kind"] not in KINDS:
                 return
-            kind, when, data = document["kind"], float(document["time"]), dict(document["data"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            report = Report.from_json(document)
+        except (ValueError, KeyError, TypeError, RecursionError, MalformedMessage) as error:
             self._log.write(self.generation, "agent", [f"unreadable report ({error}): {line[:200]!r}"])
             return
-        if kind == "failure":
-            self._failure = {**data, "at": when}
-            return
-        self._reports.add(kind, self.generation, self._rank, data, when)
-        if kind == "event" and data.get("type") == STRUCK:
-            self._struck.add(str(data.get("fault")))
-        if kind == "resting":
-            self._resting.set()
+        match report.payload:
+            case Prepared():
+                self._prepared.set()
+                return
+            case Failure() as failure:
+                self._failure = replace(failure, at=report.time)
+                return
+        self._reports.add(report.payload, self.generation, self._rank, report.time)
+        match report.payload:
+            case Event(type=kind, data=data) if kind == STRUCK:
+                self._struck.add(str(data.get("fault")))
+            case Resting():
+                self._resting.set()
 
     async def _pump_output(self, stream: str, reader: asyncio.StreamReader, splitter: LineSplitter) -> None:
         chunk = b"start"

@@ -32,10 +32,6 @@ class Exit:
     code: int | None
     signal: int | None
 
-    def to_json(self) -> dict[str, int | None]:
-        """As a JSON object."""
-        return {"code": self.code, "signal": self.signal}
-
 
 @dataclass
 class ForkedProcess:

@@ -3,16 +3,13 @@
 import asyncio
 
 from service.backups.other_layouts import spread, whole_states
+from tests.service.support.fake_agents import FakeAgent
+from workers.messages import StoredSnapshot
 
 
-def file(rank, *steps, layout="aaaa", replica=False):
-    return {
-        "path": f"/shm/{layout}/{'replica-' if replica else ''}{rank}",
-        "rank": rank,
-        "layout": layout,
-        "is_replica": replica,
-        "steps": list(steps),
-    }
+def file(rank, *steps, layout="aaaa", backup=False):
+    path = f"/shm/{layout}/{'replica-' if backup else ''}{rank}"
+    return StoredSnapshot(path, rank, layout, backup, steps)
 
 
 def alone(world):
@@ -34,22 +31,22 @@ def test_a_missing_rank_or_a_layout_that_is_not_the_jobs_is_no_state():
     assert whole_states({"one": [file(0, 4), file(1, 5)]}, {"aaaa": alone(2)}) == []
 
 
-def test_a_replica_stands_for_a_rank_whose_host_is_lost():
-    kept = {"one": [file(0, 5), file(1, 5, replica=True)]}
+def test_a_backup_stands_for_a_rank_whose_host_is_lost():
+    kept = {"one": [file(0, 5), file(1, 5, backup=True)]}
     (state,) = whole_states(kept, {"aaaa": alone(2)})
     assert state.paths == ["/shm/aaaa/0", "/shm/aaaa/1"], "where its own would lie, so that the path is every host's"
-    agents = {"one": FakeAgent([5])}
+    agents = {"one": agent_with([5])}
     assert asyncio.run(spread(state, agents, kept, 7, ["one"]))
-    assert agents["one"].fetched == [(1, "aaaa")], "from itself"
+    assert agents["one"].fetched == [(1, "aaaa", None)], "from itself"
 
 
 def test_of_ranks_with_the_same_state_one_is_enough():
     kept = {"one": [file(1, 5), file(2, 5)], "two": []}
     (state,) = whole_states(kept, {"aaaa": [[0, 2], [1, 3]]})
     assert state.paths == ["/shm/aaaa/2", "/shm/aaaa/1"]
-    agents = {"one": FakeAgent([5]), "two": FakeAgent([5])}
+    agents = {"one": agent_with([5]), "two": agent_with([5])}
     assert asyncio.run(spread(state, agents, kept, 7, ["one", "two"]))
-    assert (agents["one"].fetched, agents["two"].fetched) == ([], [(2, "aaaa"), (1, "aaaa")])
+    assert (agents["one"].fetched, agents["two"].fetched) == ([], [(2, "aaaa", None), (1, "aaaa", None)])
     assert whole_states({"one": [file(1, 5), file(3, 5)]}, {"aaaa": [[0, 2], [1, 3]]}) == []
 
 
@@ -58,33 +55,17 @@ def test_of_several_layouts_the_newest_comes_first():
     assert [state.layout for state in whole_states(kept, {"aaaa": alone(1), "bbbb": alone(2)})] == ["bbbb", "aaaa"]
 
 
-class FakeAgent:
-    """Fetches whatever it is asked to."""
-
-    def __init__(self, steps):
-        self.fetched, self._steps = [], steps
-        self.receive_replicas = Remote(self._receive)
-        self.fetch_snapshot = Remote(self._fetch)
-
-    async def _receive(self, token, generation):
-        return {"host": "h", "port": 1}
-
-    async def _fetch(self, rank, door, token, generation, layout):
-        if self._steps is None:
-            raise OSError("no room")
-        self.fetched.append((rank, layout))
-        return self._steps
-
-
-class Remote:
-    """As Ray's methods are called."""
-
-    def __init__(self, function):
-        self.remote = function
+def agent_with(steps):
+    """An agent that has these steps after whatever it is asked to fetch; with None it can fetch nothing."""
+    agent = FakeAgent()
+    agent.steps = steps or []
+    if steps is None:
+        agent.refuse("fetch_snapshot", "no room")
+    return agent
 
 
 def brought(steps, hosts=("one", "two")):
-    agents = {"one": FakeAgent(steps), "two": FakeAgent(steps)}
+    agents = {"one": agent_with(steps), "two": agent_with(steps)}
     kept = {"one": [file(0, 5)], "two": [file(1, 5)]}
     (state,) = whole_states(kept, {"aaaa": alone(2)})
     done = asyncio.run(spread(state, agents, kept, 7, hosts))
@@ -92,7 +73,7 @@ def brought(steps, hosts=("one", "two")):
 
 
 def test_each_host_fetches_what_it_lacks():
-    assert brought([5]) == (True, [(1, "aaaa")], [(0, "aaaa")])
+    assert brought([5]) == (True, [(1, "aaaa", None)], [(0, "aaaa", None)])
 
 
 def test_a_fetch_that_fails_or_brings_another_step_says_so():
@@ -101,4 +82,4 @@ def test_a_fetch_that_fails_or_brings_another_step_says_so():
 
 
 def test_a_host_that_is_left_gives_and_needs_nothing():
-    assert brought([5], ["one"]) == (True, [(1, "aaaa")], [])
+    assert brought([5], ["one"]) == (True, [(1, "aaaa", None)], [])

@@ -1,4 +1,4 @@
-"""Who keeps whose replica, and what memory still reaches when a node is gone."""
+"""Who holds whose backup, and what memory still reaches when a node is gone."""
 
 from collections import Counter
 
@@ -22,7 +22,7 @@ def test_every_rank_has_a_partner_on_another_node_when_there_is_one(node_of_rank
 
 
 @given(nodes)
-def test_no_rank_keeps_more_replicas_than_it_must(node_of_rank):
+def test_no_rank_holds_more_backups_than_it_must(node_of_rank):
     found = partners(node_of_rank)
     if found:
         largest = max(Counter(node_of_rank).values())
@@ -37,16 +37,16 @@ def test_the_answer_depends_on_nothing_but_the_question(node_of_rank):
 
 @given(st.lists(st.tuples(steps, steps), min_size=1, max_size=5))
 def test_memory_reaches_the_newest_step_that_every_rank_has_or_can_fetch(held):
-    own, replicas = [mine for mine, _ in held], {rank: kept for rank, (_, kept) in enumerate(held)}
-    found = reachable(own, replicas)
+    own, backups = [mine for mine, _ in held], {rank: kept for rank, (_, kept) in enumerate(held)}
+    found = reachable(own, backups)
     common = set.intersection(*(mine | kept for mine, kept in held))
     assert (found.step if found else None) == max(common, default=None)
     if found:
         assert set(found.fetched) == {rank for rank, mine in enumerate(own) if found.step not in mine}
-        assert all(found.step in replicas[rank] for rank in found.fetched)
+        assert all(found.step in backups[rank] for rank in found.fetched)
 
 
-def test_a_lost_node_costs_no_more_than_its_replicas_are_behind():
+def test_a_lost_node_costs_no_more_than_its_backups_are_behind():
     assert reachable([[8, 9], [8, 9], []], {2: [7, 8]}) == Reachable(8, (2,))
     assert reachable([[8, 9], [8, 9], []], {2: [6, 7]}) is None
     assert reachable([[8, 9], [8, 9], []], {}) is None

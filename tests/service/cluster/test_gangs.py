@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from service.cluster.agent_client import AgentFailed
 from service.cluster.gangs import NotPlaced
 from service.cluster.placement import agent_name, placement_group_name, seats_of
 from workers.config import ParallelConfig
@@ -25,7 +26,7 @@ def go(body, seconds=120.0):
 
 
 def order(job, generation, rank, **spec):
-    return LaunchOrder(job=job, generation=generation, rank=rank, spec=spec).to_json()
+    return LaunchOrder(job=job, generation=generation, rank=rank, spec=spec)
 
 
 async def place(gangs, job, generation=1, layout=LAYOUT):
@@ -62,29 +63,29 @@ def test_eight_agents_launch_trainers_and_release_leaves_nothing(ray_head):
         assert (await gangs.capacity("manta_slot")).total == 16
         started = time.monotonic()
         agents = await place(gangs, "job-a")
-        described = await asyncio.gather(*(agent.describe.remote() for agent in agents))
+        described = await asyncio.gather(*(agent.describe() for agent in agents))
         print(f"\neight agents up after {time.monotonic() - started:.2f} s")
-        assert len({entry["pid"] for entry in described}) == 8
+        assert len({entry.pid for entry in described}) == 8
         await until_free(gangs, 8)
         started = time.monotonic()
         launched = await asyncio.gather(
-            *(agent.launch.remote(order("job-a", 1, rank, reports=1, wait=True)) for rank, agent in enumerate(agents))
+            *(agent.launch(order("job-a", 1, rank, reports=1, wait=True)) for rank, agent in enumerate(agents))
         )
-        reports = await asyncio.gather(*(agent.reports.remote(0, 10.0) for agent in agents))
+        reports = await asyncio.gather(*(agent.reports(0, 10.0) for agent in agents))
         print(f"eight trainers up after {time.monotonic() - started:.2f} s")
-        assert [report[0]["rank"] for report in reports] == list(range(8))
+        assert [report[0].rank for report in reports] == list(range(8))
         names = [agent_name("job-a", 1, rank) for rank in range(9)]
         found = await gangs.find_agents(names)
         assert found[8] is None
-        assert [entry["pid"] for entry in await asyncio.gather(*(agent.describe.remote() for agent in found[:8]))] == [
-            entry["pid"] for entry in described
+        assert [entry.pid for entry in await asyncio.gather(*(agent.describe() for agent in found[:8]))] == [
+            entry.pid for entry in described
         ]
         started = time.monotonic()
         await gangs.release("job-a")
         print(f"released after {time.monotonic() - started:.2f} s")
         assert await gangs.find_agents(names) == [None] * 9
         assert gangs._groups() == {}
-        assert all(gone(entry["pid"]) for entry in [*described, *launched])
+        assert all(gone(entry.pid) for entry in [*described, *launched])
         await until_free(gangs, 16)
 
     go(body)
@@ -94,10 +95,11 @@ def test_stale_generation_arrives_as_its_own_error(ray_head):
     async def body():
         await daemons(ray_head)
         (agent,) = await place(ray_head.gangs, "job-b", layout=ParallelConfig())
-        await agent.launch.remote(order("job-b", 2, 0, wait=True))
+        await agent.launch(order("job-b", 2, 0, wait=True))
         with pytest.raises(Exception, match="at generation 2") as caught:
-            await agent.launch.remote(order("job-b", 1, 0))
-        assert type(caught.value.cause).__name__ == "StaleGeneration"
+            await agent.launch(order("job-b", 1, 0))
+        assert isinstance(caught.value, AgentFailed)
+        assert "StaleGeneration" in caught.value.kind
         await ray_head.gangs.release("job-b")
 
     go(body)
@@ -122,9 +124,9 @@ def test_sweep_releases_orphans_only(ray_head):
         (alive,) = await place(gangs, "alive", layout=ParallelConfig())
         await place(gangs, "orphan", layout=ParallelConfig(data=2))
         await gangs.acquire("empty", 3, ParallelConfig(), "manta_slot")
-        await alive.describe.remote()
+        await alive.describe()
         assert await gangs.sweep(["alive"]) == ["empty", "orphan"]
-        assert (await alive.describe.remote())["generation"] == 0
+        assert (await alive.describe()).generation == 0
         await until_free(gangs, 15)
         await gangs.release("alive")
 
@@ -134,17 +136,17 @@ def test_sweep_releases_orphans_only(ray_head):
 def test_node_daemon_hosts_stores_and_sweeps(ray_head):
     async def body():
         (daemon,) = (await daemons(ray_head)).values()
-        first = await daemon.start_store.remote("job-d", 1)
-        second = await daemon.start_store.remote("job-d", 2)
+        first = await daemon.start_store("job-d", 1)
+        second = await daemon.start_store("job-d", 2)
         assert second == first, "generations have keys of their own in it"
         assert await accepts(second)
         with pytest.raises(Exception, match="store of generation 2"):
-            await daemon.start_store.remote("job-d", 1)
+            await daemon.start_store("job-d", 1)
         folder = Paths.of(ray_head.home).snapshot_folder("job-d")
         folder.mkdir(parents=True)
         (folder / "rank-00000.snapshot").write_bytes(b"x")
-        assert await daemon.sweep.remote(["job-d"]) == []
-        assert await daemon.sweep.remote([]) == ["job-d"]
+        assert await daemon.sweep(["job-d"]) == []
+        assert await daemon.sweep([]) == ["job-d"]
         assert not folder.parent.exists()
         assert not await accepts(second)
 
@@ -153,7 +155,7 @@ def test_node_daemon_hosts_stores_and_sweeps(ray_head):
 
 async def accepts(store):
     try:
-        _, writer = await asyncio.open_connection(store["host"], store["port"])
+        _, writer = await asyncio.open_connection(store.host, store.port)
     except ConnectionRefusedError:
         return False
     writer.close()
@@ -164,13 +166,13 @@ def test_node_daemon_is_found_again_and_replaced_when_dead(ray_head):
     async def body():
         (first,) = (await daemons(ray_head)).values()
         (same,) = (await daemons(ray_head)).values()
-        described = await first.describe.remote()
-        assert (await same.describe.remote())["pid"] == described["pid"]
-        assert described["shared_memory_bytes"] > 0
-        psutil.Process(described["pid"]).kill()
-        assert gone(described["zygote_pid"])
+        described = await first.describe()
+        assert (await same.describe()).pid == described.pid
+        assert described.shared_memory_bytes > 0
+        psutil.Process(described.pid).kill()
+        assert gone(described.zygote_pid)
         (second,) = (await daemons(ray_head)).values()
-        assert (await second.describe.remote())["pid"] != described["pid"]
+        assert (await second.describe()).pid != described.pid
 
     go(body)
 
@@ -178,12 +180,12 @@ def test_node_daemon_is_found_again_and_replaced_when_dead(ray_head):
 def test_dead_zygote_is_started_again(ray_head):
     async def body():
         (daemon,) = (await daemons(ray_head)).values()
-        zygote = (await daemon.describe.remote())["zygote_pid"]
+        zygote = (await daemon.describe()).zygote_pid
         psutil.Process(zygote).kill()
         (agent,) = await place(ray_head.gangs, "job-e", layout=ParallelConfig())
-        await agent.launch.remote(order("job-e", 1, 0, reports=1))
-        assert (await agent.reports.remote(0, 20.0))[0]["kind"] == "event"
-        assert (await daemon.describe.remote())["zygote_pid"] != zygote
+        await agent.launch(order("job-e", 1, 0, reports=1))
+        assert (await agent.reports(0, 20.0))[0].kind == "event"
+        assert (await daemon.describe()).zygote_pid != zygote
         await ray_head.gangs.release("job-e")
 
     go(body)
@@ -192,7 +194,7 @@ def test_dead_zygote_is_started_again(ray_head):
 def test_agents_import_neither_torch_nor_the_database(ray_head):
     async def body():
         (agent,) = await place(ray_head.gangs, "job-f", layout=ParallelConfig())
-        pid = (await agent.describe.remote())["pid"]
+        pid = (await agent.describe()).pid
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "libtorch" not in maps
         assert "sqlite" not in maps

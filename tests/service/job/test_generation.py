@@ -1,75 +1,30 @@
 """A gang as its supervisor sees it, over agents that only say what a test lets them say."""
 
 import asyncio
-from types import SimpleNamespace
 
 from service.job.generation import Gang
+from tests.service.support.fake_agents import FakeAgent
+from workers.liveness.trainer_status import TrainerStatus
+from workers.reports import Exited, Failure, Finished, KillReason, Metrics
 
 
-class Method:
-    """Something with a `.remote`, as Ray's handles have it."""
-
-    def __init__(self, function):
-        self.remote = function
-
-
-class ActorDied(Exception):
-    """What a call to a dead agent raises."""
-
-
-RAY = SimpleNamespace(exceptions=SimpleNamespace(RayError=ActorDied))
-
-
-class FakeAgent:
-    """Hands out the reports it was given; killed trainers say so."""
-
-    def __init__(self, rank, generation=1):
-        self.rank, self.generation = rank, generation
-        self.said, self.asked_after, self.dead, self.stops = [], [], False, 0
-        self.changed = asyncio.Event()
-        self.reports, self.stop = Method(self._reports), Method(self._stop)
-
-    def say(self, kind, /, generation=None, at=0.0, **data):
-        sequence = len(self.said) + 1
-        made_by = generation or self.generation
-        self.said.append(
-            {"kind": kind, "generation": made_by, "rank": self.rank, "time": at, "sequence": sequence, "data": data}
-        )
-        self.changed.set()
-
-    def die(self):
-        self.dead = True
-        self.changed.set()
-
-    async def _reports(self, after, timeout):
-        self.asked_after.append(after)
-        while True:
-            if self.dead:
-                raise ActorDied
-            newer = [report for report in self.said if report["sequence"] > after]
-            if newer:
-                return newer
-            self.changed.clear()
-            await self.changed.wait()
-
-    async def _stop(self):
-        self.stops += 1
-        if self.dead:
-            raise ActorDied
-        if not any(report["kind"] == "exit" for report in self.said):
-            self.say("exit", code=None, signal=9)
+def agent_of(rank):
+    """An agent whose trainer runs in generation 1."""
+    agent = FakeAgent(rank)
+    agent.generation, agent.running = 1, True
+    return agent
 
 
 def run(body, ranks=2, gone=()):
     async def bounded():
         async with asyncio.timeout(10):
-            agents = [None if rank in gone else FakeAgent(rank) for rank in range(ranks)]
+            agents = [None if rank in gone else agent_of(rank) for rank in range(ranks)]
             handled = []
 
             async def handle(report):
-                handled.append((report["rank"], report["kind"]))
+                handled.append((report.rank, report.kind))
 
-            gang = Gang(RAY, agents, 1, {}, handle)
+            gang = Gang(agents, 1, {}, handle)
             try:
                 await body(gang, agents, handled)
             finally:
@@ -78,15 +33,19 @@ def run(body, ranks=2, gone=()):
     asyncio.run(bounded())
 
 
-def failure(kind, **changes):
-    return {"kind": kind, "step": 3, "exception": "E", "message": "m", "traceback": "t", "at": 0.0, **changes}
+def failed(kind, at=0.0):
+    return Exited(code=75 if kind == "peer_lost" else 1, failure=Failure(kind, 3, "E", "m", "t", at))
+
+
+def stalled(overdue, standing_seconds):
+    return TrainerStatus(7, overdue=overdue, standing_seconds=standing_seconds)
 
 
 def test_gang_ends_when_all_ranks_finished():
     async def body(gang, agents, handled):
         for agent in agents:
-            agent.say("finished", step=9)
-            agent.say("exit", code=0, signal=None)
+            agent.say(Finished(9))
+            agent.say(Exited(code=0))
         await gang.wait(asyncio.Event())
         assert gang.all_ended
         assert gang.finished == {0, 1}
@@ -99,7 +58,7 @@ def test_gang_ends_when_all_ranks_finished():
 def test_exit_with_code_0_is_a_finish_although_its_word_was_heard_by_another_control_plane():
     async def body(gang, agents, handled):
         for agent in agents:
-            agent.say("exit", code=0, signal=None)
+            agent.say(Exited(code=0))
         await gang.wait(asyncio.Event())
         assert gang.finished == {0, 1}
 
@@ -108,11 +67,11 @@ def test_exit_with_code_0_is_a_finish_although_its_word_was_heard_by_another_con
 
 def test_consequence_waits_for_its_culprit():
     async def body(gang, agents, handled):
-        agents[0].say("exit", code=75, signal=None, failure=failure("peer_lost"))
+        agents[0].say(failed("peer_lost"))
         await gang.wait(asyncio.Event())
         assert [death.kind for death in gang.deaths] == ["peer_lost"]
         waiting = asyncio.create_task(gang.wait_for_culprit())
-        agents[1].say("exit", code=None, signal=9)
+        agents[1].say(Exited(signal=9))
         await waiting
         assert [(death.rank, death.kind) for death in gang.deaths] == [(0, "peer_lost"), (1, "killed")]
 
@@ -121,12 +80,12 @@ def test_consequence_waits_for_its_culprit():
 
 def test_death_is_as_old_as_what_its_agent_saw():
     async def body(gang, agents, handled):
-        agents[0].say("exit", at=40.0, code=None, signal=9)
-        agents[1].say("exit", at=43.0, code=1, signal=None, failure=failure("exception", at=41.0))
-        agents[2].say("stalled", at=30.0, overdue=True, standing_seconds=2.0)
-        agents[2].say("stalled", at=31.0, overdue=False, standing_seconds=0.0)
-        agents[2].say("stalled", at=38.0, overdue=True, standing_seconds=3.0)
-        agents[2].say("exit", at=45.0, code=None, signal=9, condemned={"kind": "hung", "message": "hung"})
+        agents[0].say(Exited(signal=9), at=40.0)
+        agents[1].say(failed("exception", at=41.0), at=43.0)
+        agents[2].say(stalled(True, 2.0), at=30.0)
+        agents[2].say(stalled(False, 0.0), at=31.0)
+        agents[2].say(stalled(True, 3.0), at=38.0)
+        agents[2].say(Exited(signal=9, killed_for=KillReason("hung", "hung")), at=45.0)
         while not gang.all_ended:
             await asyncio.sleep(0)
         assert {death.rank: (death.kind, death.at) for death in gang.deaths} == {
@@ -138,7 +97,7 @@ def test_death_is_as_old_as_what_its_agent_saw():
 
 def test_consequence_alone_is_not_waited_on_for_ever():
     async def body(gang, agents, handled):
-        agents[0].say("exit", code=75, signal=None, failure=failure("peer_lost"))
+        agents[0].say(failed("peer_lost"))
         await gang.wait(asyncio.Event())
         await gang.wait_for_culprit()
         assert len(gang.deaths) == 1
@@ -148,9 +107,9 @@ def test_consequence_alone_is_not_waited_on_for_ever():
 
 def test_stop_kills_everybody_and_hears_their_last_words():
     async def body(gang, agents, handled):
-        agents[1].say("exit", code=1, signal=None, failure=failure("exception"))
+        agents[1].say(failed("exception"))
         await gang.wait(asyncio.Event())
-        agents[0].say("metrics", rows=[])
+        agents[0].say(Metrics(()))
         await gang.stop()
         assert gang.all_ended
         assert [(death.rank, death.kind) for death in gang.deaths] == [(1, "exception"), (0, "stopped")]
@@ -164,7 +123,7 @@ def test_stop_kills_everybody_and_hears_their_last_words():
 
 def test_dead_agent_is_a_death_and_does_not_keep_stop_waiting():
     async def body(gang, agents, handled):
-        agents[0].die()
+        agents[0].lose()
         await gang.wait(asyncio.Event())
         await gang.stop()
         assert [(death.rank, death.kind) for death in gang.deaths] == [(0, "agent_lost"), (1, "stopped")]
@@ -174,7 +133,7 @@ def test_dead_agent_is_a_death_and_does_not_keep_stop_waiting():
 
 def test_agent_that_was_gone_before_is_a_death_and_the_others_are_heard():
     async def body(gang, agents, handled):
-        agents[1].say("metrics", rows=[])
+        agents[1].say(Metrics(()))
         await gang.wait(asyncio.Event())
         await gang.stop()
         assert [(death.rank, death.kind) for death in gang.deaths] == [(0, "agent_lost"), (1, "stopped")]
@@ -187,8 +146,8 @@ def test_agent_that_does_not_answer_is_given_up(monkeypatch):
     monkeypatch.setattr("service.job.generation.STOP_SECONDS", 0.05)
 
     async def body(gang, agents, handled):
-        agents[0].stop = Method(lambda: asyncio.Event().wait())
-        agents[1].say("exit", code=None, signal=9)
+        agents[0].stop = asyncio.Event().wait
+        agents[1].say(Exited(signal=9))
         await gang.wait(asyncio.Event())
         await gang.stop()
         assert [(death.rank, death.kind) for death in gang.deaths] == [(1, "killed"), (0, "agent_lost")]
@@ -210,20 +169,20 @@ def test_cancel_ends_the_wait_and_leaves_the_ranks_alone():
 
 def test_report_is_acknowledged_only_after_it_was_handled():
     async def body():
-        agent, release, seen = FakeAgent(0), asyncio.Event(), asyncio.Event()
+        agent, release, seen = agent_of(0), asyncio.Event(), asyncio.Event()
 
         async def handle(report):
             seen.set()
             await release.wait()
 
-        gang = Gang(RAY, [agent], 1, {}, handle)
-        agent.say("metrics", rows=[])
+        gang = Gang([agent], 1, {}, handle)
+        agent.say(Metrics(()))
         await seen.wait()
-        assert agent.asked_after == [0]
+        assert agent.acknowledged == [0]
         release.set()
-        while len(agent.asked_after) < 2:
+        while len(agent.acknowledged) < 2:
             await asyncio.sleep(0)
-        assert agent.asked_after == [0, 1]
+        assert agent.acknowledged == [0, 1]
         await gang.close()
 
     asyncio.run(asyncio.wait_for(body(), 10))
@@ -232,8 +191,8 @@ def test_report_is_acknowledged_only_after_it_was_handled():
 def test_reports_of_another_generation_are_skipped():
     async def body(gang, agents, handled):
         for agent in agents:
-            agent.say("exit", generation=7, code=1, signal=None)
-            agent.say("exit", code=0, signal=None)
+            agent.say(Exited(code=1), generation=7)
+            agent.say(Exited(code=0))
         await gang.wait(asyncio.Event())
         assert gang.deaths == []
         assert handled == [(0, "exit"), (1, "exit")] or handled == [(1, "exit"), (0, "exit")]
@@ -246,9 +205,9 @@ def test_error_of_the_handler_comes_out_of_wait():
         async def handle(report):
             raise RuntimeError("the database is full")
 
-        agent = FakeAgent(0)
-        gang = Gang(RAY, [agent], 1, {}, handle)
-        agent.say("metrics", rows=[])
+        agent = agent_of(0)
+        gang = Gang([agent], 1, {}, handle)
+        agent.say(Metrics(()))
         try:
             await gang.wait(asyncio.Event())
         except RuntimeError as error:

@@ -7,65 +7,42 @@ import pytest
 
 from service.job import hang_watch
 from service.job.hang_watch import HangWatch
+from tests.service.support.fake_agents import FakeAgent
+from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
+from workers.reports import Event, KillReason, Report
 
 COUNTS = {"tensor": 5, "pipeline": 0, "data": 3, "embedding": 0, "world": 2, "sent": 0, "received": 0}
 
 
-class AgentDied(Exception):
-    """What a call to a dead agent raises."""
+def agent(overdue=False, moving=False, waits_for=None, silent=False, dead=False):
+    """An agent that answers `progress` with that; `overdue` may depend on how often it was asked."""
+    made = FakeAgent()
+
+    def status(asked):
+        record = Position(
+            100,
+            1,
+            "backward",
+            step=12,
+            micro_batch=1,
+            waits_for=waits_for,
+            channel=2,
+            counts=COUNTS,
+            committed=11,
+            heartbeat=asked if moving else 7,
+        )
+        late = overdue(asked) if callable(overdue) else overdue
+        return TrainerStatus(100, late, standing_seconds=1.6, record=record, process=ProcessUse("S"))
+
+    made.status, made.silent, made.lost = status, silent, dead
+    return made
 
 
-RAY = SimpleNamespace(exceptions=SimpleNamespace(RayError=AgentDied))
+def report(payload):
+    return Report(payload, 1, 0, 0.0)
 
 
-class Agent:
-    """Answers `progress` with what it was made with; notes who was condemned."""
-
-    def __init__(self, **answer):
-        self.answer, self.asked, self.condemned = answer, 0, []
-        self.progress = SimpleNamespace(remote=self._progress)
-        self.stacks = SimpleNamespace(remote=self._stacks)
-        self.condemn = SimpleNamespace(remote=self._condemn)
-
-    async def _progress(self):
-        self.asked += 1
-        if self.answer.get("silent"):
-            await asyncio.Event().wait()
-        if self.answer.get("dead"):
-            raise AgentDied
-        heartbeat = self.asked if self.answer.get("moving") else 7
-        record = {
-            "phase": "backward",
-            "step": 12,
-            "micro_batch": 1,
-            "waits_for": self.answer.get("waits_for"),
-            "channel": 2,
-            "counts": COUNTS,
-            "committed": 11,
-            "heartbeat": heartbeat,
-        }
-        overdue, stopped = self.answer.get("overdue", False), self.answer.get("stopped", False)
-        if callable(overdue):
-            overdue = overdue(self.asked)
-        return {
-            "pid": 100,
-            "overdue": overdue,
-            "stopped": stopped,
-            "standing_seconds": 1.6,
-            "burning": False,
-            "record": record,
-            "process": {"state": "S"},
-        }
-
-    async def _stacks(self, pid):
-        return f"stacks of {pid}"
-
-    async def _condemn(self, pid, kind, message, after_commit):
-        self.condemned.append((pid, kind, message, after_commit))
-        return True
-
-
-STALLED = {"kind": "stalled", "data": {"overdue": True}}
+STALLED = report(TrainerStatus(100, overdue=True))
 
 
 @pytest.fixture
@@ -83,7 +60,6 @@ def watch(monkeypatch):
 
         async def body():
             watching = HangWatch(
-                RAY,
                 agents,
                 lambda axis, rank: range(len(agents)),
                 tell,
@@ -107,73 +83,73 @@ def watch(monkeypatch):
 
 
 def test_the_rank_for_which_the_others_wait_is_named_with_evidence_and_ended(watch):
-    agents = [Agent(waits_for=1), Agent(overdue=True), Agent(waits_for=0)]
-    ((hung,), _) = watch(agents, lambda events, lost: agents[1].condemned)
+    agents = [agent(waits_for=1), agent(overdue=True), agent(waits_for=0)]
+    ((hung,), _) = watch(agents, lambda events, lost: agents[1].kills)
     assert (hung.kind, hung.rank, hung.step) == ("rank_hung", 1, 12)
     assert hung.message == "rank 1 stood still for 1.6 s in backward of micro-batch 1"
     assert (hung.data["phase"], hung.data["counts"], hung.data["waiting_ranks"]) == ("backward", COUNTS, [0, 2])
     assert hung.data["stacks"] == "stacks of 100"
-    assert agents[1].condemned == [(100, "hung", "stood still for 1.6 s in backward of micro-batch 1", False)]
-    assert not agents[0].condemned + agents[2].condemned
+    assert agents[1].kills == [(100, KillReason("hung", "stood still for 1.6 s in backward of micro-batch 1"), False)]
+    assert not agents[0].kills + agents[2].kills
 
 
 def test_nobody_is_asked_before_somebody_complains(watch):
-    agents = [Agent(overdue=True)]
+    agents = [agent(overdue=True)]
     watch(agents, lambda events, lost: True, reports=[])
     assert agents[0].asked == 0
 
 
 def test_after_a_take_over_everybody_is_asked_once(watch):
-    agents = [Agent(overdue=True), Agent(waits_for=0)]
-    events, _ = watch(agents, lambda events, lost: agents[0].condemned, reports=[], look_first=True)
+    agents = [agent(overdue=True), agent(waits_for=0)]
+    events, _ = watch(agents, lambda events, lost: agents[0].kills, reports=[], look_first=True)
     assert [event.rank for event in events] == [0]
 
 
 def test_a_rank_that_moves_between_two_looks_is_not_accused(watch):
-    agents = [Agent(overdue=lambda asked: asked < 20, moving=True), Agent(waits_for=0)]
+    agents = [agent(overdue=lambda asked: asked < 20, moving=True), agent(waits_for=0)]
     events, _ = watch(agents, lambda events, lost: agents[0].asked >= 20)
     assert events == []
-    assert agents[0].condemned == []
+    assert agents[0].kills == []
 
 
 def test_it_goes_on_looking_while_the_culprit_may_yet_go_on(watch):
-    agents = [Agent(overdue=lambda asked: asked > 5), Agent(waits_for=0, overdue=True)]
-    events, _ = watch(agents, lambda events, lost: agents[0].condemned)
+    agents = [agent(overdue=lambda asked: asked > 5), agent(waits_for=0, overdue=True)]
+    events, _ = watch(agents, lambda events, lost: agents[0].kills)
     assert [event.rank for event in events] == [0]
     assert agents[0].asked > 5
 
 
 def test_a_silent_agent_for_which_others_wait_is_given_up(watch):
-    agents = [Agent(waits_for=1, overdue=True), Agent(silent=True)]
+    agents = [agent(waits_for=1, overdue=True), agent(silent=True)]
     (hung,), lost = watch(agents, lambda events, lost: lost)
     assert (hung.rank, hung.message) == (1, "rank 1 stands still, and its agent does not answer")
     assert lost == [(1, "stands still, and its agent does not answer")]
 
 
 def test_a_dead_agent_is_no_hang(watch):
-    agents = [Agent(waits_for=1, overdue=lambda asked: asked < 9), Agent(dead=True)]
+    agents = [agent(waits_for=1, overdue=lambda asked: asked < 9), agent(dead=True)]
     assert watch(agents, lambda events, lost: agents[0].asked >= 9) == ([], [])
 
 
 def test_where_nobody_can_be_named_the_whole_gang_goes(watch):
-    agents = [Agent(waits_for=1, overdue=True), Agent(waits_for=0, overdue=True)]
-    (hung,), _ = watch(agents, lambda events, lost: all(agent.condemned for agent in agents))
+    agents = [agent(waits_for=1, overdue=True), agent(waits_for=0, overdue=True)]
+    (hung,), _ = watch(agents, lambda events, lost: all(each.kills for each in agents))
     assert hung.kind == "gang_hung"
     assert "cannot be told" in hung.message
     assert [each["rank"] for each in hung.data["ranks"]] == [0, 1]
 
 
-SLOW = {"kind": "event", "data": {"type": "straggler", "straggler": 1}}
+SLOW = report(Event("straggler", data={"straggler": 1}))
 
 
 def test_a_straggler_is_replaced_after_a_commit_and_not_twice_in_ten_minutes(watch):
-    agents = [Agent(), Agent()]
-    watch(agents, lambda events, lost: agents[1].condemned, [SLOW, SLOW], "replace", replaced := {})
-    assert [(kind, after) for _, kind, _, after in agents[1].condemned] == [("straggler", True)]
+    agents = [agent(), agent()]
+    watch(agents, lambda events, lost: agents[1].kills, [SLOW, SLOW], "replace", replaced := {})
+    assert [(reason.kind, after) for _, reason, after in agents[1].kills] == [("straggler", True)]
     assert list(replaced) == [1]
 
 
 def test_a_straggler_is_only_reported_unless_the_policy_says_more(watch):
-    agents = [Agent(), Agent()]
+    agents = [agent(), agent()]
     watch(agents, lambda events, lost: True, [SLOW])
-    assert agents[1].condemned == []
+    assert agents[1].kills == []

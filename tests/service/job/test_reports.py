@@ -9,6 +9,7 @@ from service.job.reports import ReportWriter
 from service.recovery.timeline import RecoveryTimeline
 from service.store import checkpoints, events, generations, jobs, metrics, ranks, recoveries
 from service.store.recoveries import Beginning
+from workers.reports import Report, payload_of
 
 
 @pytest.fixture
@@ -26,8 +27,7 @@ def take(store, started, generation):
     writer = ReportWriter(store, started.id, generation, resume_step=4)
 
     def give(kind, sequence, **data):
-        report = {"kind": kind, "generation": 1, "rank": 0, "time": time.time(), "sequence": sequence, "data": data}
-        asyncio.run(writer.take(report))
+        asyncio.run(writer.take(Report(payload_of(kind, data), 1, 0, time.time(), sequence)))
 
     return give
 
@@ -99,8 +99,7 @@ def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_pha
     writer = ReportWriter(store, started.id, number, resume_step=4)
 
     def tell(kind, sequence, at, **data):
-        report = {"kind": kind, "generation": number, "rank": 0, "time": at, "sequence": sequence, "data": data}
-        asyncio.run(writer.take(report))
+        asyncio.run(writer.take(Report(payload_of(kind, data), number, 0, at, sequence)))
 
     tell("started", 1, 104.0, pid=7, connected_at=102.5)
     tell("metrics", 2, 105.0, rows=[{**row(step), "time": 100.0 + step} for step in (5, 6)])
@@ -136,17 +135,17 @@ def saved(store, job):
 
 def test_checkpoints_become_rows(store, started, take):
     for sequence, step in ((1, 5), (3, 6), (5, 7)):
-        take("event", sequence, type="checkpoint_saving", step=step, message="saving", path=f"/c/{step}")
-    take("event", 6, type="checkpoint_saved", step=5, message="saved", path="/c/5", bytes=10)
-    take("event", 7, type="checkpoint_failed", step=6, message="failed", path="/c/6")
+        take("event", sequence, type="checkpoint_saving", step=step, message="saving", data={"path": f"/c/{step}"})
+    take("event", 6, type="checkpoint_saved", step=5, message="saved", data={"path": "/c/5", "bytes": 10})
+    take("event", 7, type="checkpoint_failed", step=6, message="failed", data={"path": "/c/6"})
     assert saved(store, started) == {5: "complete", 6: "failed", 7: "saving"}
-    take("event", 8, type="checkpoint_deleted", step=7, message="deleted", path="/c/5")
+    take("event", 8, type="checkpoint_deleted", step=7, message="deleted", data={"path": "/c/5"})
     assert saved(store, started)[5] == "deleted"
 
 
 def test_rows_are_brought_in_line_with_the_disk(store, started, take):
     for sequence, step in enumerate((5, 6, 7), start=1):
-        take("event", sequence, type="checkpoint_saving", step=step, message="saving", path=f"/c/{step}")
-    take("event", 4, type="checkpoint_saved", step=5, message="saved", path="/c/5", bytes=10)
+        take("event", sequence, type="checkpoint_saving", step=step, message="saving", data={"path": f"/c/{step}"})
+    take("event", 4, type="checkpoint_saved", step=5, message="saved", data={"path": "/c/5", "bytes": 10})
     store.write(lambda s: checkpoints.reconcile(s, started.id, [("/c/6", 11)]))
     assert saved(store, started) == {5: "deleted", 6: "complete", 7: "failed"}

@@ -89,18 +89,18 @@ def test_a_stopped_process_is_told_once_and_again_when_it_moves_on(child, watche
         os.kill(process.pid, signal.SIGCONT)
 
     stopped, moving = watched(process, 2, wake)
-    assert (stopped["overdue"], stopped["stopped"], stopped["process"]["state"]) == (True, True, "T")
-    assert (stopped["record"]["phase"], stopped["record"]["step"]) == ("backward", 5)
-    assert (moving["overdue"], moving["stopped"]) == (False, False)
-    assert moving["record"]["heartbeat"] > stopped["record"]["heartbeat"]
+    assert (stopped.overdue, stopped.stopped, stopped.process.state) == (True, True, "T")
+    assert (stopped.record.phase, stopped.record.step) == ("backward", 5)
+    assert (moving.overdue, moving.stopped) == (False, False)
+    assert moving.record.heartbeat > stopped.record.heartbeat
 
 
 def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_told(child, watched, tmp_path, go):
     process = child("stuck()")
     (told,) = watched(process, 1)
-    assert (told["overdue"], told["stopped"], told["burning"]) == (True, False, False)
-    assert told["standing_seconds"] >= LEAST_SECONDS
-    assert (told["record"]["phase"], told["record"]["micro_batch"]) == ("backward", 3)
+    assert (told.overdue, told.stopped, told.burning) == (True, False, False)
+    assert told.standing_seconds >= LEAST_SECONDS
+    assert (told.record.phase, told.record.micro_batch) == ("backward", 3)
     stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
     assert "in stuck" in stacks
     assert "in hang" in stacks
@@ -129,7 +129,7 @@ def test_rest_and_computing_are_left_alone_for_longer_than_an_ordinary_phase(chi
     process = child(then)
 
     async def look_on(eye, told):
-        while eye.describe()["standing_seconds"] < 2 * LEAST_SECONDS:
+        while eye.describe().standing_seconds < 2 * LEAST_SECONDS:
             await asyncio.sleep(0.05)
         assert told == []
         assert not eye.overdue

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from workers.messages import LaunchOrder
+from workers.json_codec import to_json
+from workers.messages import Fault, Launched, LaunchOrder
 from workers.paths import Paths
 from workers.rank.agent import Agent, StaleGeneration
 from workers.rank.trainer_run import TrainerRun
+from workers.reports import Exited, Failure, KillReason
+from workers.zygote.client import Exit
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,14 +34,14 @@ def make_agent(zygote, tmp_path):
 
 def order(generation, **spec):
     """A LaunchOrder whose spec tells the stand-in trainer what to do."""
-    return LaunchOrder(job="job-1", generation=generation, rank=3, spec=spec).to_json()
+    return LaunchOrder(job="job-1", generation=generation, rank=3, spec=spec)
 
 
 async def until_exit(agent, after=0):
     """All reports above `after` up to the next exit."""
     found = []
-    while not found or found[-1]["kind"] != "exit":
-        found += await agent.reports(found[-1]["sequence"] if found else after, 20.0)
+    while not found or found[-1].kind != "exit":
+        found += await agent.reports(found[-1].sequence if found else after, 20.0)
     return found
 
 
@@ -52,19 +55,19 @@ def test_reports_are_numbered_kept_and_acknowledged(make_agent, go):
         agent = make_agent()
         answer = await agent.launch(order(1, reports=5, code=4, print=["bye"]))
         described = await agent.describe()
-        assert described["generation"] == 1
-        assert described["trainer_pid"] in (answer["pid"], None)
+        assert described.generation == 1
+        assert described.trainer_pid in (answer.pid, None)
         found = await until_exit(agent)
-        assert [report["sequence"] for report in found] == [1, 2, 3, 4, 5, 6]
-        assert [report["data"].get("index") for report in found[:5]] == [0, 1, 2, 3, 4]
-        assert found[-1]["data"] == {"code": 4, "signal": None, "last_output": ["bye"]}
-        assert {report["rank"] for report in found} == {3}
+        assert [report.sequence for report in found] == [1, 2, 3, 4, 5, 6]
+        assert [report.payload.data["index"] for report in found[:5]] == [0, 1, 2, 3, 4]
+        assert found[-1].payload == Exited(code=4, last_output=("bye",))
+        assert {report.rank for report in found} == {3}
         for _ in range(2):
             assert await agent.reports(5, 0.0) == found[5:], "not acknowledged, so told again"
         assert await agent.reports(6, 0.0) == []
         assert await agent.reports(0, 0.0) == [], "acknowledged means forgotten"
         await agent.launch(order(2, reports=1))
-        assert [report["sequence"] for report in await until_exit(agent, 6)] == [7, 8]
+        assert [report.sequence for report in await until_exit(agent, 6)] == [7, 8]
         await agent.close()
 
     go(body)
@@ -76,7 +79,7 @@ def test_long_poll_wakes_with_the_next_report(make_agent, go):
         assert await agent.reports(0, 0.01) == []
         waiting = asyncio.create_task(agent.reports(0, 30.0))
         await agent.launch(order(1, reports=1, wait=True))
-        assert [report["kind"] for report in await waiting] == ["event"]
+        assert [report.kind for report in await waiting] == ["event"]
         await agent.close()
 
     go(body)
@@ -90,15 +93,15 @@ def test_stale_generations_are_refused_and_a_newer_one_replaces(make_agent, go, 
             with pytest.raises(StaleGeneration, match="at generation 2"):
                 await agent.launch(order(generation))
         with pytest.raises(StaleGeneration, match="belongs to job-1, not to job-2"):
-            await agent.launch(LaunchOrder(job="job-2", generation=9, rank=3, spec={}).to_json())
+            await agent.launch(LaunchOrder(job="job-2", generation=9, rank=3, spec={}))
         second = await agent.launch(order(3, wait=True))
-        assert gone(first["pid"])
-        assert (await agent.describe())["trainer_pid"] == second["pid"]
-        told = [r for r in await agent.reports(0, 5.0) if r["kind"] == "exit"]
-        assert [(r["generation"], r["data"]["signal"]) for r in told] == [(2, 9)]
-        assert await agent.stop() == {"code": None, "signal": 9}
-        assert await agent.stop() == {"code": None, "signal": 9}, "stopping twice is no harm"
-        assert gone(second["pid"])
+        assert gone(first.pid)
+        assert (await agent.describe()).trainer_pid == second.pid
+        told = [r for r in await agent.reports(0, 5.0) if r.kind == "exit"]
+        assert [(r.generation, r.payload.signal) for r in told] == [(2, 9)]
+        assert await agent.stop() == Exit(None, 9)
+        assert await agent.stop() == Exit(None, 9), "stopping twice is no harm"
+        assert gone(second.pid)
         await agent.close()
 
     go(body)
@@ -110,7 +113,7 @@ def test_reports_that_make_no_sense_or_are_stale_are_dropped(make_agent, go, tmp
         stale = json.dumps({"kind": "event", "generation": 4, "rank": 3, "time": 1.0, "data": {}})
         invented = json.dumps({"kind": "exit", "generation": 5, "rank": 3, "time": 1.0, "data": {}})
         await agent.launch(order(5, raw=[stale, "junk", "[]", invented], reports=1))
-        assert [report["kind"] for report in await until_exit(agent)] == ["event", "exit"]
+        assert [report.kind for report in await until_exit(agent)] == ["event", "exit"]
         assert sum("unreadable report" in line["text"] for line in log_of(tmp_path)) == 2
         await agent.close()
 
@@ -122,15 +125,15 @@ def test_fault_that_is_armed_while_the_trainer_is_forked_reaches_it(make_agent, 
         agent, fork = make_agent(), Agent._fork
 
         async def slow_fork(self, order, prepared=False):
-            await self.arm({"id": "late"})
+            await self.arm(Fault("late", "kill", 3))
             return await fork(self, order, prepared)
 
         armed = []
         monkeypatch.setattr(Agent, "_fork", slow_fork)
         monkeypatch.setattr(TrainerRun, "arm", lambda run, fault: armed.append(fault))
-        await agent.arm({"id": "early"})
+        await agent.arm(Fault("early", "kill", 3))
         await agent.launch(order(1, wait=True))
-        assert armed == [{"id": "late"}], "the other one was in the order"
+        assert [fault.id for fault in armed] == ["late"], "the other one was in the order"
         await agent.close()
 
     go(body)
@@ -139,11 +142,11 @@ def test_fault_that_is_armed_while_the_trainer_is_forked_reaches_it(make_agent, 
 def test_what_a_trainer_fails_with_is_told_with_its_end(make_agent, go):
     async def body():
         agent = make_agent()
-        said = {"kind": "exception", "message": "why"}
+        said = {"kind": "exception", "step": 1, "exception": "E", "message": "why"}
         failure = json.dumps({"kind": "failure", "generation": 1, "rank": 3, "time": 1.0, "data": said})
         await agent.launch(order(1, raw=[failure], code=1))
         (report,) = await until_exit(agent)
-        assert report["data"]["failure"] == {**said, "at": 1.0}
+        assert report.payload.failure == Failure(**said, at=1.0)
         await agent.close()
 
     go(body)
@@ -154,8 +157,8 @@ def test_signal_is_reported_with_the_last_output(make_agent, go):
         agent = make_agent()
         await agent.launch(order(1, print=[f"line {n}" for n in range(50)], signal=int(signal.SIGSEGV)))
         (report,) = await until_exit(agent)
-        assert report["data"]["signal"] == signal.SIGSEGV
-        assert report["data"]["last_output"] == [f"line {n}" for n in range(30, 50)]
+        assert report.payload.signal == signal.SIGSEGV
+        assert report.payload.last_output == tuple(f"line {n}" for n in range(30, 50))
         await agent.close()
 
     go(body)
@@ -187,8 +190,8 @@ def test_log_that_cannot_be_written_does_not_stop_the_trainer(make_agent, go, tm
         agent = make_agent()
         await agent.launch(order(1, print=["x" * 500_000], reports=1))
         found = await until_exit(agent)
-        assert [report["kind"] for report in found] == ["event", "exit"]
-        assert found[-1]["data"]["code"] == 0
+        assert [report.kind for report in found] == ["event", "exit"]
+        assert found[-1].payload.code == 0
         await agent.close()
 
     go(body)
@@ -213,16 +216,18 @@ def test_close_removes_the_snapshots_of_this_rank_only(make_agent, go, tmp_path)
 def test_stopped_trainer_dies_with_its_agent(zygote, tmp_path, gone):
     script = (
         "import asyncio, json, os, signal, sys\n"
+        "from workers.json_codec import from_json\n"
+        "from workers.messages import LaunchOrder\n"
         "from workers.rank.agent import Agent\n"
         "async def main():\n"
         "    agent = Agent('job-1', 3, sys.argv[1], sys.argv[2], None)\n"
-        "    answer = await agent.launch(json.loads(sys.argv[3]))\n"
+        "    answer = await agent.launch(from_json(LaunchOrder, json.loads(sys.argv[3])))\n"
         "    await agent.reports(0, 20.0)\n"
-        "    print(answer['pid'], 'torch' in sys.modules, 'ray' in sys.modules, flush=True)\n"
+        "    print(answer.pid, 'torch' in sys.modules, 'ray' in sys.modules, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())\n"
     )
-    stop = json.dumps(order(1, reports=1, wait=True, stop=True))
+    stop = json.dumps(to_json(order(1, reports=1, wait=True, stop=True)))
     arguments = [sys.executable, "-c", script, str(tmp_path / "home"), str(zygote.socket.parent), stop]
     found = subprocess.run(arguments, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=30)
     pid, torch, ray = found.stdout.split()
@@ -236,17 +241,17 @@ def test_standstill_is_reported_its_stacks_are_told_and_its_end_says_why(make_ag
         assert await agent.progress() is None
         answer = await agent.launch(order(4, reports=1, wait=True, stop=True))
         (told,) = await agent.reports(0, 20.0)
-        assert told["kind"] == "event"
-        (stalled,) = await agent.reports(told["sequence"], 20.0)
-        assert (stalled["kind"], stalled["generation"]) == ("stalled", 4)
-        assert stalled["data"]["stopped"]
-        assert (await agent.progress())["overdue"]
-        assert await agent.stacks(answer["pid"] + 1) == ""
-        assert "stopped" in await agent.stacks(answer["pid"])
-        assert not await agent.condemn(answer["pid"] + 1, "hung", "of another")
-        assert await agent.condemn(answer["pid"], "hung", "stood still")
-        exits = [report for report in await until_exit(agent) if report["kind"] == "exit"]
-        assert exits[0]["data"]["condemned"] == {"kind": "hung", "message": "stood still"}
+        assert told.kind == "event"
+        (stalled,) = await agent.reports(told.sequence, 20.0)
+        assert (stalled.kind, stalled.generation) == ("stalled", 4)
+        assert stalled.payload.stopped
+        assert (await agent.progress()).overdue
+        assert await agent.stacks(answer.pid + 1) == ""
+        assert "stopped" in await agent.stacks(answer.pid)
+        assert not await agent.kill(answer.pid + 1, "hung", "of another")
+        assert await agent.kill(answer.pid, "hung", "stood still")
+        exits = [report for report in await until_exit(agent) if report.kind == "exit"]
+        assert exits[0].payload.killed_for == KillReason("hung", "stood still")
         assert await agent.progress() is None
         await agent.close()
 
@@ -259,13 +264,13 @@ def test_a_killed_trainer_of_a_repairable_gang_has_a_successor_ready(make_agent,
     async def body():
         agent = make_agent()
         first = LaunchOrder(job="job-1", generation=1, rank=3, spec={"wait": True, "signal": 9}, in_place=True)
-        launched = await agent.launch(first.to_json())
-        os.kill(launched["pid"], signal.SIGKILL)
+        launched = await agent.launch(first)
+        os.kill(launched.pid, signal.SIGKILL)
         (exit_report,) = await until_exit(agent)
-        assert exit_report["data"]["signal"] == signal.SIGKILL
-        ready = await until_trainer_other_than(agent, launched["pid"])
+        assert exit_report.payload.signal == signal.SIGKILL
+        ready = await until_trainer_other_than(agent, launched.pid)
         second = LaunchOrder(job="job-1", generation=2, rank=3, spec={"reports": 1}, in_place=True)
-        assert await agent.launch(second.to_json()) == {"pid": ready, "kept": False}
+        assert await agent.launch(second) == Launched(ready, kept=False)
         await agent.close()
 
     go(body)
@@ -273,7 +278,7 @@ def test_a_killed_trainer_of_a_repairable_gang_has_a_successor_ready(make_agent,
 
 async def until_trainer_other_than(agent, pid):
     """Process id of the trainer, once it is another."""
-    while (found := (await agent.describe())["trainer_pid"]) in (None, pid):
+    while (found := (await agent.describe()).trainer_pid) in (None, pid):
         await asyncio.sleep(0.01)
     return found
 
@@ -283,7 +288,7 @@ def test_a_trainer_that_does_not_come_to_rest_is_killed(make_agent, go, gone):
         agent = make_agent()
         launched = await agent.launch(order(1, wait=True))
         assert await agent.rest(1, grace=0.2) is False
-        assert gone(launched["pid"])
+        assert gone(launched.pid)
         await agent.close()
 
     go(body)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from workers.liveness.progress import Progress
-from workers.rank.faults import ArmedProgress, Fault, Faults, kill_store, run_out_of_memory
+from workers.messages import Fault
+from workers.rank.faults import ArmedProgress, Faults, kill_store, run_out_of_memory
 
 ROOT = Path(__file__).parents[3]
 

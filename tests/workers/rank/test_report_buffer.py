@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from workers.rank.report_buffer import ReportBuffer
+from workers.reports import Exited, Metrics
 
 
 def read_all(buffer):
@@ -22,11 +23,11 @@ def read_all(buffer):
 
 
 def add_rows(buffer, steps):
-    buffer.add("metrics", 1, 0, {"rows": [{"step": step} for step in steps]})
+    buffer.add(Metrics(tuple({"step": step} for step in steps)), 1, 0)
 
 
 def steps_of(reports):
-    return [row["step"] for report in reports if report.kind == "metrics" for row in report.data["rows"]]
+    return [row["step"] for report in reports if report.kind == "metrics" for row in report.payload.rows]
 
 
 def test_thousands_of_rows_that_nobody_read_for_a_while_come_whole_and_once():
@@ -43,7 +44,7 @@ def test_more_rows_than_are_kept_cost_resolution_and_nothing_else(batch):
     buffer = ReportBuffer(most_rows=100)
     for first in range(1, 1001, batch):
         add_rows(buffer, range(first, min(1001, first + batch)))
-    buffer.add("exit", 1, 0, {"code": 0})
+    buffer.add(Exited(code=0), 1, 0)
     reports = read_all(buffer)
     steps = steps_of(reports)
     assert len(steps) <= 100

@@ -50,9 +50,10 @@ def wait(argument: dict, control: socket.socket) -> int:
     return 0
 
 
-def trainer(order: dict, control: socket.socket) -> int:
+def trainer(argument: dict, control: socket.socket) -> int:
     """A stand-in for the trainer: does what the job's spec tells it to, as reports on the control socket."""
-    if "prepare" in order:
+    order = argument["order"]
+    if argument["prepare"]:
         return wait({}, control)
     for text in order["spec"].get("print", []):
         print(text, file=sys.stderr)
@@ -60,7 +61,7 @@ def trainer(order: dict, control: socket.socket) -> int:
         os.write(1, bytes(order["spec"]["bytes"]))
     for index in range(order["spec"].get("reports", 0)):
         _say(control, kind="event", generation=order["generation"], rank=order["rank"], time=time.time(),
-             data={"type": "count", "index": index})  # fmt: skip
+             data={"type": "count", "data": {"index": index}})  # fmt: skip
     for document in order["spec"].get("raw", []):
         control.sendall(document.encode() + b"\n")
     if order["spec"].get("wait"):

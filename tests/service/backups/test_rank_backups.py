@@ -1,4 +1,4 @@
-"""Replicas as the supervisor has them kept: real agents, with a folder each for what would be their nodes' memory."""
+"""Backups as the supervisor has them made: real agents, with a folder each for what would be their nodes' memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from service.backups.replication import Brought, begin, bring_back, without_state
+from service.backups.rank_backups import Brought, begin, bring_back, without_state
+from service.cluster.agent_client import AgentLost
 from workers.rank.agent import Agent
 from workers.snapshot.snapshot_file import committed_steps
 from workers.snapshot.snapshots import Snapshots, replica_path, snapshot_path
@@ -18,24 +19,30 @@ from workers.snapshot.snapshots import Snapshots, replica_path, snapshot_path
 LAYOUT = "0a0a0a0a"
 
 
-class Remote:
-    """An agent as Ray shows it; a lost one fails whatever it is asked."""
+class LosableAgent(Agent):
+    """An agent of this process; a lost one fails whatever it is asked for other ranks."""
 
-    def __init__(self, agent: Agent):
-        self.agent, self.lost = agent, False
+    lost = False
 
-    def __getattr__(self, name: str) -> Any:
-        return _Method(self, name)
+    async def snapshot_steps(self, layout: str | None = None) -> list[int]:
+        self._answer()
+        return await super().snapshot_steps(layout)
 
+    async def receive_backups(self, *arguments: Any) -> Any:
+        self._answer()
+        return await super().receive_backups(*arguments)
 
-class _Method:
-    def __init__(self, handle: Remote, name: str):
-        self._handle, self._name = handle, name
+    async def send_backups(self, *arguments: Any) -> None:
+        self._answer()
+        await super().send_backups(*arguments)
 
-    async def remote(self, *arguments: Any) -> Any:
-        if self._handle.lost:
-            raise ConnectionError("the actor is dead")
-        return await getattr(self._handle.agent, self._name)(*arguments)
+    async def fetch_snapshot(self, *arguments: Any) -> list[int]:
+        self._answer()
+        return await super().fetch_snapshot(*arguments)
+
+    def _answer(self) -> None:
+        if self.lost:
+            raise AgentLost("the actor is dead")
 
 
 class Job:
@@ -50,12 +57,12 @@ class Job:
             for rank, node in enumerate(self.nodes)
         ]
 
-    def agent(self, rank: int, node: str) -> Remote:
+    def agent(self, rank: int, node: str) -> LosableAgent:
         """A new agent."""
-        return Remote(Agent("job-1", rank, str(self.folder / "home"), str(self.folder), str(self.folder / node)))
+        return LosableAgent("job-1", rank, str(self.folder / "home"), str(self.folder), str(self.folder / node))
 
     async def commit(self, step: int, keepers: dict[int, int]) -> None:
-        """A step, and its replicas."""
+        """A step, and its backups."""
         for snapshots in self.snapshots:
             snapshots.save(step)
         deadline = time.monotonic() + 30
@@ -71,13 +78,13 @@ class Job:
     async def brought_back(self, own: list[list[int]]) -> Brought:
         """The steps of all ranks after the agents of "a" and "b" were asked for what the needy ones lack."""
         holders = {"a": self.agents[0], "b": self.agents[-1]}
-        kept = {host: await agent.agent.kept() for host, agent in holders.items()}
+        kept = {host: await agent.snapshot_files() for host, agent in holders.items()}
         return await bring_back(self.agents, own, without_state(own), 1, LAYOUT, holders, kept, self.peers)
 
     async def close(self) -> None:
         """End what is left."""
         for agent in self.agents:
-            await agent.agent.close()
+            await agent.close()
 
 
 @pytest.fixture
@@ -94,7 +101,7 @@ def test_the_ranks_of_a_lost_node_go_on_from_what_the_other_one_kept(job):
             await job.commit(step, keepers)
         lost = [job.agents[rank] for rank in (2, 3)]
         job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
-        own = [await handle.agent.snapshot_steps() for handle in job.agents]
+        own = [await handle.snapshot_steps() for handle in job.agents]
         assert own == [[1, 2], [1, 2], [], []]
         assert await job.brought_back(own) == Brought([[1, 2]] * 4, {2: "replica", 3: "replica"})
         state = [torch.zeros(1000)]
@@ -102,13 +109,13 @@ def test_the_ranks_of_a_lost_node_go_on_from_what_the_other_one_kept(job):
         assert bool((state[0] == 3).all())
         assert (await job.keep(["a", "a", "c", "c"], 2)).keys() == {0, 1, 2, 3}
         for handle in lost:
-            await handle.agent.close()
+            await handle.close()
         await job.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_without_another_node_nothing_is_replicated_and_nothing_asked(job):
+def test_without_another_node_nothing_is_backed_up_and_nothing_asked(job):
     for agent in job.agents:
         agent.lost = True
     assert asyncio.run(job.keep(["a"] * 4)) == {}
@@ -117,12 +124,12 @@ def test_without_another_node_nothing_is_replicated_and_nothing_asked(job):
 def test_where_peers_have_the_same_state_on_another_node_it_is_theirs_that_is_taken(tmp_path):
     async def body():
         job = Job(tmp_path, state_of=(0, 1, 0, 1))
-        assert await job.keep(job.nodes) == {}, "nobody needs a replica"
+        assert await job.keep(job.nodes) == {}, "nobody needs a backup"
         await job.commit(1, {})
         await job.commit(2, {})
         job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
-        own = [await handle.agent.snapshot_steps() for handle in job.agents]
-        kept = {"a": await job.agents[0].agent.kept()}
+        own = [await handle.snapshot_steps() for handle in job.agents]
+        kept = {"a": await job.agents[0].snapshot_files()}
         arguments = (job.agents, own, without_state(own), 1, LAYOUT, {"a": job.agents[0]}, kept, job.peers)
         assert await bring_back(*arguments) == Brought([[1, 2]] * 4, {2: "peer", 3: "peer"})
         state = [torch.zeros(1000)]
@@ -137,11 +144,11 @@ def test_where_the_nearest_cannot_be_fetched_the_next_is(tmp_path, caplog):
     async def body():
         job = Job(tmp_path, state_of=(0, 1, 0, 1))
         await job.commit(1, {})
-        gone = Remote(job.agents[0].agent)
+        gone = job.agents[0]
         gone.lost = True
         job.agents[0] = job.agent(0, "c")
-        kept = {"a": await job.agents[1].agent.kept(), "b": await job.agents[2].agent.kept()}
-        own = [await handle.agent.snapshot_steps() for handle in job.agents]
+        kept = {"a": await job.agents[1].snapshot_files(), "b": await job.agents[2].snapshot_files()}
+        own = [await handle.snapshot_steps() for handle in job.agents]
         holders = {"a": gone, "b": job.agents[2]}
         found = await bring_back(job.agents, own, [0], 1, LAYOUT, holders, kept, job.peers)
         assert found == Brought([[1]] * 4, {0: "peer"})
@@ -151,7 +158,7 @@ def test_where_the_nearest_cannot_be_fetched_the_next_is(tmp_path, caplog):
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_peers_on_the_same_node_do_not_save_the_replica(tmp_path):
+def test_peers_on_the_same_node_do_not_save_the_backup(tmp_path):
     async def body():
         job = Job(tmp_path, state_of=(0, 0, 2, 3))
         assert (await job.keep(job.nodes)).keys() == {0, 1, 2, 3}
@@ -160,13 +167,13 @@ def test_peers_on_the_same_node_do_not_save_the_replica(tmp_path):
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
-def test_a_partner_that_fails_costs_its_rank_the_replica_and_nobody_else(job, caplog):
+def test_a_partner_that_fails_costs_its_rank_the_backup_and_nobody_else(job, caplog):
     async def body():
         job.agents[3].lost = True
         found = await job.keep(job.nodes)
         assert len(found) == 2
         assert 3 not in found and 3 not in found.values()
-        assert "2 of 4 ranks have no replica: the actor is dead" in caplog.text
+        assert "2 of 4 ranks have no backup: the actor is dead" in caplog.text
         job.agents[3].lost = False
         assert await job.brought_back([[1], [1], [1], []]) == Brought([[1], [1], [1], []], {})
         await job.close()
@@ -182,7 +189,7 @@ def test_a_rank_is_without_state_when_it_has_none_or_only_what_the_furthest_is_l
     assert without_state([[4, 5], [4, 5], [99, 100], [99, 100]]) == [0, 1], "both have come back to an old node"
 
 
-def test_a_rank_that_came_back_to_old_snapshots_takes_the_replica(job):
+def test_a_rank_that_came_back_to_old_snapshots_takes_the_backup(job):
     async def body():
         keepers = await job.keep(job.nodes)
         await job.commit(1, keepers)
@@ -192,7 +199,7 @@ def test_a_rank_that_came_back_to_old_snapshots_takes_the_replica(job):
         old.close()
         job.agents[2] = job.agent(2, "c")
         snapshot_path(job.folder / "b", 2, LAYOUT).unlink()
-        own = [await handle.agent.snapshot_steps() for handle in job.agents]
+        own = [await handle.snapshot_steps() for handle in job.agents]
         assert own[2] == [0]
         brought = await job.brought_back(own)
         assert (brought.steps[2], brought.taken) == ([1, 2], {2: "replica"})
@@ -202,7 +209,7 @@ def test_a_rank_that_came_back_to_old_snapshots_takes_the_replica(job):
 
 
 def test_what_all_can_have_is_fetched_and_not_what_one_rank_could_have_alone(job):
-    """Rank 2's replica goes further than the other ranks ever went again."""
+    """Rank 2's backup goes further than the other ranks ever went again."""
 
     async def body():
         keepers = await job.keep(job.nodes)
@@ -210,7 +217,7 @@ def test_what_all_can_have_is_fetched_and_not_what_one_rank_could_have_alone(job
         await job.commit(8, keepers)
         steps = [[3, 4], [3, 4], [3, 4], [3, 4]]
         holders = {"b": job.agents[3]}
-        kept = {"b": [file for file in await job.agents[3].agent.kept() if file["rank"] == 2]}
+        kept = {"b": [file for file in await job.agents[3].snapshot_files() if file.rank == 2]}
         assert kept["b"]
         found = await bring_back(job.agents, steps, range(4), 1, LAYOUT, holders, kept, job.peers)
         assert found == Brought(steps, {})

@@ -1,0 +1,304 @@
+"""What the control plane asks of agents and node daemons, and how it reaches them over Ray.
+
+The rest of the service knows `AgentClient` and `NodeClient` only, and their errors: where a call goes, and what Ray
+raises on the way, is known here. Calls cross as JSON (`workers/remote_call.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from workers.errors import MantaError
+from workers.json_codec import JsonObject
+from workers.liveness.trainer_status import TrainerStatus
+from workers.messages import (
+    AgentDescription,
+    BackupAddress,
+    Fault,
+    Launched,
+    LaunchOrder,
+    NodeDescription,
+    StoreAddress,
+    StoredSnapshot,
+    check_protocol,
+)
+from workers.remote_call import call
+from workers.reports import Report
+from workers.snapshot.backup import Replication
+from workers.zygote.client import Exit
+
+T = TypeVar("T")
+
+
+class AgentError(MantaError):
+    """An agent or a node's daemon did not do what it was asked; the message is one line."""
+
+    def __init__(self, message: str, kind: str = ""):
+        """`kind`: class of what was raised on the way, for messages; by default this one's."""
+        super().__init__(message)
+        self.kind = kind or type(self).__name__
+
+
+class AgentLost(AgentError):
+    """It is gone, or its node is, or the way there."""
+
+
+class AgentSilent(AgentError):
+    """It gave no answer in time."""
+
+
+class AgentFailed(AgentError):
+    """It answered with an error of its own."""
+
+
+class AgentClient(Protocol):
+    """The agent of one rank (`workers.rank.agent.Agent`). Every method raises AgentError."""
+
+    async def describe(self) -> AgentDescription:
+        """Where the agent is, and what runs under it. Raises ProtocolMismatch."""
+        ...
+
+    async def launch(self, order: LaunchOrder) -> Launched:
+        """Start the trainer of a new generation."""
+        ...
+
+    async def prepare(self, order: LaunchOrder) -> bool:
+        """Have a trainer ready for an order like this one; whether it is."""
+        ...
+
+    async def arm(self, fault: Fault) -> None:
+        """Have the rank's trainer carry out a fault when it gets there."""
+        ...
+
+    async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
+        """Bring the trainer of `generation` to rest, after the step under way if that ends within `patience` seconds;
+        whether it is. One that is not within `grace` seconds more is killed."""
+        ...
+
+    async def progress(self) -> TrainerStatus | None:
+        """Where the trainer stands; None when none runs, or none is watched."""
+        ...
+
+    async def stacks(self, pid: int) -> str:
+        """The stacks of the trainer `pid`; empty when it is not this agent's."""
+        ...
+
+    async def kill(self, pid: int, kind: str, message: str, after_commit: bool = False) -> bool:
+        """Kill the trainer `pid`, after the next step that it commits with `after_commit`; its exit report says why.
+        False when it is not this agent's, has ended, or does not commit."""
+        ...
+
+    async def snapshot_steps(self, layout: str | None = None) -> list[int]:
+        """Committed steps that are whole in the rank's shared memory, of `layout` (its tag) or of all."""
+        ...
+
+    async def snapshot_files(self) -> list[StoredSnapshot]:
+        """The job's snapshot files on the agent's node."""
+        ...
+
+    async def receive_backups(self, token: str, generation: int) -> BackupAddress | None:
+        """Take backups from callers who know `token` and are of `generation` or later, and give snapshots out; where.
+        None without shared memory."""
+        ...
+
+    async def send_backups(
+        self, partner: BackupAddress, token: str, generation: int, layout: str, every: int = 1
+    ) -> None:
+        """Stream the rank's snapshots to the agent at `partner` from now on; only steps that are a multiple of
+        `every`."""
+        ...
+
+    async def stop_backups(self) -> None:
+        """Send no more snapshots."""
+        ...
+
+    async def backup_progress(self) -> Replication | None:
+        """How far the rank's backup is; None without a partner."""
+        ...
+
+    async def fetch_snapshot(
+        self, rank: int, holder: BackupAddress, token: str, generation: int, layout: str, of: int | None = None
+    ) -> list[int]:
+        """Bring the snapshots of `rank`, or those of `of`, which has the same state, from the agent at `holder`; the
+        steps that came whole."""
+        ...
+
+    async def reports(self, after: int, timeout: float) -> list[Report]:
+        """Reports with a sequence above `after`, at once or within `timeout` seconds. Those up to `after` are
+        acknowledged by that, and forgotten."""
+        ...
+
+    async def stop(self) -> Exit:
+        """Kill the trainer; how it ended, `Exit(None, None)` if none ran."""
+        ...
+
+    async def close(self) -> None:
+        """End the trainer and remove the rank's snapshots, before the agent itself is ended."""
+        ...
+
+
+class NodeClient(Protocol):
+    """The daemon of one node (`workers.node.daemon.NodeDaemon`). Every method raises AgentError."""
+
+    async def start(self) -> NodeDescription:
+        """Start the node's zygote, unless it runs. Raises ProtocolMismatch."""
+        ...
+
+    async def describe(self) -> NodeDescription:
+        """The node. Raises ProtocolMismatch."""
+        ...
+
+    async def drain(self, seconds: float) -> None:
+        """Say from now on that the node is to be left within `seconds`."""
+        ...
+
+    async def start_store(self, job: str, generation: int) -> StoreAddress:
+        """Serve a rendezvous store for the job's generation; where."""
+        ...
+
+    async def end_job(self, job: str) -> None:
+        """Remove whatever the job has left on the node."""
+        ...
+
+    async def sweep(self, live_jobs: list[str]) -> list[str]:
+        """Remove stores and snapshots of all jobs but these; the jobs whose leftovers were removed."""
+        ...
+
+    async def shutdown(self) -> None:
+        """End stores and zygote; remove all snapshots."""
+        ...
+
+
+async def within(seconds: float, answer: Awaitable[T]) -> T:
+    """What an agent answers. Raises AgentSilent when it takes longer than `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await answer
+    except TimeoutError as error:
+        raise AgentSilent(f"no answer in {seconds:g} s") from error
+
+
+class RayActor:
+    """An actor that answers `call`s."""
+
+    def __init__(self, ray: Any, actor: Any):
+        """`ray`: the module, connected; `actor`: a handle of an actor that has `call`."""
+        self._ray, self.actor = ray, actor
+
+    async def _call(self, method: Callable[..., Coroutine[Any, Any, T]], /, **arguments: Any) -> T:
+        return await call(self._send, method, arguments)
+
+    async def _send(self, method: str, arguments: JsonObject) -> Any:
+        errors = self._ray.exceptions
+        try:
+            return await self.actor.call.remote(method, arguments)
+        except errors.RayError as error:
+            message = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            kind = AgentFailed if isinstance(error, errors.RayTaskError) else AgentLost
+            raise kind(message, type(error).__name__) from error
+
+
+class RayAgent(RayActor):
+    """An AgentClient over a Ray actor."""
+
+    async def describe(self) -> AgentDescription:
+        answer = await self._call(AgentClient.describe)
+        check_protocol(f"the agent {answer.pid} on {answer.host}", answer.protocol)
+        return answer
+
+    async def launch(self, order: LaunchOrder) -> Launched:
+        return await self._call(AgentClient.launch, order=order)
+
+    async def prepare(self, order: LaunchOrder) -> bool:
+        return await self._call(AgentClient.prepare, order=order)
+
+    async def arm(self, fault: Fault) -> None:
+        await self._call(AgentClient.arm, fault=fault)
+
+    async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
+        return await self._call(AgentClient.rest, generation=generation, grace=grace, patience=patience)
+
+    async def progress(self) -> TrainerStatus | None:
+        return await self._call(AgentClient.progress)
+
+    async def stacks(self, pid: int) -> str:
+        return await self._call(AgentClient.stacks, pid=pid)
+
+    async def kill(self, pid: int, kind: str, message: str, after_commit: bool = False) -> bool:
+        return await self._call(AgentClient.kill, pid=pid, kind=kind, message=message, after_commit=after_commit)
+
+    async def snapshot_steps(self, layout: str | None = None) -> list[int]:
+        return await self._call(AgentClient.snapshot_steps, layout=layout)
+
+    async def snapshot_files(self) -> list[StoredSnapshot]:
+        return await self._call(AgentClient.snapshot_files)
+
+    async def receive_backups(self, token: str, generation: int) -> BackupAddress | None:
+        return await self._call(AgentClient.receive_backups, token=token, generation=generation)
+
+    async def send_backups(
+        self, partner: BackupAddress, token: str, generation: int, layout: str, every: int = 1
+    ) -> None:
+        await self._call(
+            AgentClient.send_backups, partner=partner, token=token, generation=generation, layout=layout, every=every
+        )
+
+    async def stop_backups(self) -> None:
+        await self._call(AgentClient.stop_backups)
+
+    async def backup_progress(self) -> Replication | None:
+        return await self._call(AgentClient.backup_progress)
+
+    async def fetch_snapshot(
+        self, rank: int, holder: BackupAddress, token: str, generation: int, layout: str, of: int | None = None
+    ) -> list[int]:
+        return await self._call(
+            AgentClient.fetch_snapshot,
+            rank=rank,
+            holder=holder,
+            token=token,
+            generation=generation,
+            layout=layout,
+            of=of,
+        )
+
+    async def reports(self, after: int, timeout: float) -> list[Report]:
+        return await self._call(AgentClient.reports, after=after, timeout=timeout)
+
+    async def stop(self) -> Exit:
+        return await self._call(AgentClient.stop)
+
+    async def close(self) -> None:
+        await self._call(AgentClient.close)
+
+
+class RayNodeDaemon(RayActor):
+    """A NodeClient over a Ray actor."""
+
+    async def start(self) -> NodeDescription:
+        return _checked(await self._call(NodeClient.start))
+
+    async def describe(self) -> NodeDescription:
+        return _checked(await self._call(NodeClient.describe))
+
+    async def drain(self, seconds: float) -> None:
+        await self._call(NodeClient.drain, seconds=seconds)
+
+    async def start_store(self, job: str, generation: int) -> StoreAddress:
+        return await self._call(NodeClient.start_store, job=job, generation=generation)
+
+    async def end_job(self, job: str) -> None:
+        await self._call(NodeClient.end_job, job=job)
+
+    async def sweep(self, live_jobs: list[str]) -> list[str]:
+        return await self._call(NodeClient.sweep, live_jobs=live_jobs)
+
+    async def shutdown(self) -> None:
+        await self._call(NodeClient.shutdown)
+
+
+def _checked(answer: NodeDescription) -> NodeDescription:
+    check_protocol(f"the daemon of node {answer.node[:12]}", answer.protocol)
+    return answer

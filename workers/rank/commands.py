@@ -1,0 +1,52 @@
+"""What an agent says to the trainer that runs: one JSON line a command, on the control socket. Pure Python."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from workers.json_codec import MalformedMessage, from_json, to_json
+from workers.messages import Fault, LaunchOrder
+
+
+@dataclass(frozen=True)
+class Go:
+    """Leave rest and carry out an order."""
+
+    order: LaunchOrder
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Leave a generation and come to rest."""
+
+    generation: int
+    after_step: bool = False
+    """Only after the step under way."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Carry out a fault when its step and phase are reached."""
+
+    fault: Fault
+
+
+Command = Go | Rest | Arm
+_COMMANDS: dict[str, Any] = {"go": Go, "rest": Rest, "fault": Arm}
+_WORDS = {command: word for word, command in _COMMANDS.items()}
+
+
+def command_line(command: Command) -> bytes:
+    """As it goes over the control socket."""
+    return json.dumps({"do": _WORDS[type(command)], **to_json(command)}).encode() + b"\n"
+
+
+def read_command(line: bytes) -> Command:
+    """From `command_line`. Raises MalformedMessage and ValueError."""
+    document = json.loads(line)
+    if not isinstance(document, dict) or document.get("do") not in _COMMANDS:
+        raise MalformedMessage(f"{line[:80]!r} is no command")
+    command: Command = from_json(_COMMANDS[document["do"]], document)
+    return command

@@ -1,0 +1,196 @@
+"""What trainers and their agents report to the control plane. Pure Python.
+
+A `Report` carries one payload, whose class says what it is about, and the generation: a report of an older generation
+than the receiver's is refused. It travels as JSON (`json_codec.py`), with the payload's kind as a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from workers.json_codec import JsonObject, MalformedMessage, from_json, to_json
+from workers.liveness.trainer_status import TrainerStatus
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A trainer without an order is ready for one; for its agent only."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """The trainer has its state and begins to train."""
+
+    pid: int
+    connected_at: float | None = None
+    """Unix time at which it had met the other ranks, in seconds."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Numbers of committed steps."""
+
+    rows: tuple[JsonObject, ...]
+    """One a step, by the names of the REST contract."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something to tell the user."""
+
+    type: str
+    message: str = ""
+    """One sentence."""
+    step: int | None = None
+    data: JsonObject = field(default_factory=dict)
+    """By the names of the contract of that type."""
+
+
+@dataclass(frozen=True)
+class Resting:
+    """The trainer has lost a peer, or was ordered to rest, and waits for the next generation's order."""
+
+    step: int | None = None
+    """Committed step whose state it holds; None when its state is of no step."""
+    message: str = ""
+    """Why."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last step is committed, and saved where that was asked for."""
+
+    step: int
+    seconds: dict[str, float] | None = None
+    """Where the time since the last step went, by the ledger's names."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a trainer ends before its last step, as it tells its agent."""
+
+    kind: Literal[
+        "exception",
+        "peer_lost",
+        "no_shared_memory",
+        "bad_data",
+        "bad_checkpoint",
+        "not_saved",
+        "not_finite",
+        "spike",
+        "corrupt",
+    ]
+    """exception: user or program error; peer_lost: a collective failed because another rank died, so this rank is
+    not the culprit; the others are typed errors whose message is one clear sentence."""
+    step: int
+    """Step that was being computed (last committed + 1)."""
+    exception: str
+    """Class name."""
+    message: str
+    """One line."""
+    traceback: str = ""
+    """Python traceback."""
+    at: float = 0.0
+    """Unix time in seconds, added by the agent."""
+
+
+@dataclass(frozen=True)
+class KillReason:
+    """Why an agent killed its trainer on request."""
+
+    kind: str
+    """hung or straggler."""
+    message: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The trainer's process is gone; made by its agent, after everything else that it said."""
+
+    code: int | None = None
+    """Exit status; None where a signal ended it."""
+    signal: int | None = None
+    last_output: tuple[str, ...] = ()
+    """Last lines of its standard error."""
+    failure: Failure | None = None
+    """Where it said why."""
+    killed_for: KillReason | None = None
+    """Where its agent killed it on request."""
+
+
+Payload = Prepared | Started | Metrics | Event | TrainerStatus | Resting | Finished | Failure | Exited
+PAYLOADS: dict[str, Any] = {
+    "prepared": Prepared,
+    "started": Started,
+    "metrics": Metrics,
+    "event": Event,
+    "stalled": TrainerStatus,
+    "resting": Resting,
+    "finished": Finished,
+    "failure": Failure,
+    "exit": Exited,
+}
+"""By kind. A trainer's status is reported when it stands still for longer than it may, or moves on after it did. The
+last report of a rank in a generation is `resting` or `exit`. `prepared` and `failure` stay with the agent, which puts
+the failure into the exit."""
+_KINDS = {payload: kind for kind, payload in PAYLOADS.items()}
+
+
+def kind_of(payload: Payload) -> str:
+    """The kind under which a payload travels."""
+    return _KINDS[type(payload)]
+
+
+def payload_of(kind: str, data: JsonObject) -> Payload:
+    """The payload that travelled as `data`. Raises MalformedMessage."""
+    if kind not in PAYLOADS:
+        raise MalformedMessage(f"there are no reports of kind {kind!r}")
+    payload: Payload = from_json(PAYLOADS[kind], data)
+    return payload
+
+
+@dataclass(frozen=True)
+class Report:
+    """One message of a trainer, or of its agent about it, to the control plane."""
+
+    payload: Payload
+    generation: int
+    rank: int
+    time: float
+    """Unix time at which it was made, in seconds."""
+    sequence: int = 0
+    """Number given by the agent, from 1 upwards over all generations of this agent."""
+
+    @property
+    def kind(self) -> str:
+        """The payload's."""
+        return kind_of(self.payload)
+
+    def to_json(self) -> JsonObject:
+        """As a JSON object; `kind` says of which class `data` is."""
+        return {
+            "kind": self.kind,
+            "generation": self.generation,
+            "rank": self.rank,
+            "time": self.time,
+            "sequence": self.sequence,
+            "data": to_json(self.payload),
+        }
+
+    @classmethod
+    def from_json(cls, document: JsonObject) -> Report:
+        """From a JSON object as `to_json` makes it. Raises MalformedMessage."""
+        envelope = from_json(_Envelope, document)
+        payload = payload_of(envelope.kind, envelope.data)
+        return cls(payload, envelope.generation, envelope.rank, envelope.time, envelope.sequence)
+
+
+@dataclass(frozen=True)
+class _Envelope:
+    kind: str
+    generation: int
+    rank: int
+    time: float
+    sequence: int = 0
+    data: JsonObject = field(default_factory=dict)
