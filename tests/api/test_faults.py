@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.client import MantaClient
+from workers.json_codec import to_json
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def test_a_fault_is_handed_on_as_it_was_asked_for(service, address):
     response = service.http.post(address, json=wanted)
     assert response.status_code == 202
     (fault,) = service.control.faults
-    assert fault.to_json() == {**wanted, "id": response.json()["id"], "seconds": 0.0, "delay": 0.0}
+    assert to_json(fault) == {**wanted, "id": response.json()["id"], "seconds": 0.0, "delay": 0.0}
     assert "hang of rank 3 in reduction of step 7" in response.json()["message"]
 
 
