@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import papers
 import pytest
 from engine_specs import spec
-from one_layer import paper, rows
 from schedule_sizes import most_in_flight
 
 from workers.accounting.activation_bytes import (
@@ -38,7 +38,7 @@ GIB = 2**30
 
 def shape(name: str) -> ModelConfig:
     """A model of table 3 of arXiv:2205.05198."""
-    row = rows("c_actrecomp_table3_configs")[name]
+    row = papers.MODELS[name]
     return ModelConfig(
         layers=row["layers"], hidden_size=row["hidden"], heads=row["heads"], sequence_length=2048, vocabulary_size=51200
     )
@@ -53,14 +53,14 @@ def evaluated(formula: str, model: ModelConfig, micro_batch: int, tensor: int) -
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("row", TABLE_2)
 def test_bytes_of_a_layer_are_those_of_table_2(row, name):
-    formula = rows("c_actrecomp_table2_activation_formulas")[row]["bytes_per_layer"]
+    formula = papers.LAYER_BYTES[row]
     expected = evaluated(formula, shape(name), 4, 8 if TABLE_2[row] else 1)
     assert table2_bytes(shape(name), 4, **TABLE_2[row]) == pytest.approx(expected, rel=1e-12)
 
 
 def large(name: str, dropout: float = 0.1, **parallel: Any) -> JobSpec:
     """A model of table 3 with the layout and batch that it was measured with, unless told otherwise."""
-    row = rows("c_actrecomp_table3_configs")[name]
+    row = papers.MODELS[name]
     interleaves = row["interleave_m"] > 1
     model = {name: value for name, value in shape(name).model_dump().items() if value is not None}
     layout = {
@@ -143,8 +143,8 @@ def test_the_first_stage_holds_the_papers_total(recompute, name):
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_of_a_gpu_is_that_of_figure_1(name):
     """Weights and optimizer, 18 bytes a parameter of 12 L h^2; layers' activations of the first stage."""
-    published = paper("c_actrecomp_fig1_fig7_memory")["fig1_GiB"][name]
-    row, model = rows("c_actrecomp_table3_configs")[name], shape(name)
+    published = papers.MEMORY_GIB[name]
+    row, model = papers.MODELS[name], shape(name)
     t, p, size = row["tp"], row["pp"], row["micro_batch"]
     parameters = 12 * model.layers * model.hidden_size**2 / (t * p)
     assert 18 * parameters / GIB == pytest.approx(published["par_opt"], rel=1e-9)
@@ -156,7 +156,7 @@ def test_memory_of_a_gpu_is_that_of_figure_1(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_shares_of_the_baseline_are_those_of_figure_7(name):
     """To the precision with which its bars could be read."""
-    published = paper("c_actrecomp_fig1_fig7_memory")["fig7_pct"][name]
+    published = papers.MEMORY_PERCENT[name]
     policies = {"none": (False, "none"), "seq": (True, "none"), "sel": (False, "selective")}
     policies |= {"seqsel": (True, "selective"), "full": (False, "full")}
     baseline = table2_bytes(shape(name), 1, 8)
@@ -168,7 +168,7 @@ def test_shares_of_the_baseline_are_those_of_figure_7(name):
 @pytest.mark.parametrize("name", ["GPT-3", "MT-NLG"])
 def test_selective_recomputation_saves_what_the_paper_says(name):
     """arXiv:2205.05198, section 5: 5 a s / h of 34 + 5 a s / h."""
-    published = paper("c_actrecomp_table2_activation_formulas")["examples"][name]
+    published = papers.SELECTIVE_RECOMPUTATION[name]
     model = shape({"GPT-3": "175B", "MT-NLG": "530B"}[name])
     sbh = 2048 * model.hidden_size
     saved = table2_bytes(model, 1) - table2_bytes(model, 1, recompute="selective")

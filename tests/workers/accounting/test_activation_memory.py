@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from functools import cache
 
+import papers
 import pytest
 import torch
 from engine_specs import spec
-from one_layer import held_by_layer, held_bytes, lone_rank, rows
+from one_layer import held_by_layer, held_bytes, lone_rank
 from plain_gpt import one_thread
 
 from workers.accounting.activation_bytes import chunk_bytes, layer_bytes, layer_input_bytes
@@ -67,7 +68,7 @@ def test_a_layer_holds_what_table_2_says(row, tensor):
     """arXiv:2205.05198, table 2. Sequence parallelism needs t > 1; at t = 1 its rows are the baseline's."""
     sequence_parallel, recompute = TABLE_2[row]
     job = paper_layer(tensor, sequence_parallel and tensor > 1, recompute)
-    formula = rows("c_actrecomp_table2_activation_formulas")[row]["bytes_per_layer"]
+    formula = papers.LAYER_BYTES[row]
     expected = eval(formula, {}, {"s": 1024, "b": 1, "h": 1024, "a": 16, "t": tensor})
     assert measured(job) == pytest.approx(expected, rel=0.03)
 

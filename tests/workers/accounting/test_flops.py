@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import papers
 import pytest
 import torch
 from engine_specs import spec
-from one_layer import flop_counter, lone_rank, paper, rows
+from one_layer import flop_counter, lone_rank
 from plain_gpt import PlainGPT, one_thread
 from rank_programs import micro_batches
 from torch.utils.flop_counter import FlopCounterMode
@@ -205,6 +206,19 @@ def test_flops_do_not_depend_on_a_layout_that_divides_the_model():
     assert step_flops(uneven(tensor=4)).model_full == step_flops(uneven()).model_full
 
 
+@pytest.mark.parametrize("policy", [{}, {"recompute": "full"}], ids=str)
+def test_copies_of_a_key_value_head_are_hardware_flops_only(policy):
+    """Four tensor ranks hold, and compute, the same head: 3 more of it, 2 h d s FLOPs each for keys and for values, in
+    forward, twice in backward and once more where the layer is recomputed."""
+    one, four = step_flops(job(groups=1, **policy)), step_flops(job(groups=1, tensor=4, **policy))
+    assert (four.model_full, four.model_causal) == (one.model_full, one.model_causal)
+    assert four.hardware_paper == one.hardware_paper
+    found = job()
+    head = 2 * 2 * found.model.hidden_size * found.model.head_size * found.model.sequence_length
+    passes = 4 if policy else 3
+    assert four.hardware_full - one.hardware_full == passes * 6 * found.model.layers * 3 * head
+
+
 def published(hidden: int, heads: int, layers: int, length: int = 2048, batch: int = 1, **parallel) -> JobSpec:
     """A model of the papers, whose vocabulary is 51200 throughout."""
     return spec(
@@ -228,7 +242,7 @@ def overlaps(low: float, high: float, value: float, decimals: int) -> bool:
 
 def test_parameters_are_the_published_ones():
     """The papers' count lacks the final norm's 2 h."""
-    for row in rows("a_megatron2019_table1_configs").values():
+    for row in papers.MEGATRON_SIZES:
         found = published(row["hidden_size"], row["attention_heads"], row["num_layers"], 1024)
         assert round(parameter_count(found) / 1e9, 1) == row["params_billion"]
     for h, a, L, billions in ((12288, 96, 96, 174.6), (20480, 128, 105, 529.6), (25600, 160, 128, 1008.0)):
@@ -242,7 +256,7 @@ def test_parameters_are_the_published_ones():
 def test_utilisation_is_the_published_one(name):
     """arXiv:2205.05198, table 5, from its times, which are rounded to 10 ms, on A100s of 312 TFLOP/s. Its HFU takes
     `hardware_paper`; what is really computed again would give 0.4 to 1.4 points less."""
-    shape, found = rows("c_actrecomp_table3_configs")[name], rows("c_actrecomp_table5_end_to_end")[name]
+    shape, found = papers.MODELS[name], papers.ITERATIONS[name]
     batch = shape["global_batch"]
     flops = step_flops(published(shape["hidden"], shape["heads"], shape["layers"], 2048, batch, recompute="selective"))
 
@@ -260,7 +274,7 @@ def test_utilisation_is_the_published_one(name):
 
 def test_utilisation_over_eight_replicas_is_the_published_one():
     """arXiv:2205.05198, section 6.3: the 530B model on 2240 GPUs."""
-    extra = paper("c_actrecomp_table5_end_to_end")["extra"]["530B_dp8_2240gpus"]
+    extra = papers.ITERATION_OF_EIGHT_REPLICAS
     flops = step_flops(published(20480, 128, 105, 2048, extra["global_batch"], data=8)).model_full
     assert round(100 * flops / (extra["iter_s"] * 2240 * 312e12), 1) == extra["mfu_pct"]
 
@@ -268,9 +282,9 @@ def test_utilisation_over_eight_replicas_is_the_published_one():
 def test_throughput_of_mt_nlg_counts_its_recomputation():
     """arXiv:2201.11990, section 2.4: whole layers are recomputed. PaLM gives the model FLOPs' share, 30.2%
     (arXiv:2204.02311, table 3)."""
-    table = paper("d_mtnlg_config_and_throughput")
-    for _, gpus, seconds, teraflops in table["rows"]:
-        flops = step_flops(published(20480, 128, 105, 2048, table["context"]["global_batch"], recompute="full"))
+    for row in papers.MT_NLG_ITERATIONS:
+        gpus, seconds, teraflops = row["gpus"], row["iter_time_s"], row["TFLOPs_per_gpu"]
+        flops = step_flops(published(20480, 128, 105, 2048, papers.MT_NLG_BATCH, recompute="full"))
         assert flops.hardware_full / (seconds * gpus) / 1e12 == pytest.approx(teraflops, rel=0.005)
         if gpus == 2240:
             assert round(100 * flops.model_full / (seconds * gpus * 312e12), 1) == 30.2
@@ -280,7 +294,7 @@ def test_throughput_of_mt_nlg_counts_its_recomputation():
 def test_the_papers_overhead_is_three_times_ours_twice(name, hidden, heads, layers):
     """arXiv:2205.05198, section 5, gives s / (6 h), 2.7% and 1.6% of the model FLOPs: the 12 B s^2 h that it charges.
     Written out, attention's recomputation is 2 B s^2 h: a sixth."""
-    percent = paper("c_actrecomp_table2_activation_formulas")["examples"][name]["flops_overhead_pct"]
+    percent = papers.SELECTIVE_RECOMPUTATION[name]["flops_overhead_pct"]
     found = published(hidden, heads, layers, recompute="selective")
     explicit = found.model_copy(update={"train": found.train.model_copy(update={"attention": "explicit"})})
     flops, written = step_flops(found), step_flops(explicit)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
+import papers
 import pytest
 import torch
 from engine_specs import spec
-from one_layer import OneLayer, flop_counter, rows
+from one_layer import OneLayer, flop_counter
 from plain_gpt import one_thread
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,7 +21,7 @@ ALL_MODULES = ("core_attention", "norm", "mlp_activation")
 
 def paper_layer(name: str, attention: str = "explicit", **policy) -> JobSpec:
     """One layer and one micro-batch of a model of table 3 of arXiv:2205.05198, whole (t = 1)."""
-    row = rows("c_actrecomp_table3_configs")[name]
+    row = papers.MODELS[name]
     model = {"layers": 1, "hidden_size": row["hidden"], "heads": row["heads"], "sequence_length": 2048}
     return spec(
         model=model,

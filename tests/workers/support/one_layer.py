@@ -5,12 +5,9 @@ The other ranks are not there: collectives return tensors of the right shape at 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from plain_gpt import one_thread
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -31,21 +28,7 @@ from workers.parallel.tensor.linear import Region
 from workers.parallel.tensor.shards import named_shards
 from workers.parallel.tensor.weight_gradients import WeightGradients
 
-PAPERS = Path(__file__).resolve().parents[4] / "shared" / "papers"
 CPU = torch.device("cpu")
-
-
-def paper(name: str) -> dict[str, Any]:
-    """A table of the papers."""
-    if not PAPERS.is_dir():
-        pytest.skip(f"the papers' tables are not at {PAPERS}")
-    return json.loads((PAPERS / f"{name}.json").read_text())
-
-
-def rows(name: str) -> dict[str, dict[str, Any]]:
-    """Rows of a table of the papers as dicts, by their first column."""
-    table = paper(name)
-    return {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
 
 
 class _Arrived:

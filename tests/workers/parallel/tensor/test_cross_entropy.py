@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from engine_specs import layout_of
 from rank_programs import cross_entropy
 
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.parallel.tensor.cross_entropy import BLOCK_ROWS, vocabulary_parallel_cross_entropy
 from workers.parallel.tensor.layers import vocabulary_rows
 
 TOKENS = 12
@@ -38,3 +41,23 @@ def test_losses_and_gradients_are_torchs(ranks, tensor, vocabulary):
         torch.testing.assert_close(losses, expected.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient[:, :vocabulary], real.grad, rtol=1e-12, atol=1e-12)
     assert (gradient[:, vocabulary:] == 0).all(), "padding of the vocabulary learns nothing"
+
+
+@pytest.mark.parametrize("rows", [257, 513])
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)], ids=str)
+def test_every_row_of_16_bit_logits_is_processed(dtype, rounding, rows):
+    """Rows are widened BLOCK_ROWS at a time; here the last block has one. Losses have the precision of fp32, and a
+    gradient is rounded once, to 16 bits (2^-24: the smallest number of fp16)."""
+    assert rows % BLOCK_ROWS == 1
+    generator = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, 37, generator=generator).mul_(3.0).to(dtype)
+    targets = torch.randint(37, (rows,), generator=generator)
+    exact = logits.double().requires_grad_()
+    expected = F.cross_entropy(exact, targets, reduction="none")
+    expected.sum().backward()
+    leaf = logits.clone().requires_grad_()
+    alone = Comm(RankGrid(layout_of()), 0, torch.device("cpu"))
+    losses = vocabulary_parallel_cross_entropy(leaf.clone(), targets, 37, alone)
+    losses.sum().backward()
+    torch.testing.assert_close(losses.detach().double(), expected.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1.01 * rounding, atol=2.0**-24)

@@ -69,6 +69,16 @@ def test_as_many_elements_are_kept_as_the_rate_says(rate):
     assert near(found.double().mean().item(), 1 - rate, found.numel())
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(1025, 512), (2050, 513), (3, 2**19)], ids=str)
+def test_a_mask_larger_than_a_block_is_made_of_its_rows(rows, columns):
+    """The hash is computed 2^19 elements at a time."""
+    keys = derived_keys(sample_keys(1, range(rows), CPU), 7)
+    whole = kept(keys, columns, 0.25)
+    for row in (0, rows // 2, rows - 2, rows - 1):
+        assert torch.equal(whole[row], kept(keys[row : row + 1], columns, 0.25)[0]), row
+    assert near(whole[-1].double().mean().item(), 0.75, columns)
+
+
 def test_at_rate_zero_everything_is_kept():
     assert masks(rate=0.0).all()
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
+import papers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +14,6 @@ from workers.parallel.pipeline.schedules.action import COMPUTE, Action
 from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
 from workers.parallel.pipeline.stages import stage_layers
 
-PAPERS = Path(__file__).resolve().parents[5] / "shared" / "papers"
 UNIT = PassTimes(1.0, 1.0, 1.0)
 times = st.floats(0.1, 10.0)
 
@@ -34,20 +31,12 @@ def bubble(kind: str, stages: int, virtual_stages: int, micro_batches: int, pass
     return found.cost - work
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    """Rows of a table of the papers as dicts."""
-    if not PAPERS.is_dir():
-        pytest.skip(f"the papers' tables are not at {PAPERS}")
-    table = json.loads((PAPERS / f"{name}.json").read_text())
-    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-
-
 @pytest.mark.parametrize(("column", "kind"), [("1F1B", "1f1b"), ("ZB-H1", "zb-h1")])
 @pytest.mark.parametrize("row", range(12))
 def test_bubble_rates_of_the_zero_bubble_paper(row, column, kind):
     """Table 5 of arXiv:2401.10241 from the times of its table 9."""
-    profiled = rows("f_zero_bubble_table9_profiled_times")[row]
-    published = rows("f_zero_bubble_table5_bubble_rates")[row]
+    profiled = papers.PASS_TIMES[row]
+    published = papers.BUBBLE_RATES[row]
     assert [profiled[name] for name in ("model", "p", "m")] == [published[name] for name in ("model", "p", "m")]
     passes = PassTimes(*(profiled[name] for name in ("TF_ms", "TB_ms", "TW_ms", "Tcomm_ms")))
     assert round(timeline(kind, profiled["p"], 1, profiled["m"], passes).bubble_ratio, 4) == published[column]
