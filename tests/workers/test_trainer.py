@@ -1,12 +1,15 @@
 """What a trainer owes a job beyond its steps."""
 
+import gc
 import math
 import shutil
 import threading
+import weakref
 
 import pytest
 import torch
 from engine_specs import spec
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm.comm import Comm
@@ -190,3 +193,29 @@ def test_the_record_and_the_statistics_tell_where_the_step_went(tmp_path):
     trainer.train()
     assert reader.read().phase == "done"
     reader.close()
+
+
+@pytest.mark.parametrize("recovery", [{}, {"nonfinite": "roll_back"}])
+@pytest.mark.parametrize("parallel", [{}, {"recompute": "full"}])
+def test_a_closed_trainer_is_freed_without_the_garbage_collector(tmp_path, recovery, parallel):
+    """A process that builds the model of another layout must not hold two of them until a collection happens to run."""
+    import torch._dynamo  # the first recomputation imports it, and this import leaves the caller's frames in a cycle
+
+    job = _two_step_job(tmp_path, **recovery)
+    job = job.model_copy(update={"parallel": job.parallel.model_copy(update=parallel)})
+    gc.collect()
+    gc.disable()
+    try:
+        trainer = _trainer(job, Places(snapshots=str(tmp_path / "shared"), checkpoints=str(tmp_path / "durable")))
+        trainer.restore(Resume())
+        trainer.train()
+        tensors = [*trainer.engine.state(), trainer.engine.flat.gradients, trainer.engine.flat.parameters]
+        storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        file, whole = weakref.ref(trainer.state.snapshots._file), weakref.ref(trainer)
+        trainer.close()
+        del trainer, tensors
+        assert whole() is None
+        assert all(storage.expired() for storage in storages), "its bytes are free as well"
+        assert file() is None, "and the snapshot file is no longer mapped"
+    finally:
+        gc.enable()

@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -31,6 +30,9 @@ from workers.parallel.tensor.weight_gradients import Task, WeightGradients
 
 Key = tuple[int, int]
 """(chunk, micro-batch)."""
+
+_Plan = tuple[list[Action], frozenset[tuple[int, int]]]
+"""Actions, and the (micro-batch, chunk) pairs that are recomputed."""
 
 
 @dataclass
@@ -97,18 +99,17 @@ class Pipeline:
         self.dtype = next(model.parameters()).dtype
         self.when_done: Callable[[Action], None] | None = None
         """Called with each action once it is done."""
-        self._training = cache(self._training_actions)
-        self._evaluation = cache(self._evaluation_actions)
+        self._known: dict[tuple[bool, int], _Plan] = {}
 
-    def _training_actions(self, micro_batches: int) -> tuple[list[Action], frozenset[tuple[int, int]]]:
+    def _plan(self, micro_batches: int, training: bool) -> _Plan:
         """This rank's actions, and the (micro-batch, chunk) pairs that it recomputes."""
-        layout = self.spec.layout
-        actions = schedule(layout.schedule, layout.pipeline, layout.virtual_stages, micro_batches)[self.rank]
-        return actions, recomputed(actions, layout)
-
-    def _evaluation_actions(self, micro_batches: int) -> list[Action]:
-        layout = self.spec.layout
-        return forward_only(layout.schedule, layout.pipeline, layout.virtual_stages, micro_batches)[self.rank]
+        key = (training, micro_batches)
+        if key not in self._known:
+            layout = self.spec.layout
+            make = schedule if training else forward_only
+            actions = make(layout.schedule, layout.pipeline, layout.virtual_stages, micro_batches)[self.rank]
+            self._known[key] = (actions, recomputed(actions, layout) if training else frozenset())
+        return self._known[key]
 
     def train(self, batch: list[MicroBatch], loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward and backward of all micro-batches; gradients of the loss summed over tokens, times `loss_scale`,
@@ -117,13 +118,14 @@ class Pipeline:
         Returns this rank's share of (each micro-batch's loss summed over tokens [m], tokens that have a target), fp64:
         zero except on one tensor rank of the last stage.
         """
-        actions, again = self._training(len(batch))
+        actions, again = self._plan(len(batch), training=True)
         return self._run(actions, self._step(batch, loss_scale, again))
 
     @torch.no_grad()
     def evaluate(self, batch: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward alone; returns what `train` does."""
-        return self._run(self._evaluation(len(batch)), self._step(batch, 1.0, frozenset()))
+        actions, again = self._plan(len(batch), training=False)
+        return self._run(actions, self._step(batch, 1.0, again))
 
     def _step(self, batch: list[MicroBatch], loss_scale: float, again: frozenset[tuple[int, int]]) -> _Step:
         zeros = torch.zeros(1 + len(batch), dtype=torch.float64, device=self.comm.device)
