@@ -1,6 +1,7 @@
 """What a trainer owes a job beyond its steps."""
 
 import gc
+import importlib
 import math
 import shutil
 import threading
@@ -199,7 +200,7 @@ def test_the_record_and_the_statistics_tell_where_the_step_went(tmp_path):
 @pytest.mark.parametrize("parallel", [{}, {"recompute": "full"}])
 def test_a_closed_trainer_is_freed_without_the_garbage_collector(tmp_path, recovery, parallel):
     """A process that builds the model of another layout must not hold two of them until a collection happens to run."""
-    import torch._dynamo  # the first recomputation imports it, and this import leaves the caller's frames in a cycle
+    importlib.import_module("torch._dynamo")  # else the first recomputation does, whose frames stay in a cycle
 
     job = _two_step_job(tmp_path, **recovery)
     job = job.model_copy(update={"parallel": job.parallel.model_copy(update=parallel)})
