@@ -145,9 +145,9 @@ def _steps_of(program: str, size: Size, seed: int) -> dict[str, Step]:
         engine.step([batch], size.batch, LEARNING_RATE, 0)
 
     def measured_step() -> None:
-        comm.parts.begin()
+        comm.step.parts.begin()
         step()
-        comm.parts.end()
+        comm.step.parts.end()
 
     return {"engine": step, "engine_measured": measured_step}
 

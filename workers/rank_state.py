@@ -30,7 +30,6 @@ from workers.snapshot.note import RowJournal, read_note
 from workers.snapshot.reshard import describe, restore_from_snapshots
 from workers.snapshot.snapshot_file import committed_steps
 from workers.snapshot.snapshots import Snapshots, fingerprint, layout_tag, remove_other_layouts
-from workers.step_clock import StepClock
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class RankState:
     """Restores, keeps and rolls back the state of one rank. All ranks call the same methods at the same steps, on their
     training threads."""
 
-    def __init__(self, spec: JobSpec, engine: Engine, comm: Comm, reporter: Reporter, clock: StepClock, places: Places):
+    def __init__(self, spec: JobSpec, engine: Engine, comm: Comm, reporter: Reporter, places: Places):
         """Raises SharedMemoryError when there is no room for the snapshots."""
-        self.spec, self.engine, self.comm, self.reporter, self.clock = spec, engine, comm, reporter, clock
+        self.spec, self.engine, self.comm, self.reporter = spec, engine, comm, reporter
         self.guard = NumberGuard(spec.recovery, engine, comm)
         self.interval = Pace(spec.checkpoint.snapshot_every_steps)
         self.snapshots = open_snapshots(spec, engine, comm, places)
@@ -77,8 +76,8 @@ class RankState:
         """Bring the state to committed step `resume.step`; one that is there already stays. `roll_backs`: those of the
         job that are known outside of it. Raises CheckpointError when the state cannot be had."""
         self.comm.progress.belongs_to(self.comm.generation)
-        self.comm.progress.at("restoring")
-        self.comm.parts.drop()
+        self.comm.step.enter("restoring")
+        self.comm.step.parts.drop()
         stays = resume.source == "snapshot" and self.settled_step == resume.step
         if not stays:
             self._restored = False
@@ -150,15 +149,14 @@ class RankState:
             if self.comm.rank == 0:
                 report = partial(self.reporter.metrics, row)
         if self.snapshots is not None and self.interval.due(step):
-            self.comm.progress.at("snapshot")
-            with self.clock.waiting("snapshot_stall"):
+            with self.comm.step.phase("snapshot"):
                 self.snapshots.start(step, self._note(), report)
         elif report is not None:
             report()
 
     def _when(self) -> dict[str, Any]:
         """When and by which generation the step was committed, and where the seconds since the one before went."""
-        return {"time": time.time(), "generation": self.comm.generation, "seconds": self.clock.lap()}
+        return {"time": time.time(), "generation": self.comm.generation, "seconds": self.comm.step.clock.lap()}
 
     def _note(self) -> bytes:
         return self._journal.note(self.guard.numbers if self.guard.active else None)
@@ -167,8 +165,7 @@ class RankState:
         """The state is about to change: make sure of what is being copied of it."""
         self.guard.finish()
         if self.snapshots is not None:
-            self.comm.progress.at("snapshot")
-            with self.clock.waiting("snapshot_stall"):
+            with self.comm.step.phase("snapshot"):
                 if self.snapshots.finish():
                     self.interval.note_stall(self.snapshots.stall_seconds)
 
@@ -201,7 +198,7 @@ class RankState:
         back to. Whatever dies in between, all ranks have a step in common, and the samples are skipped again. Raises
         PeerLost; NonFiniteError or SpikeError when the job has rolled back often enough.
         """
-        self.comm.progress.at("restoring")
+        self.comm.step.enter("restoring")
         done = self.guard.roll_back(step, samples, bad)
         self._settle(done.back_to)
         self._journal.forget_after(done.back_to)
@@ -224,25 +221,24 @@ class RankState:
     def save_checkpoint(self, step: int) -> None:
         """Begin a durable checkpoint of committed step `step`, where one is due."""
         if self.checkpoints is not None and self.checkpoints.due(step):
-            self.comm.progress.at("checkpoint")
-            with self.clock.waiting("checkpoint_stall"):
+            with self.comm.step.phase("checkpoint"):
                 self.checkpoints.start(step, self.guard.numbers.to_json() if self.guard.active else None)
 
     def save_missing_checkpoint(self) -> None:
         """Save what the last generation did not get to save."""
-        if self.checkpoints is not None:
-            self.checkpoints.failure = None  # of a generation before this one
-            if self.checkpoints.is_missing(self.step):
-                self.save_checkpoint(self.step)
+        with self.comm.step.phase("checkpoint"):
+            if self.checkpoints is not None:
+                self.checkpoints.failure = None  # of a generation before this one
+                if self.checkpoints.is_missing(self.step):
+                    self.save_checkpoint(self.step)
 
     def finish(self) -> None:
         """After the job's last step: return once all ranks have everything saved. Raises CheckpointNotSaved when the
         last checkpoint cannot be saved."""
         if self.snapshots is not None:
             self.snapshots.finish()
-        self.comm.progress.at("checkpoint")
-        if self.checkpoints is not None:
-            with self.clock.waiting("checkpoint_stall"):
+        with self.comm.step.phase("checkpoint"):
+            if self.checkpoints is not None:
                 self.checkpoints.finish()
         self.comm.barrier()
         if self.checkpoints is not None and self.checkpoints.failure is not None:

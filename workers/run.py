@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from workers.accounting.device_peak import measure_peak_flops
 from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
-from workers.comm.comm import Comm
+from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.errors import CheckpointError, MantaError
@@ -82,7 +82,8 @@ def train(
     generation = next_generation(checkpoints) if checkpoints else 1
     # More processes than GPUs share them, which NCCL does not allow.
     shared = device.type == "cuda" and launcher is not None and launcher.local_world_size > torch.cuda.device_count()
-    comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device, shared_device=shared)
+    backend: BackendKind | None = "links" if shared else None
+    comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device, backend)
     comm.generation = generation
     if launcher is not None and launcher.world_size > 1:
         is_host = launcher.rank == 0 and not launcher.store_is_running

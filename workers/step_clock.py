@@ -1,14 +1,13 @@
 """Where a rank's wall time goes between two committed steps: always on, two readings of the clock a wait.
 
-`step_parts.py` measures what computing consists of, now and then; this tells computing from waiting, always. The
-control plane's ledger is made of it.
+`comm/step_parts.py` measures what computing consists of, now and then; this tells computing from waiting, always. The
+control plane's ledger is made of it. `comm/step_phases.py` says which phases of a step are waits.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Literal
 
 Wait = Literal["data_wait", "snapshot_stall", "checkpoint_stall"]
@@ -21,37 +20,38 @@ class StepClock:
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         """`clock`: a monotonic clock, in seconds."""
         self._clock = clock
-        self._open: tuple[Wait, float] | None = None
+        self._open: Wait | None = None
+        self._depth = 0
+        self._since = 0.0
         self.restart()
 
     def restart(self) -> None:
         """Begin the first lap anew: what was before belongs to nobody."""
-        self._began = self._clock()
+        self._began = self._since = self._clock()
         self._waits: dict[Wait, float] = dict.fromkeys(WAITS, 0.0)
 
-    @contextmanager
-    def waiting(self, wait: Wait) -> Iterator[None]:
-        """Context of work that keeps the training thread from computing. Within another one it counts as that."""
-        if self._open is not None:
-            yield
-            return
-        self._open = (wait, self._clock())
-        try:
-            yield
-        finally:
-            self._close(self._clock())
+    def enter(self, wait: Wait) -> None:
+        """Work begins that keeps the training thread from computing. Within another one it counts as that."""
+        self._depth += 1
+        if self._depth == 1:
+            self._open, self._since = wait, self._clock()
+
+    def leave(self) -> None:
+        """The work that was entered last is over."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._count(self._clock())
             self._open = None
 
-    def _close(self, now: float) -> None:
+    def _count(self, now: float) -> None:
         if self._open is not None:
-            wait, since = self._open
-            self._waits[wait] += now - since
-            self._open = (wait, now)
+            self._waits[self._open] += now - self._since
+            self._since = now
 
     def lap(self) -> dict[str, float]:
         """Seconds since the lap before by wait, and `wall`, all of them. A wait that goes on is cut in two here."""
         now = self._clock()
-        self._close(now)
+        self._count(now)
         seconds = {"wall": now - self._began} | {str(wait): spent for wait, spent in self._waits.items()}
         self._began, self._waits = now, dict.fromkeys(WAITS, 0.0)
         return seconds

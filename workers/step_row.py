@@ -50,7 +50,7 @@ def mean_part_seconds(comm: Comm, snapshot_seconds: float) -> dict[str, float]:
     """Where the time of the step that is being measured went: seconds by part, as the mean over ranks, and that of
     `snapshot_seconds`, which the last snapshot held up this rank's training thread for. Ends the measurement; all ranks
     call it at the same step. Raises PeerLost."""
-    seconds: dict[str, float] = dict(comm.parts.end().items())
+    seconds: dict[str, float] = dict(comm.step.parts.end().items())
     seconds["snapshot"] = snapshot_seconds
     shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=comm.device)
     comm.all_reduce("world", shared)

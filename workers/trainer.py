@@ -21,7 +21,6 @@ from workers.parallel.data.replica_check import ReplicaCheck
 from workers.parallel.data.zero import StepStatistics
 from workers.rank_state import NO_PLACES, Places, RankState, announce, named_samples, sample_data
 from workers.reporter import Reporter
-from workers.step_clock import StepClock
 from workers.step_row import StepRows, mean_part_seconds, memory_in_use
 from workers.validation import Validation
 
@@ -33,10 +32,10 @@ class Trainer:
         """`peak_flops`: peak FLOP/s of this rank's device, for MFU. Raises DataError when the corpus does not do,
         SharedMemoryError when there is no room for the snapshots."""
         self.spec, self.comm, self.reporter = spec, comm, reporter
-        self.clock = StepClock()
+        self.clock = comm.step.clock
         self.engine = Engine(spec, comm)
         self.batches = Batches(spec, comm.index("data"), comm.device, self.engine.model.reads_tokens)
-        self.state = RankState(spec, self.engine, comm, reporter, self.clock, places)
+        self.state = RankState(spec, self.engine, comm, reporter, places)
         self.guard = self.state.guard
         self.validation = Validation(self.engine, self.batches, comm)
         self._rows = StepRows(spec, self.batches.plan, peak_flops * comm.size("world"))
@@ -67,24 +66,21 @@ class Trainer:
         """Run all steps that are left, or those up to `stop_after_step`, and save what the last generation did not get
         to save. Raises CheckpointNotSaved when the last checkpoint cannot be saved."""
         self.clock.restart()
-        self.comm.progress.at("checkpoint")
         self.state.save_missing_checkpoint()
         last = self.spec.train.steps if stop_after_step is None else min(stop_after_step, self.spec.train.steps)
         while self.step < last:
             self.comm.leave_between_steps()
             self.train_step()
         self.state.finish()
-        self.comm.progress.at("done")
+        self.comm.step.enter("done")
 
     def train_step(self) -> StepStatistics:
         """One step: compute, agree, update, keep, report. One whose numbers are bad may end at an earlier step than it
         began with. Raises NonFiniteError or SpikeError when the policy is to fail."""
-        began, step, parts = time.perf_counter(), self.step + 1, self.comm.parts
-        self.comm.progress.begin_step(step, self.comm.idle_seconds)
-        if self._measures(step):
-            parts.begin()
+        began, step = time.perf_counter(), self.step + 1
+        self.comm.step.begin(step, self._measures(step))
         rate = learning_rate(self.spec.train.optimizer, step, self.spec.train.steps)
-        with parts.part("data"), self.clock.waiting("data_wait"):
+        with self.comm.step.phase("data"):
             batch = self.batches.training(step)
         sequences = self.batches.plan.size(step)
         self.guard.begin_step()
@@ -92,9 +88,9 @@ class Trainer:
         bad = self.guard.judge(step, statistics)
         if bad is not None and not self._goes_on(step, bad):
             return statistics
-        self.comm.progress.commit(step, self.comm.idle_seconds)
+        self.comm.progress.commit(step)
         self._name_stragglers(step, statistics)
-        more = mean_part_seconds(self.comm, self.state.stall_seconds) if parts.measuring else {}
+        more = mean_part_seconds(self.comm, self.state.stall_seconds) if self._measures(step) else {}
         if self.validation.due(step):
             more["validation_loss"] = self.validation.loss()
         self.state.commit(step, statistics)
@@ -123,8 +119,8 @@ class Trainer:
         """Find out whether all ranks still compute with the same parameters, before this step changes them. Where one
         does not, the step is given up: it leaves, and goes on with a state from before. Raises ReplicaDiffers on the
         ranks that differ, PeerLost on the others."""
-        self.comm.progress.at("agreement")
-        ranks, certain = self._replica_check.differing(self.state.kept_parameters())
+        with self.comm.step.phase("replica_check"):
+            ranks, certain = self._replica_check.differing(self.state.kept_parameters())
         if not ranks:
             return
         named = " and ".join(f"rank {rank}" for rank in ranks)

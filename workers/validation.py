@@ -24,15 +24,15 @@ class Validation:
 
     def loss(self) -> float:
         """Mean loss over the validation batches, in nats a token; the same on every rank. Raises PeerLost."""
-        self.comm.progress.at("validation")
         count, (places, mine) = self.batches.validation_batches(), self._loss_places()
         sums = torch.zeros(1 + count * places, dtype=torch.float64, device=self.comm.device)
         losses = sums[1:].view(count, places)
-        for index in range(count):
-            losses_m, tokens = self.engine.pipeline.evaluate(self.batches.validation(index))
-            losses[index, mine.start : mine.stop] = losses_m if len(mine) == len(losses_m) else losses_m.sum()
-            sums[0] += tokens
-        self.comm.all_reduce("world", sums)
+        with self.comm.step.phase("validation"):
+            for index in range(count):
+                losses_m, tokens = self.engine.pipeline.evaluate(self.batches.validation(index))
+                losses[index, mine.start : mine.stop] = losses_m if len(mine) == len(losses_m) else losses_m.sum()
+                sums[0] += tokens
+            self.comm.all_reduce("world", sums)
         return float(sum_of_halves(sums[1:]) / sums[0])
 
     def _loss_places(self) -> tuple[int, range]:

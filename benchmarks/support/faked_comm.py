@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from workers.comm.comm import Comm, Handle
+from workers.comm.backend import DONE, Handle
+from workers.comm.comm import Comm
 from workers.comm.grid import Axis
-
-
-class _Done:
-    def wait(self) -> None:
-        """Nothing is under way."""
-
-
-_DONE = _Done()
 
 
 class FakedComm(Comm):
@@ -22,20 +15,22 @@ class FakedComm(Comm):
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool = False) -> None:
         """The tensor as it is."""
 
-    def start_all_reduce(self, axis: Axis, tensor: torch.Tensor) -> Handle:
+    def start_all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool = False) -> Handle:
         """The tensor as it is."""
-        return _DONE
+        return DONE
 
-    def _start_all_gather(
-        self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None
+    def start_all_gather(
+        self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Handle]:
+        """Whatever lies in the memory, unless it is given."""
         if out is None:
             out = tensor.new_empty((tensor.shape[0] * self.size(axis), *tensor.shape[1:]))
-        return out, _DONE
+        return out, DONE
 
-    def _start_reduce_scatter(
-        self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None
+    def start_reduce_scatter(
+        self, axis: Axis, tensor: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Handle]:
+        """Whatever lies in the memory, unless it is given."""
         if out is None:
             out = tensor.new_empty((tensor.shape[0] // self.size(axis), *tensor.shape[1:]))
-        return out, _DONE
+        return out, DONE

@@ -114,7 +114,7 @@ def _run_rank(
 ) -> None:
     torch.set_num_threads(1)
     spec = parse_job_spec(document)
-    comm = Comm(RankGrid(spec.layout), rank, torch.device(device), shared_device=device != "cpu")
+    comm = Comm(RankGrid(spec.layout), rank, torch.device(device), "links")
     if spec.layout.world_size > 1:
         comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST)
     connection.send(program(comm, spec, *arguments))

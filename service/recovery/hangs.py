@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from workers.comm.grid import AXES
 from workers.liveness.trainer_status import TrainerStatus
 
-AXES = ("tensor", "pipeline", "data", "embedding", "world")
-"""Axes in the order of the channels' numbers, and the names of their counts."""
 Group = Callable[[Any, int], Sequence[int]]
 """Ranks that share an axis with a rank: (axis, rank) -> ranks."""
 

@@ -1,5 +1,7 @@
 """Every second of a rank is in exactly one lap, and in one wait of it at most."""
 
+from contextlib import contextmanager
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,9 +24,19 @@ def hands():
     return Hands()
 
 
+@contextmanager
+def waiting(clock, wait):
+    """A wait, as phases enter and leave it."""
+    clock.enter(wait)
+    try:
+        yield
+    finally:
+        clock.leave()
+
+
 def test_waits_are_told_from_the_rest(hands):
     clock = StepClock(hands)
-    with clock.waiting("data_wait"):
+    with waiting(clock, "data_wait"):
         hands.now += 2
     hands.now += 5
     assert clock.lap() == {"wall": 7, "data_wait": 2, "snapshot_stall": 0, "checkpoint_stall": 0}
@@ -33,7 +45,7 @@ def test_waits_are_told_from_the_rest(hands):
 
 def test_wait_that_goes_on_is_cut_in_two(hands):
     clock = StepClock(hands)
-    with clock.waiting("snapshot_stall"):
+    with waiting(clock, "snapshot_stall"):
         hands.now += 3
         assert clock.lap()["snapshot_stall"] == 3
         hands.now += 1
@@ -42,7 +54,7 @@ def test_wait_that_goes_on_is_cut_in_two(hands):
 
 def test_wait_that_raises_is_over(hands):
     clock = StepClock(hands)
-    with pytest.raises(ValueError, match="no data"), clock.waiting("data_wait"):
+    with pytest.raises(ValueError, match="no data"), waiting(clock, "data_wait"):
         hands.now += 1
         raise ValueError("no data")
     hands.now += 4
@@ -51,7 +63,7 @@ def test_wait_that_raises_is_over(hands):
 
 def test_what_was_before_a_restart_belongs_to_nobody(hands):
     clock = StepClock(hands)
-    with clock.waiting("data_wait"):
+    with waiting(clock, "data_wait"):
         hands.now += 9
     clock.restart()
     hands.now += 1
@@ -73,7 +85,7 @@ def test_laps_sum_to_the_time_and_no_lap_waits_longer_than_it_lasts(happened):
         elif move == "end" and contexts:
             contexts.pop().__exit__(None, None, None)
         elif move in WAITS:
-            contexts.append(clock.waiting(move))
+            contexts.append(waiting(clock, move))
             contexts[-1].__enter__()
     laps.append(clock.lap())
     assert sum(lap["wall"] for lap in laps) == pytest.approx(hands.now - 100.0)

@@ -24,8 +24,8 @@ from workers.snapshot.snapshots import steps_kept
 from workers.trainer import Places, Trainer
 
 
-def _trainer(job, places):
-    comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"))
+def _trainer(job, places, progress=None):
+    comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"), progress=progress)
     comm.generation = 1
     return Trainer(job, comm, Reporter(lambda messages: None), 1e9, places)
 
@@ -182,8 +182,7 @@ def test_a_number_of_steps_between_snapshots_is_kept_to(tmp_path):
 
 
 def test_the_record_and_the_statistics_tell_where_the_step_went(tmp_path):
-    trainer = _trainer(_two_step_job(tmp_path), Places())
-    trainer.comm.progress = Progress.shared(tmp_path, 0)
+    trainer = _trainer(_two_step_job(tmp_path), Places(), Progress.shared(tmp_path, 0))
     trainer.restore(Resume())
     statistics = trainer.train_step()
     reader = ProgressReader(progress_path(tmp_path, 0))

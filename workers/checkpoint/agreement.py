@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from workers.checkpoint.checksums import DamagedCheckpoint
-from workers.comm.comm import Comm
+from workers.comm.shared_work import SharedWork
 from workers.engine import Engine
 from workers.errors import CheckpointError
 
-# Of a rank's error message, for the ranks that did not meet the error themselves.
-MESSAGE_BYTES = 2048
+
+@dataclass(frozen=True)
+class _Problem:
+    """Why a rank could not read its part."""
+
+    message: str
+    damaged: bool
+    """Whether an older checkpoint may do."""
 
 
-def agree(comm: Comm, problem: CheckpointError | None) -> None:
-    """Raise the problem of the first rank that has one, on all ranks; return when there is none."""
-    world = comm.size("world")
-    first = torch.tensor([0 if problem is None else world - comm.rank], device=comm.device)
-    comm.all_reduce("world", first, largest=True)
-    if not first.item():
-        return
-    told = torch.zeros(1 + MESSAGE_BYTES, dtype=torch.int32, device=comm.device)
-    if problem is not None and world - comm.rank == first.item():
-        text = str(problem).encode()[:MESSAGE_BYTES]
-        told[0] = isinstance(problem, DamagedCheckpoint)
-        told[1 : 1 + len(text)] = torch.tensor(list(text))
-    comm.all_reduce("world", told)
-    message = bytes(told[1:].tolist()).rstrip(b"\0").decode(errors="replace")
-    raise (DamagedCheckpoint if told[0] else CheckpointError)(message) from problem
+def agree(ranks: SharedWork, problem: CheckpointError | None) -> None:
+    """Raise the problem of the first rank that has one, on all ranks; return when there is none. Raises PeerLost."""
+    mine = None if problem is None else _Problem(str(problem), isinstance(problem, DamagedCheckpoint))
+    first = ranks.together(lambda: mine, _first)
+    if first is not None:
+        raise (DamagedCheckpoint if first.damaged else CheckpointError)(first.message) from problem
+
+
+def _first(problems: list[_Problem | None]) -> list[_Problem | None]:
+    """For every rank, the first problem of all."""
+    first = next((problem for problem in problems if problem is not None), None)
+    return [first] * len(problems)
 
 
 def take_over(engine: Engine, parts: dict[str, torch.Tensor], loss_scale: list[float] | None) -> None:

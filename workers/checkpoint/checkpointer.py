@@ -19,7 +19,7 @@ from workers.checkpoint.catalog import Manifest
 from workers.checkpoint.checksums import FileSums
 from workers.checkpoint.rectangles import pieces_of
 from workers.comm.comm import Comm
-from workers.comm.shared_work import Exchange
+from workers.comm.shared_work import SharedWork
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointError, MantaError
@@ -68,7 +68,7 @@ class Checkpointer:
         self._tell("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
         loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
         # Of this generation: by the time the thread looks, the rank may have left it.
-        ranks = self.comm.exchange
+        ranks = self.comm.shared_work
         self._under_way = self._writer.submit(self._write, ranks, step, path, parts, loss_scale, numbers)
 
     def finish(self) -> None:
@@ -97,7 +97,7 @@ class Checkpointer:
             manifest, parts = durable.load(path, self._needed, len(self.optimizer.exp_avg))
         except CheckpointError as error:
             problem = error
-        agree(self.comm, problem)
+        agree(self.comm.shared_work, problem)
         take_over(self.engine, parts, manifest.loss_scale)
         return manifest.numbers
 
@@ -108,7 +108,7 @@ class Checkpointer:
 
     def _write(
         self,
-        ranks: Exchange,
+        ranks: SharedWork,
         step: int,
         path: str,
         parts: dict[str, torch.Tensor],

@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from workers.checkpoint.catalog import Manifest, manifest_of
 from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile, checked, damaged
 from workers.checkpoint.rectangles import Piece
-from workers.comm.shared_work import Exchange
+from workers.comm.shared_work import SharedWork
 from workers.errors import CheckpointError
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
@@ -54,7 +54,7 @@ def _index(kind: str, piece: Piece) -> MetadataIndex:
     return MetadataIndex(f"{kind}.{piece.name}", torch.Size(piece.offsets))
 
 
-def save(path: str, pieces: list[Piece], parts: dict[str, torch.Tensor], ranks: Exchange) -> dict[str, FileSums]:
+def save(path: str, pieces: list[Piece], parts: dict[str, torch.Tensor], ranks: SharedWork) -> dict[str, FileSums]:
     """Write this rank's `pieces` of each part in `parts` (by KINDS, CPU tensors) below `path`, together with all
     `ranks`. On rank 0 what comes back are the sums of all files of all ranks.
 

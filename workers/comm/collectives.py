@@ -6,17 +6,17 @@ On GPUs NCCL's own are used instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from workers.comm.backend import Started, Tensors
 from workers.comm.links import Links, Operation
 
 # Up to this size latency counts, not volume: one rank adds for all.
 SMALL_BYTES = 32 * 1024
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Tensors = Sequence[torch.Tensor]
 
 
 def add(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -137,17 +137,3 @@ class Collectives:
             Started([self._send(flat, i) for i in self._others]).wait()
 
         return Started(works, finish)
-
-
-class Started:
-    """A collective under way; its tensors must not be touched until `wait` returns."""
-
-    def __init__(self, works: Iterable[Operation], finish: Callable[[], object] | None = None):
-        self._works, self._finish = works, finish
-
-    def wait(self) -> None:
-        """Return once the result is there. Raises PeerLost."""
-        for work in self._works:
-            work.wait()
-        if self._finish is not None:
-            self._finish()

@@ -8,6 +8,8 @@ from typing import Literal
 from workers.config import ParallelConfig
 
 Axis = Literal["tensor", "pipeline", "data", "context", "embedding", "world"]
+AXES: tuple[Axis, ...] = ("tensor", "pipeline", "data", "embedding", "world")
+"""Axes along which ranks communicate, in the order of their channels' numbers; names of what they count, too."""
 
 
 @dataclass(frozen=True)

@@ -122,12 +122,10 @@ class Links:
         progress: Progress | None = None,
     ):
         """Connect to `peers`, meeting them through `store` (already prefixed by generation). `host` is this rank's
-        address; `progress` is told for whom it waits. Raises PeerLost when a peer goes away meanwhile, and once
-        `is_over()`."""
+        address; `progress` learns for whom and how long it waits. Raises PeerLost when a peer goes away
+        meanwhile, and once `is_over()`."""
         self.rank, self.generation = rank, generation
         self._is_over = is_over
-        self.idle_seconds = 0.0
-        """Time spent waiting without anything to move, since the links were made."""
         self._progress = progress or Progress()
         self._links: dict[int, _Link] = {}
         others = sorted(peer for peer in peers if peer != rank)
@@ -235,8 +233,7 @@ class Links:
             self._progress.waits_for(operation.link.peer, operation.channel, operation.expected is None)
             began = time.perf_counter()
             ready = poll.poll()
-            self.idle_seconds += time.perf_counter() - began
-            self._progress.moved()
+            self._progress.moved(waited=time.perf_counter() - began)
             for descriptor, _ in ready:
                 waiting[descriptor].push()
                 waiting[descriptor].pull()
@@ -263,10 +260,3 @@ def _hear(connection: socket.socket, size: int) -> bytes:
         return connection.recv(size)
     except OSError:
         return b""
-
-
-def address_towards(host: str) -> str:
-    """The address of this machine on the way to `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: a datagram socket only picks its route
-        return str(probe.getsockname()[0])

@@ -22,7 +22,7 @@ class SharedWorkFailed(MantaError):
     """What some rank's part of a work of all ranks failed with."""
 
 
-class Exchange:
+class SharedWork:
     """The ranks of one generation, joined to rank 0. Used by one thread at a time."""
 
     def __init__(self, links: Links | None = None, size: int = 1):

@@ -8,8 +8,7 @@ the step is over.
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -29,66 +28,45 @@ Part = Literal[
 PARTS: tuple[Part, ...] = Part.__args__  # type: ignore[attr-defined]
 
 
-class _Section:
-    """`with` block of one part."""
-
-    __slots__ = ("_name", "_parts")
-
-    def __init__(self, parts: StepParts, name: Part):
-        self._parts, self._name = parts, name
-
-    def __enter__(self) -> None:
-        if self._parts.measuring:
-            self._parts.enter(self._name)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._parts.measuring:
-            self._parts.leave()
-
-
 class StepParts:
-    """Measures the parts of a step, when asked to; otherwise entering a part costs next to nothing."""
+    """Measures the parts of a step, between `begin` and `end`."""
 
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._sections = {name: _Section(self, name) for name in PARTS}
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter):
+        """`clock`: a monotonic one, in seconds; it is read where no events are."""
+        self._device, self._clock = device, clock
         self.measuring = False
+        """Whether a step is being measured: only then may parts be entered and left."""
         self._stack: list[Part] = []
         self._seconds: dict[Part, float] = {}
         self._last = 0.0
         self._events: list[tuple[Part, torch.cuda.Event]] = []
         """The part that ends with each event, on a GPU."""
 
-    def part(self, name: Part) -> _Section:
-        """Context of one part."""
-        return self._sections[name]
-
     def begin(self) -> None:
         """Start to measure a step; everything outside of a named part is `other`."""
         self.measuring = True
         self._stack, self._seconds, self._events = ["other"], dict.fromkeys(PARTS, 0.0), []
-        self._last = time.perf_counter()
+        self._last = self._clock()
         self._mark("other")
 
     def drop(self) -> None:
-        """Measure no longer: the step that was measured was broken off."""
+        """Measure no longer: if a step was being measured, it was broken off."""
         self.measuring = False
 
-    def enter(self, name: Part) -> None:
-        """A part begins."""
+    @property
+    def innermost(self) -> Part | None:
+        """The part that time is counted as now; None while nothing is measured."""
+        return self._stack[-1] if self.measuring else None
+
+    def enter(self, name: Part | None) -> None:
+        """A part begins; with None what is around it goes on."""
         self._mark(self._stack[-1])
-        self._stack.append(name)
+        self._stack.append(name or self._stack[-1])
 
     def leave(self) -> None:
         """The innermost part ends."""
         if len(self._stack) > 1:  # a measurement may begin inside of a part
             self._mark(self._stack.pop())
-
-    def forward_work(self) -> AbstractContextManager[None]:
-        """Context of work of the forward pass, which within backward is recomputation."""
-        return self._sections["recompute"] if self.measuring and self._stack[-1] == "backward" else nullcontext()
 
     def move(self, source: Part, to: Part, seconds: float) -> None:
         """Count `seconds` that were counted as `source` as `to` instead."""
@@ -112,6 +90,6 @@ class StepParts:
             event.record()
             self._events.append((ends, event))
             return
-        now = time.perf_counter()
+        now = self._clock()
         self._seconds[ends] += now - self._last
         self._last = now

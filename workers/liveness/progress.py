@@ -9,11 +9,10 @@ record is torn. Pure Python without torch: agents import it.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
-import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -46,18 +45,71 @@ RECENT = 32
 """Steps whose times are kept."""
 
 _MAGIC = 0x4D414E5450524F47  # "MANTPROG"
-_MAGIC_AT, _SEQUENCE, _PID, _GENERATION, _AT, _CHANGED, _WAITING, _MOVED, _COMMITTED, _COMMITTED_AT, _COMMITS = range(
-    11
-)
-_COUNTS_AT = 16
-_TIMES_AT = 32
-_WORDS = _TIMES_AT + 2 * RECENT
-RECORD_BYTES = 8 * _WORDS
 _PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
-_PHASE_BITS, _MICRO_BATCH_BITS = 8, 20
-_STEP_SHIFT = _PHASE_BITS + _MICRO_BATCH_BITS
-_CHANNEL_SHIFT, _SENDING_SHIFT = 32, 40
+_PHASE_BITS, _MICRO_BATCH_BITS, _STEP_BITS = 8, 20, 36
+_PEER_BITS, _CHANNEL_BITS, _SENDING_BITS = 32, 8, 1
 _LOOKS = 64
+
+
+class _Position(ctypes.Structure):
+    """Where in the job the rank is: one word, written as a whole."""
+
+    _fields_ = (
+        ("phase", ctypes.c_uint64, _PHASE_BITS),
+        ("micro_batch_plus_1", ctypes.c_uint64, _MICRO_BATCH_BITS),
+        ("step", ctypes.c_uint64, _STEP_BITS),
+    )
+
+
+class _Waiting(ctypes.Structure):
+    """For whom the rank waits, and why: one word, written as a whole; all 0 while it does not wait."""
+
+    _fields_ = (
+        ("peer_plus_1", ctypes.c_uint64, _PEER_BITS),
+        ("channel", ctypes.c_uint64, _CHANNEL_BITS),
+        ("sending", ctypes.c_uint64, _SENDING_BITS),
+    )
+
+
+class _StepTimes(ctypes.Structure):
+    """Nanoseconds of one step: all of it, and without the time spent waiting for others."""
+
+    _fields_ = (("all", ctypes.c_int64), ("own", ctypes.c_int64))
+
+
+class _Layout(ctypes.Structure):
+    """The record: the reader takes a copy as this, the writer stores single words of it."""
+
+    _fields_ = (
+        ("magic", ctypes.c_int64),
+        ("sequence", ctypes.c_int64),
+        ("pid", ctypes.c_int64),
+        ("generation", ctypes.c_int64),
+        ("position", _Position),
+        ("changed_at", ctypes.c_int64),
+        ("waiting", _Waiting),
+        ("moves", ctypes.c_int64),
+        ("committed", ctypes.c_int64),
+        ("committed_at", ctypes.c_int64),
+        ("commits", ctypes.c_int64),
+        ("counts", ctypes.c_int64 * len(COUNTED)),
+        ("step_times", _StepTimes * RECENT),
+    )
+
+
+RECORD_BYTES = ctypes.sizeof(_Layout)
+
+
+def _word(field: str) -> int:
+    """Number of the word in which `field` begins. The writer stores items of a memoryview: attributes of a Structure
+    take up to half as long again."""
+    return int(getattr(_Layout, field).offset) // 8
+
+
+_MAGIC_AT, _SEQUENCE, _PID, _GENERATION = _word("magic"), _word("sequence"), _word("pid"), _word("generation")
+_POSITION, _CHANGED_AT, _WAITING, _MOVES = _word("position"), _word("changed_at"), _word("waiting"), _word("moves")
+_COMMITTED, _COMMITTED_AT, _COMMITS = _word("committed"), _word("committed_at"), _word("commits")
+_COUNTS, _STEP_TIMES = _word("counts"), _word("step_times")
 
 
 def progress_path(folder: str | Path, rank: int) -> Path:
@@ -68,15 +120,15 @@ def progress_path(folder: str | Path, rank: int) -> Path:
 class Progress:
     """The writer's end. One thread writes. Without a file the record is private memory, which nobody reads."""
 
-    __slots__ = ("_began", "_count_at", "_idle", "_step_bits", "_words", "memory", "tripwire")
+    __slots__ = ("_began", "_count_at", "_idle_before", "_step_bits", "_words", "idle_seconds", "memory")
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None):
         self.memory = memory if memory is not None else bytearray(RECORD_BYTES)
-        self.tripwire: Callable[[int, Phase], None] | None = None
-        """Told of every phase, by the class that replaces this one when a fault is armed (`workers.rank.faults`)."""
         self._words = memoryview(self.memory).cast("q")
-        self._count_at = {name: _COUNTS_AT + number for number, name in enumerate(COUNTED)}
-        self._step_bits, self._began, self._idle = 0, time.monotonic_ns(), 0.0
+        self._count_at = {name: _COUNTS + number for number, name in enumerate(COUNTED)}
+        self._step_bits, self._began = 0, time.monotonic_ns()
+        self.idle_seconds = self._idle_before = 0.0
+        """Time spent waiting for other ranks without anything to move, where the backend tells; not in the record."""
         self._words[_PID] = os.getpid()
         self.at("starting")
         self._words[_MAGIC_AT] = _MAGIC
@@ -113,20 +165,20 @@ class Progress:
     @property
     def step(self) -> int:
         """Step that is computed."""
-        return self._step_bits >> _STEP_SHIFT
+        return self._step_bits >> _PHASE_BITS + _MICRO_BATCH_BITS
 
-    def begin_step(self, step: int, idle_seconds: float = 0.0) -> None:
-        """Step number `step` begins. `idle_seconds`: time spent waiting for others so far, from any origin."""
-        self._began, self._idle = time.monotonic_ns(), idle_seconds
-        self._step_bits = step << _STEP_SHIFT
+    def begin_step(self, step: int) -> None:
+        """Step number `step` begins."""
+        self._began, self._idle_before = time.monotonic_ns(), self.idle_seconds
+        self._step_bits = step << _PHASE_BITS + _MICRO_BATCH_BITS
         self.at("data")
 
     def at(self, phase: Phase, micro_batch: int = -1) -> None:
         """The rank is in `phase` now, at `micro_batch` where that means something."""
         words = self._words
-        words[_AT] = self._step_bits | (micro_batch + 1) << _PHASE_BITS | _PHASE_NUMBERS[phase]
-        words[_CHANGED] = time.monotonic_ns()
-        words[_MOVED] += 1
+        words[_POSITION] = self._step_bits | (micro_batch + 1) << _PHASE_BITS | _PHASE_NUMBERS[phase]
+        words[_CHANGED_AT] = time.monotonic_ns()
+        words[_MOVES] += 1
 
     def entered(self, what: str) -> None:
         """One more of `what`, a name of COUNTED."""
@@ -135,23 +187,24 @@ class Progress:
     def waits_for(self, peer: int, channel: int, sending: bool) -> None:
         """Nothing can go on before `peer` sends on `channel` (the axis's number), or with `sending` before it takes
         what is sent."""
-        self._words[_WAITING] = 1 + peer | channel << _CHANNEL_SHIFT | sending << _SENDING_SHIFT
+        self._words[_WAITING] = 1 + peer | channel << _PEER_BITS | sending << _PEER_BITS + _CHANNEL_BITS
 
-    def moved(self) -> None:
-        """The wait is over, or bytes have moved."""
+    def moved(self, waited: float = 0.0) -> None:
+        """The wait of `waited` seconds is over, or bytes have moved."""
+        self.idle_seconds += waited
         words = self._words
         words[_WAITING] = 0
-        words[_MOVED] += 1
+        words[_MOVES] += 1
 
-    def own_seconds(self, idle_seconds: float) -> float:
+    def own_seconds(self) -> float:
         """Time of the step so far that was not spent waiting for others."""
-        return (time.monotonic_ns() - self._began) / 1e9 - (idle_seconds - self._idle)
+        return (time.monotonic_ns() - self._began) / 1e9 - (self.idle_seconds - self._idle_before)
 
-    def commit(self, step: int, idle_seconds: float = 0.0) -> None:
+    def commit(self, step: int) -> None:
         """Step number `step` is committed."""
         words, now = self._words, time.monotonic_ns()
-        own = now - self._began - int((idle_seconds - self._idle) * 1e9)
-        slot = _TIMES_AT + 2 * (words[_COMMITS] % RECENT)
+        own = now - self._began - int((self.idle_seconds - self._idle_before) * 1e9)
+        slot = _STEP_TIMES + 2 * (words[_COMMITS] % RECENT)
         words[_SEQUENCE] += 1
         words[slot], words[slot + 1] = now - self._began, own
         words[_COMMITTED], words[_COMMITTED_AT] = step, now
@@ -198,11 +251,6 @@ class Record:
     torn: bool
     """Whether the process was in the middle of a change during every look: fields may not fit each other."""
 
-    @property
-    def recent_median(self) -> float | None:
-        """Median of the last steps' durations in seconds."""
-        return statistics.median(self.step_seconds) if self.step_seconds else None
-
     def to_json(self) -> dict[str, Any]:
         """For events and for the control plane: without the single steps' times."""
         return {
@@ -239,40 +287,36 @@ class ProgressReader:
         before = self._memory[:]
         for _ in range(_LOOKS):
             now = self._memory[:]
-            if now == before and not _words_of(now)[_SEQUENCE] % 2:
+            if now == before and not _Layout.from_buffer_copy(now).sequence % 2:
                 return _parse(now, torn=False)
             before = now
         return _parse(before, torn=True)
 
 
-def _words_of(memory: bytes) -> memoryview:
-    return memoryview(memory).cast("q")
-
-
 def _parse(memory: bytes, torn: bool) -> Record | None:
-    words = _words_of(memory)
-    if words[_MAGIC_AT] != _MAGIC:
+    found = _Layout.from_buffer_copy(memory)
+    if found.magic != _MAGIC:
         return None
-    at, waiting = words[_AT], words[_WAITING]
-    micro_batch = (at >> _PHASE_BITS & (1 << _MICRO_BATCH_BITS) - 1) - 1
-    kept = min(words[_COMMITS], RECENT)
-    counts = {name: words[_COUNTS_AT + number] for number, name in enumerate(COUNTED)}
+    position, waiting = found.position, found.waiting
+    waits = waiting.peer_plus_1 > 0
+    kept = found.step_times[: min(found.commits, RECENT)]
+    counts = dict(zip(COUNTED, found.counts, strict=True))
     return Record(
-        pid=words[_PID],
-        generation=words[_GENERATION],
-        phase=PHASES[at & (1 << _PHASE_BITS) - 1],
-        step=at >> _STEP_SHIFT,
-        micro_batch=micro_batch if micro_batch >= 0 else None,
-        waits_for=(waiting & (1 << _CHANNEL_SHIFT) - 1) - 1 if waiting else None,
-        channel=waiting >> _CHANNEL_SHIFT & 255 if waiting else None,
-        sending=bool(waiting >> _SENDING_SHIFT & 1),
+        pid=found.pid,
+        generation=found.generation,
+        phase=PHASES[position.phase],
+        step=position.step,
+        micro_batch=position.micro_batch_plus_1 - 1 if position.micro_batch_plus_1 else None,
+        waits_for=waiting.peer_plus_1 - 1 if waits else None,
+        channel=waiting.channel if waits else None,
+        sending=bool(waiting.sending),
         counts=counts,
-        committed=words[_COMMITTED],
-        commits=words[_COMMITS],
-        changed_at=words[_CHANGED] / 1e9,
-        committed_at=words[_COMMITTED_AT] / 1e9,
-        step_seconds=tuple(words[_TIMES_AT + 2 * slot] / 1e9 for slot in range(kept)),
-        own_seconds=tuple(words[_TIMES_AT + 2 * slot + 1] / 1e9 for slot in range(kept)),
-        heartbeat=words[_MOVED] + words[_SEQUENCE] // 2 + sum(counts.values()),
+        committed=found.committed,
+        commits=found.commits,
+        changed_at=found.changed_at / 1e9,
+        committed_at=found.committed_at / 1e9,
+        step_seconds=tuple(times.all / 1e9 for times in kept),
+        own_seconds=tuple(times.own / 1e9 for times in kept),
+        heartbeat=found.moves + found.sequence // 2 + sum(counts.values()),
         torn=torn,
     )

@@ -32,7 +32,7 @@ def fused_attention(
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        with comm.parts.forward_work():
+        with comm.step.forward_work():
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
     if recompute and torch.is_grad_enabled():
@@ -90,7 +90,7 @@ class _ExplicitAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, keys_n, softmax, mask, weights = ctx.saved_tensors
         if ctx.recompute:
-            with ctx.comm.parts.part("recompute"):
+            with ctx.comm.step.phase("recompute"):
                 softmax, mask, weights = _attention_weights(q, k, ctx.rate, keys_n)
         rows = (*q.shape[:2], k.shape[1])
         grad_v = torch.bmm(weights.view(rows).transpose(1, 2), grads[0])

@@ -216,7 +216,7 @@ class GPTChunk(nn.Module):
         return x.transpose(0, 1) if run.batch_first else x
 
     def _again(self, layer: Layer, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
-        with self.region.comm.parts.forward_work():
+        with self.region.comm.step.forward_work():
             return layer(x, run)
 
 

@@ -50,7 +50,7 @@ class NumberGuard:
             self.numbers = told.knowing(self.numbers.roll_backs)
         self.numbers = self.numbers.knowing(known)
         mine = (self.numbers, [] if self.copies is None else [held for held in self.copies.steps if held <= step])
-        self.numbers, common = self.comm.exchange.together(lambda: mine, _agreed)
+        self.numbers, common = self.comm.shared_work.together(lambda: mine, _agreed)
         if self.copies is not None:
             self.copies.forget(*(held for held in self.copies.steps if held not in common))
             if not common:

@@ -1,7 +1,7 @@
 """Faults that are injected on request: when they strike, and how each harms the calling process.
 
-A fault is armed in the trainer and strikes on its training thread, when that reaches the step and the phase. Until one
-is armed nothing is checked for: arming swaps the class of the trainer's Progress, which every phase passes through.
+A fault is armed in the trainer and strikes on its training thread, when that reaches the step and the phase: once
+any is armed, `Faults.reached` is called at every entry into a phase (`StepPhases.on_phase`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from workers.liveness.progress import Phase, Progress
+from workers.liveness.progress import Phase
 from workers.messages import BETWEEN_STEPS, Fault, FaultPhase
 
 STRUCK = "fault_struck"
@@ -31,17 +31,6 @@ class InjectedError(RuntimeError):
     """What the fault `exception` raises."""
 
 
-class ArmedProgress(Progress):
-    """A Progress with faults that wait for a phase."""
-
-    __slots__ = ()
-
-    def at(self, phase: Phase, micro_batch: int = -1) -> None:
-        super().at(phase, micro_batch)
-        if self.tripwire is not None:
-            self.tripwire(self.step, phase)
-
-
 class Faults:
     """The faults of one trainer process."""
 
@@ -52,15 +41,16 @@ class Faults:
         self._struck: set[str] = set()
         self._slow_seconds = 0.0
 
-    def arm(self, faults: Iterable[Fault], progress: Progress | None) -> None:
-        """Let `faults`, and those that wait already, strike when `progress` reaches them, each once. Without a
-        `progress` they wait for the next call. From any thread."""
+    @property
+    def armed(self) -> bool:
+        """Whether `reached` has to be called at every phase."""
+        return bool(self._waiting) or self._slow_seconds > 0
+
+    def arm(self, faults: Iterable[Fault]) -> None:
+        """Let `faults` strike when their phase is reached, each once. From any thread."""
         for fault in faults:
             if fault.id not in self._struck:
                 self._waiting[fault.id] = fault
-        if progress is not None and (self._waiting or self._slow_seconds):
-            progress.tripwire = self.reached
-            progress.__class__ = ArmedProgress
 
     def slow_down(self, seconds: float) -> None:
         """From now on each step takes `seconds` longer."""

@@ -178,7 +178,8 @@ class Life:
         order = self.order
         self._build()
         assert self._comm is not None and self._trainer is not None
-        self._faults.arm(order.faults, self._comm.progress)
+        self._faults.arm(order.faults)
+        self._watch_for_faults()
         self._comm.end(self._over)
         if self._comm.size("world") > 1:
             if order.store_host is None or order.store_port is None:
@@ -230,7 +231,12 @@ class Life:
             self._control.sendall(report_lines(reports))
 
     def _arm(self, fault: Fault) -> None:
-        self._faults.arm([fault], self._comm.progress if self._comm is not None else None)
+        self._faults.arm([fault])
+        self._watch_for_faults()
+
+    def _watch_for_faults(self) -> None:
+        if self._comm is not None and self._faults.armed:
+            self._comm.step.on_phase = self._faults.reached
 
     def _strike(self, fault: Fault, step: int) -> None:
         """Say so, ahead of whatever the reporter has not shipped yet, and do it."""
@@ -290,13 +296,10 @@ def _comm_of(order: LaunchOrder, progress: Progress | None) -> Comm:
     device = torch.device(order.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    comm = Comm(RankGrid(parse_job_spec(order.spec).layout), order.rank, device)
-    if progress is not None:
-        comm.progress = progress
-    elif order.snapshot_folder is not None:
+    if progress is None and order.snapshot_folder is not None:
         answer_with_stacks(order.snapshot_folder, order.rank)
-        comm.progress = Progress.shared(order.snapshot_folder, order.rank)
-    return comm
+        progress = Progress.shared(order.snapshot_folder, order.rank)
+    return Comm(RankGrid(parse_job_spec(order.spec).layout), order.rank, device, progress=progress)
 
 
 def _trainer_of(order: LaunchOrder, comm: Comm, reporter: Reporter) -> Trainer:

@@ -212,6 +212,6 @@ def restore_from_snapshots(engine: Engine, comm: Comm, paths: Sequence[str], ste
         found = load_from_snapshots(paths, step, needed_pieces(engine, comm), len(engine.optimizer.exp_avg))
     except CheckpointError as error:
         problem = error
-    agree(comm, problem)
+    agree(comm.shared_work, problem)
     take_over(engine, found.parts, found.loss_scale)
     return found.note

@@ -32,7 +32,7 @@ from workers.checkpoint.catalog import (
     whole_checkpoints,
 )
 from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile
-from workers.comm.shared_work import Exchange
+from workers.comm.shared_work import SharedWork
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError
 from workers.messages import Resume
@@ -144,7 +144,7 @@ def lengths(saved, reader) -> tuple[int, int]:
 
 def write(trainer: Trainer, path: Path) -> dict[str, FileSums]:
     """All of a save but its manifest."""
-    return durable.save(str(path), trainer.state.checkpoints._owned, trainer.state.checkpoints._parts(), Exchange())
+    return durable.save(str(path), trainer.state.checkpoints._owned, trainer.state.checkpoints._parts(), SharedWork())
 
 
 @settings(deadline=None, max_examples=40)

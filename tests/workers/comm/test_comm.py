@@ -1,33 +1,170 @@
-"""The process groups of a generation: every rank makes the same ones, whatever its place."""
+"""A Comm moves the same numbers whatever carries its messages."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 from engine_specs import axes
-from rank_processes import join_default_group
+from rank_threads import HOST, run_threads
 
 from workers.comm.comm import Comm
+from workers.comm.grid import AXES, RankGrid
+from workers.comm.host_staged import HostStaged
+from workers.comm.process_groups import ProcessGroups
 from workers.config import ParallelConfig
+from workers.errors import PeerLost
+from workers.liveness.progress import Progress
+
+CPU = torch.device("cpu")
 
 
-def sums_of_ranks(comm: Comm, port: int) -> dict[str, tuple[float, int]]:
-    """Over each group, the sum of its members' ranks; the groups as they are made on GPUs, but over gloo."""
-    join_default_group(comm, port)
-    comm._connect_groups()
+def every_collective(comm: Comm, staged: bool = False) -> dict[str, tuple[list[float], list[float]]]:
+    """(Result, what it has to be) of every kind of communication along every axis."""
+    if staged:
+        comm._backend = HostStaged(comm._backend)
     found = {}
-    for name, group in comm._groups.items():
-        total = torch.tensor([float(comm.rank)])
-        dist.all_reduce(total, group=group)
-        axis = "pipeline" if name.startswith("pipeline") else name
-        found[name] = (total.item(), sum(comm._ranks[axis]))
+    for axis in (axis for axis in AXES if axis != "pipeline" and comm.size(axis) > 1):
+        size, index, ranks = comm.size(axis), comm.index(axis), comm._ranks[axis]
+        total = torch.tensor([float(comm.rank), 1.0])
+        comm.all_reduce(axis, total)
+        found[f"sum over {axis}"] = total.tolist(), [float(sum(ranks)), float(size)]
+        largest = torch.tensor([float(comm.rank), -float(comm.rank)])
+        comm.all_reduce(axis, largest, largest=True)
+        found[f"largest of {axis}"] = largest.tolist(), [float(max(ranks)), -float(min(ranks))]
+        if axis == "world":  # its ranks are linked to the first one only
+            continue
+        gathered = comm.all_gather(axis, torch.full((2,), float(comm.rank)))
+        found[f"all of {axis}"] = gathered.tolist(), [float(rank) for rank in ranks for _ in range(2)]
+        mine = comm.reduce_scatter(axis, torch.arange(2.0 * size) + comm.rank)
+        found[f"part of {axis}"] = mine.tolist(), [sum(2.0 * index + i + rank for rank in ranks) for i in range(2)]
+        outgoing = [[torch.tensor([10.0 * comm.rank + rank])] for rank in ranks]
+        incoming = [[torch.zeros(1)] for _ in ranks]
+        comm.start_all_to_all(axis, outgoing, incoming).wait()
+        arrived = [incoming[i][0].item() for i in range(size) if i != index]
+        found[f"each of {axis}"] = arrived, [10.0 * rank + comm.rank for rank in ranks if rank != comm.rank]
+    stages, stage = comm.size("pipeline"), comm.index("pipeline")
+    if stages > 1:
+        sends = [comm.send((stage + way) % stages, torch.tensor([float(comm.rank), float(way)])) for way in (1, -1)]
+        for way in (1, -1):
+            message = torch.zeros(2)
+            source = (stage - way) % stages
+            comm.receive(source, message).wait()
+            # With two stages both messages come from the same rank, in the order in which they were sent.
+            found[f"message {way}"] = message.tolist(), [float(comm._ranks["pipeline"][source]), float(way)]
+        for send in sends:
+            send.wait()
+    comm.barrier()
     return found
 
 
-@pytest.mark.parametrize("layout", [(1, 3, 1), (2, 3, 1), (1, 4, 2), (2, 2, 2)], ids=str)
-def test_groups_meet_in_every_layout(ranks, layout):
-    for rank in ranks.run(ParallelConfig(**axes(layout)), sums_of_ranks, ranks.port):
-        assert {"world", "pipeline_up", "pipeline_down"} <= set(rank)
-        for name, (found, expected) in rank.items():
-            assert found == expected, name
+def groups_that_were_made(comm: Comm) -> set[str]:
+    """Names of the process groups."""
+    assert isinstance(comm._backend, ProcessGroups)
+    return set(comm._backend._groups)
+
+
+LAYOUTS = [(1, 3, 1), (2, 3, 1), (1, 4, 2), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("backend", ["links", "process_groups"])
+def test_what_arrives_is_what_was_meant(ranks, layout, backend):
+    for found in ranks.run(ParallelConfig(**axes(layout)), every_collective, backend=backend):
+        for name, (got, expected) in found.items():
+            assert got == expected, name
+
+
+def test_copies_in_host_memory_carry_the_same(ranks):
+    for found in ranks.run(ParallelConfig(**axes((2, 2, 2))), every_collective, True):
+        for name, (got, expected) in found.items():
+            assert got == expected, name
+
+
+def test_every_direction_of_a_pipeline_has_a_process_group(ranks):
+    for names in ranks.run(ParallelConfig(**axes((1, 3, 1))), groups_that_were_made, backend="process_groups"):
+        assert {"world", "pipeline_up", "pipeline_down"} <= names
+
+
+def test_alone_nothing_is_needed_and_nothing_is_counted():
+    comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
+    tensor = torch.ones(3)
+    comm.all_reduce("world", tensor)
+    assert comm.all_gather("tensor", tensor) is tensor
+    assert comm.reduce_scatter("data", tensor) is tensor
+    into = torch.zeros(3)
+    assert comm.all_gather("data", tensor, into) is into
+    assert torch.equal(into, tensor)
+    comm.start_all_to_all("data", [[]], [[]]).wait()
+    comm.barrier()
+    comm.close()
+
+
+def test_a_rank_that_is_in_no_generation_says_so():
+    comm = Comm(RankGrid(ParallelConfig(tensor=2)), 0, CPU)
+    with pytest.raises(PeerLost, match="has not joined a generation, or has left it"):
+        comm.all_reduce("tensor", torch.ones(1))
+
+
+def test_a_generation_that_is_over_is_not_joined():
+    comm = Comm(RankGrid(ParallelConfig(tensor=2)), 0, CPU)
+    comm.end(3)
+    with pytest.raises(PeerLost, match="generation 3 is over"):
+        comm.connect(dist.HashStore(), 3, HOST)
+
+
+def test_a_rank_whose_generation_ends_while_it_waits_for_a_peer_to_join_is_freed():
+    """The other rank never comes: nothing but the end of the generation can free this one."""
+    waits = threading.Event()
+
+    class Noting(Progress):
+        def waits_for(self, peer: int, channel: int, sending: bool) -> None:
+            waits.set()
+
+    comm = Comm(RankGrid(ParallelConfig(tensor=2)), 0, CPU, progress=Noting())
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            comm.connect(dist.HashStore(), 1, HOST)
+        else:
+            waits.wait()
+            comm.end(1)
+
+    lost, _ = run_threads(2, body)
+    assert isinstance(lost, PeerLost)
+
+
+def test_both_ranks_meet_again_in_the_next_generation():
+    store, grid = dist.HashStore(), RankGrid(ParallelConfig(tensor=2))
+
+    def body(rank: int) -> list[float]:
+        comm, sums = Comm(grid, rank, CPU), []
+        for generation in (1, 2):
+            comm.connect(store, generation, HOST)
+            total = torch.tensor([float(rank + generation)])
+            comm.all_reduce("tensor", total)
+            sums.append(total.item())
+            comm.barrier()
+            comm.close()
+        return sums
+
+    assert run_threads(2, body) == [[3.0, 5.0], [3.0, 5.0]]
+
+
+def test_a_rank_that_leaves_frees_the_one_that_waits_for_it():
+    store, grid = dist.HashStore(), RankGrid(ParallelConfig(tensor=2))
+
+    def body(rank: int) -> None:
+        comm = Comm(grid, rank, CPU)
+        comm.connect(store, 1, HOST)
+        try:
+            if rank == 0:
+                comm.all_reduce("tensor", torch.ones(1))
+        finally:
+            comm.close()
+
+    lost, left = run_threads(2, body)
+    assert isinstance(lost, PeerLost)
+    assert left is None

@@ -14,6 +14,7 @@ from rank_threads import HOST, connected, run_threads
 
 from workers.comm.links import Links
 from workers.errors import MantaError, PeerLost
+from workers.liveness.progress import CONNECTING_CHANNEL, Progress
 
 MILLION = 1_000_000
 
@@ -190,3 +191,57 @@ def test_links_that_were_closed_say_so():
     with pytest.raises(PeerLost):
         operation.wait()
     second.close()
+
+
+class NotingProgress(Progress):
+    """Says when a wait has begun, and for whom."""
+
+    def __init__(self) -> None:
+        self.waits, self.waited_for = threading.Event(), []
+        super().__init__()
+
+    def waits_for(self, peer: int, channel: int, sending: bool) -> None:
+        self.waited_for.append((peer, channel))
+        self.waits.set()
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["that is to be called", "that looks for the other's address"])
+def test_a_rank_whose_generation_ends_before_its_peer_comes_gives_up(rank):
+    """The other rank never calls, nor says where it is: only `is_over` can free this one."""
+    over, progress = threading.Event(), NotingProgress()
+
+    def body(thread: int) -> None:
+        if thread == 0:
+            Links(rank, range(2), dist.HashStore(), 1, HOST, over.is_set, progress)
+        else:
+            progress.waits.wait()
+            over.set()
+
+    lost, _ = run_threads(2, body)
+    assert isinstance(lost, PeerLost)
+    assert "is over" in str(lost)
+    assert set(progress.waited_for) == {(1 - rank, CONNECTING_CHANNEL)}
+
+
+def test_a_generation_that_is_over_already_is_not_waited_for():
+    with pytest.raises(PeerLost, match="is over"):
+        Links(0, range(2), dist.HashStore(), 1, HOST, lambda: True)
+
+
+def test_the_record_learns_for_how_long_a_rank_waits():
+    store, progress = dist.HashStore(), NotingProgress()
+    first, second = run_threads(2, lambda rank: Links(rank, range(2), store, 1, HOST, progress=[progress, None][rank]))
+    before = progress.idle_seconds
+    progress.waits.clear()
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            first.receive(1, 0, torch.zeros(1)).wait()
+        else:
+            progress.waits.wait()
+            second.send(0, 0, torch.ones(1)).wait()
+
+    run_threads(2, body)
+    assert progress.idle_seconds > before
+    for each in (first, second):
+        each.close()

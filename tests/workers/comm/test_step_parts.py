@@ -1,36 +1,46 @@
 """Every moment of a measured step belongs to exactly one part."""
 
-import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from workers.comm import step_parts
 from workers.comm.step_parts import PARTS, StepParts
 
 
-@pytest.fixture
-def clock(monkeypatch):
+class Clock:
     """A clock that the test moves."""
 
-    class Clock:
-        now = 100.0
+    now = 100.0
 
-        def perf_counter(self):
-            return self.now
-
-    found = Clock()
-    monkeypatch.setattr(step_parts, "time", found)
-    return found
+    def __call__(self):
+        return self.now
 
 
-def test_an_inner_part_stops_the_outer_one(clock):
-    parts = StepParts(torch.device("cpu"))
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def parts(clock):
+    return StepParts(torch.device("cpu"), clock)
+
+
+@contextmanager
+def part(parts, name):
+    """A part, as phases enter and leave it."""
+    parts.enter(name)
+    yield
+    parts.leave()
+
+
+def test_an_inner_part_stops_the_outer_one(clock, parts):
     parts.begin()
     clock.now += 1
-    with parts.part("forward"):
+    with part(parts, "forward"):
         clock.now += 2
-        with parts.part("tensor_communication"):
+        with part(parts, "tensor_communication"):
             clock.now += 4
         clock.now += 8
     clock.now += 16
@@ -40,31 +50,37 @@ def test_an_inner_part_stops_the_outer_one(clock):
     assert sum(seconds.values()) == 31
 
 
-def test_forward_work_within_backward_is_recomputation(clock):
-    parts = StepParts(torch.device("cpu"))
+def test_what_is_no_part_of_its_own_counts_as_what_is_around_it(clock, parts):
     parts.begin()
-    with parts.part("forward"), parts.forward_work():
-        clock.now += 1
-    with parts.part("backward"), parts.forward_work():
-        clock.now += 2
+    with part(parts, "forward"), part(parts, None):
+        clock.now += 3
+    with part(parts, None):
+        clock.now += 4
     seconds = parts.end()
-    assert (seconds["forward"], seconds["recompute"], seconds["backward"]) == (1, 2, 0)
+    assert (seconds["forward"], seconds["other"]) == (3, 4)
 
 
-def test_idle_time_of_a_message_is_moved_to_the_bubble(clock):
-    parts = StepParts(torch.device("cpu"))
+def test_the_innermost_part_is_known_while_a_step_is_measured(parts):
+    assert parts.innermost is None
     parts.begin()
-    with parts.part("pipeline_communication"):
+    assert parts.innermost == "other"
+    with part(parts, "forward"), part(parts, "bubble"):
+        assert parts.innermost == "bubble"
+    parts.drop()
+    assert parts.innermost is None
+
+
+def test_idle_time_of_a_message_is_moved_to_the_bubble(clock, parts):
+    parts.begin()
+    with part(parts, "pipeline_communication"):
         clock.now += 5
     parts.move("pipeline_communication", "bubble", 3)
     seconds = parts.end()
     assert (seconds["pipeline_communication"], seconds["bubble"]) == (2, 3)
 
 
-def test_nothing_is_kept_while_nothing_is_measured():
-    parts = StepParts(torch.device("cpu"))
-    with parts.part("forward"):
-        time.sleep(0)
+def test_nothing_is_moved_while_nothing_is_measured(parts):
+    parts.move("pipeline_communication", "bubble", 3)
     parts.begin()
-    assert sum(parts.end().values()) < 1.0
+    assert parts.end()["bubble"] == 0
     assert not parts.measuring

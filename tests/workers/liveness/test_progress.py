@@ -83,13 +83,23 @@ def test_each_change_moves_the_heartbeat(pair):
 def test_times_of_the_last_steps_are_kept(pair):
     writer, reader = pair
     for step in range(1, RECENT + 6):
-        writer.begin_step(step, idle_seconds=10.0 * step)
-        writer.commit(step, idle_seconds=10.0 * step)
+        writer.moved(waited=10.0)  # before the step
+        writer.begin_step(step)
+        writer.commit(step)
     found = reader.read()
     assert (found.committed, found.commits) == (RECENT + 5, RECENT + 5)
     assert len(found.step_seconds) == len(found.own_seconds) == RECENT
     assert all(0 <= own <= whole for own, whole in zip(found.own_seconds, found.step_seconds, strict=True))
-    assert found.recent_median == sorted(found.step_seconds)[RECENT // 2 - 1] / 2 + sorted(found.step_seconds)[16] / 2
+
+
+def test_time_spent_waiting_in_a_step_is_not_the_ranks_own(pair):
+    writer, reader = pair
+    writer.begin_step(1)
+    writer.moved(waited=0.25)
+    assert writer.own_seconds() < 0.0  # the test has not waited at all
+    writer.commit(1)
+    found = reader.read()
+    assert found.step_seconds[0] - found.own_seconds[0] == pytest.approx(0.25)
 
 
 def test_a_record_under_change_is_never_read_half(pair):

@@ -9,71 +9,96 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from workers.comm.step_phases import StepPhases
 from workers.liveness.progress import Progress
 from workers.messages import Fault
-from workers.rank.faults import ArmedProgress, Faults, kill_store, run_out_of_memory
+from workers.rank.faults import Faults, kill_store, run_out_of_memory
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def progress():
-    return Progress()
+def step():
+    return StepPhases(torch.device("cpu"), Progress())
 
 
-def armed(progress, *faults):
+def armed(step, *faults):
     """Faults of one process, and the list of what has struck: (id, step)."""
     struck = []
-    found = Faults(lambda fault, step: struck.append((fault.id, step)))
-    found.arm(faults, progress)
+    found = Faults(lambda fault, number: struck.append((fault.id, number)))
+    found.arm(faults)
+    step.on_phase = found.reached
     return found, struck
 
 
-def walk(progress, step):
-    progress.begin_step(step)
-    for phase in ("forward", "backward", "reduction", "optimizer", "snapshot"):
-        progress.at(phase)
+def walk(step, number):
+    step.begin(number)
+    for phase in ("data", "forward", "backward", "reduction", "optimizer", "snapshot"):
+        with step.phase(phase):
+            pass
 
 
-def test_nothing_is_watched_until_a_fault_is_armed(progress):
-    faults, _ = armed(progress)
-    assert type(progress) is Progress
-    faults.arm([Fault("a", "kill", 0)], progress)
-    assert type(progress) is ArmedProgress
+def test_nothing_is_watched_until_a_fault_is_armed():
+    faults = Faults(lambda fault, number: None)
+    assert not faults.armed
+    faults.arm([])
+    assert not faults.armed
+    faults.arm([Fault("a", "kill", 0)])
+    assert faults.armed
 
 
-def test_a_fault_strikes_once_in_its_phase_from_its_step_on(progress):
-    _, struck = armed(progress, Fault("a", "kill", 0, 3, "reduction"), Fault("b", "kill", 0, 1, "checkpoint"))
-    for step in range(1, 6):
-        walk(progress, step)
+def test_a_process_that_was_slowed_down_stays_watched():
+    faults = Faults(lambda fault, number: faults.slow_down(0.0001))
+    faults.arm([Fault("a", "slow", 0)])
+    faults.reached(1, "data")
+    assert faults.armed
+
+
+def test_a_fault_strikes_once_in_its_phase_from_its_step_on(step):
+    _, struck = armed(step, Fault("a", "kill", 0, 3, "reduction"), Fault("b", "kill", 0, 1, "checkpoint"))
+    for number in range(1, 6):
+        walk(step, number)
     assert struck == [("a", 3)]
-    progress.at("checkpoint")
-    assert struck == [("a", 3), ("b", 5)]
+    with step.phase("checkpoint"):
+        assert struck == [("a", 3), ("b", 5)]
 
 
-def test_a_fault_that_is_armed_again_after_it_struck_is_not_repeated(progress):
-    faults, struck = armed(progress, Fault("a", "kill", 0))
-    walk(progress, 1)
-    faults.arm([Fault("a", "kill", 0)], progress)
-    walk(progress, 2)
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "snapshot"])
+def test_a_fault_strikes_before_the_phase_does_anything(step, phase):
+    _, struck = armed(step, Fault("a", "kill", 0, 1, phase))
+    step.begin(1)
+    assert struck == []
+    with step.phase(phase):
+        assert struck == [("a", 1)]
+
+
+def test_a_fault_that_is_armed_again_after_it_struck_is_not_repeated(step):
+    faults, struck = armed(step, Fault("a", "kill", 0))
+    walk(step, 1)
+    faults.arm([Fault("a", "kill", 0)])
+    assert not faults.armed
+    walk(step, 2)
     assert struck == [("a", 1)]
 
 
-def test_faults_of_a_beginning_wait_for_the_next_generation_whatever_the_step(progress):
-    _, struck = armed(progress, Fault("a", "kill", 0, 50, "start"), Fault("b", "kill", 0, 50, "recovery"))
-    walk(progress, 4)
+def test_faults_of_a_beginning_wait_for_the_next_generation_whatever_the_step(step):
+    _, struck = armed(step, Fault("a", "kill", 0, 50, "start"), Fault("b", "kill", 0, 50, "recovery"))
+    walk(step, 4)
     assert struck == []
-    progress.at("connecting")
+    step.enter("connecting")
     assert struck == [("a", 4)]
-    progress.at("restoring")
+    step.enter("restoring")
     assert struck == [("a", 4), ("b", 4)]
 
 
-def test_a_fault_from_before_there_was_anything_to_watch_is_not_lost(progress):
-    faults, struck = armed(None, Fault("a", "kill", 0))
-    faults.arm([], progress)
-    walk(progress, 1)
+def test_a_fault_from_before_there_was_anything_to_watch_is_not_lost(step):
+    faults = Faults(lambda fault, number: struck.append((fault.id, number)))
+    struck = []
+    faults.arm([Fault("a", "kill", 0)])
+    step.on_phase = faults.reached
+    walk(step, 1)
     assert struck == [("a", 1)]
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workers.comm.comm import Comm
+from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
 from workers.errors import PeerLost
@@ -34,8 +34,8 @@ HOST = "127.0.0.1"
 
 
 def join_default_group(comm: Comm, port: int) -> None:
-    """Make the ranks of `comm` torch.distributed's default group, over gloo, until `comm` is closed. `port`:
-    of the store."""
+    """Make the ranks of `comm` torch.distributed's default group, over gloo, until the program ends. `port`: of
+    the store."""
     store = dist.PrefixStore(f"default-group-{comm.generation}", dist.TCPStore(HOST, port, is_master=False))
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size("world"))
 
@@ -63,13 +63,20 @@ class RankProcesses:
         """Of the rendezvous store."""
         return self._store.port
 
-    def run(self, layout: ParallelConfig, program: Callable[..., Any], *arguments: Any, seconds: float = 90.0) -> list:
+    def run(
+        self,
+        layout: ParallelConfig,
+        program: Callable[..., Any],
+        *arguments: Any,
+        backend: BackendKind | None = None,
+        seconds: float = 90.0,
+    ) -> list:
         """`program(comm, *arguments)` on every rank of `layout`: results by rank. Raises RankFailure."""
         self._start()
         self._generation += 1
         world = layout.world_size
         for rank in range(world):
-            order = (rank, layout, self._store.port, self._generation, program, arguments)
+            order = (rank, layout, self._store.port, self._generation, program, arguments, backend)
             self._connections[rank].send_bytes(pickle.dumps(order))
         outcomes = self._collect(world, time.monotonic() + seconds)
         culprits = [text for kind, text in outcomes if kind == "failed"]
@@ -144,8 +151,8 @@ def _serve(connection: multiprocessing.connection.Connection, trace: str) -> Non
 def _outcome(order: bytes) -> tuple[str, Any]:
     comm: Comm | None = None
     try:
-        rank, layout, port, generation, program, arguments = pickle.loads(order)
-        comm = Comm(RankGrid(layout), rank, torch.device("cpu"))
+        rank, layout, port, generation, program, arguments, backend = pickle.loads(order)
+        comm = Comm(RankGrid(layout), rank, torch.device("cpu"), backend)
         if layout.world_size > 1:
             comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST)
         return "returned", program(comm, *arguments)
@@ -156,3 +163,5 @@ def _outcome(order: bytes) -> tuple[str, Any]:
     finally:
         if comm is not None:
             comm.close()
+        if dist.is_initialized():  # the program's own
+            dist.destroy_process_group()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rank_processes import HOST
 
 from workers.comm.comm import Comm
+from workers.comm.links_backend import LinksBackend
 from workers.errors import PeerLost
 from workers.messages import Resume
 from workers.reporter import Reporter
@@ -89,8 +90,8 @@ def _agreed(trainer: Trainer, store: dist.Store, key: str) -> Resume:
 
 def _cut(comm: Comm, lived: Lived, cuts: list[Cut]) -> None:
     """Count the messages that the rank waits for from now on, and raise PeerLost at the one that a cut names."""
-    links = comm._links
-    assert links is not None
+    assert isinstance(comm._backend, LinksBackend)
+    links = comm._backend.links
     wait, lived.messages = links.wait, 0
 
     def counted(operation: Any) -> None:

@@ -171,9 +171,8 @@ class ElasticReduction(GradientReduction):
         """The pipeline is done with an action."""
         touched = self._by_pass.get((action.kind, action.chunk))
         if touched is not None:
-            with self.comm.parts.part("backward"):
-                for region in touched:
-                    region.finished(action.micro_batch)
+            for region in touched:
+                region.finished(action.micro_batch)
 
     def added(self, parameter: nn.Parameter) -> None:
         """Nothing is reduced before the end of the step."""

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from workers.comm.comm import Comm, Handle
+from workers.comm.backend import Handle
+from workers.comm.comm import Comm
 from workers.parallel.data.flat import FlatParameters
 from workers.parallel.tensor.weight_gradients import clear_forgotten, forget, main_grad
 

@@ -157,14 +157,13 @@ class ZeroOptimizer:
         be what it was. Every rank is inside this call when any of them updates its parameters. Where the loss or the
         norm is not finite, or above its limit, nothing is updated on any rank, which is decided on the device.
         """
-        progress = self.comm.progress
-        progress.at("reduction")
-        gradient = self.reduction.finish(self._finish_tail)
+        step = self.comm.step
+        with step.phase("reduction"):
+            gradient = self.reduction.finish(self._finish_tail)
         before_update()
-        with self.comm.parts.part("optimizer"):
-            progress.at("agreement")
+        with step.phase("agreement"):
             agreed = self._agree(gradient, loss, memory_bytes)
-            progress.at("optimizer")
+        with step.phase("optimizer"):
             norm, factor, bad = self._norm_and_factor(agreed, loss.scale)
             gradient.mul_(factor)
             if len(gradient) < len(self.exp_avg):  # stage 0

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from workers.comm.comm import Comm, Handle, Transfer
+from workers.comm.backend import Handle, Transfer
+from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import NO_TARGET, MicroBatch
-from workers.liveness.progress import Phase
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.pipeline.recompute import recomputed
 from workers.parallel.pipeline.schedules import forward_only, schedule
@@ -148,13 +148,13 @@ class Pipeline:
             "backward_weight": self._backward_weight,
             "send_backward": self._send_backward,
         }
-        progress, training = self.comm.progress, torch.is_grad_enabled()
+        step, training = self.comm.step, torch.is_grad_enabled()
         for action in actions:
             self.comm.raise_if_over()
-            progress.at(_phase_of(action) if training else "validation", action.micro_batch)
-            runners[action.kind](action, held)
-            if self.when_done is not None:
-                self.when_done(action)
+            with step.phase(action.kind if training else "validation", action.micro_batch):
+                runners[action.kind](action, held)
+                if self.when_done is not None:
+                    self.when_done(action)
         for send, _ in held.sends:
             send.wait()
         return held.losses_m, held.valid_tokens
@@ -162,10 +162,9 @@ class Pipeline:
     def _forward(self, action: Action, held: _Step) -> None:
         chunk, key = self.model.chunks[action.chunk], (action.chunk, action.micro_batch)
         x = self._input(action, held)
-        with self.comm.parts.part("forward"):
-            y = chunk(x, self._forward_pass(action, held))
-            if chunk.is_last:
-                y = self._loss(y, action.micro_batch, held)
+        y = chunk(x, self._forward_pass(action, held))
+        if chunk.is_last:
+            y = self._loss(y, action.micro_batch, held)
         _, behind = self.places[action.chunk]
         if behind is not None and behind[0] == self.rank:
             held.inputs[behind[1], action.micro_batch] = y.detach().requires_grad_(torch.is_grad_enabled())
@@ -221,8 +220,7 @@ class Pipeline:
             grad = held.gradients.pop(key)
         else:
             grad = self._arrived("backward", key, held)
-        with self.comm.parts.part("backward"):
-            torch.autograd.backward([held.edges.pop(key)], [grad])
+        torch.autograd.backward([held.edges.pop(key)], [grad])
         if before is None:
             return
         grad_x = held.inputs.pop(key).grad
@@ -242,7 +240,7 @@ class Pipeline:
         held.weight_tasks[action.chunk, action.micro_batch] = tasks
 
     def _backward_weight(self, action: Action, held: _Step) -> None:
-        with self.comm.parts.part("backward"), torch.no_grad():
+        with torch.no_grad():
             tasks = deque(held.weight_tasks.pop((action.chunk, action.micro_batch)))
             while tasks:  # each frees what it held
                 tasks.popleft()()
@@ -261,8 +259,7 @@ class Pipeline:
         part = whole.contiguous()
         if self.scatters:
             part = part.view(self.comm.size("tensor"), -1)[self.comm.index("tensor")]
-        with self.comm.parts.part("pipeline_communication"):
-            held.sends.append((self.comm.send(rank, part), part))
+        held.sends.append((self.comm.send(rank, part), part))
         while held.sends and held.sends[0][0].done:  # frees what has left
             held.sends.popleft()
 
@@ -291,7 +288,3 @@ class Pipeline:
         if not self.scatters:
             return message.buffer
         return self.comm.all_gather("tensor", message.buffer).view(message.shape)
-
-
-def _phase_of(action: Action) -> Phase:
-    return "forward" if action.kind in ("receive_forward", "forward", "send_forward") else "backward"

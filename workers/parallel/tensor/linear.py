@@ -247,7 +247,7 @@ class _LookUp(torch.autograd.Function):
 
 
 def _recomputed(again: Again, comm: Comm) -> torch.Tensor:
-    with comm.parts.part("recompute"), torch.no_grad():
+    with comm.step.phase("recompute"), torch.no_grad():
         return again()
 
 

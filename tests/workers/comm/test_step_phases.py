@@ -1,0 +1,146 @@
+"""One mark of a phase is followed by the record, the clock and the parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workers.comm.step_phases import StepPhases
+from workers.liveness.progress import Progress, ProgressReader, progress_path
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def step(clock):
+    return StepPhases(torch.device("cpu"), Progress(), clock)
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """Phases, and a reader of their record."""
+    step = StepPhases(torch.device("cpu"), Progress.shared(tmp_path, 0))
+    reader = ProgressReader(progress_path(tmp_path, 0))
+    yield step, reader
+    reader.close()
+
+
+def test_the_record_keeps_the_phase_that_was_entered_last(watched):
+    step, reader = watched
+    step.begin(7)
+    with step.phase("backward_weight", micro_batch=3):
+        assert (reader.read().step, reader.read().phase, reader.read().micro_batch) == (7, "backward", 3)
+    assert (reader.read().phase, reader.read().micro_batch) == ("backward", 3)
+    with step.phase("snapshot"):
+        assert (reader.read().phase, reader.read().micro_batch) == ("snapshot", None)
+
+
+@pytest.mark.parametrize("phase", ["recompute", "tensor_communication", "data_communication", "bubble", "other"])
+def test_phases_within_a_phase_leave_the_record_alone(watched, phase):
+    step, reader = watched
+    with step.phase("forward", micro_batch=2):
+        before = reader.read()
+        with step.phase(phase):
+            assert reader.read() == before
+
+
+def test_states_outside_of_steps_last(watched):
+    step, reader = watched
+    step.enter("connecting")
+    assert reader.read().phase == "connecting"
+    step.enter("resting")
+    assert reader.read().phase == "resting"
+
+
+def test_waits_are_on_the_clock_whether_or_not_the_step_is_measured(step, clock):
+    for measure in (False, True):
+        step.begin(1, measure)
+        with step.phase("data"):
+            clock.now += 2
+        with step.phase("forward"):
+            clock.now += 3
+        with step.phase("snapshot"):
+            clock.now += 4
+        assert step.clock.lap() == {"wall": 9, "data_wait": 2, "snapshot_stall": 4, "checkpoint_stall": 0}
+
+
+def test_parts_of_a_measured_step_follow_its_phases(step, clock):
+    step.begin(1, measure=True)
+    with step.phase("data"):
+        clock.now += 1
+    with step.phase("receive_forward", 0):
+        clock.now += 2
+    with step.phase("forward", 0):
+        clock.now += 4
+        with step.phase("tensor_communication"):
+            clock.now += 8
+    with step.phase("reduction"):
+        clock.now += 16
+    with step.phase("agreement"):
+        clock.now += 32
+    with step.phase("optimizer"):
+        clock.now += 64
+    seconds = step.parts.end()
+    assert {part: spent for part, spent in seconds.items() if spent} == {
+        "data": 1,
+        "pipeline_communication": 2,
+        "forward": 4,
+        "tensor_communication": 8,
+        "other": 16,
+        "optimizer": 96,
+    }
+
+
+def test_forward_work_within_backward_is_recomputation(step, clock):
+    step.begin(1, measure=True)
+    with step.phase("forward"), step.forward_work():
+        clock.now += 1
+    with step.phase("backward"), step.forward_work():
+        clock.now += 2
+    seconds = step.parts.end()
+    assert (seconds["forward"], seconds["recompute"], seconds["backward"]) == (1, 2, 0)
+
+
+def test_a_step_that_is_not_measured_has_no_parts(step, clock):
+    with step.phase("forward"), step.forward_work():
+        clock.now += 1
+    step.begin(1, measure=True)
+    step.begin(2)  # the first was broken off
+    assert not step.parts.measuring
+
+
+def test_a_phase_that_raises_is_over(step, clock):
+    step.begin(1, measure=True)
+    with pytest.raises(ValueError, match="bad"), step.phase("data"):
+        clock.now += 1
+        raise ValueError("bad")
+    clock.now += 2
+    assert step.clock.lap()["data_wait"] == 1
+    seconds = step.parts.end()
+    assert (seconds["data"], seconds["other"]) == (1, 2)
+
+
+def test_whoever_asks_is_called_at_every_entry_into_a_phase_of_the_record(step):
+    entered = []
+    with step.phase("data"):
+        pass  # nobody has asked
+    step.on_phase = lambda number, phase: entered.append((number, phase))
+    step.begin(4)
+    with step.phase("data"), step.phase("tensor_communication"):
+        pass
+    with step.phase("send_backward", 1):
+        pass
+    step.enter("restoring")
+    assert entered == [(4, "data"), (4, "backward"), (4, "restoring")]

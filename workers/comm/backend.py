@@ -1,0 +1,107 @@
+"""What carries the messages of one rank in one generation.
+
+`Comm` chooses one once: `LinksBackend` (our own TCP links), the same behind copies in host memory (`HostStaged`), or
+`ProcessGroups` (torch.distributed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from workers.comm.grid import Axis
+from workers.errors import PeerLost
+
+Tensors = Sequence[torch.Tensor]
+
+_DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+
+
+class Handle(Protocol):
+    """A communication under way; its tensors must not be touched before `wait` has returned.
+
+    On a CPU `wait` raises PeerLost when the other side is gone. With NCCL only the compute stream waits, and a lost
+    peer ends the process through NCCL's watchdog.
+    """
+
+    def wait(self) -> None: ...
+
+
+class Transfer(Handle, Protocol):
+    """A send under way."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the tensor is no longer needed."""
+        ...
+
+
+class Started:
+    """Communications under way that are waited for as one, and what remains to be done with what they bring."""
+
+    def __init__(self, works: Iterable[Handle] = (), finish: Callable[[], object] | None = None):
+        self._works, self._finish = works, finish
+
+    def wait(self) -> None:
+        """Return once the result is there. Raises PeerLost."""
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+
+
+DONE = Started()
+"""A communication that needed none."""
+
+
+class Backend(Protocol):
+    """The communication of one rank along the axes on which it is not alone: collectives, and messages along the
+    pipeline. Tensors are contiguous."""
+
+    def start_all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool) -> Handle:
+        """Begin to sum `tensor` over `axis` in place, or with `largest` to take its element-wise maximum."""
+        ...
+
+    def start_all_gather(self, axis: Axis, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        """Begin to bring every rank's `tensor`, in their order, into `out`."""
+        ...
+
+    def start_reduce_scatter(self, axis: Axis, out: torch.Tensor, tensor: torch.Tensor) -> Handle:
+        """Begin to bring this rank's part of the sum of every rank's `tensor` into `out`."""
+        ...
+
+    def start_all_to_all(self, axis: Axis, outgoing: Sequence[Tensors], incoming: Sequence[Tensors]) -> Handle:
+        """Begin to send `outgoing[i]` to the rank at index i of `axis` and to receive `incoming[i]` from it."""
+        ...
+
+    def send(self, stage: int, tensor: torch.Tensor) -> Transfer:
+        """Begin to send `tensor` to rank `stage` of the same pipeline."""
+        ...
+
+    def receive(self, stage: int, tensor: torch.Tensor) -> Handle:
+        """Begin to receive `tensor` from rank `stage` of the same pipeline."""
+        ...
+
+    def interrupt(self) -> None:
+        """Called by another thread: whoever waits here, and whoever will, gets PeerLost where the backend can do that.
+        The peers notice at once."""
+        ...
+
+    def close(self) -> None:
+        """Leave the generation; the peers notice at once."""
+        ...
+
+
+@contextmanager
+def naming_lost_peers() -> Iterator[None]:
+    """Turn the RuntimeErrors of torch.distributed into PeerLost: inside a collective they mean that a peer went away,
+    unless it is the device that speaks."""
+    try:
+        yield
+    except _DEVICE_ERRORS:
+        raise
+    except RuntimeError as error:
+        raise PeerLost(f"communication failed: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,170 @@
+"""What a rank does at every moment, said once: `with step.phase("backward", micro_batch=3)`.
+
+Three readers follow from it: the record in shared memory by which the rank's agent knows where it stands
+(`liveness/progress.py`), the clock that tells computing from waiting (`step_clock.py`), and, in the steps that are
+measured, the parts of which the step's time consists (`step_parts.py`). A step passes some 300 of these marks, so
+entering a phase costs a few stores, and leaving one does not touch the record: that keeps the phase that was entered
+last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Literal, NamedTuple
+
+import torch
+
+from workers.comm.step_parts import Part, StepParts
+from workers.liveness.progress import Phase, Progress
+from workers.step_clock import StepClock, Wait
+
+State = Literal["starting", "connecting", "restoring", "resting", "done"]
+"""Phases outside of steps, which last until the next one."""
+StepPhase = Literal[
+    "data",
+    "receive_forward",
+    "forward",
+    "send_forward",
+    "receive_backward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "send_backward",
+    "recompute",
+    "reduction",
+    "replica_check",
+    "agreement",
+    "optimizer",
+    "snapshot",
+    "checkpoint",
+    "validation",
+    "tensor_communication",
+    "pipeline_communication",
+    "data_communication",
+    "bubble",
+    "other",
+]
+OnPhase = Callable[[int, Phase], None]
+"""Called with the step's number and the phase of the record that has been entered."""
+
+
+class _Follows(NamedTuple):
+    """What follows from a phase; None: it stays as it was."""
+
+    record: Phase | None
+    part: Part | None = None
+    wait: Wait | None = None
+
+
+_TABLE: dict[StepPhase, _Follows] = {
+    "data": _Follows("data", "data", "data_wait"),
+    "receive_forward": _Follows("forward", "pipeline_communication"),
+    "forward": _Follows("forward", "forward"),
+    "send_forward": _Follows("forward", "pipeline_communication"),
+    "receive_backward": _Follows("backward", "pipeline_communication"),
+    "backward": _Follows("backward", "backward"),
+    "backward_input": _Follows("backward", "backward"),
+    "backward_weight": _Follows("backward", "backward"),
+    "send_backward": _Follows("backward", "pipeline_communication"),
+    "recompute": _Follows(None, "recompute"),
+    "reduction": _Follows("reduction"),
+    "replica_check": _Follows("agreement"),
+    "agreement": _Follows("agreement", "optimizer"),
+    "optimizer": _Follows("optimizer", "optimizer"),
+    "snapshot": _Follows("snapshot", None, "snapshot_stall"),
+    "checkpoint": _Follows("checkpoint", None, "checkpoint_stall"),
+    "validation": _Follows("validation"),
+    "tensor_communication": _Follows(None, "tensor_communication"),
+    "pipeline_communication": _Follows(None, "pipeline_communication"),
+    "data_communication": _Follows(None, "data_communication"),
+    "bubble": _Follows(None, "bubble"),
+    "other": _Follows(None, "other"),
+}
+
+
+class _Section:
+    """`with` block of a phase."""
+
+    __slots__ = ("_part", "_parts", "record")
+
+    def __init__(self, follows: _Follows, parts: StepParts):
+        self.record, self._part, self._parts = follows.record, follows.part, parts
+
+    def __enter__(self) -> None:
+        if self._parts.measuring:
+            self._parts.enter(self._part)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._parts.measuring:
+            self._parts.leave()
+
+
+class _WaitSection(_Section):
+    """`with` block of a phase that keeps the training thread from computing."""
+
+    __slots__ = ("_clock", "_wait")
+
+    def __init__(self, follows: _Follows, wait: Wait, parts: StepParts, clock: StepClock):
+        super().__init__(follows, parts)
+        self._wait, self._clock = wait, clock
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._clock.enter(self._wait)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clock.leave()
+        super().__exit__(kind, error, trace)
+
+
+class StepPhases:
+    """The phases of one rank. For its training thread."""
+
+    def __init__(self, device: torch.device, record: Progress, clock: Callable[[], float] = time.perf_counter):
+        """`clock`: a monotonic one, in seconds."""
+        self.record = record
+        """What the rank's agent reads."""
+        self.clock = StepClock(clock)
+        self.parts = StepParts(device, clock)
+        self.on_phase: OnPhase | None = None
+        """Called at every entry into a phase of the record, on the training thread: None until a fault is armed."""
+        self._sections: dict[StepPhase, _Section] = {
+            name: _Section(follows, self.parts)
+            if follows.wait is None
+            else _WaitSection(follows, follows.wait, self.parts, self.clock)
+            for name, follows in _TABLE.items()
+        }
+
+    def begin(self, step: int, measure: bool = False) -> None:
+        """Step number `step` begins; with `measure` its parts are measured, until `parts.end`."""
+        self.record.begin_step(step)
+        if measure:
+            self.parts.begin()
+        else:
+            self.parts.drop()
+
+    def phase(self, name: StepPhase, micro_batch: int = -1) -> AbstractContextManager[None]:
+        """The rank enters phase `name`, at `micro_batch` where that means something: context of what it does there."""
+        section = self._sections[name]
+        if section.record is not None:
+            self.record.at(section.record, micro_batch)
+            if self.on_phase is not None:
+                self.on_phase(self.record.step, section.record)
+        return section
+
+    def enter(self, state: State) -> None:
+        """The rank is in `state` from now on."""
+        self.record.at(state)
+        if self.on_phase is not None:
+            self.on_phase(self.record.step, state)
+
+    def forward_work(self) -> AbstractContextManager[None]:
+        """Context of work of the forward pass, which within backward is recomputation."""
+        return self._sections["recompute"] if self.parts.innermost == "backward" else nullcontext()

@@ -1,0 +1,23 @@
+"""The address under which others reach this machine."""
+
+from __future__ import annotations
+
+import socket
+
+_DISCARD_PORT = 9
+_SOMEWHERE_ELSE = "192.0.2.1"  # of a network that no machine is in (RFC 5737)
+
+
+def address_towards(host: str) -> str:
+    """Address of this machine on the way to `host`. Raises OSError where there is no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, _DISCARD_PORT))  # sends nothing: a datagram socket only picks its route
+        return str(probe.getsockname()[0])
+
+
+def outward_address() -> str:
+    """Address of the interface that leads out of this machine; of the machine itself where there is no network."""
+    try:
+        return address_towards(_SOMEWHERE_ELSE)
+    except OSError:
+        return "127.0.0.1"
