@@ -16,7 +16,7 @@ from service.cluster.sizes import fitting, given_back, resized, room_for, shapes
 from service.job.changes import Change, Grow, Move, PlaceAnew, Shrink
 from service.job.context import JobContext
 from service.job.crew import Joiners, prepared
-from service.job.generation import Gang
+from service.job.generation import RunningGeneration
 from service.job.launch import Launcher
 from service.states import JobState
 from service.store import jobs
@@ -43,7 +43,7 @@ class ElasticityPlanner:
         self._reported_waiting = False
         self._job.change_possible.set()
 
-    async def plan(self, gang: Gang) -> Change | None:
+    async def plan(self, gang: RunningGeneration) -> Change | None:
         """What is to be changed, ready to be carried out; None when nothing can or need be, or something happened to
         the gang meanwhile."""
         self._job.change_possible.clear()
@@ -123,12 +123,12 @@ class ElasticityPlanner:
         """The replicas that have ranks on nodes that are to be left."""
         return tuple(self._crew.replicas_of(self._crew.on(self._job.site.gangs.draining)))
 
-    async def _leave(self, gang: Gang, draining: tuple[int, ...]) -> Change | None:
+    async def _leave(self, gang: RunningGeneration, draining: tuple[int, ...]) -> Change | None:
         """Move these replicas to other nodes, else go on without them, where `elastic` allows it."""
         standby = await self._start_standby(self._crew.spec, gang, draining)
         return Move(draining, standby) if standby is not None else await self._go_on_without(gang, draining)
 
-    async def _go_on_without(self, gang: Gang, draining: tuple[int, ...]) -> Change | None:
+    async def _go_on_without(self, gang: RunningGeneration, draining: tuple[int, ...]) -> Change | None:
         if self._is_over(gang):
             return None
         staying = tuple(replica for replica in range(self._crew.layout.data) if replica not in draining)
@@ -143,7 +143,7 @@ class ElasticityPlanner:
         self._reported_waiting = True
         return None
 
-    async def _resize(self, gang: Gang) -> Change | None:
+    async def _resize(self, gang: RunningGeneration) -> Change | None:
         """Go on with as many replicas as are wanted and fit."""
         crew, wanted = self._crew, await self._job.wanted_replicas()
         held = crew.layout.data
@@ -160,7 +160,7 @@ class ElasticityPlanner:
         standby = await self._start_standby(target, gang, range(held, size))
         return None if standby is None else Grow(target, standby, cause)
 
-    async def _start_standby(self, target: JobSpec, gang: Gang, replicas: Sequence[int]) -> Joiners | None:
+    async def _start_standby(self, target: JobSpec, gang: RunningGeneration, replicas: Sequence[int]) -> Joiners | None:
         """Agents for these replicas of `target`, more than there are or in the place of others, with trainers that are
         ready, while the others train on; None when they cannot be had, or something happened meanwhile."""
         if await self._room(target) < len(replicas):
@@ -188,10 +188,10 @@ class ElasticityPlanner:
         await self._crew.send_away(standby)
         return None
 
-    def _is_over(self, gang: Gang) -> bool:
+    def _is_over(self, gang: RunningGeneration) -> bool:
         return gang.broken or gang.all_ended or self._job.cancelled.is_set()
 
-    async def _while_it_runs(self, gang: Gang, work: Coroutine[Any, Any, bool]) -> bool:
+    async def _while_it_runs(self, gang: RunningGeneration, work: Coroutine[Any, Any, bool]) -> bool:
         """What `work` answers; False as soon as something happens to the gang, which comes first."""
         working, watching = asyncio.create_task(work), asyncio.create_task(gang.wait(self._job.cancelled))
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)

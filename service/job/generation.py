@@ -1,4 +1,4 @@
-"""One generation of a job's gang as the supervisor sees it: its agents, and what they report.
+"""A generation that runs, as the supervisor sees it: the agents of its ranks, and what they report.
 
 A watcher per rank reads that rank's reports in order. A report is acknowledged by asking for the next ones, which
 happens only after it was handled, so a control plane that dies in between sees it again.
@@ -28,7 +28,7 @@ Question = Callable[[AgentClient], Awaitable[object]]
 Handler = Callable[[Report], Awaitable[None]]
 
 
-class Gang:
+class RunningGeneration:
     """The agents of a job, watched during one generation."""
 
     def __init__(self, agents: Sequence[AgentClient | None], generation: int, after: dict[int, int], handle: Handler):
@@ -43,23 +43,23 @@ class Gang:
         self.resting: dict[int, int | None] = {}
         """Ranks that have left the generation and wait for the next, with the committed step that each holds."""
         self._peers_lost: list[Death] = []
-        self._said_finished: set[int] = set()
-        self._still_since: dict[int, float] = {}
+        self._reported_finished: set[int] = set()
+        self._stalled_since: dict[int, float] = {}
         self._stopping = False
         self._changed = asyncio.Event()
         self._watchers = [asyncio.create_task(self._watch(rank)) for rank in range(len(self.agents))]
-        self._beside: list[asyncio.Task[None]] = []
+        self._alongside: list[asyncio.Task[None]] = []
 
-    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_alongside(self, work: Coroutine[Any, Any, None]) -> None:
         """Do `work` until the generation is over."""
-        self._beside.append(asyncio.create_task(work))
+        self._alongside.append(asyncio.create_task(work))
 
     def lose(self, rank: int, why: str) -> None:
         """Give up the agent of `rank`, which `why` says about it, unless its end is known already."""
         if self._watchers[rank].done():
             return
         self._watchers[rank].cancel()
-        self._bury(Death(rank, "agent_lost", message=why))
+        self._note_death(Death(rank, "agent_lost", message=why))
 
     @property
     def all_ended(self) -> bool:
@@ -83,10 +83,10 @@ class Gang:
             while not (self.all_ended or self.broken or any(signal.is_set() for signal in signals)):
                 self._changed.clear()
                 change = asyncio.create_task(self._changed.wait())
-                beside = [task for task in self._beside if not task.done()]
-                await asyncio.wait({change, *stops, *self._running(), *beside}, return_when=asyncio.FIRST_COMPLETED)
+                alongside = [task for task in self._alongside if not task.done()]
+                await asyncio.wait({change, *stops, *self._running(), *alongside}, return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
-                self._raise_broken()
+                self._raise_errors()
         finally:
             for stop in stops:
                 stop.cancel()
@@ -104,41 +104,41 @@ class Gang:
         under way first, if that takes no more than `patience` seconds: all rest at the same committed step then. One
         that takes longer than `grace` seconds after that is killed."""
         running = [agent for agent, watcher in zip(self.agents, self._watchers, strict=True) if not watcher.done()]
-        await self._leave(
+        await self._end_all(
             running, lambda agent: agent.rest(self.generation, grace, patience), grace + patience + STOP_SECONDS
         )
 
     async def stop(self) -> None:
         """Kill every trainer, and hear what each of them said before it ended."""
-        await self._leave(self.agents, lambda agent: agent.stop(), STOP_SECONDS)
+        await self._end_all(self.agents, lambda agent: agent.stop(), STOP_SECONDS)
 
-    async def _leave(self, agents: Sequence[AgentClient | None], ask: Question, seconds: float) -> None:
+    async def _end_all(self, agents: Sequence[AgentClient | None], ask: Question, seconds: float) -> None:
         self._stopping = True
-        for task in self._beside:
+        for task in self._alongside:
             task.cancel()
-        await asyncio.gather(*(self._asked(ask, agent, seconds) for agent in agents))
+        await asyncio.gather(*(self._ask(ask, agent, seconds) for agent in agents))
         await asyncio.wait(self._watchers, timeout=STOP_SECONDS)
-        self._raise_broken()
+        self._raise_errors()
         for rank, watcher in enumerate(self._watchers):
             if not watcher.done():
-                self._bury(Death(rank, "agent_lost", message="has an agent that does not answer"))
+                self._note_death(Death(rank, "agent_lost", message="has an agent that does not answer"))
         await self.close()
 
     async def close(self) -> None:
         """Stop listening; trainers run on."""
-        for task in [*self._watchers, *self._beside]:
+        for task in [*self._watchers, *self._alongside]:
             task.cancel()
-        await asyncio.gather(*self._watchers, *self._beside, return_exceptions=True)
+        await asyncio.gather(*self._watchers, *self._alongside, return_exceptions=True)
 
     def _running(self) -> list[asyncio.Task[None]]:
         return [watcher for watcher in self._watchers if not watcher.done()]
 
-    def _raise_broken(self) -> None:
-        for task in [*self._watchers, *self._beside]:
+    def _raise_errors(self) -> None:
+        for task in [*self._watchers, *self._alongside]:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 task.result()
 
-    async def _asked(self, ask: Question, agent: AgentClient | None, seconds: float) -> None:
+    async def _ask(self, ask: Question, agent: AgentClient | None, seconds: float) -> None:
         if agent is None:
             return
         with contextlib.suppress(AgentError):
@@ -147,13 +147,13 @@ class Gang:
     async def _watch(self, rank: int) -> None:
         agent = self.agents[rank]
         if agent is None:
-            self._bury(Death(rank, "agent_lost", message="lost its agent while the control plane was away"))
+            self._note_death(Death(rank, "agent_lost", message="lost its agent while the control plane was away"))
             return
         while True:
             try:
                 reports = await agent.reports(self._after.get(rank, 0), POLL_SECONDS)
             except AgentError as error:
-                self._bury(Death(rank, "agent_lost", message=f"lost its agent ({error.kind})"))
+                self._note_death(Death(rank, "agent_lost", message=f"lost its agent ({error.kind})"))
                 return
             for report in reports:
                 ended = report.generation == self.generation and await self._take(rank, report)
@@ -168,7 +168,7 @@ class Gang:
             case TrainerStatus() as status:
                 self._note_stall(rank, status, report.time)
             case Finished():
-                self._said_finished.add(rank)
+                self._reported_finished.add(rank)
             case Resting(step, message):
                 self._peers_lost.append(Death(rank, "peer_lost", message=f"lost a peer: {message}", at=report.time))
                 self.resting[rank] = step
@@ -182,13 +182,13 @@ class Gang:
     def _note_stall(self, rank: int, status: TrainerStatus, at: float) -> None:
         """A rank stands still for longer than it may, or moves on."""
         if status.overdue:
-            self._still_since[rank] = at - status.standing_seconds
+            self._stalled_since[rank] = at - status.standing_seconds
         else:
-            self._still_since.pop(rank, None)
+            self._stalled_since.pop(rank, None)
 
     def _end(self, rank: int, exited: Exited, at: float) -> None:
         failure, reason = exited.failure, exited.killed_for
-        if failure is None and (rank in self._said_finished or exited.code == 0):
+        if failure is None and (rank in self._reported_finished or exited.code == 0):
             self.finished.add(rank)
             self._changed.set()
         elif failure is not None:
@@ -196,15 +196,15 @@ class Gang:
             if failure.kind in SAY_ALL:
                 message = failure.message
             text = failure.traceback
-            self._bury(Death(rank, failure.kind, failure.step, failure.exception, message, text, failure.at))
+            self._note_death(Death(rank, failure.kind, failure.step, failure.exception, message, text, failure.at))
         elif reason is not None:
-            since = self._still_since.get(rank, at)  # it has been of no use for longer than it has been dead
-            self._bury(Death(rank, reason.kind, message=reason.message, at=since))
+            since = self._stalled_since.get(rank, at)  # it has been of no use for longer than it has been dead
+            self._note_death(Death(rank, reason.kind, message=reason.message, at=since))
         else:
             kind = "stopped" if self._stopping else "killed"
             words = describe_exit(exited.code, exited.signal)
-            self._bury(Death(rank, kind, message=words, traceback="\n".join(exited.last_output), at=at))
+            self._note_death(Death(rank, kind, message=words, traceback="\n".join(exited.last_output), at=at))
 
-    def _bury(self, death: Death) -> None:
+    def _note_death(self, death: Death) -> None:
         self.deaths.append(death)
         self._changed.set()

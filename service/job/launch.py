@@ -10,7 +10,7 @@ from typing import Any
 from service.backups import rank_backups
 from service.job.actions import Launch
 from service.job.context import JobContext
-from service.job.generation import Gang
+from service.job.generation import RunningGeneration
 from service.job.hang_watch import HangWatch
 from service.job.reports import ReportWriter
 from service.job.resume import newest_state
@@ -43,7 +43,7 @@ class Launcher:
         self._job, self._site, self._record, self._crew = job, job.site, job.record, job.crew
         self._paths = Paths.of(job.site.home)
 
-    async def launch(self, launch: Launch) -> Gang:
+    async def launch(self, launch: Launch) -> RunningGeneration:
         """Begin the next generation with the agents at hand and watch it. An agent that fails once the generation has
         begun is one of the gang's deaths; before, it raises LaunchFailed. Raises AgentError and TimeoutError too."""
         crew, incident = self._crew, launch.incident
@@ -99,7 +99,7 @@ class Launcher:
         generation = (await self._record.job()).generation + 1
         return await daemons[node].start_store(self._record.id, generation)
 
-    def watch(self, generation: int, resume_step: int, taken_over: bool = False) -> Gang:
+    def watch(self, generation: int, resume_step: int, taken_over: bool = False) -> RunningGeneration:
         """The crew as the gang of `generation`, which resumed at `resume_step`. `taken_over`: from another control
         plane, which may have seen what we did not."""
         crew, record = self._crew, self._record
@@ -109,7 +109,7 @@ class Launcher:
             hangs.heard(report)
             await writer.take(report)
 
-        gang = Gang(crew.agents, generation, crew.after, take)
+        gang = RunningGeneration(crew.agents, generation, crew.after, take)
         hangs = HangWatch(
             crew.agents,
             RankGrid(crew.layout).group,
@@ -118,7 +118,7 @@ class Launcher:
             crew.spec.recovery.stragglers,
             self._job.stragglers_replaced,
         )
-        gang.beside(hangs.run(look_first=taken_over))
+        gang.run_alongside(hangs.run(look_first=taken_over))
         return gang
 
     def order(

@@ -22,7 +22,7 @@ from service.job.actions import Action, End, Launch, Reacquire, Rearrange, Recov
 from service.job.changes import Stay, carry_out, standby_of
 from service.job.context import JobContext
 from service.job.elasticity import ElasticityPlanner
-from service.job.generation import Gang
+from service.job.generation import RunningGeneration
 from service.job.incident import Incident
 from service.job.launch import Launcher, LaunchFailed
 from service.job.replacement import place_all, replace_lost
@@ -56,7 +56,7 @@ class Supervisor:
         self._site, self._record, self._crew = site, self._job.record, self._job.crew
         self._launcher = Launcher(self._job)
         self._planner = ElasticityPlanner(self._job, self._launcher)
-        self._running: Gang | None = None
+        self._running: RunningGeneration | None = None
         """The generation that is watched."""
         self._background_tasks: set[asyncio.Task[None]] = set()
 
@@ -210,7 +210,7 @@ class Supervisor:
         await asyncio.gather(self._record.say(JobState.RECOVERING), running.rest(REST_SECONDS))
         return self._after_deaths(running, timeline)
 
-    def _after_deaths(self, ended: Gang, timeline: RecoveryTimeline) -> Recover:
+    def _after_deaths(self, ended: RunningGeneration, timeline: RecoveryTimeline) -> Recover:
         """What follows when a generation has ended by deaths, and all that live are at rest."""
         self._running = None
         timeline.rested_at, timeline.failed_at = time.time(), ended.culprit.at
@@ -309,9 +309,9 @@ class Supervisor:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
         return Death(lost[0], "agent_lost", message=f"could not be launched ({first_line})"), tuple(lost)
 
-    def _attend(self, running: Gang) -> None:
+    def _attend(self, running: RunningGeneration) -> None:
         """From now on this is the generation that is watched."""
-        running.beside(self._planner.look_for_room())
+        running.run_alongside(self._planner.look_for_room())
         self._running = running
 
     async def _end(self, end: End) -> None:

@@ -1,8 +1,8 @@
-"""A gang as its supervisor sees it, over agents that only say what a test lets them say."""
+"""A running generation as its supervisor sees it, over agents that only say what a test lets them say."""
 
 import asyncio
 
-from service.job.generation import Gang
+from service.job.generation import RunningGeneration
 from tests.service.support.fake_agents import FakeAgent
 from workers.liveness.trainer_status import TrainerStatus
 from workers.reports import Exited, Failure, Finished, KillReason, Metrics
@@ -24,11 +24,11 @@ def run(body, ranks=2, gone=()):
             async def handle(report):
                 handled.append((report.rank, report.kind))
 
-            gang = Gang(agents, 1, {}, handle)
+            running = RunningGeneration(agents, 1, {}, handle)
             try:
-                await body(gang, agents, handled)
+                await body(running, agents, handled)
             finally:
-                await gang.close()
+                await running.close()
 
     asyncio.run(bounded())
 
@@ -41,54 +41,54 @@ def stalled(overdue, standing_seconds):
     return TrainerStatus(7, overdue=overdue, standing_seconds=standing_seconds)
 
 
-def test_gang_ends_when_all_ranks_finished():
-    async def body(gang, agents, handled):
+def test_generation_ends_when_all_ranks_finished():
+    async def body(running, agents, handled):
         for agent in agents:
             agent.say(Finished(9))
             agent.say(Exited(code=0))
-        await gang.wait(asyncio.Event())
-        assert gang.all_ended
-        assert gang.finished == {0, 1}
-        assert gang.deaths == []
+        await running.wait(asyncio.Event())
+        assert running.all_ended
+        assert running.finished == {0, 1}
+        assert running.deaths == []
         assert sorted(handled) == [(0, "exit"), (0, "finished"), (1, "exit"), (1, "finished")]
 
     run(body)
 
 
 def test_exit_with_code_0_is_a_finish_although_its_word_was_heard_by_another_control_plane():
-    async def body(gang, agents, handled):
+    async def body(running, agents, handled):
         for agent in agents:
             agent.say(Exited(code=0))
-        await gang.wait(asyncio.Event())
-        assert gang.finished == {0, 1}
+        await running.wait(asyncio.Event())
+        assert running.finished == {0, 1}
 
     run(body)
 
 
 def test_consequence_waits_for_its_culprit():
-    async def body(gang, agents, handled):
+    async def body(running, agents, handled):
         agents[0].say(failed("peer_lost"))
-        await gang.wait(asyncio.Event())
-        assert [death.kind for death in gang.deaths] == ["peer_lost"]
-        waiting = asyncio.create_task(gang.wait_for_culprit())
+        await running.wait(asyncio.Event())
+        assert [death.kind for death in running.deaths] == ["peer_lost"]
+        waiting = asyncio.create_task(running.wait_for_culprit())
         agents[1].say(Exited(signal=9))
         await waiting
-        assert [(death.rank, death.kind) for death in gang.deaths] == [(0, "peer_lost"), (1, "killed")]
+        assert [(death.rank, death.kind) for death in running.deaths] == [(0, "peer_lost"), (1, "killed")]
 
     run(body, ranks=3)
 
 
 def test_death_is_as_old_as_what_its_agent_saw():
-    async def body(gang, agents, handled):
+    async def body(running, agents, handled):
         agents[0].say(Exited(signal=9), at=40.0)
         agents[1].say(failed("exception", at=41.0), at=43.0)
         agents[2].say(stalled(True, 2.0), at=30.0)
         agents[2].say(stalled(False, 0.0), at=31.0)
         agents[2].say(stalled(True, 3.0), at=38.0)
         agents[2].say(Exited(signal=9, killed_for=KillReason("hung", "hung")), at=45.0)
-        while not gang.all_ended:
+        while not running.all_ended:
             await asyncio.sleep(0)
-        assert {death.rank: (death.kind, death.at) for death in gang.deaths} == {
+        assert {death.rank: (death.kind, death.at) for death in running.deaths} == {
             0: ("killed", 40.0), 1: ("exception", 41.0), 2: ("hung", 35.0)
         }  # fmt: skip
 
@@ -96,47 +96,47 @@ def test_death_is_as_old_as_what_its_agent_saw():
 
 
 def test_consequence_alone_is_not_waited_on_for_ever():
-    async def body(gang, agents, handled):
+    async def body(running, agents, handled):
         agents[0].say(failed("peer_lost"))
-        await gang.wait(asyncio.Event())
-        await gang.wait_for_culprit()
-        assert len(gang.deaths) == 1
+        await running.wait(asyncio.Event())
+        await running.wait_for_culprit()
+        assert len(running.deaths) == 1
 
     run(body)
 
 
 def test_stop_kills_everybody_and_hears_their_last_words():
-    async def body(gang, agents, handled):
+    async def body(running, agents, handled):
         agents[1].say(failed("exception"))
-        await gang.wait(asyncio.Event())
+        await running.wait(asyncio.Event())
         agents[0].say(Metrics(()))
-        await gang.stop()
-        assert gang.all_ended
-        assert [(death.rank, death.kind) for death in gang.deaths] == [(1, "exception"), (0, "stopped")]
+        await running.stop()
+        assert running.all_ended
+        assert [(death.rank, death.kind) for death in running.deaths] == [(1, "exception"), (0, "stopped")]
         assert (0, "metrics") in handled
         assert [agent.stops for agent in agents] == [1, 1]
-        assert gang.deaths[0].sentence == "rank 1 failed with E: m at step 3"
-        assert gang.deaths[0].traceback == "t"
+        assert running.deaths[0].sentence == "rank 1 failed with E: m at step 3"
+        assert running.deaths[0].traceback == "t"
 
     run(body)
 
 
 def test_dead_agent_is_a_death_and_does_not_keep_stop_waiting():
-    async def body(gang, agents, handled):
+    async def body(running, agents, handled):
         agents[0].lose()
-        await gang.wait(asyncio.Event())
-        await gang.stop()
-        assert [(death.rank, death.kind) for death in gang.deaths] == [(0, "agent_lost"), (1, "stopped")]
+        await running.wait(asyncio.Event())
+        await running.stop()
+        assert [(death.rank, death.kind) for death in running.deaths] == [(0, "agent_lost"), (1, "stopped")]
 
     run(body)
 
 
 def test_agent_that_was_gone_before_is_a_death_and_the_others_are_heard():
-    async def body(gang, agents, handled):
+    async def body(running, agents, handled):
         agents[1].say(Metrics(()))
-        await gang.wait(asyncio.Event())
-        await gang.stop()
-        assert [(death.rank, death.kind) for death in gang.deaths] == [(0, "agent_lost"), (1, "stopped")]
+        await running.wait(asyncio.Event())
+        await running.stop()
+        assert [(death.rank, death.kind) for death in running.deaths] == [(0, "agent_lost"), (1, "stopped")]
         assert (1, "metrics") in handled
 
     run(body, gone=[0])
@@ -145,23 +145,23 @@ def test_agent_that_was_gone_before_is_a_death_and_the_others_are_heard():
 def test_agent_that_does_not_answer_is_given_up(monkeypatch):
     monkeypatch.setattr("service.job.generation.STOP_SECONDS", 0.05)
 
-    async def body(gang, agents, handled):
+    async def body(running, agents, handled):
         agents[0].stop = asyncio.Event().wait
         agents[1].say(Exited(signal=9))
-        await gang.wait(asyncio.Event())
-        await gang.stop()
-        assert [(death.rank, death.kind) for death in gang.deaths] == [(1, "killed"), (0, "agent_lost")]
+        await running.wait(asyncio.Event())
+        await running.stop()
+        assert [(death.rank, death.kind) for death in running.deaths] == [(1, "killed"), (0, "agent_lost")]
 
     run(body)
 
 
 def test_cancel_ends_the_wait_and_leaves_the_ranks_alone():
-    async def body(gang, agents, handled):
+    async def body(running, agents, handled):
         cancelled = asyncio.Event()
-        waiting = asyncio.create_task(gang.wait(cancelled))
+        waiting = asyncio.create_task(running.wait(cancelled))
         cancelled.set()
         await waiting
-        assert not gang.all_ended
+        assert not running.all_ended
         assert [agent.stops for agent in agents] == [0, 0]
 
     run(body)
@@ -175,7 +175,7 @@ def test_report_is_acknowledged_only_after_it_was_handled():
             seen.set()
             await release.wait()
 
-        gang = Gang([agent], 1, {}, handle)
+        running = RunningGeneration([agent], 1, {}, handle)
         agent.say(Metrics(()))
         await seen.wait()
         assert agent.acknowledged == [0]
@@ -183,18 +183,18 @@ def test_report_is_acknowledged_only_after_it_was_handled():
         while len(agent.acknowledged) < 2:
             await asyncio.sleep(0)
         assert agent.acknowledged == [0, 1]
-        await gang.close()
+        await running.close()
 
     asyncio.run(asyncio.wait_for(body(), 10))
 
 
 def test_reports_of_another_generation_are_skipped():
-    async def body(gang, agents, handled):
+    async def body(running, agents, handled):
         for agent in agents:
             agent.say(Exited(code=1), generation=7)
             agent.say(Exited(code=0))
-        await gang.wait(asyncio.Event())
-        assert gang.deaths == []
+        await running.wait(asyncio.Event())
+        assert running.deaths == []
         assert handled == [(0, "exit"), (1, "exit")] or handled == [(1, "exit"), (0, "exit")]
 
     run(body)
@@ -206,14 +206,14 @@ def test_error_of_the_handler_comes_out_of_wait():
             raise RuntimeError("the database is full")
 
         agent = agent_of(0)
-        gang = Gang([agent], 1, {}, handle)
+        running = RunningGeneration([agent], 1, {}, handle)
         agent.say(Metrics(()))
         try:
-            await gang.wait(asyncio.Event())
+            await running.wait(asyncio.Event())
         except RuntimeError as error:
             assert "full" in str(error)
         else:
             raise AssertionError("wait said nothing")
-        await gang.close()
+        await running.close()
 
     asyncio.run(asyncio.wait_for(body(), 10))
