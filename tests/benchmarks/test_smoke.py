@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bubbles, elastic_sums, layouts, nanogpt, snapshots, step, step_gpu
-from benchmarks.support import metrics
+from benchmarks import bubbles, elastic_sums, layouts, metrics, nanogpt, snapshots, step, step_gpu
 from benchmarks.support.report import deliver
 
 
