@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,26 @@ def ranks() -> Iterator[Any]:
     processes = RankProcesses()
     yield processes
     processes.close()
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated database, to be copied: a migration takes longer than most tests."""
+    path = tmp_path_factory.mktemp("database") / "manta.db"
+    from service.store import Store
+
+    store = Store(f"sqlite:///{path}")
+    store.migrate()
+    store.close()
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path, empty_database: Path) -> Iterator[Any]:
+    """An empty job database."""
+    from service.store import Store
+
+    shutil.copy(empty_database, tmp_path / "manta.db")
+    made = Store(f"sqlite:///{tmp_path}/manta.db")
+    yield made
+    made.close()

@@ -1,5 +1,6 @@
 """A real HTTP server on a free port, in front of a control plane that only remembers what it was asked."""
 
+import contextlib
 import copy
 import threading
 from collections.abc import Iterator
@@ -31,12 +32,16 @@ DOCUMENT: dict[str, Any] = {
 class FakeControl:
     """Stands for the control plane."""
 
-    store: Store
-    home: Path
+    store: Store | None = None
+    home: Path = Path()
     asked: list[tuple[str, str]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     allow_faults: bool = False
+
+    def begin(self, store: Store, home: Path) -> None:
+        """Forget the test before this one."""
+        self.__init__(store, home)
 
     def submitted(self, job_id: str) -> None:
         self.asked.append(("submitted", job_id))
@@ -101,11 +106,9 @@ def document() -> dict[str, Any]:
     return copy.deepcopy(DOCUMENT)
 
 
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    store = Store(f"sqlite:///{tmp_path}/manta.db")
-    store.migrate()
-    control = FakeControl(store, tmp_path)
+@contextlib.contextmanager
+def serving(control: FakeControl) -> Iterator[str]:
+    """A server in front of `control`; its address."""
     ready = threading.Event()
 
     class Server(uvicorn.Server):
@@ -119,9 +122,31 @@ def service(tmp_path: Path) -> Iterator[Service]:
     thread.start()
     assert ready.wait(20)
     port = server.servers[0].sockets[0].getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    with httpx.Client(base_url=url, timeout=20) as http:
-        yield Service(url, control, http)
+    yield f"http://127.0.0.1:{port}"
     server.should_exit = True
     thread.join(20)
-    store.close()
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[tuple[str, FakeControl]]:
+    """A server that most tests share, and the control plane behind it, whose store is another for every test."""
+    control = FakeControl()
+    with serving(control) as url:
+        yield url, control
+
+
+@pytest.fixture
+def service(tmp_path: Path, store: Store, shared_server: tuple[str, FakeControl]) -> Iterator[Service]:
+    """A server with an empty database."""
+    url, control = shared_server
+    control.begin(store, tmp_path)
+    with httpx.Client(base_url=url, timeout=20) as http:
+        yield Service(url, control, http)
+
+
+@pytest.fixture
+def own_service(tmp_path: Path, store: Store) -> Iterator[Service]:
+    """The same with a server of its own, whose counters begin at zero."""
+    control = FakeControl(store, tmp_path)
+    with serving(control) as url, httpx.Client(base_url=url, timeout=20) as http:
+        yield Service(url, control, http)

@@ -161,14 +161,14 @@ def test_health_is_about_the_process_and_readiness_about_the_rest(service):
     assert service.http.get("/healthz").status_code == 200
 
 
-def test_prometheus_sees_unfinished_jobs(service):
-    done, running = service.submit(), service.submit()
-    service.move(done["id"], "STARTING", "SUCCEEDED")
-    service.move(running["id"], "STARTING", "RUNNING")
-    service.report(running["id"], [{"step": 3, "loss": 2.5, "mfu_full": 0.25, "step_seconds": 0.001}])
-    service.http.get("/v1/jobs/job_000000000000")
-    service.http.get("/nothing/here")
-    text = service.http.get("/metrics").text
+def test_prometheus_sees_unfinished_jobs(own_service):
+    done, running = own_service.submit(), own_service.submit()
+    own_service.move(done["id"], "STARTING", "SUCCEEDED")
+    own_service.move(running["id"], "STARTING", "RUNNING")
+    own_service.report(running["id"], [{"step": 3, "loss": 2.5, "mfu_full": 0.25, "step_seconds": 0.001}])
+    own_service.http.get("/v1/jobs/job_000000000000")
+    own_service.http.get("/nothing/here")
+    text = own_service.http.get("/metrics").text
     assert 'manta_jobs{state="RUNNING"} 1.0' in text
     assert 'manta_jobs{state="FAILED"} 0.0' in text
     assert f'manta_job_step{{job="{running["id"]}"}} 3.0' in text

@@ -69,14 +69,6 @@ def make_spec():
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(f"sqlite:///{tmp_path}/manta.db")
-    store.migrate()
-    yield store
-    store.close()
-
-
-@pytest.fixture
 def submit(store: Store, make_spec) -> Callable[..., Job]:
     """Stores a job made of the small spec, with some of its sections replaced."""
     return lambda **changes: store.write(lambda session: jobs.create(session, make_spec(**changes)))[0]
