@@ -1,6 +1,6 @@
 """The control plane: one thread with an event loop of its own, on which the scheduler and all supervisors live.
 
-It owns nothing that cannot be lost: jobs are in the database, gangs are named actors. Started again after a crash it
+It owns nothing that cannot be lost: jobs are in the database, agents are named actors. Started again after a crash it
 finds both and goes on.
 """
 
@@ -18,14 +18,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from service.cluster.agent_client import AgentError
-from service.cluster.errors import NodeNotFound, NodeUnreachable
-from service.cluster.gangs import Gangs
+from service.cluster.cluster import Cluster
+from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.node_watch import NodeWatch
 from service.cluster.placement import unit_of
 from service.cluster.processes import ended
 from service.cluster.ray_head import ExistingRay, RayHead
 from service.faults import FaultNotPossible, FaultsNotAllowed
-from service.job.site import Site
 from service.job.supervisor import Supervisor
 from service.scheduler import Scheduler
 from service.states import JobState, is_final
@@ -40,7 +39,7 @@ log = logging.getLogger(__name__)
 CALL_SECONDS = 30.0
 END_SECONDS = 30.0
 RETRY_SECONDS = 1.0
-RAYS_MINDER = "Ray's minder"
+RAY_WATCH = "watch over Ray"
 # How long our Ray may take to end after one of its parts was killed.
 RAY_SECONDS = 3.0
 
@@ -64,10 +63,10 @@ class ControlPlane:
         self._supervisors: dict[str, tuple[Supervisor, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
-        self._site: Site | None = None
+        self._cluster: Cluster | None = None
         self._scheduler: Scheduler | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._chores: set[asyncio.Task[None]] = set()
+        self._background_tasks: set[asyncio.Task[None]] = set()
 
     @property
     def store(self) -> Store:
@@ -89,14 +88,13 @@ class ControlPlane:
         self._call(self._begin(ray))
 
     async def _begin(self, ray: Any) -> None:
-        gangs = Gangs(ray, str(self._home))
-        self._site = Site(self._store, gangs, ray, self._home)
-        self._scheduler = Scheduler(self._site, self._placed)
+        cluster = self._cluster = Cluster.connected(ray, self._home)
+        self._scheduler = Scheduler(self._store, cluster, self._placed)
         unfinished = await asyncio.to_thread(self._unfinished)
         live = [job.id for job in unfinished if job.state != JobState.QUEUED]
-        for orphan in await gangs.sweep(live):
+        for orphan in await cluster.sweep(live):
             log.warning("released what was left of %s", orphan)
-        daemons = await gangs.ensure_node_daemons()
+        daemons = await cluster.daemons.ensure()
         for daemon in daemons.values():
             await daemon.sweep([job.id for job in unfinished])  # one that waits again goes on from its snapshots
         for job in unfinished:
@@ -104,15 +102,15 @@ class ControlPlane:
                 self._supervise(job, None)
         self._tasks = [
             asyncio.create_task(self._scheduler.run(), name="scheduler"),
-            asyncio.create_task(self._learn_peaks(self._site), name="peaks"),
-            asyncio.create_task(NodeWatch(gangs, self._node_lost, self._node_draining).run(), name="nodes"),
+            asyncio.create_task(self._learn_peaks(cluster), name="peaks"),
+            asyncio.create_task(NodeWatch(cluster, self._node_lost, self._node_draining).run(), name="nodes"),
         ]
         if isinstance(self._head, RayHead):
-            self._tasks.append(asyncio.create_task(self._mind_ray(self._head), name=RAYS_MINDER))
+            self._tasks.append(asyncio.create_task(self._watch_ray(self._head), name=RAY_WATCH))
         for task in self._tasks:
-            task.add_done_callback(_complain)
+            task.add_done_callback(_log_failure)
 
-    async def _mind_ray(self, head: RayHead) -> None:
+    async def _watch_ray(self, head: RayHead) -> None:
         """Notice the death of our Ray. All trainers died with it; their jobs go on from their snapshots."""
         record = await asyncio.to_thread(head.record)
         if record is not None:
@@ -126,9 +124,9 @@ class ControlPlane:
             supervisor.node_lost(node, why)
 
     def _node_draining(self, node: str, seconds: float) -> None:
-        assert self._site is not None
-        if node not in self._site.gangs.draining:
-            self._site.gangs.draining.add(node)
+        assert self._cluster is not None
+        if node not in self._cluster.nodes.draining:
+            self._cluster.nodes.draining.add(node)
             for supervisor, _ in list(self._supervisors.values()):
                 supervisor.node_draining(node, seconds)
 
@@ -138,28 +136,28 @@ class ControlPlane:
         return self._call(self._drain(node, seconds))
 
     async def _drain(self, node: str, seconds: float) -> dict[str, Any]:
-        assert self._site is not None
-        found = [each for each in (await self._cluster())["nodes"] if each["id"].startswith(node)]
-        if len(found) != 1:
-            raise NodeNotFound(node, len(found))
-        if not await self._site.gangs.drain(found[0]["id"], seconds):
-            raise NodeUnreachable(found[0]["id"])
-        self._node_draining(found[0]["id"], seconds)
-        return {**found[0], "draining": True}
+        assert self._cluster is not None
+        matching = [each for each in (await self._describe_cluster())["nodes"] if each["id"].startswith(node)]
+        if len(matching) != 1:
+            raise NodeNotFound(node, len(matching))
+        if not await self._cluster.daemons.drain(matching[0]["id"], seconds):
+            raise NodeUnreachable(matching[0]["id"])
+        self._node_draining(matching[0]["id"], seconds)
+        return {**matching[0], "draining": True}
 
     def _unfinished(self) -> list[Job]:
         with self._store.read() as session:
             return list(jobs.unfinished(session))
 
-    async def _learn_peaks(self, site: Site) -> None:
+    async def _learn_peaks(self, cluster: Cluster) -> None:
         """Ask each node for the peak rate of its devices until all have measured it."""
-        while not await self._ask_for_peaks(site):
+        while not await self._ask_for_peaks(cluster):
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _ask_for_peaks(self, site: Site) -> bool:
+    async def _ask_for_peaks(self, cluster: Cluster) -> bool:
         """Whether all nodes knew."""
         known = True
-        for daemon in (await site.gangs.ensure_node_daemons()).values():
+        for daemon in (await cluster.daemons.ensure()).values():
             try:
                 about = await daemon.describe()
             except AgentError:
@@ -167,22 +165,22 @@ class ControlPlane:
             if about.peak_flops is None:
                 known = False
             else:
-                site.peaks[about.node] = about.peak_flops
+                cluster.peak_flops[about.node] = about.peak_flops
         return known
 
     def _placed(self, job: Job, generation: int) -> None:
         self._supervise(job, generation)
 
     def _supervise(self, job: Job, placed_generation: int | None) -> None:
-        assert self._site is not None
+        assert self._cluster is not None
         try:
-            supervisor = Supervisor(self._site, job)
+            supervisor = Supervisor(self._store, self._cluster, job)
         except ValidationError as error:
             self._background(self._fail(job.id, stored_spec_problem(error), "invalid_spec"))
             return
         task = asyncio.create_task(self._run(supervisor, placed_generation), name=f"supervisor of {job.id}")
         self._supervisors[job.id] = (supervisor, task)
-        task.add_done_callback(_complain)
+        task.add_done_callback(_log_failure)
 
     async def _run(self, supervisor: Supervisor, placed_generation: int | None) -> None:
         try:
@@ -198,14 +196,14 @@ class ControlPlane:
                 self._scheduler.wake()
 
     async def _ray_lives(self) -> bool:
-        minders = [task for task in self._tasks if task.get_name() == RAYS_MINDER]
-        done, _ = await asyncio.wait(minders, timeout=RAY_SECONDS) if minders else (set(), None)
+        watching = [task for task in self._tasks if task.get_name() == RAY_WATCH]
+        done, _ = await asyncio.wait(watching, timeout=RAY_SECONDS) if watching else (set(), None)
         return not done
 
     async def _fail(self, job_id: str, message: str, reason: str = "internal_error") -> None:
-        assert self._site is not None
+        assert self._cluster is not None
         try:
-            await self._site.gangs.end_job(job_id)
+            await self._cluster.end_job(job_id)
         except Exception:  # the job fails all the same; what is left of it is swept at the next start
             log.exception("could not release %s", job_id)
 
@@ -250,14 +248,14 @@ class ControlPlane:
     def _cancel(self, job_id: str) -> None:
         if job_id in self._supervisors:
             self._supervisors[job_id][0].cancel()
-        elif self._site is not None:
+        elif self._cluster is not None:
             self._background(self._forget_if_final(job_id))
 
     async def _forget_if_final(self, job_id: str) -> None:
         """A job that was cancelled in the queue may have run before and have left its snapshots."""
-        assert self._site is not None
+        assert self._cluster is not None
         if is_final((await asyncio.to_thread(self._job, job_id)).state):
-            await self._site.gangs.end_job(job_id)
+            await self._cluster.end_job(job_id)
 
     def _job(self, job_id: str) -> Job:
         with self._store.read() as session:
@@ -265,55 +263,57 @@ class ControlPlane:
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
-        task.add_done_callback(_complain)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
+        task.add_done_callback(_log_failure)
 
     def cluster(self) -> dict[str, Any]:
         """Nodes, slots and which ranks run where, in the form of `api.schemas.Cluster`."""
-        return self._call(self._cluster())
+        return self._call(self._describe_cluster())
 
-    async def _cluster(self) -> dict[str, Any]:
-        assert self._site is not None
-        gpus = await self._site.gangs.has_gpus()
+    async def _describe_cluster(self) -> dict[str, Any]:
+        assert self._cluster is not None
+        gpus = await self._cluster.nodes.has_gpus()
         unit = unit_of("auto", gpus)
-        capacity = await self._site.gangs.capacity(unit, with_draining=True)
-        hosts = {node["NodeID"]: node for node in await asyncio.to_thread(self._site.ray.nodes)}
+        capacity = await self._cluster.nodes.capacity(unit, with_draining=True)
+        known = {node.id: node for node in await self._cluster.nodes.known()}
         placed = await asyncio.to_thread(self._placed_ranks)
         nodes = [
             {
                 "id": node,
-                "address": hosts[node]["NodeManagerAddress"],
+                "address": known[node].raylet[0],
                 "alive": True,
-                "draining": node in self._site.gangs.draining,
+                "draining": node in self._cluster.nodes.draining,
                 "accelerator": "gpu" if gpus else "cpu",
                 "total": total,
                 "free": free,
-                "ranks": placed.get(hosts[node]["NodeManagerHostname"], []),
+                "ranks": placed.get(known[node].host, []),
             }
             for node, (total, free) in capacity.nodes.items()
         ]
         return {"nodes": nodes, "totals": {"total": capacity.total, "free": capacity.free}}
 
     def _placed_ranks(self) -> dict[str, list[dict[str, Any]]]:
-        found: dict[str, list[dict[str, Any]]] = {}
+        by_host: dict[str, list[dict[str, Any]]] = {}
         with self._store.read() as session:
             for job in jobs.unfinished(session):
                 for rank in ranks.of_job(session, job.id):
                     if rank.pid is not None and rank.node is not None:
-                        found.setdefault(rank.node, []).append({"job": job.id, "rank": rank.rank})
-        return found
+                        by_host.setdefault(rank.node, []).append({"job": job.id, "rank": rank.rank})
+        return by_host
 
     def ready(self) -> list[str]:
         """Why jobs cannot run right now; empty when they can."""
-        if self._site is None or not self._thread.is_alive():
+        if self._cluster is None or not self._thread.is_alive():
             return ["the control plane is starting"]
         if any(task.done() for task in self._tasks if task.get_name() == "scheduler"):
             return ["the scheduler has stopped; see the service's log"]
         try:
-            self._call(self._site.gangs.has_gpus(), 5.0)
-        except (TimeoutError, self._site.ray.exceptions.RayError) as error:
-            return [f"Ray does not answer ({type(error).__name__})"]
+            self._call(self._cluster.nodes.has_gpus(), 5.0)
+        except ClusterUnavailable as error:
+            return [f"Ray does not answer ({error.kind})"]
+        except TimeoutError:
+            return ["Ray does not answer (TimeoutError)"]
         return []
 
     def stop(self) -> None:
@@ -325,7 +325,7 @@ class ControlPlane:
         self._store.close()
 
     async def _leave(self) -> None:
-        tasks = [*self._tasks, *self._chores, *(task for _, task in self._supervisors.values())]
+        tasks = [*self._tasks, *self._background_tasks, *(task for _, task in self._supervisors.values())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -334,28 +334,28 @@ class ControlPlane:
         """End all trainers, daemons and, if it is ours, Ray. Unfinished jobs go on from their newest durable
         checkpoint when the service is started again."""
         try:
-            if self._site is not None:
-                self._end_gangs(self._site)
+            if self._cluster is not None:
+                self._release_everything(self._cluster)
             self.stop()
         finally:
             if isinstance(self._head, RayHead):
                 self._head.stop()
 
-    def _end_gangs(self, site: Site) -> None:
+    def _release_everything(self, cluster: Cluster) -> None:
         self._call(self._leave())
         try:
-            self._call(site.gangs.sweep([]), END_SECONDS)
-            self._call(site.gangs.end_node_daemons(), END_SECONDS)
-        except (TimeoutError, ConnectionError, site.ray.exceptions.RayError) as error:
+            self._call(cluster.sweep([]), END_SECONDS)
+            self._call(cluster.daemons.end_all(), END_SECONDS)
+        except (TimeoutError, ConnectionError, ClusterUnavailable) as error:
             log.warning("Ray did not let go of everything: %s", error)
-        site.ray.shutdown()
+        cluster.disconnect()
 
     def _call(self, coroutine: Any, seconds: float = CALL_SECONDS) -> Any:
         future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return future.result(seconds)
 
 
-def _complain(task: asyncio.Task[None]) -> None:
-    """No owner loop may end unheard."""
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """No owner loop may end unnoticed."""
     if not task.cancelled() and task.exception() is not None:
         log.error("%s ended: %r", task.get_name(), task.exception(), exc_info=task.exception())

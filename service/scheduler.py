@@ -14,13 +14,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from service.cluster.gangs import NotPlaced
+from service.cluster.cluster import Cluster
+from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement import missing, unit_of
+from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
 from service.job.record import JobRecord
-from service.job.site import Site
 from service.states import JobState
-from service.store import IllegalTransition, jobs
+from service.store import IllegalTransition, Store, jobs
 from service.store.tables import Job
 from service.stored_specs import stored_spec_problem
 from workers.config import JobSpec, ParallelConfig
@@ -39,8 +40,8 @@ Placed = Callable[[Job, int], None]
 class Scheduler:
     """The owner loop of QUEUED jobs."""
 
-    def __init__(self, site: Site, placed: Placed):
-        self.site, self._placed = site, placed
+    def __init__(self, store: Store, cluster: Cluster, placed: Placed):
+        self._store, self._cluster, self._placed = store, cluster, placed
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -75,7 +76,7 @@ class Scheduler:
         return waiting
 
     def _queued(self) -> list[Job]:
-        with self.site.store.read() as session:
+        with self._store.read() as session:
             return [job for job in jobs.unfinished(session) if job.state == JobState.QUEUED]
 
     async def _read_spec(self, job: Job) -> JobSpec | None:
@@ -95,8 +96,8 @@ class Scheduler:
         return True
 
     async def _shortage(self, spec: JobSpec) -> Any:
-        unit = unit_of(spec.resources.accelerator, await self.site.gangs.has_gpus())
-        return missing(spec.layout, await self.site.gangs.capacity(unit))
+        unit = unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
+        return missing(spec.layout, await self._cluster.nodes.capacity(unit))
 
     async def _never_fits(self, spec: JobSpec) -> bool:
         shortage = await self._shortage(smallest(spec))
@@ -106,8 +107,8 @@ class Scheduler:
         """`spec` with the wanted number of replicas, or in the largest layout that there is room for, where `elastic`
         allows it: the job grows when there is more."""
         wanted = job.wanted_replicas or spec.layout.data
-        unit = unit_of(spec.resources.accelerator, await self.site.gangs.has_gpus())
-        found = fitting(shapes_of(spec), wanted, await self.site.gangs.capacity(unit))
+        unit = unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
+        found = fitting(shapes_of(spec), wanted, await self._cluster.nodes.capacity(unit))
         return found or resized(spec, wanted)
 
     async def _try_to_place(self, job: Job, spec: JobSpec) -> bool:
@@ -116,19 +117,19 @@ class Scheduler:
         if shortage is not None:
             kind = "gpus" if shortage.unit == "GPU" else "slots"
             waiting_for = {"unit": kind, "needed": shortage.needed, "available": shortage.available}
-            await self.site.store.write_async(
+            await self._store.write_async(
                 lambda s: jobs.set_waiting(s, job.id, waiting_for, f"insufficient_{kind}", str(shortage))
             )
             return False
-        unit = unit_of(spec.resources.accelerator, await self.site.gangs.has_gpus())
+        unit = unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
         if not await self._transition(job, JobState.STARTING, layout=spec.layout):
             return True
         generation = job.generation + 1
         try:
-            avoid = await JobRecord(self.site.store, job.id).avoided_nodes()
-            await self.site.gangs.acquire(job.id, generation, spec.layout, unit, PLACEMENT_SECONDS, avoid)
+            avoid = await JobRecord(self._store, job.id).avoided_nodes()
+            await self._cluster.groups.acquire(job.id, generation, spec.layout, unit, PLACEMENT_SECONDS, avoid)
         except Exception as error:  # a job that is STARTING with nobody who starts it would stay so
-            if not isinstance(error, NotPlaced | self.site.ray.exceptions.RayError):
+            if not isinstance(error, NotPlaced | ClusterUnavailable):
                 log.exception("%s could not be placed", job.id)
             if await self._transition(job, JobState.QUEUED, "insufficient_slots", str(error)):
                 return False
@@ -152,7 +153,7 @@ class Scheduler:
                 jobs.set_layout(session, job.id, layout)
 
         try:
-            await self.site.store.write_async(change)
+            await self._store.write_async(change)
         except IllegalTransition:
             return False
         return True

@@ -1,8 +1,17 @@
-"""What can be wrong with a node that a user names."""
+"""What can be wrong with the cluster, or with a node that a user names."""
 
 from __future__ import annotations
 
 from workers.errors import MantaError
+
+
+class ClusterUnavailable(MantaError):
+    """Ray did not do what it was asked, or does not answer; the message is one line."""
+
+    def __init__(self, error: Exception):
+        """`error`: what Ray raised."""
+        self.kind = type(error).__name__
+        super().__init__((str(error).strip() or self.kind).splitlines()[-1])
 
 
 class NodeNotFound(MantaError):

@@ -15,7 +15,8 @@ import logging
 import socket
 from collections.abc import Callable
 
-from service.cluster.gangs import Gangs, RayNode
+from service.cluster.cluster import Cluster
+from service.cluster.nodes import RayNode
 from workers.json_codec import MalformedMessage, from_json
 from workers.messages import Heartbeat
 
@@ -35,11 +36,11 @@ class NodeWatch:
     """Watches all nodes, those that join later too, and sees to it that each has a daemon."""
 
     def __init__(
-        self, gangs: Gangs, lost: Callable[[str, str], None], draining: Callable[[str, float], None] | None = None
+        self, cluster: Cluster, lost: Callable[[str, str], None], draining: Callable[[str, float], None] | None = None
     ):
         """`lost` is called with a node that is lost, and why; `draining` with one that is to be left, and within how
         many seconds."""
-        self._gangs, self._lost, self._draining = gangs, lost, draining
+        self._cluster, self._lost, self._draining = cluster, lost, draining
         self._minders: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -55,7 +56,7 @@ class NodeWatch:
 
     async def _look(self) -> None:
         try:
-            living = {node.id: node for node in await self._gangs.ray_nodes()}
+            living = {node.id: node for node in await self._cluster.nodes.known() if node.alive}
         except Exception:  # Ray may be restarting: it is minded elsewhere
             log.exception("Ray did not tell its nodes")
             return
@@ -64,7 +65,7 @@ class NodeWatch:
         for node in self._minders.keys() - living.keys():
             self._minders.pop(node).cancel()
             await self._lose(node, "Ray says that it is gone")
-            for known in (self._gangs.lost, self._gangs.draining):
+            for known in (self._cluster.nodes.lost, self._cluster.nodes.draining):
                 known.discard(node)  # ids of nodes never come again
 
     async def _mind(self, node: RayNode) -> None:
@@ -81,11 +82,11 @@ class NodeWatch:
             while not await asyncio.to_thread(anybody, [node.raylet]):
                 await asyncio.sleep(LOOK_SECONDS)
             log.warning("node %s is back", node.id)
-            self._gangs.lost.discard(node.id)
+            self._cluster.nodes.lost.discard(node.id)
 
     async def _door(self, node: RayNode) -> Address | None:
         """Where the node's daemon, which is started where there is none, answers beats. None when it cannot be had."""
-        asking = asyncio.create_task(self._gangs.pulse_of(node.id))
+        asking = asyncio.create_task(self._cluster.daemons.heartbeat_address(node.id))
         try:
             while not asking.done():
                 await asyncio.wait({asking}, timeout=BEAT_SECONDS)
@@ -127,13 +128,13 @@ class NodeWatch:
             self._draining(heartbeat.node, heartbeat.drain_seconds)
 
     async def _lose(self, node: str, why: str) -> None:
-        if node in self._gangs.lost:
+        if node in self._cluster.nodes.lost:
             return
         log.error("node %s is lost: %s", node, why)
-        self._gangs.lost.add(node)
+        self._cluster.nodes.lost.add(node)
         self._lost(node, why)
         try:
-            await self._gangs.bury(node)
+            await self._cluster.fail_calls_to(node)
         except Exception:  # then calls to what was there fail when Ray finds out
             log.exception("Ray could not be told that node %s is lost", node)
 

@@ -1,4 +1,4 @@
-"""From a layout to bundles of resources, and whether they fit. Pure arithmetic; Ray does as told in `gangs.py`.
+"""From a layout to bundles of resources, and whether they fit. Pure arithmetic; `placement_groups.py` has Ray do it.
 
 One placement group per data-parallel replica, one bundle in it per tensor-parallel group: a bundle lies on one node.
 """

@@ -21,6 +21,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 from service.cluster.processes import end_all, same_process
+from service.cluster.ray_private import MEMORY_MONITOR_MILLISECONDS, START_COMMAND, STARTS_AT_ONCE, address_file
 from workers.errors import MantaError
 from workers.paths import Paths
 
@@ -135,8 +136,8 @@ class RayHead:
             MARK: self._paths.tag,
             "PYTHONPATH": str(ROOT),  # the agents' modules, when the distribution is not installed
             "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_worker_maximum_startup_concurrency": str(self._warm),  # else as many at once as there are cores
-            "RAY_memory_monitor_refresh_ms": "0",  # memory belongs to the trainers: kill those, not their agents
+            STARTS_AT_ONCE: str(self._warm),  # else as many at once as there are cores
+            MEMORY_MONITOR_MILLISECONDS: "0",  # memory belongs to the trainers: kill those, not their agents
         }
         with self._paths.ray_log.open("ab") as log:
             return subprocess.Popen(
@@ -162,12 +163,12 @@ class RayHead:
             "resources": json.dumps({SLOT: self._slots}),
         }
         arguments = [f"--{name}={value}" for name, value in options.items()]
-        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
+        ray = [sys.executable, "-c", START_COMMAND, "start"]
         return [*ray, "--head", "--block", "--disable-usage-stats", *arguments]
 
     def _wait_for_address(self, process: subprocess.Popen[bytes]) -> str:
         """The head's real address, which Ray writes into its folder once it runs."""
-        file = self._paths.ray_folder / "ray_current_cluster"
+        file = address_file(self._paths.ray_folder)
         deadline = time.monotonic() + START_SECONDS
         while True:
             if file.exists() and (address := file.read_text().strip()):

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from service.backups.transfer import hand_over
-from service.cluster.gangs import NotPlaced
+from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, shapes_of
 from service.job.context import JobContext
-from service.job.crew import Joiners
+from service.job.gang import AgentSet
 from workers.config import JobSpec
 
 
@@ -18,7 +18,7 @@ class Move:
     """These replicas go on elsewhere."""
 
     replicas: tuple[int, ...]
-    standby: Joiners
+    standby: AgentSet
     """Agents with trainers that are ready to take their ranks."""
 
     @property
@@ -41,7 +41,7 @@ class Grow:
 
     target: JobSpec
     """With the new number of replicas."""
-    standby: Joiners
+    standby: AgentSet
     """Agents with trainers that are ready to be the additional ranks."""
     cause: str
 
@@ -71,7 +71,7 @@ class Stay:
 Change = Move | Shrink | Grow | PlaceAnew | Stay
 
 
-def standby_of(change: Change) -> Joiners | None:
+def standby_of(change: Change) -> AgentSet | None:
     """Agents that were started for the change, and are to be ended where it is not made."""
     return change.standby if isinstance(change, Move | Grow) else None
 
@@ -79,29 +79,29 @@ def standby_of(change: Change) -> Joiners | None:
 async def carry_out(change: Change, job: JobContext, generation: int, resting: Mapping[int, int | None]) -> None:
     """Make the change; who leaves the gang by it is among the job's departing. `generation`: the one that has ended;
     `resting`: by rank the committed step that its trainer holds. Raises NotPlaced where there is no place left."""
-    crew = job.crew
+    gang = job.gang
     match change:
         case Move(replicas, standby):
-            agents = zip(crew.ranks_in(replicas), standby.agents, strict=True)
-            await hand_over({rank: (crew.agents[rank], new) for rank, new in agents}, generation, crew.tag)
-            crew.memory = dict(resting)
-            job.departing.append(crew.swap(replicas, standby))
+            agents = zip(gang.ranks_in(replicas), standby.agents, strict=True)
+            await hand_over({rank: (gang.by_rank[rank], new) for rank, new in agents}, generation, gang.tag)
+            gang.held_steps = dict(resting)
+            job.departing.append(gang.swap(replicas, standby))
         case Shrink(staying):
-            job.departing.append(crew.shrink(staying))
+            job.departing.append(gang.shrink(staying))
         case Grow(target, standby):
-            crew.grow(target, standby)
+            gang.grow(target, standby)
         case PlaceAnew(target):
             await _place_anew(target, job, generation)
         case Stay():
-            crew.memory = dict(resting)
+            gang.held_steps = dict(resting)
 
 
 async def _place_anew(target: JobSpec, job: JobContext, generation: int) -> None:
-    crew = job.crew
-    before, avoid = crew.spec, await job.record.avoided_nodes()
-    job.departing.append(await crew.release())
+    gang = job.gang
+    before, avoid = gang.spec, await job.record.avoided_nodes()
+    job.departing.append(await gang.release())
     try:
-        await crew.place(generation + 1, target, avoid)
+        await gang.place(generation + 1, target, avoid)
     except NotPlaced:  # others were faster
-        still = fitting(shapes_of(job.submitted), await job.wanted_replicas(), await crew.capacity())
-        await crew.place(generation + 1, still or before, avoid)
+        still = fitting(shapes_of(job.submitted), await job.wanted_replicas(), await gang.capacity())
+        await gang.place(generation + 1, still or before, avoid)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from service.cluster.cluster import Cluster
 from service.cluster.sizes import in_use
-from service.job.crew import Crew, Joiners
+from service.job.gang import AgentSet, Gang
 from service.job.incident import Incident
 from service.job.record import JobRecord
-from service.job.site import Site
 from service.recovery.budgets import Fault, faults_of
+from service.store import Store
 from service.store.tables import Generation, Job
 from workers.config import JobSpec
 
@@ -20,31 +22,36 @@ from workers.config import JobSpec
 class JobContext:
     """One running job: what was asked for, its rows, its agents, and what others want of it."""
 
-    site: Site
+    cluster: Cluster
     submitted: JobSpec
     record: JobRecord
-    crew: Crew
+    gang: Gang
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     """The user wants it to end."""
     change_possible: asyncio.Event = field(default_factory=asyncio.Event)
     """Its size or place may have to change, or be able to."""
-    departing: list[Joiners] = field(default_factory=list)
-    """No longer of the gang, to be sent away; their nodes may hold the state that the next generation needs."""
+    departing: list[AgentSet] = field(default_factory=list)
+    """No longer of the gang, to be dismissed; their nodes may hold the state that the next generation needs."""
     failed_launches: list[Fault] = field(default_factory=list)
     """Since the last launch that did not fail: such failures have no rows."""
     stragglers_replaced: dict[int, float] = field(default_factory=dict)
     """When each rank was last replaced as a straggler, Unix seconds."""
 
     @classmethod
-    def of(cls, site: Site, job: Job) -> JobContext:
+    def of(cls, store: Store, cluster: Cluster, job: Job) -> JobContext:
         """The context of `job`. Raises ValidationError where its stored spec is no longer taken."""
         submitted = JobSpec.model_validate(job.spec)
-        return cls(site, submitted, JobRecord(site.store, job.id), Crew(site.gangs, job.id, in_use(submitted, job)))
+        return cls(cluster, submitted, JobRecord(store, job.id), Gang(cluster, job.id, in_use(submitted, job)))
 
     @property
     def id(self) -> str:
         """The job's."""
         return self.record.id
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where its durable checkpoints are."""
+        return self.cluster.paths.checkpoint_folder(self.id)
 
     async def wanted_replicas(self) -> int:
         """The number of replicas that the user wants."""

@@ -11,21 +11,25 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from service.cluster.agent_client import AgentClient, AgentError, within
+from service.cluster.agents import describe
 from service.cluster.placement import Capacity, missing, replica_of, unit_of
 from service.cluster.sizes import fitting, given_back, resized, room_for, shapes_of, size_within, sizes_of, smallest
 from service.job.changes import Change, Grow, Move, PlaceAnew, Shrink
 from service.job.context import JobContext
-from service.job.crew import Joiners, prepared
+from service.job.gang import AgentSet
 from service.job.generation import RunningGeneration
-from service.job.launch import Launcher
+from service.job.launch import order_for
 from service.states import JobState
 from service.store import jobs
 from service.store.tables import Job
 from workers.config import JobSpec
-from workers.messages import Resume
+from workers.messages import LaunchOrder
 
 log = logging.getLogger(__name__)
 
+# How long trainers of standby agents may take to be ready.
+PREPARE_SECONDS = 120.0
 # How often a job that is smaller than it should be looks for room to grow.
 ROOM_SECONDS = 2.0
 
@@ -33,8 +37,8 @@ ROOM_SECONDS = 2.0
 class ElasticityPlanner:
     """Plans the changes of size and place of one job."""
 
-    def __init__(self, job: JobContext, launcher: Launcher):
-        self._job, self._crew, self._launcher = job, job.crew, launcher
+    def __init__(self, job: JobContext):
+        self._job, self._gang = job, job.gang
         self._sizes, self._shapes = sizes_of(job.submitted), shapes_of(job.submitted)
         self._reported_waiting = False
 
@@ -43,7 +47,7 @@ class ElasticityPlanner:
         self._reported_waiting = False
         self._job.change_possible.set()
 
-    async def plan(self, gang: RunningGeneration) -> Change | None:
+    async def plan(self, running: RunningGeneration) -> Change | None:
         """What is to be changed, ready to be carried out; None when nothing can or need be, or something happened to
         the gang meanwhile."""
         self._job.change_possible.clear()
@@ -51,9 +55,9 @@ class ElasticityPlanner:
         if current is None or current.first_step_at is None:
             return None  # ranks may still read what others left; `look_for_room` asks again
         if draining := self._draining():
-            return await self._leave(gang, draining)
+            return await self._leave(running, draining)
         larger = None if await self._others_wait() else await self._larger_shape()
-        return await self._resize(gang) if larger is None else PlaceAnew(larger, "there is room again")
+        return await self._resize(running) if larger is None else PlaceAnew(larger, "there is room again")
 
     async def look_for_room(self) -> None:
         """Now and then, see whether the job could run where or with as many replicas as it should: no event tells."""
@@ -68,22 +72,22 @@ class ElasticityPlanner:
     async def may_change(self) -> bool:
         """Whether a change of place or size has become possible."""
         if draining := self._draining():
-            if not self._reported_waiting or await self._room(self._crew.spec) >= len(draining):
+            if not self._reported_waiting or await self._room(self._gang.spec) >= len(draining):
                 return True
             return await self._elsewhere() is not None
         if len(self._sizes) == len(self._shapes) == 1:
             return False
         wanted, others_wait = await self._job.wanted_replicas(), await self._others_wait()
-        if wanted < self._crew.layout.data:
+        if wanted < self._gang.layout.data:
             return True
         if others_wait:
             return False
-        grows = wanted > self._crew.layout.data and await self._room(self._crew.spec) > 0
+        grows = wanted > self._gang.layout.data and await self._room(self._gang.spec) > 0
         return grows or await self._larger_shape() is not None
 
     async def _larger_shape(self) -> JobSpec | None:
         """The layout that a job with smaller tensor and pipeline sizes than submitted could go back to."""
-        layout = self._crew.layout
+        layout = self._gang.layout
         sizes = [(shape.layout.tensor, shape.layout.pipeline) for shape in self._shapes]
         larger = self._shapes[: sizes.index((layout.tensor, layout.pipeline))]
         return await self._fitting(larger) if larger else None
@@ -94,11 +98,11 @@ class ElasticityPlanner:
 
     async def _fitting(self, shapes: Sequence[JobSpec]) -> JobSpec | None:
         """The first of `shapes` for which there is room once this job has given back what it holds."""
-        own_given_back: Capacity = given_back(await self._crew.capacity(), self._crew.nodes.values())
+        own_given_back: Capacity = given_back(await self._gang.capacity(), self._gang.nodes.values())
         return fitting(shapes, await self._job.wanted_replicas(), own_given_back)
 
     async def _room(self, spec: JobSpec) -> int:
-        return room_for(spec.layout, await self._crew.capacity())
+        return room_for(spec.layout, await self._gang.capacity())
 
     async def _others_wait(self) -> bool:
         """Whether jobs stand in the queue, to whom what is free belongs; not those that the cluster could never hold,
@@ -106,14 +110,14 @@ class ElasticityPlanner:
         waiting: list[Job] = await self._job.record.read(
             lambda s: [job for job in jobs.unfinished(s) if job.state == JobState.QUEUED]
         )
-        gangs = self._job.site.gangs
-        has_gpus = await gangs.has_gpus() if waiting else False
+        nodes = self._job.cluster.nodes
+        has_gpus = await nodes.has_gpus() if waiting else False
         for job in waiting:
             try:
                 spec = JobSpec.model_validate(job.spec)
             except ValidationError:
                 continue  # the scheduler fails it when its turn comes
-            capacity = await gangs.capacity(unit_of(spec.resources.accelerator, has_gpus))
+            capacity = await nodes.capacity(unit_of(spec.resources.accelerator, has_gpus))
             shortage = missing(smallest(spec).layout, capacity)
             if shortage is None or shortage.possible >= shortage.needed:
                 return True
@@ -121,17 +125,17 @@ class ElasticityPlanner:
 
     def _draining(self) -> tuple[int, ...]:
         """The replicas that have ranks on nodes that are to be left."""
-        return tuple(self._crew.replicas_of(self._crew.on(self._job.site.gangs.draining)))
+        return tuple(self._gang.replicas_of(self._gang.on(self._job.cluster.nodes.draining)))
 
-    async def _leave(self, gang: RunningGeneration, draining: tuple[int, ...]) -> Change | None:
+    async def _leave(self, running: RunningGeneration, draining: tuple[int, ...]) -> Change | None:
         """Move these replicas to other nodes, else go on without them, where `elastic` allows it."""
-        standby = await self._start_standby(self._crew.spec, gang, draining)
-        return Move(draining, standby) if standby is not None else await self._go_on_without(gang, draining)
+        standby = await self._start_standby(self._gang.spec, running, draining)
+        return Move(draining, standby) if standby is not None else await self._go_on_without(running, draining)
 
-    async def _go_on_without(self, gang: RunningGeneration, draining: tuple[int, ...]) -> Change | None:
-        if self._is_over(gang):
+    async def _go_on_without(self, running: RunningGeneration, draining: tuple[int, ...]) -> Change | None:
+        if self._is_over(running):
             return None
-        staying = tuple(replica for replica in range(self._crew.layout.data) if replica not in draining)
+        staying = tuple(replica for replica in range(self._gang.layout.data) if replica not in draining)
         if len(staying) in self._sizes:
             return Shrink(staying, f"went on without replicas {list(draining)}: their nodes are to be left")
         elsewhere = await self._elsewhere()
@@ -143,11 +147,11 @@ class ElasticityPlanner:
         self._reported_waiting = True
         return None
 
-    async def _resize(self, gang: RunningGeneration) -> Change | None:
+    async def _resize(self, running: RunningGeneration) -> Change | None:
         """Go on with as many replicas as are wanted and fit."""
-        crew, wanted = self._crew, await self._job.wanted_replicas()
-        held = crew.layout.data
-        size = size_within(self._sizes, wanted, held, await self._room(crew.spec))
+        gang, wanted = self._gang, await self._job.wanted_replicas()
+        held = gang.layout.data
+        size = size_within(self._sizes, wanted, held, await self._room(gang.spec))
         if size is None or size == held:
             if wanted > held:
                 message = f"there is no room for more than {held} replicas; it goes on waiting"
@@ -156,47 +160,55 @@ class ElasticityPlanner:
         cause = f"resized from {held} to {size} replicas"
         if size < held:
             return Shrink(tuple(range(size)), cause)
-        target = resized(crew.spec, size)
-        standby = await self._start_standby(target, gang, range(held, size))
+        target = resized(gang.spec, size)
+        standby = await self._start_standby(target, running, range(held, size))
         return None if standby is None else Grow(target, standby, cause)
 
-    async def _start_standby(self, target: JobSpec, gang: RunningGeneration, replicas: Sequence[int]) -> Joiners | None:
+    async def _start_standby(
+        self, target: JobSpec, running: RunningGeneration, replicas: Sequence[int]
+    ) -> AgentSet | None:
         """Agents for these replicas of `target`, more than there are or in the place of others, with trainers that are
         ready, while the others train on; None when they cannot be had, or something happened meanwhile."""
         if await self._room(target) < len(replicas):
             return None
-        generation = gang.generation + 1
+        generation = running.generation + 1
         avoid = await self._job.record.avoided_nodes()
-        standby = await self._crew.enlist(generation, target.layout, replicas, avoid)
+        standby = await self._gang.start_standby(generation, target.layout, replicas, avoid)
         if standby is None:
             return None
-        about = await self._job.site.gangs.describe(standby.agents)
+        about = await describe(standby.agents)
         ranks = [rank for rank in range(target.layout.world_size) if replica_of(target.layout, rank) in replicas]
         orders = [
-            self._launcher.order(rank, target, generation, Resume(), None, place)
+            order_for(self._job, rank, place, target, generation)
             for rank, place in zip(ranks, about or [], strict=False)
         ]
-        held = self._crew.layout.world_size
+        held = self._gang.layout.world_size
         # A rank that others have now has files in the shared memory that nodes of one machine share: not yet those.
         orders = [order if order.rank >= held else replace(order, snapshot_folder=None) for order in orders]
-        ready = about is not None and await self._while_it_runs(
-            gang,
-            prepared(standby.agents, orders),
-        )
-        if ready and not self._is_over(gang):
+        ready = about is not None and await self._while_it_runs(running, _prepared(standby.agents, orders))
+        if ready and not self._is_over(running):
             return standby
-        await self._crew.send_away(standby)
+        await self._gang.dismiss(standby)
         return None
 
-    def _is_over(self, gang: RunningGeneration) -> bool:
-        return gang.broken or gang.all_ended or self._job.cancelled.is_set()
+    def _is_over(self, running: RunningGeneration) -> bool:
+        return running.broken or running.all_ended or self._job.cancelled.is_set()
 
-    async def _while_it_runs(self, gang: RunningGeneration, work: Coroutine[Any, Any, bool]) -> bool:
-        """What `work` answers; False as soon as something happens to the gang, which comes first."""
-        working, watching = asyncio.create_task(work), asyncio.create_task(gang.wait(self._job.cancelled))
+    async def _while_it_runs(self, running: RunningGeneration, work: Coroutine[Any, Any, bool]) -> bool:
+        """What `work` answers; False as soon as something happens to it, which comes first."""
+        working, watching = asyncio.create_task(work), asyncio.create_task(running.wait(self._job.cancelled))
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         watching.cancel()
         if working.done():
             return working.result()
         working.cancel()
+        return False
+
+
+async def _prepared(agents: Sequence[AgentClient], orders: Sequence[LaunchOrder]) -> bool:
+    """Whether every agent has a trainer ready for its order."""
+    pairs = zip(agents, orders, strict=True)
+    try:
+        return all(await within(PREPARE_SECONDS, asyncio.gather(*(agent.prepare(order) for agent, order in pairs))))
+    except AgentError:
         return False

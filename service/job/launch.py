@@ -1,4 +1,4 @@
-"""Starting a generation: the crew's agents get their orders, and a gang that watches them is made."""
+"""Starting a generation: the gang's agents get their orders, and are watched from then on."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.backups import rank_backups
+from service.cluster.agents import ask
 from service.job.actions import Launch
 from service.job.context import JobContext
 from service.job.generation import RunningGeneration
@@ -18,11 +19,11 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.messages import AgentDescription, Launched, LaunchOrder, Resume, StoreAddress
-from workers.paths import Paths
 from workers.reports import Report
 
 # A launch that takes longer has an agent in it that does not answer; a node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0
+FROM_THE_START = Resume()
 
 
 class LaunchFailed(MantaError):
@@ -36,131 +37,129 @@ class LaunchFailed(MantaError):
         super().__init__(f"rank {rank}{others} could not be launched ({why})")
 
 
-class Launcher:
-    """Launches the generations of one job."""
-
-    def __init__(self, job: JobContext):
-        self._job, self._site, self._record, self._crew = job, job.site, job.record, job.crew
-        self._paths = Paths.of(job.site.home)
-
-    async def launch(self, launch: Launch) -> RunningGeneration:
-        """Begin the next generation with the agents at hand and watch it. An agent that fails once the generation has
-        begun is one of the gang's deaths; before, it raises LaunchFailed. Raises AgentError and TimeoutError too."""
-        crew, incident = self._crew, launch.incident
-        departing = [agent for people in self._job.departing for agent in people.agents]
-        where = await self._everywhere()
-        folder = self._paths.checkpoint_folder(self._record.id)
-        last_kind = None if incident is None else incident.culprit.kind
-        async with asyncio.timeout(LAUNCH_SECONDS):
-            found = await newest_state(crew, self._job.submitted, folder, self._record, last_kind, departing)
-            store = await self._start_store(where[0].node)
-            generation = await self._record.begin(
-                launch.cause, launch.counts, found.resume, found.source, crew.layout, incident
-            )
-            passed = await self._record.rolled_back()
-        orders = {
-            rank: self.order(rank, crew.spec, generation, found.resume, store, place, passed)
-            for rank, place in where.items()
-        }
-        gang = self.watch(generation, found.resume.step)
-        answers, silent = await self._site.gangs.ask(
-            dict(enumerate(crew.agents)),
-            lambda rank, agent: agent.launch(orders[rank]),
-            LAUNCH_SECONDS,
+async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneration:
+    """Begin the next generation with the agents at hand and watch it. An agent that fails once the generation has
+    begun is one of its deaths; before, it raises LaunchFailed. Raises AgentError, ClusterUnavailable and TimeoutError
+    too."""
+    gang, record = job.gang, job.record
+    where = await _where_all_are(job)
+    last_kind = None if launch.incident is None else launch.incident.culprit.kind
+    async with asyncio.timeout(LAUNCH_SECONDS):
+        start = await newest_state(job, last_kind)
+        store = await _start_store(job, where[0].node)
+        generation = await record.begin(
+            launch.cause, launch.counts, start.resume, start.source, gang.layout, launch.incident
         )
-        rows = [self._row(orders[rank], where[rank], answers.get(rank)) for rank in orders]
+        roll_backs = await record.rolled_back()
+    orders = {
+        rank: order_for(job, rank, place, gang.spec, generation, start.resume, store, roll_backs)
+        for rank, place in where.items()
+    }
+    running = watch_generation(job, generation, start.resume.step)
+    try:
+        answers, silent = await ask(gang.by_rank, lambda rank, agent: agent.launch(orders[rank]), LAUNCH_SECONDS)
+        rows = [_row(job, orders[rank], where[rank], answers.get(rank)) for rank in orders]
         kept = [rank for rank, answer in answers.items() if answer.kept]
-        await self._record.launched(generation, time.time(), rows, kept)
+        await record.launched(generation, time.time(), rows, kept)
         for rank, why in silent.items():
-            gang.lose(rank, f"could not be launched ({why})")
+            running.lose(rank, f"could not be launched ({why})")
         if not silent:
             nodes = [place.node or place.host for place in where.values()]
-            await rank_backups.begin(crew.agents, nodes, generation, crew.tag, crew.peers)
-        return gang
+            await rank_backups.begin(list(gang.by_rank.values()), nodes, generation, gang.tag, gang.peers)
+    except BaseException:
+        await running.close()  # nobody else knows of it yet
+        raise
+    return running
 
-    async def _everywhere(self) -> dict[int, AgentDescription]:
-        """By rank where its agent is."""
-        agents = dict(enumerate(self._crew.agents))
-        where, silent = await self._site.gangs.ask(agents, lambda _, agent: agent.describe(), LAUNCH_SECONDS)
-        if silent:
-            places = {rank: await self._site.gangs.node_of(agents[rank]) for rank in silent}
-            self._crew.seen({**{rank: place.node for rank, place in where.items()}, **places})
-            raise LaunchFailed(silent)
-        self._crew.note(where)
-        return where
 
-    async def _start_store(self, node: str | None) -> StoreAddress | None:
-        """Where the ranks of the next generation meet; on the node of rank 0."""
-        if self._crew.layout.world_size == 1:
-            return None
-        daemons = await self._site.gangs.ensure_node_daemons()
-        if node is None or node not in daemons:  # agents of a real cluster are always on one
-            raise LaunchFailed(dict.fromkeys(self._crew.on([str(node)]), f"the daemon of node {node} does not answer"))
-        generation = (await self._record.job()).generation + 1
-        return await daemons[node].start_store(self._record.id, generation)
+def watch_generation(job: JobContext, generation: int, resume_step: int, taken_over: bool = False) -> RunningGeneration:
+    """The gang during `generation`, which resumed at `resume_step`. `taken_over`: from another control plane, which may
+    have seen what we did not."""
+    gang, record = job.gang, job.record
+    writer = ReportWriter(record.store, record.id, generation, resume_step)
 
-    def watch(self, generation: int, resume_step: int, taken_over: bool = False) -> RunningGeneration:
-        """The crew as the gang of `generation`, which resumed at `resume_step`. `taken_over`: from another control
-        plane, which may have seen what we did not."""
-        crew, record = self._crew, self._record
-        writer = ReportWriter(self._site.store, record.id, generation, resume_step)
+    async def take(report: Report) -> None:
+        hangs.heard(report)
+        await writer.take(report)
 
-        async def take(report: Report) -> None:
-            hangs.heard(report)
-            await writer.take(report)
+    running = RunningGeneration(gang.agents, generation, gang.after, take)
+    hangs = HangWatch(
+        gang.agents,
+        RankGrid(gang.layout).group,
+        record.event,
+        running.lose,
+        gang.spec.recovery.stragglers,
+        job.stragglers_replaced,
+    )
+    running.run_alongside(hangs.run(look_first=taken_over))
+    return running
 
-        gang = RunningGeneration(crew.agents, generation, crew.after, take)
-        hangs = HangWatch(
-            crew.agents,
-            RankGrid(crew.layout).group,
-            record.event,
-            gang.lose,
-            crew.spec.recovery.stragglers,
-            self._job.stragglers_replaced,
-        )
-        gang.run_alongside(hangs.run(look_first=taken_over))
-        return gang
 
-    def order(
-        self,
-        rank: int,
-        spec: JobSpec,
-        generation: int,
-        resume: Resume,
-        store: StoreAddress | None,
-        where: AgentDescription,
-        roll_backs: Sequence[dict[str, Any]] = (),
-    ) -> LaunchOrder:
-        """What the agent of `rank`, which is at `where`, is told. `store`: of the generation; `roll_backs`: what the
-        events of steps that were rolled back say."""
-        return LaunchOrder(
-            job=self._record.id,
-            generation=generation,
-            rank=rank,
-            spec=spec.model_dump(mode="json"),
-            store_host=store.host if store else None,
-            store_port=store.port if store else None,
-            snapshot_folder=str(self._paths.snapshot_folder(self._record.id)),
-            checkpoint_folder=str(self._paths.checkpoint_folder(self._record.id)),
-            resume=resume,
-            roll_backs=tuple(roll_backs),
-            device="cuda:0" if where.devices else "cpu",
-            peak_flops=self._site.peaks.get(where.node or ""),
-            in_place=not where.devices,  # over NCCL a survivor cannot leave a collective
-        )
+def order_for(
+    job: JobContext,
+    rank: int,
+    where: AgentDescription,
+    spec: JobSpec,
+    generation: int,
+    resume: Resume = FROM_THE_START,
+    store: StoreAddress | None = None,
+    roll_backs: Sequence[dict[str, Any]] = (),
+) -> LaunchOrder:
+    """The order for the agent of `rank`, which is at `where`. `spec`: in the layout of `generation`; `store`: where its
+    ranks meet; `roll_backs`: what the events of steps that were rolled back say."""
+    paths = job.cluster.paths
+    return LaunchOrder(
+        job=job.id,
+        generation=generation,
+        rank=rank,
+        spec=spec.model_dump(mode="json"),
+        store_host=store.host if store else None,
+        store_port=store.port if store else None,
+        snapshot_folder=str(paths.snapshot_folder(job.id)),
+        checkpoint_folder=str(paths.checkpoint_folder(job.id)),
+        resume=resume,
+        roll_backs=tuple(roll_backs),
+        device="cuda:0" if where.devices else "cpu",
+        peak_flops=job.cluster.peak_flops.get(where.node or ""),
+        in_place=not where.devices,  # over NCCL a survivor cannot leave a collective
+    )
 
-    def _row(self, order: LaunchOrder, where: AgentDescription, answer: Launched | None) -> dict[str, Any]:
-        at = RankGrid(self._crew.layout).coordinates(order.rank)
-        return {
-            "rank": order.rank,
-            "tensor": at.tensor,
-            "pipeline": at.pipeline,
-            "data": at.data,
-            "context": at.context,
-            "node": where.host,
-            "device": f"GPU {where.devices[0]}" if where.devices else "cpu",
-            "pid": None if answer is None else answer.pid,
-            "generation": order.generation,
-            "state": "exited" if answer is None else "running",
-            "actor": self._crew.names[order.rank],
-        }
+
+async def _where_all_are(job: JobContext) -> dict[int, AgentDescription]:
+    """By rank where its agent is."""
+    agents = job.gang.by_rank
+    where, silent = await ask(agents, lambda rank, agent: agent.describe(), LAUNCH_SECONDS)
+    if silent:
+        places = {rank: await job.cluster.agents.node_of(agents[rank]) for rank in silent}
+        job.gang.note_nodes({**{rank: place.node for rank, place in where.items()}, **places})
+        raise LaunchFailed(silent)
+    job.gang.note_places(where)
+    return where
+
+
+async def _start_store(job: JobContext, node: str | None) -> StoreAddress | None:
+    """Where the ranks of the next generation meet; on the node of rank 0."""
+    if job.gang.layout.world_size == 1:
+        return None
+    daemons = await job.cluster.daemons.ensure()
+    if node is None or node not in daemons:  # agents of a real cluster are always on one
+        raise LaunchFailed(dict.fromkeys(job.gang.on([str(node)]), f"the daemon of node {node} does not answer"))
+    generation = (await job.record.job()).generation + 1
+    return await daemons[node].start_store(job.id, generation)
+
+
+def _row(job: JobContext, order: LaunchOrder, where: AgentDescription, answer: Launched | None) -> dict[str, Any]:
+    at = RankGrid(job.gang.layout).coordinates(order.rank)
+    return {
+        "rank": order.rank,
+        "tensor": at.tensor,
+        "pipeline": at.pipeline,
+        "data": at.data,
+        "context": at.context,
+        "node": where.host,
+        "device": f"GPU {where.devices[0]}" if where.devices else "cpu",
+        "pid": None if answer is None else answer.pid,
+        "generation": order.generation,
+        "state": "exited" if answer is None else "running",
+        "actor": job.gang.names[order.rank],
+    }

@@ -15,22 +15,22 @@ async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, fa
     """Find agents of `generation` for the ranks `lost`: in their own places, else by placing their replicas elsewhere,
     else by going on without those replicas, where `elastic` allows it. False when the whole gang must be placed anew.
     `failures`: all that the job has survived, and this one."""
-    crew = job.crew
-    if len(lost) == len(crew.agents):
+    gang = job.gang
+    if len(lost) == len(gang.agents):
         return False
-    avoid = avoidable(crew.layout, await crew.capacity(), avoided_nodes(failures, time.time()))
-    if avoid.isdisjoint(crew.nodes.get(rank) for rank in lost) and await crew.replace(generation, lost):
+    avoid = avoidable(gang.layout, await gang.capacity(), avoided_nodes(failures, time.time()))
+    if avoid.isdisjoint(gang.nodes.get(rank) for rank in lost) and await gang.replace(generation, lost):
         return True
-    replicas = crew.replicas_of(lost)
-    staying = [replica for replica in range(crew.layout.data) if replica not in replicas]
-    job.departing.append(await crew.keepers_of(replicas))
-    await crew.give_up(replicas)
-    has_room = room_for(crew.layout, await crew.capacity()) >= len(replicas)
-    if has_room and await crew.place_replicas(generation, replicas, avoid):
+    replicas = gang.replicas_of(lost)
+    staying = [replica for replica in range(gang.layout.data) if replica not in replicas]
+    job.departing.append(await gang.snapshot_holders_of(replicas))
+    await gang.give_up(replicas)
+    has_room = room_for(gang.layout, await gang.capacity()) >= len(replicas)
+    if has_room and await gang.place_replicas(generation, replicas, avoid):
         return True
     if len(staying) not in sizes_of(job.submitted):
         return False
-    crew.shrink(staying)
+    gang.shrink(staying)
     await job.record.event("shrunk", f"goes on with {len(staying)} replicas: there is no room for more")
     return True
 
@@ -38,7 +38,7 @@ async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, fa
 async def place_all(job: JobContext, generation: int, failures: Sequence[Fault]) -> None:
     """Place the whole gang, which has no places, for `generation`: in the largest layout that there is room for, away
     from nodes that keep failing. Raises NotPlaced."""
-    crew = job.crew
+    gang = job.gang
     # With too little room for any layout, wait for the one that it has.
-    spec = fitting(shapes_of(job.submitted), await job.wanted_replicas(), await crew.capacity()) or crew.spec
-    await crew.place(generation, spec, avoided_nodes(failures, time.time()))
+    spec = fitting(shapes_of(job.submitted), await job.wanted_replicas(), await gang.capacity()) or gang.spec
+    await gang.place(generation, spec, avoided_nodes(failures, time.time()))

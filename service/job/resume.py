@@ -6,15 +6,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from service.backups import rank_backups
 from service.backups.other_layouts import Groups, spread, whole_states
 from service.cluster.agent_client import AgentClient, within
 from service.cluster.sizes import resized, shapes_of, sizes_of
-from service.job.crew import Crew
-from service.job.record import JobRecord
+from service.job.context import JobContext
+from service.job.gang import Gang
 from service.recovery.decisions import choose_resume, unusable_sources
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm.grid import state_groups
@@ -25,12 +24,13 @@ from workers.snapshot.snapshots import layout_tag
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# A leaver that takes longer to answer is done without: it may be gone. A keeper has to come up first.
-LEAVER_SECONDS = 30.0
+# A departing agent that takes longer to answer is done without: it may be gone. One that was started to hand out
+# snapshots has to come up first.
+DEPARTING_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Found:
+class StartingPoint:
     """A state to go on from."""
 
     resume: Resume
@@ -38,44 +38,39 @@ class Found:
     """Where it comes from, for the record of a recovery."""
 
 
-async def newest_state(
-    crew: Crew,
-    submitted: JobSpec,
-    checkpoint_folder: Path,
-    record: JobRecord,
-    last_kind: str | None,
-    leavers: Sequence[AgentClient] = (),
-) -> Found:
-    """The newest state that all of the crew can reach; it is brought to their nodes where it lies on others.
+async def newest_state(job: JobContext, last_kind: str | None) -> StartingPoint:
+    """The newest state that all of the gang can reach; it is brought to their nodes where it lies on others.
 
-    `last_kind`: of the death that ended the generation before; `leavers`: agents that are no longer of the crew, whose
-    nodes may hold state."""
-    agents, generation = crew.agents, (await record.job()).generation
-    own = await asyncio.gather(*(agent.snapshot_steps(crew.tag) for agent in agents))
-    brought, others = rank_backups.Brought([list(steps) for steps in own], {}), _other_layouts(submitted, crew.tag)
+    `last_kind`: of the death that ended the generation before. Departing agents are asked too: their nodes may hold
+    state."""
+    gang, agents, generation = job.gang, list(job.gang.by_rank.values()), (await job.record.job()).generation
+    departing = [agent for people in job.departing for agent in people.agents if agent is not None]
+    own = await asyncio.gather(*(agent.snapshot_steps(gang.tag) for agent in agents))
+    brought, others = rank_backups.Brought([list(steps) for steps in own], {}), _other_layouts(job.submitted, gang.tag)
     foreign: list[tuple[int, list[str]]] = []
-    needy = list(range(len(agents))) if leavers else rank_backups.without_state(own)
+    needy = list(range(len(agents))) if departing else rank_backups.without_state(own)
     if generation and (needy or others):
-        memory = await _memory_of(agents, leavers)
+        memory = await _memory_of(agents, departing)
         brought = await rank_backups.bring_back(
-            agents, own, needy, generation, crew.tag, memory.holders, memory.files, crew.peers
+            agents, own, needy, generation, gang.tag, memory.holders, memory.files, gang.peers
         )
         foreign = await _of_other_layouts(memory, others, generation)
-    held = [{*steps, *_in_process(crew, rank)} for rank, steps in enumerate(brought.steps)]
-    whole = await asyncio.to_thread(whole_checkpoints, checkpoint_folder)
-    await record.reconcile_checkpoints(whole)
+    held = [{*steps, *_in_process(gang, rank)} for rank, steps in enumerate(brought.steps)]
+    whole = await asyncio.to_thread(whole_checkpoints, job.checkpoint_folder)
+    await job.record.reconcile_checkpoints(whole)
     durable = [(manifest.step, str(path)) for path, manifest in whole]
-    resume = choose_resume(held, durable, unusable_sources(await record.generations(), last_kind), foreign)
+    resume = choose_resume(held, durable, unusable_sources(await job.record.generations(), last_kind), foreign)
     taken = {kind for rank, kind in brought.taken.items() if resume.step in brought.steps[rank]}
-    return Found(resume, _told(resume, taken, resume.step in crew.memory.values()))
+    return StartingPoint(resume, _source(resume, taken, resume.step in gang.held_steps.values()))
 
 
-def _in_process(crew: Crew, rank: int) -> list[int]:
-    step = crew.memory.get(rank)
+def _in_process(gang: Gang, rank: int) -> list[int]:
+    """What the rank's trainer, which is at rest, still holds."""
+    step = gang.held_steps.get(rank)
     return [] if step is None else [step]
 
 
-def _told(resume: Resume, taken: set[str], from_memory: bool) -> str:
+def _source(resume: Resume, taken: set[str], from_memory: bool) -> str:
     if resume.source != "snapshot":
         return resume.source
     where = max(taken or {"snapshot"}, key=rank_backups.KINDS.index)
@@ -85,9 +80,11 @@ def _told(resume: Resume, taken: set[str], from_memory: bool) -> str:
 def _other_layouts(submitted: JobSpec, tag: str) -> dict[str, Groups]:
     """By tag all layouts that the job may run in, but for the one with `tag`."""
     layouts = [resized(shape, size) for shape in shapes_of(submitted) for size in sizes_of(submitted)]
-    found: dict[str, Groups] = {layout_tag(spec.model_dump(mode="json")): state_groups(spec.layout) for spec in layouts}
-    found.pop(tag, None)
-    return found
+    groups: dict[str, Groups] = {
+        layout_tag(spec.model_dump(mode="json")): state_groups(spec.layout) for spec in layouts
+    }
+    groups.pop(tag, None)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -99,15 +96,15 @@ class _Memory:
     files: dict[str, list[StoredSnapshot]]
     """The snapshot files of each host."""
     hosts: set[str]
-    """Where the crew is."""
+    """Where the gang is."""
 
 
-async def _memory_of(staying: Sequence[AgentClient], leavers: Sequence[AgentClient]) -> _Memory:
-    """A leaver that does not answer holds nothing."""
+async def _memory_of(staying: Sequence[AgentClient], departing: Sequence[AgentClient]) -> _Memory:
+    """A departing agent that does not answer holds nothing."""
     where = await asyncio.gather(*(agent.describe() for agent in staying))
-    asked = await asyncio.gather(*(_answer(agent.describe()) for agent in leavers))
+    asked = await asyncio.gather(*(_answer(agent.describe()) for agent in departing))
     hosts = {place.host: agent for place, agent in zip(where, staying, strict=True)}
-    left = {place.host: agent for place, agent in zip(asked, leavers, strict=True) if place is not None}
+    left = {place.host: agent for place, agent in zip(asked, departing, strict=True) if place is not None}
     left = {host: agent for host, agent in left.items() if host not in hosts}
     here = await asyncio.gather(*(agent.snapshot_files() for agent in hosts.values()))
     there = await asyncio.gather(*(_answer(agent.snapshot_files()) for agent in left.values()))
@@ -116,11 +113,11 @@ async def _memory_of(staying: Sequence[AgentClient], leavers: Sequence[AgentClie
 
 
 async def _answer(answer: Awaitable[T]) -> T | None:
-    """What a leaver answers; None when it does not."""
+    """What a departing agent answers; None when it does not."""
     try:
-        return await within(LEAVER_SECONDS, answer)
+        return await within(DEPARTING_SECONDS, answer)
     except Exception as error:  # noqa: BLE001 - whatever it is, what it holds cannot be had
-        log.warning("an agent that was left does not answer: %s", error)
+        log.warning("a departing agent does not answer: %s", error)
         return None
 
 
@@ -128,7 +125,7 @@ async def _of_other_layouts(
     memory: _Memory, layouts: Mapping[str, Groups], generation: int
 ) -> list[tuple[int, list[str]]]:
     """(Step, files) of the newest state that ranks of other layouts left whole, once it is on every host of the
-    crew."""
+    gang."""
     for state in whole_states(memory.files, layouts):
         if await spread(state, memory.holders, memory.files, generation, memory.hosts):
             return [(state.step, state.paths)]

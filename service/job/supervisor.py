@@ -15,7 +15,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 from service.cluster.agent_client import AgentError, within
-from service.cluster.gangs import NotPlaced
+from service.cluster.agents import describe_each
+from service.cluster.cluster import Cluster
+from service.cluster.errors import ClusterUnavailable
+from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import in_use
 from service.faults import FaultNotPossible, refuse_impossible
 from service.job.actions import Action, End, Launch, Reacquire, Rearrange, Recover, Requeue, Watch, launch_after
@@ -24,18 +27,16 @@ from service.job.context import JobContext
 from service.job.elasticity import ElasticityPlanner
 from service.job.generation import RunningGeneration
 from service.job.incident import Incident
-from service.job.launch import Launcher, LaunchFailed
+from service.job.launch import LaunchFailed, launch_generation, watch_generation
 from service.job.replacement import place_all, replace_lost
-from service.job.site import Site
 from service.recovery.decisions import Death, GiveUp, decide, fault_of
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
-from service.store import ranks
+from service.store import Store, ranks
 from service.store.tables import Job, Rank
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.json_codec import to_json
 from workers.messages import BETWEEN_STEPS, Fault
-from workers.paths import Paths
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,11 @@ INJECT_SECONDS = 10.0
 class Supervisor:
     """Owns one job. `run` returns when the job is final, or back in the queue."""
 
-    def __init__(self, site: Site, job: Job):
+    def __init__(self, store: Store, cluster: Cluster, job: Job):
         """Raises ValidationError where the stored spec of `job` is no longer taken."""
-        self._job = JobContext.of(site, job)
-        self._site, self._record, self._crew = site, self._job.record, self._job.crew
-        self._launcher = Launcher(self._job)
-        self._planner = ElasticityPlanner(self._job, self._launcher)
+        self._job = JobContext.of(store, cluster, job)
+        self._cluster, self._record, self._gang = cluster, self._job.record, self._job.gang
+        self._planner = ElasticityPlanner(self._job)
         self._running: RunningGeneration | None = None
         """The generation that is watched."""
         self._background_tasks: set[asyncio.Task[None]] = set()
@@ -75,23 +75,24 @@ class Supervisor:
 
     async def inject(self, fault: Fault) -> None:
         """Have the agent of the fault's rank make it. Raises FaultNotPossible."""
-        agents = list(self._crew.agents)
+        agents = list(self._gang.agents)
         refuse_impossible(fault, len(agents), (await self._record.job()).step, self._job.submitted.train.steps)
-        if agents[fault.rank] is None:
+        agent = agents[fault.rank]
+        if agent is None:
             raise FaultNotPossible(f"rank {fault.rank} is being replaced; try again")
         step = None if fault.phase in BETWEEN_STEPS else fault.at_step
         await self._record.event("fault_injected", fault.sentence, rank=fault.rank, step=step, data=to_json(fault))
         try:
-            await within(INJECT_SECONDS, agents[fault.rank].arm(fault))
+            await within(INJECT_SECONDS, agent.arm(fault))
         except AgentError as error:
             raise FaultNotPossible(f"the agent of rank {fault.rank} does not answer; try again") from error
 
     def node_lost(self, node: str, why: str) -> None:
         """A node is lost, and with it all agents there."""
-        lost = self._crew.on([node])
+        lost = self._gang.on([node])
         if not lost:
             return
-        message = f"node {node[:12]} is lost ({why}), and with it {len(lost)} of {len(self._crew.agents)} ranks"
+        message = f"node {node[:12]} is lost ({why}), and with it {len(lost)} of {len(self._gang.agents)} ranks"
         self._in_background(self._record.event("node_lost", message, data={"node": node, "ranks": lost}))
         if self._running is not None:
             for rank in lost:
@@ -99,7 +100,7 @@ class Supervisor:
 
     def node_draining(self, node: str, seconds: float) -> None:
         """A node is to be left within `seconds`."""
-        there = self._crew.on([node])
+        there = self._gang.on([node])
         if there:
             message = f"node {node[:12]} is to be left within {seconds:g} s; {len(there)} ranks are there"
             data = {"node": node, "ranks": there, "seconds": seconds}
@@ -156,8 +157,8 @@ class Supervisor:
         """Start the agents in the places that were acquired for the job."""
         again = job.generation > 0
         if again:
-            self._job.departing.append(await self._crew.keepers())
-        await self._crew.start(placed_generation, in_use(self._job.submitted, job))
+            self._job.departing.append(await self._gang.snapshot_holders())
+        await self._gang.start(placed_generation, in_use(self._job.submitted, job))
         return Launch("placed again" if again else "submitted", counts=again)
 
     async def _adopt(self, job: Job) -> Action:
@@ -165,7 +166,7 @@ class Supervisor:
         trainers are kept: those that train are watched, those at rest go on in the next generation."""
         rows: list[Rank] = await self._record.read(lambda s: ranks.of_job(s, job.id))
         after = {row.rank: job.report_cursor.get(str(row.rank), 0) for row in rows}
-        about = await self._crew.adopt([row.actor or "" for row in rows], after)
+        about = await self._gang.adopt([row.actor or "" for row in rows], after)
         if about is None:
             if job.state == JobState.RUNNING:
                 await self._record.say(JobState.RECOVERING)
@@ -188,7 +189,7 @@ class Supervisor:
     async def _watch_adopted(self, generation: int, lost: list[int]) -> None:
         current = await self._record.current_generation()
         resume_step = current.resume_step if current is not None else 0
-        running = self._launcher.watch(generation, resume_step, taken_over=True)
+        running = watch_generation(self._job, generation, resume_step, taken_over=True)
         self._attend(running)
         for rank in lost:
             running.lose(rank, "has an agent that does not answer")
@@ -214,7 +215,7 @@ class Supervisor:
         """What follows when a generation has ended by deaths, and all that live are at rest."""
         self._running = None
         timeline.rested_at, timeline.failed_at = time.time(), ended.culprit.at
-        self._crew.memory = dict(ended.resting)
+        self._gang.held_steps = dict(ended.resting)
         agents_lost = tuple(death.rank for death in ended.deaths if death.kind == "agent_lost")
         return Recover(ended.culprit, agents_lost, timeline)
 
@@ -224,7 +225,7 @@ class Supervisor:
         job, lives = await self._record.job(), await self._record.generations()
         culprit, failed = action.culprit, action.failed_launch
         progressed = bool(lives) and lives[-1].first_step_at is not None and failed is None
-        fault = fault_of(culprit, time.time(), job.step, progressed, self._crew.nodes.get(culprit.rank))
+        fault = fault_of(culprit, time.time(), job.step, progressed, self._gang.nodes.get(culprit.rank))
         data = {**fault.to_json(), "traceback": culprit.traceback}
         await self._record.event("rank_lost", culprit.sentence, rank=culprit.rank, step=culprit.step, data=data)
         history = self._job.failures(lives, failed.incident if failed is not None else None)
@@ -257,7 +258,7 @@ class Supervisor:
     async def _reacquire(self, launch: Launch) -> Launch:
         """Give up all places, keep the snapshots, and place the whole gang anew."""
         failures = self._job.failures(await self._record.generations(), launch.incident)
-        holders = await self._crew.release()  # on all nodes that it has been on, so that no others are needed
+        holders = await self._gang.release()  # on all nodes that it has been on, so that no others are needed
         self._dismiss_departing()
         self._job.departing.append(holders)
         await place_all(self._job, (await self._record.job()).generation + 1, failures)
@@ -276,7 +277,7 @@ class Supervisor:
         if failed or running.all_ended or self._job.cancelled.is_set():
             standby = standby_of(action.change)
             if standby is not None:
-                await self._crew.send_away(standby)
+                await self._gang.dismiss(standby)
             if running.deaths and not self._job.cancelled.is_set():
                 return self._after_deaths(running, RecoveryTimeline(noticed))
             return Watch()
@@ -287,8 +288,8 @@ class Supervisor:
     async def _launch(self, launch: Launch) -> Action:
         """Start the next generation on the agents at hand."""
         try:
-            running = await self._launcher.launch(launch)
-        except (AgentError, LaunchFailed, TimeoutError) as error:
+            running = await launch_generation(self._job, launch)
+        except (AgentError, ClusterUnavailable, LaunchFailed, TimeoutError) as error:
             log.warning("launch of %s failed: %s", self._job.id, error)
             death, lost = await self._launch_failure(error)
             return Recover(death, lost, RecoveryTimeline(time.time()), launch)
@@ -299,13 +300,13 @@ class Supervisor:
 
     async def _launch_failure(self, error: Exception) -> tuple[Death, tuple[int, ...]]:
         """The death that a launch failed by, and the ranks whose agents are lost: all, where none can be blamed."""
-        crew, everybody = self._crew, list(range(len(self._crew.agents)))
+        gang, everybody = self._gang, list(range(len(self._gang.agents)))
         if isinstance(error, LaunchFailed):
             silent = list(error.silent)
         else:
-            answering = await self._site.gangs.describe_each(dict(enumerate(crew.agents)))
+            answering = await describe_each(gang.by_rank)
             silent = [rank for rank in everybody if rank not in answering]
-        lost = sorted({*silent, *crew.on(self._site.gangs.lost)}) or everybody
+        lost = sorted({*silent, *gang.on(self._cluster.nodes.lost)}) or everybody
         first_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
         return Death(lost[0], "agent_lost", message=f"could not be launched ({first_line})"), tuple(lost)
 
@@ -320,15 +321,15 @@ class Supervisor:
         if end.state == JobState.CANCELLED and self._running is not None:
             await self._running.stop()
         await self._record.note_outcome(end.state, end.reason, end.message)
-        await self._site.gangs.end_job(self._job.id)
-        folder = Paths.of(self._site.home).checkpoint_folder(self._job.id)
-        await self._record.reconcile_checkpoints(await asyncio.to_thread(whole_checkpoints, folder))
+        await self._cluster.end_job(self._job.id)
+        whole = await asyncio.to_thread(whole_checkpoints, self._job.checkpoint_folder)
+        await self._record.reconcile_checkpoints(whole)
         await self._record.end(end.state, end.reason, end.message)
 
     def _dismiss_departing(self) -> None:
         departing, self._job.departing = self._job.departing, []
         for people in departing:
-            self._in_background(self._crew.send_away(people))
+            self._in_background(self._gang.dismiss(people))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.cluster.gangs import Gangs
+from service.cluster.cluster import Cluster
 from service.cluster.ray_head import RayHead
 from service.states import JobState
 from service.store import Job, Store, jobs
@@ -31,9 +31,9 @@ class RunningRay:
     head: RayHead
     home: Path
     ray: Any
-    gangs: Gangs
+    cluster: Cluster
     zygote_options: tuple[str, ...]
-    """Arguments of `ensure_node_daemons` that put a stand-in in the place of the trainer."""
+    """Arguments of `daemons.ensure` that put a stand-in in the place of the trainer."""
     zygote_environment: dict[str, str]
 
 
@@ -45,9 +45,9 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     head.ensure()
     try:
         ray = head.connect()
-        gangs = Gangs(ray, str(home))
-        yield RunningRay(head, home, ray, gangs, ZYGOTE_OPTIONS, ZYGOTE_ENVIRONMENT)
-        asyncio.run(gangs.end_node_daemons())
+        cluster = Cluster.connected(ray, home)
+        yield RunningRay(head, home, ray, cluster, ZYGOTE_OPTIONS, ZYGOTE_ENVIRONMENT)
+        asyncio.run(cluster.daemons.end_all())
         ray.shutdown()
     finally:
         head.stop()

@@ -2,62 +2,43 @@
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.gangs import NotPlaced
-from service.cluster.placement import Capacity
+from service.cluster.errors import ClusterUnavailable
+from service.cluster.placement_groups import NotPlaced
 from service.scheduler import Scheduler
 from service.states import JobState
 from service.store import generations, jobs
-
-
-class RayFailed(Exception):
-    """What Ray raises when it is not well."""
-
-
-class PaperGangs:
-    """One node with `total` slots."""
-
-    def __init__(self, total):
-        self.total = self.free = total
-        self.acquired, self.refuse, self.broken = [], lambda: None, 0
-
-    async def has_gpus(self):
-        return False
-
-    async def capacity(self, unit):
-        if self.broken:
-            self.broken -= 1
-            raise RayFailed
-        return Capacity(unit, self.total, self.free, {"node": (self.total, self.free)})
-
-    async def acquire(self, job, generation, layout, unit, timeout, avoid):
-        self.refuse()
-        self.avoided = avoid
-        self.free -= layout.world_size
-        self.acquired.append((job, generation))
+from tests.service.support.fake_cluster import FakeCluster
 
 
 @pytest.fixture
-def gangs():
-    return PaperGangs(8)
+def cluster(tmp_path):
+    return FakeCluster(tmp_path, node=8)
 
 
 @pytest.fixture
-def site(store, gangs):
-    ray = SimpleNamespace(exceptions=SimpleNamespace(RayError=RayFailed))
-    return SimpleNamespace(store=store, gangs=gangs, ray=ray)
+def nodes(cluster):
+    return cluster.nodes
+
+
+def free(nodes):
+    return nodes.slots["node"] - nodes.used["node"]
+
+
+def has(nodes, total, free=None):
+    """The node has so many slots, of which so many are free (None: all)."""
+    nodes.slots["node"], nodes.used["node"] = total, total - (total if free is None else free)
 
 
 @pytest.fixture
-def look(site):
+def look(store, cluster):
     """One pass over the queue; answers (job, generation) of the jobs that were handed to supervisors."""
 
     def once():
         placed = []
-        scheduler = Scheduler(site, lambda job, generation: placed.append((job.id, generation)))
+        scheduler = Scheduler(store, cluster, lambda job, generation: placed.append((job.id, generation)))
         asyncio.run(scheduler._round())
         return placed
 
@@ -69,20 +50,20 @@ def job_now(store, job):
         return jobs.get(session, job.id)
 
 
-def test_job_that_fits_is_starting_and_handed_over(store, submit, look, gangs):
+def test_job_that_fits_is_starting_and_handed_over(store, submit, look, cluster):
     job = submit(parallel={"tensor": 2})
     assert look() == [(job.id, 1)]
-    assert gangs.acquired == [(job.id, 1)]
+    assert [each[:2] for each in cluster.groups.acquired] == [(job.id, 1)]
     assert job_now(store, job).state == "STARTING"
 
 
-def test_bad_data_fails_the_job_before_it_is_placed_and_names_the_path(store, submit, look, gangs):
+def test_bad_data_fails_the_job_before_it_is_placed_and_names_the_path(store, submit, look, cluster):
     job = submit(data={"source": "text", "paths": ["/nowhere/to/be/found.txt"]})
     assert look() == []
     found = job_now(store, job)
     assert (found.state, found.reason) == ("FAILED", "bad_data")
     assert "/nowhere/to/be/found.txt" in found.message
-    assert gangs.acquired == []
+    assert cluster.groups.acquired == []
 
 
 def test_stored_spec_that_is_no_longer_taken_fails_its_job_and_no_other(store, submit, look):
@@ -99,17 +80,17 @@ def test_stored_spec_that_is_no_longer_taken_fails_its_job_and_no_other(store, s
     assert "model.heads" in found.message and "submit the job again" in found.message
 
 
-def test_nodes_on_which_the_job_kept_failing_are_avoided(store, submit, look, gangs):
+def test_nodes_on_which_the_job_kept_failing_are_avoided(store, submit, look, cluster):
     job = submit()
     fault = {"kind": "killed", "node": "bad", "at": time.time()}
     for failure in (None, fault, fault, fault):
         store.write(lambda s, f=failure: generations.begin(s, job.id, "test", False, data={"failure": f}))
     look()
-    assert gangs.avoided == {"bad"}
+    assert [avoid for *_, avoid in cluster.groups.acquired] == [{"bad"}]
 
 
-def test_job_that_does_not_fit_now_says_what_is_missing(store, submit, look, gangs):
-    gangs.free = 1
+def test_job_that_does_not_fit_now_says_what_is_missing(store, submit, look, nodes):
+    has(nodes, 8, free=1)
     job = submit(parallel={"tensor": 2})
     assert look() == []
     found = job_now(store, job)
@@ -117,66 +98,66 @@ def test_job_that_does_not_fit_now_says_what_is_missing(store, submit, look, gan
     assert (found.waiting_for["needed"], found.waiting_for["available"]) == (2, 0)
 
 
-def test_small_job_does_not_overtake_a_large_one_that_will_fit(submit, look, gangs):
-    gangs.free = 1
+def test_small_job_does_not_overtake_a_large_one_that_will_fit(submit, look, nodes):
+    has(nodes, 8, free=1)
     large, small = submit(parallel={"tensor": 2}), submit()
     assert look() == []
-    gangs.free = 8
+    has(nodes, 8, free=8)
     assert [job for job, _ in look()] == [large.id, small.id]
 
 
-def test_job_that_never_fits_steps_aside(store, submit, look, gangs):
-    gangs.total = gangs.free = 1
+def test_job_that_never_fits_steps_aside(store, submit, look, nodes):
+    has(nodes, 1)
     never, small = submit(parallel={"tensor": 2}), submit()
     assert look() == [(small.id, 1)]
     assert job_now(store, never).state == "QUEUED"
 
 
-def test_elastic_job_starts_with_as_many_replicas_as_there_is_room_for(store, submit, look, gangs):
-    gangs.free = 5
+def test_elastic_job_starts_with_as_many_replicas_as_there_is_room_for(store, submit, look, nodes):
+    has(nodes, 8, free=5)
     job = submit(parallel={"tensor": 2, "data": 4}, elastic={"min_data": 1, "max_data": 4})
     assert look() == [(job.id, 1)]
     assert job_now(store, job).replicas == 2, "which its supervisor goes by"
-    assert gangs.free == 1
+    assert free(nodes) == 1
 
 
 def resize(store, job, replicas):
     store.write(lambda session: jobs.request_resize(session, job.id, replicas))
 
 
-def test_resize_of_a_queued_job_is_the_size_that_it_is_placed_with(store, submit, look, gangs):
+def test_resize_of_a_queued_job_is_the_size_that_it_is_placed_with(store, submit, look, nodes):
     job = submit(parallel={"data": 2}, elastic={"min_data": 1, "max_data": 4})
     resize(store, job, 4)
     assert look() == [(job.id, 1)]
     assert job_now(store, job).replicas == 4
-    assert gangs.free == 4
+    assert free(nodes) == 4
 
 
-def test_resize_of_a_queued_job_to_more_than_there_is_room_for_takes_what_there_is(store, submit, look, gangs):
-    gangs.free = 3
+def test_resize_of_a_queued_job_to_more_than_there_is_room_for_takes_what_there_is(store, submit, look, nodes):
+    has(nodes, 8, free=3)
     job = submit(parallel={"data": 1}, elastic={"min_data": 1, "max_data": 4})
     resize(store, job, 4)
     assert look() == [(job.id, 1)]
     assert job_now(store, job).replicas == 3
 
 
-def test_job_that_may_be_reshaped_starts_in_the_largest_layout_that_there_is_room_for(store, submit, look, gangs):
-    gangs.free = 3
+def test_job_that_may_be_reshaped_starts_in_the_largest_layout_that_there_is_room_for(store, submit, look, nodes):
+    has(nodes, 8, free=3)
     job = submit(parallel={"tensor": 2, "pipeline": 2}, elastic={"reshape": True})
     assert look() == [(job.id, 1)]
     found = job_now(store, job)
     assert (found.tensor, found.pipeline, found.replicas) == (2, 1, 1)
 
 
-def test_elastic_job_of_which_the_smallest_size_would_fit_keeps_its_turn(submit, look, gangs):
-    gangs.total, gangs.free = 2, 1
+def test_elastic_job_of_which_the_smallest_size_would_fit_keeps_its_turn(submit, look, nodes):
+    has(nodes, 2, free=1)
     submit(parallel={"tensor": 2, "data": 4}, elastic={"min_data": 1, "max_data": 4})
     submit()
     assert look() == []
 
 
-def test_priority_comes_before_age(submit, look, gangs):
-    gangs.total = gangs.free = 1
+def test_priority_comes_before_age(submit, look, nodes):
+    has(nodes, 1)
     submit()
     urgent = submit(priority=5)
     assert look() == [(urgent.id, 1)]
@@ -186,35 +167,35 @@ def cancel(store, job):
     store.write(lambda session: jobs.request_cancel(session, job.id))
 
 
-def test_job_cancelled_in_the_queue_is_never_placed(store, submit, look, gangs):
+def test_job_cancelled_in_the_queue_is_never_placed(store, submit, look):
     job = submit()
     cancel(store, job)
     assert look() == []
     assert job_now(store, job).state == "CANCELLED"
 
 
-def test_job_that_got_no_placement_goes_on_waiting(store, submit, look, gangs):
+def test_job_that_got_no_placement_goes_on_waiting(store, submit, look, cluster):
     def refuse():
         raise NotPlaced("not in time")
 
-    gangs.refuse = refuse
+    cluster.groups.refuse = refuse
     job = submit()
     assert look() == []
     assert job_now(store, job).state == "QUEUED"
 
 
-def test_job_whose_placement_fails_for_any_reason_goes_on_waiting(store, submit, look, gangs):
+def test_job_whose_placement_fails_for_any_reason_goes_on_waiting(store, submit, look, cluster):
     def refuse():
         raise OSError("nobody expected this")
 
-    gangs.refuse = refuse
+    cluster.groups.refuse = refuse
     job = submit()
     assert look() == []
     assert job_now(store, job).state == "QUEUED"
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_job_cancelled_while_it_is_placed_gets_an_owner_that_ends_it(store, submit, look, gangs, refused):
+def test_job_cancelled_while_it_is_placed_gets_an_owner_that_ends_it(store, submit, look, refused, cluster):
     job = submit()
 
     def cancel_meanwhile():
@@ -222,19 +203,19 @@ def test_job_cancelled_while_it_is_placed_gets_an_owner_that_ends_it(store, subm
         if refused:
             raise NotPlaced("not in time")
 
-    gangs.refuse = cancel_meanwhile
+    cluster.groups.refuse = cancel_meanwhile
     assert look() == [(job.id, 1)]
     assert job_now(store, job).state == JobState.CANCELLING
 
 
-def test_queue_is_looked_at_again_after_ray_failed(site, gangs, submit):
+def test_queue_is_looked_at_again_after_ray_failed(store, cluster, nodes, submit):
     async def body():
         placed = asyncio.Event()
-        scheduler = Scheduler(site, lambda job, generation: placed.set())
+        scheduler = Scheduler(store, cluster, lambda job, generation: placed.set())
         running = asyncio.create_task(scheduler.run())
         await placed.wait()
         running.cancel()
 
-    gangs.broken = 1
+    nodes.error = ClusterUnavailable(OSError())
     submit()
     asyncio.run(asyncio.wait_for(body(), 10))

@@ -6,36 +6,37 @@ import socket
 
 import pytest
 
-from service.cluster.gangs import RayNode
 from service.cluster.node_watch import NodeWatch, anybody
+from service.cluster.nodes import RayNode
 from workers.node.heartbeat import Pulse
 
 SECONDS = 30.0
 
 
-class FakeGangs:
-    """One node, whose Ray is a listening socket and whose daemon is a pulse."""
+class FakeCluster:
+    """One node, whose Ray is a listening socket and whose daemon sends heartbeats. Its own parts, too."""
 
     def __init__(self):
-        self.lost, self.draining, self.buried = set(), set(), []
+        self.nodes = self.daemons = self
+        self.lost, self.draining, self.failed = set(), set(), []
         self.raylet = socket.create_server(("127.0.0.1", 0))
         self.pulse = Pulse("127.0.0.1", "n1")
         self.asked = 0
 
-    async def ray_nodes(self):
-        return [RayNode("n1", self.raylet_address)]
+    async def known(self):
+        return [RayNode("n1", self.raylet_address), RayNode("dead", ("127.0.0.1", 1), alive=False)]
 
-    async def pulse_of(self, node):
+    async def heartbeat_address(self, node):
         self.asked += 1
         return self.pulse.address
 
-    async def bury(self, node):
-        self.buried.append(node)
+    async def fail_calls_to(self, node):
+        self.failed.append(node)
 
 
 @pytest.fixture
-def gangs():
-    made = FakeGangs()
+def cluster():
+    made = FakeCluster()
     made.raylet_address = made.raylet.getsockname()
     yield made
     with contextlib.suppress(OSError):
@@ -43,12 +44,12 @@ def gangs():
     made.raylet.close()
 
 
-def watched(gangs, story):
+def watched(cluster, story):
     """What the watch tells while `story(told)` happens."""
 
     async def run():
         told = asyncio.Queue()
-        watch = NodeWatch(gangs, lambda *lost: told.put_nowait(lost), lambda *drain: told.put_nowait(drain))
+        watch = NodeWatch(cluster, lambda *lost: told.put_nowait(lost), lambda *drain: told.put_nowait(drain))
         task = asyncio.create_task(watch.run())
         try:
             async with asyncio.timeout(SECONDS):
@@ -65,31 +66,31 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-def test_node_of_which_nothing_answers_is_lost_and_buried(gangs):
+def test_node_of_which_nothing_answers_is_lost_and_calls_to_it_fail(cluster):
     async def story(told):
-        await until(lambda: gangs.asked)
-        gangs.raylet.close()
-        gangs.pulse.close()
+        await until(lambda: cluster.asked)
+        cluster.raylet.close()
+        cluster.pulse.close()
         node, why = await told.get()
-        await until(lambda: gangs.buried)
+        await until(lambda: cluster.failed)
         return node, why
 
-    assert watched(gangs, story) == ("n1", "neither its daemon nor its Ray can be reached")
-    assert (gangs.lost, gangs.buried) == ({"n1"}, ["n1"])
+    assert watched(cluster, story) == ("n1", "neither its daemon nor its Ray can be reached")
+    assert (cluster.lost, cluster.failed) == ({"n1"}, ["n1"])
 
 
-def test_daemon_that_was_restarted_is_no_loss(gangs):
+def test_daemon_that_was_restarted_is_no_loss(cluster):
     async def story(told):
-        await until(lambda: gangs.asked)
-        gangs.pulse.close()
-        gangs.pulse = Pulse("127.0.0.1", "n1")
-        await until(lambda: gangs.asked >= 2)
-        gangs.pulse.drain(60)  # heard: the new one is listened to
+        await until(lambda: cluster.asked)
+        cluster.pulse.close()
+        cluster.pulse = Pulse("127.0.0.1", "n1")
+        await until(lambda: cluster.asked >= 2)
+        cluster.pulse.drain(60)  # heard: the new one is listened to
         node, seconds = await told.get()
         return node, 0 < seconds <= 60
 
-    assert watched(gangs, story) == ("n1", True)
-    assert gangs.lost == set()
+    assert watched(cluster, story) == ("n1", True)
+    assert cluster.lost == set()
 
 
 def test_process_too_busy_to_accept_still_takes_connections():
@@ -99,12 +100,12 @@ def test_process_too_busy_to_accept_still_takes_connections():
     assert not anybody([address])
 
 
-def test_stranger_at_the_old_port_is_not_taken_for_the_node(gangs):
+def test_stranger_at_the_old_port_is_not_taken_for_the_node(cluster):
     async def story(told):
-        await until(lambda: gangs.asked)
-        gangs.pulse.close()
-        gangs.pulse = Pulse("127.0.0.1", "somebody else")
-        await until(lambda: gangs.asked >= 3)  # it hangs up and asks again
+        await until(lambda: cluster.asked)
+        cluster.pulse.close()
+        cluster.pulse = Pulse("127.0.0.1", "somebody else")
+        await until(lambda: cluster.asked >= 3)  # it hangs up and asks again
         return told.empty()
 
-    assert watched(gangs, story)
+    assert watched(cluster, story)

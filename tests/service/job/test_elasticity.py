@@ -1,53 +1,33 @@
 """When a job that is smaller than it should be may grow: on a real database and a cluster that exists on paper."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.placement import Capacity
 from service.cluster.sizes import resized, shapes_of
 from service.job.context import JobContext
-from service.job.crew import Crew
 from service.job.elasticity import ElasticityPlanner
-from service.job.record import JobRecord
 from service.states import JobState
 from service.store import jobs
+from tests.service.support.fake_cluster import FakeCluster
 from workers.config import JobSpec
 
 
-class PaperGangs:
-    """Two nodes with two slots each; one job has two of them."""
-
-    def __init__(self):
-        self.draining = set()
-
-    async def has_gpus(self):
-        return False
-
-    async def capacity(self, unit):
-        return Capacity(unit, 4, 2, {"one": (2, 0), "two": (2, 2)})
-
-
 @pytest.fixture
-def may_grow(store, submit):
-    """Whether a job that runs with one of two replicas sees room for the other."""
+def may_grow(store, submit, tmp_path):
+    """Whether a job that runs with one of two replicas sees room for the other, on two nodes with two slots each."""
 
     def look(shape=0, **changes):
         job = submit(**{"parallel": {"tensor": 2, "data": 2}, "elastic": {"min_data": 1, "max_data": 2}, **changes})
-        submitted, gangs = JobSpec.model_validate(job.spec), PaperGangs()
-        store.write(lambda s: _running(s, job.id))
-        crew = Crew(gangs, job.id, resized(shapes_of(submitted)[shape], 1))
-        crew.nodes = dict.fromkeys(range(crew.layout.world_size), "one")
-        site = SimpleNamespace(gangs=gangs)
-        context = JobContext(site, submitted, JobRecord(store, job.id), crew)
-        return asyncio.run(ElasticityPlanner(context, None).may_change())
+        submitted, cluster = JobSpec.model_validate(job.spec), FakeCluster(tmp_path, one=2, two=2)
+        cluster.nodes.used["one"] = 2
+        store.write(lambda s: jobs.transition(s, job.id, JobState.STARTING))
+        context = JobContext.of(store, cluster, job)
+        context.gang.spec = resized(shapes_of(submitted)[shape], 1)
+        context.gang.nodes = dict.fromkeys(range(context.gang.layout.world_size), "one")
+        return asyncio.run(ElasticityPlanner(context).may_change())
 
     return look
-
-
-def _running(session, job):
-    jobs.transition(session, job, JobState.STARTING)
 
 
 def test_room_that_nobody_waits_for_is_room_to_grow(may_grow):

@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from service.cluster.agent_client import AgentFailed
-from service.cluster.gangs import NotPlaced
 from service.cluster.placement import agent_name, placement_group_name, seats_of
+from service.cluster.placement_groups import NotPlaced
 from workers.config import ParallelConfig
 from workers.messages import LaunchOrder
 from workers.paths import Paths
@@ -29,20 +29,20 @@ def order(job, generation, rank, **spec):
     return LaunchOrder(job=job, generation=generation, rank=rank, spec=spec)
 
 
-async def place(gangs, job, generation=1, layout=LAYOUT):
-    await gangs.acquire(job, generation, layout, "manta_slot")
+async def place(cluster, job, generation=1, layout=LAYOUT):
+    await cluster.groups.acquire(job, generation, layout, "manta_slot")
     groups = [placement_group_name(job, generation, replica) for replica in range(layout.data)]
-    return await gangs.start_agents(job, generation, seats_of(layout, groups), "manta_slot")
+    return await cluster.agents.start(job, generation, seats_of(layout, groups), "manta_slot")
 
 
 async def daemons(running):
-    return await running.gangs.ensure_node_daemons(running.zygote_options, running.zygote_environment)
+    return await running.cluster.daemons.ensure(running.zygote_options, running.zygote_environment)
 
 
-async def until_free(gangs, units):
+async def until_free(cluster, units):
     """Wait until Ray's view of its nodes, which lags by some 0.1 s, shows `units` free slots."""
     async with asyncio.timeout(10):
-        while (await gangs.capacity("manta_slot")).free != units:
+        while (await cluster.nodes.capacity("manta_slot")).free != units:
             await asyncio.sleep(0.05)
 
 
@@ -55,18 +55,18 @@ def gone(pid):
 
 
 def test_eight_agents_launch_trainers_and_release_leaves_nothing(ray_head):
-    gangs = ray_head.gangs
+    cluster = ray_head.cluster
 
     async def body():
         await daemons(ray_head)
-        await until_free(gangs, 16)
-        assert (await gangs.capacity("manta_slot")).total == 16
+        await until_free(cluster, 16)
+        assert (await cluster.nodes.capacity("manta_slot")).total == 16
         started = time.monotonic()
-        agents = await place(gangs, "job-a")
+        agents = await place(cluster, "job-a")
         described = await asyncio.gather(*(agent.describe() for agent in agents))
         print(f"\neight agents up after {time.monotonic() - started:.2f} s")
         assert len({entry.pid for entry in described}) == 8
-        await until_free(gangs, 8)
+        await until_free(cluster, 8)
         started = time.monotonic()
         launched = await asyncio.gather(
             *(agent.launch(order("job-a", 1, rank, reports=1, wait=True)) for rank, agent in enumerate(agents))
@@ -75,18 +75,18 @@ def test_eight_agents_launch_trainers_and_release_leaves_nothing(ray_head):
         print(f"eight trainers up after {time.monotonic() - started:.2f} s")
         assert [report[0].rank for report in reports] == list(range(8))
         names = [agent_name("job-a", 1, rank) for rank in range(9)]
-        found = await gangs.find_agents(names)
+        found = await cluster.agents.find(names)
         assert found[8] is None
         assert [entry.pid for entry in await asyncio.gather(*(agent.describe() for agent in found[:8]))] == [
             entry.pid for entry in described
         ]
         started = time.monotonic()
-        await gangs.release("job-a")
+        await cluster.release("job-a")
         print(f"released after {time.monotonic() - started:.2f} s")
-        assert await gangs.find_agents(names) == [None] * 9
-        assert gangs._groups() == {}
+        assert await cluster.agents.find(names) == [None] * 9
+        assert await cluster.groups.states() == {}
         assert all(gone(entry.pid) for entry in [*described, *launched])
-        await until_free(gangs, 16)
+        await until_free(cluster, 16)
 
     go(body)
 
@@ -94,41 +94,41 @@ def test_eight_agents_launch_trainers_and_release_leaves_nothing(ray_head):
 def test_stale_generation_arrives_as_its_own_error(ray_head):
     async def body():
         await daemons(ray_head)
-        (agent,) = await place(ray_head.gangs, "job-b", layout=ParallelConfig())
+        (agent,) = await place(ray_head.cluster, "job-b", layout=ParallelConfig())
         await agent.launch(order("job-b", 2, 0, wait=True))
         with pytest.raises(Exception, match="at generation 2") as caught:
             await agent.launch(order("job-b", 1, 0))
         assert isinstance(caught.value, AgentFailed)
         assert "StaleGeneration" in caught.value.kind
-        await ray_head.gangs.release("job-b")
+        await ray_head.cluster.release("job-b")
 
     go(body)
 
 
 def test_what_does_not_fit_is_given_back(ray_head):
-    gangs = ray_head.gangs
+    cluster = ray_head.cluster
 
     async def body():
         with pytest.raises(NotPlaced, match="job-c did not get 24 slots or GPUs"):
-            await gangs.acquire("job-c", 1, ParallelConfig(tensor=8, data=3), "manta_slot", timeout=1.0)
-        assert gangs._groups() == {}
-        await until_free(gangs, 16)
+            await cluster.groups.acquire("job-c", 1, ParallelConfig(tensor=8, data=3), "manta_slot", timeout=1.0)
+        assert await cluster.groups.states() == {}
+        await until_free(cluster, 16)
 
     go(body)
 
 
 def test_sweep_releases_orphans_only(ray_head):
-    gangs = ray_head.gangs
+    cluster = ray_head.cluster
 
     async def body():
-        (alive,) = await place(gangs, "alive", layout=ParallelConfig())
-        await place(gangs, "orphan", layout=ParallelConfig(data=2))
-        await gangs.acquire("empty", 3, ParallelConfig(), "manta_slot")
+        (alive,) = await place(cluster, "alive", layout=ParallelConfig())
+        await place(cluster, "orphan", layout=ParallelConfig(data=2))
+        await cluster.groups.acquire("empty", 3, ParallelConfig(), "manta_slot")
         await alive.describe()
-        assert await gangs.sweep(["alive"]) == ["empty", "orphan"]
+        assert await cluster.sweep(["alive"]) == ["empty", "orphan"]
         assert (await alive.describe()).generation == 0
-        await until_free(gangs, 15)
-        await gangs.release("alive")
+        await until_free(cluster, 15)
+        await cluster.release("alive")
 
     go(body)
 
@@ -182,36 +182,36 @@ def test_dead_zygote_is_started_again(ray_head):
         (daemon,) = (await daemons(ray_head)).values()
         zygote = (await daemon.describe()).zygote_pid
         psutil.Process(zygote).kill()
-        (agent,) = await place(ray_head.gangs, "job-e", layout=ParallelConfig())
+        (agent,) = await place(ray_head.cluster, "job-e", layout=ParallelConfig())
         await agent.launch(order("job-e", 1, 0, reports=1))
         assert (await agent.reports(0, 20.0))[0].kind == "event"
         assert (await daemon.describe()).zygote_pid != zygote
-        await ray_head.gangs.release("job-e")
+        await ray_head.cluster.release("job-e")
 
     go(body)
 
 
 def test_agents_import_neither_torch_nor_the_database(ray_head):
     async def body():
-        (agent,) = await place(ray_head.gangs, "job-f", layout=ParallelConfig())
+        (agent,) = await place(ray_head.cluster, "job-f", layout=ParallelConfig())
         pid = (await agent.describe()).pid
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "libtorch" not in maps
         assert "sqlite" not in maps
-        await ray_head.gangs.release("job-f")
+        await ray_head.cluster.release("job-f")
 
     go(body)
 
 
 def test_the_only_node_is_used_though_it_keeps_failing(ray_head):
-    gangs = ray_head.gangs
+    cluster = ray_head.cluster
 
     async def body():
-        await until_free(gangs, 16)
-        (node,) = (await gangs.capacity("manta_slot")).nodes
-        await gangs.acquire("job-avoids", 1, LAYOUT, "manta_slot", avoid={node})
-        await until_free(gangs, 8)
-        await gangs.release("job-avoids")
-        await until_free(gangs, 16)
+        await until_free(cluster, 16)
+        (node,) = (await cluster.nodes.capacity("manta_slot")).nodes
+        await cluster.groups.acquire("job-avoids", 1, LAYOUT, "manta_slot", avoid={node})
+        await until_free(cluster, 8)
+        await cluster.release("job-avoids")
+        await until_free(cluster, 16)
 
     go(body)

@@ -1,0 +1,145 @@
+"""The agents of all jobs in Ray: one actor for each rank, detached and named, so that it is found again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from service.cluster.agent_client import AgentClient, AgentError, RayAgent, within
+from service.cluster.connection import RayConnection, detached
+from service.cluster.nodes import Nodes
+from service.cluster.placement import Seat, Unit, agent_name, job_of
+from service.cluster.ray_private import node_of_actor
+from workers.messages import AgentDescription
+from workers.paths import Paths
+from workers.rank.agent import Agent
+
+T = TypeVar("T")
+
+CONCURRENCY = 100
+"""Calls that an agent answers at a time."""
+CLOSE_SECONDS = 10.0
+# How long a new agent on a node that lives may take to come up.
+AGENT_SECONDS = 20.0
+
+
+async def ask(
+    agents: Mapping[int, AgentClient], question: Callable[[int, AgentClient], Awaitable[T]], seconds: float
+) -> tuple[dict[int, T], dict[int, str]]:
+    """Put `question` to each of `agents`, by rank; by rank the answers, and why the others gave none within `seconds`,
+    in a line."""
+    asked = (within(seconds, question(rank, agent)) for rank, agent in agents.items())
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    answers: dict[int, T] = {}
+    silent: dict[int, str] = {}
+    for rank, result in zip(agents, results, strict=True):
+        if isinstance(result, AgentError):
+            silent[rank] = str(result)
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            answers[rank] = result
+    return answers, silent
+
+
+async def describe_each(agents: Mapping[int, AgentClient]) -> dict[int, AgentDescription]:
+    """By rank what those of these agents say about themselves that answer."""
+    answers, _ = await ask(agents, lambda rank, agent: agent.describe(), AGENT_SECONDS)
+    return answers
+
+
+async def describe(agents: Sequence[AgentClient]) -> list[AgentDescription] | None:
+    """What these agents say about themselves; None when one of them does not answer."""
+    about = await describe_each(dict(enumerate(agents)))
+    return list(about.values()) if len(about) == len(agents) else None
+
+
+class Agents:
+    """Starts, finds and ends agents."""
+
+    def __init__(self, ray: RayConnection, nodes: Nodes, paths: Paths):
+        self._ray, self._nodes, self._paths = ray, nodes, paths
+        self._class = ray.module.remote(Agent)
+
+    async def start(self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit) -> list[AgentClient]:
+        """Start one agent for each rank in `seats`, in groups that were acquired; in that order. `generation` is in
+        their names. Does not wait until they are up: calls to them do."""
+        return await self._ray.run(self._start, job, generation, seats, unit)
+
+    async def start_snapshot_holders(self, job: str, nodes: Collection[str]) -> list[AgentClient]:
+        """Agents without a rank or a place on those of these nodes that live (with none given: on all): they hand out
+        what the agents of `job` leave in the shared memory there, until they are killed. Nobody finds them again: they
+        end with this process. A cluster of one node needs none."""
+        living = set(await self._nodes.living())
+        if len(living) < 2:
+            return []
+        return await self._ray.run(self._start_snapshot_holders, job, sorted(living.intersection(nodes or living)))
+
+    async def names(self) -> list[str]:
+        """Of all agents of all jobs."""
+        return [name for name in await self._ray.actor_names() if job_of(name) is not None]
+
+    async def find(self, names: Sequence[str]) -> list[AgentClient | None]:
+        """The agents with these names; None for one that is gone."""
+        found = await self._ray.find(list(names))
+        return [RayAgent(self._ray.module, actor) if actor is not None else None for actor in found]
+
+    async def node_of(self, agent: AgentClient) -> str | None:
+        """The node that Ray has put `agent` on; None when it has not yet."""
+        return await self._ray.run(node_of_actor, self._ray.module, _actor(agent))
+
+    async def kill(self, agents: Iterable[AgentClient | None]) -> None:
+        """Kill these agents, and with them their trainers, without a word; those that are gone are no error."""
+        for agent in agents:
+            if agent is not None:
+                await self._ray.kill(_actor(agent))
+
+    async def end(self, agents: Iterable[AgentClient | None], keep_snapshots: bool) -> None:
+        """Let agents (None: gone already) end their trainers, then kill them; a dead one, or one that does not answer,
+        is just killed."""
+        await asyncio.gather(*(self._end(agent, keep_snapshots) for agent in agents if agent is not None))
+
+    async def _end(self, agent: AgentClient, keep_snapshots: bool) -> None:
+        with contextlib.suppress(AgentError):
+            ending: Awaitable[object] = agent.stop() if keep_snapshots else agent.close()
+            await within(CLOSE_SECONDS, ending)
+        await self.kill([agent])
+        with contextlib.suppress(AgentError):  # a call to an actor that dies fails when it is dead
+            await within(CLOSE_SECONDS, agent.reports(0, CLOSE_SECONDS))
+
+    def _start(self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit) -> list[AgentClient]:
+        util = self._ray.module.util
+        groups = {name: util.get_placement_group(name) for name in {seat.group for seat in seats.values()}}
+        resources: dict[str, Any] = {"num_gpus": 1} if unit == "GPU" else {"num_gpus": 0, "resources": {unit: 1}}
+        agents: list[AgentClient] = []
+        for rank, seat in seats.items():
+            options = self._class.options(
+                **detached(agent_name(job, generation, rank), CONCURRENCY),
+                **resources,
+                scheduling_strategy=util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    groups[seat.group], placement_group_bundle_index=seat.bundle
+                ),
+            )
+            agents.append(RayAgent(self._ray.module, options.remote(job, rank, *self._folders(job), seat.group)))
+        return agents
+
+    def _start_snapshot_holders(self, job: str, nodes: Sequence[str]) -> list[AgentClient]:
+        affinity = self._ray.module.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        holders: list[AgentClient] = []
+        for node in nodes:
+            options = self._class.options(
+                num_cpus=0, max_concurrency=CONCURRENCY, scheduling_strategy=affinity(node_id=node, soft=False)
+            )
+            holders.append(RayAgent(self._ray.module, options.remote(job, 0, *self._folders(job))))
+        return holders
+
+    def _folders(self, job: str) -> tuple[str, str, str]:
+        return str(self._paths.home), str(self._paths.runtime_folder), str(self._paths.snapshot_folder(job))
+
+
+def _actor(agent: AgentClient) -> Any:
+    """The Ray actor of an agent that this module made."""
+    assert isinstance(agent, RayAgent)
+    return agent.actor

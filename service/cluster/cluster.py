@@ -1,0 +1,102 @@
+"""The cluster as the service uses it: its nodes, placement groups, agents and daemons, and what concerns several of
+them at once. For asyncio: no call blocks the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from service.cluster.agent_client import AgentClient
+from service.cluster.agents import Agents, describe
+from service.cluster.connection import RayConnection
+from service.cluster.node_daemons import NodeDaemons
+from service.cluster.nodes import Nodes
+from service.cluster.placement import Seat, Unit, job_of
+from service.cluster.placement_groups import PlacementGroups
+from workers.paths import Paths
+
+
+class Cluster:
+    """All of it. Errors of Ray's own arrive as ClusterUnavailable, those of agents and daemons as AgentError."""
+
+    def __init__(
+        self,
+        paths: Paths,
+        nodes: Nodes,
+        groups: PlacementGroups,
+        agents: Agents,
+        daemons: NodeDaemons,
+        disconnect: Callable[[], None] = lambda: None,
+    ):
+        """`disconnect` leaves the cluster; what runs there runs on."""
+        self.paths, self.nodes, self.groups, self.agents, self.daemons = paths, nodes, groups, agents, daemons
+        self.disconnect = disconnect
+        self.peak_flops: dict[str, float] = {}
+        """Peak FLOP/s of one rank's device by node id, as far as it was measured."""
+
+    @classmethod
+    def connected(cls, ray: Any, home: str | Path) -> Cluster:
+        """The cluster that the module `ray` is connected to. `home`: folder of the embedded state."""
+        connection, paths = RayConnection(ray), Paths.of(home)
+        nodes = Nodes(connection)
+        agents, daemons = Agents(connection, nodes, paths), NodeDaemons(connection, nodes, paths)
+        return cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons, ray.shutdown)
+
+    async def replace_agents(
+        self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit
+    ) -> list[AgentClient] | None:
+        """Start new agents for ranks whose own are gone, in their `seats`; in that order, once they answer. None when a
+        placement group no longer stands, or they do not answer."""
+        states = await self.groups.states()
+        if any(states.get(seat.group) != "CREATED" for seat in seats.values()):
+            return None
+        agents = await self.agents.start(job, generation, seats, unit)
+        if await describe(agents) is not None:
+            return agents
+        await self.agents.kill(agents)
+        return None
+
+    async def dismiss(self, agents: Iterable[AgentClient | None], groups: Iterable[str]) -> None:
+        """End these agents (None: gone already) and their trainers, but keep what they have in shared memory; remove
+        these groups."""
+        await self.agents.end(agents, keep_snapshots=True)
+        await self.groups.remove(groups)
+
+    async def release(self, job: str, keep_snapshots: bool = False) -> None:
+        """End the agents of `job` and their trainers, remove its placement groups. Returns when they are gone.
+
+        Its snapshots go too unless `keep_snapshots`.
+        """
+        names = [name for name in await self.agents.names() if job_of(name) == job]
+        await self.agents.end(await self.agents.find(names), keep_snapshots)
+        await self.groups.remove([name for name in await self.groups.states() if job_of(name) == job])
+
+    async def end_strays(self, job: str, names: Collection[str], groups: Collection[str]) -> None:
+        """End all agents and placement groups of `job` but these: some that were to join, or had left."""
+        strays = [name for name in await self.agents.names() if job_of(name) == job and name not in names]
+        held = [name for name in await self.groups.states() if job_of(name) == job and name not in groups]
+        await self.dismiss(await self.agents.find(strays), held)
+
+    async def end_job(self, job: str) -> None:
+        """Release `job` for good, and let every node remove what is left of it, such as the snapshots of an agent
+        that was killed. A node that does not answer is swept when it comes back."""
+        await self.release(job)
+        daemons = (await self.daemons.ensure()).values()
+        await asyncio.gather(*(daemon.end_job(job) for daemon in daemons), return_exceptions=True)
+
+    async def sweep(self, live_jobs: Iterable[str]) -> list[str]:
+        """Release every job that holds agents or placement groups but is not in `live_jobs`. Answers their ids."""
+        names = [*await self.agents.names(), *await self.groups.states()]
+        orphans = sorted({job for name in names if (job := job_of(name)) is not None} - set(live_jobs))
+        for job in orphans:
+            await self.release(job)
+        return orphans
+
+    async def fail_calls_to(self, node: str) -> None:
+        """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not when Ray finds out."""
+        for agent in await self.agents.find(await self.agents.names()):
+            if agent is not None and await self.agents.node_of(agent) == node:
+                await self.agents.kill([agent])
+        await self.daemons.kill(node)

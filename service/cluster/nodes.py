@@ -1,0 +1,83 @@
+"""The nodes of the cluster: which live, which are lost or to be left, and what is free on them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+from service.cluster.connection import RayConnection
+from service.cluster.placement import Capacity, Unit
+from service.cluster.ray_private import free_resources
+
+# How long units that were given back may take to be shown as free, and how often that is looked at.
+SETTLED_SECONDS, LOOK_SECONDS = 2.0, 0.05
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A node as Ray knows it."""
+
+    id: str
+    raylet: tuple[str, int]
+    """Host and port where its Ray listens."""
+    host: str = ""
+    """Name of its machine."""
+    alive: bool = True
+    """Whether Ray takes it for living."""
+
+
+class Nodes:
+    """All nodes. Ray's view of them lags by a fraction of a second, and by much more for a node that is gone."""
+
+    def __init__(self, ray: RayConnection):
+        self._ray = ray
+        self.lost: set[str] = set()
+        """Nodes that do not answer, whatever Ray says: nothing is asked of them, nothing is placed there."""
+        self.draining: set[str] = set()
+        """Nodes that are to be left: nothing more is placed there."""
+
+    async def known(self) -> list[RayNode]:
+        """All nodes that Ray knows, dead ones too."""
+        found = await self._ray.run(self._ray.module.nodes)
+        return [
+            RayNode(
+                node["NodeID"],
+                (node["NodeManagerAddress"], node["NodeManagerPort"]),
+                node["NodeManagerHostname"],
+                node["Alive"],
+            )
+            for node in found
+        ]
+
+    async def living(self) -> list[str]:
+        """Ids of the nodes that live."""
+        return [node["NodeID"] for node in await self._ray.run(self._living)]
+
+    async def capacity(self, unit: Unit, with_draining: bool = False) -> Capacity:
+        """Units of `unit` of each living node, in all and free. Those of nodes that are to be left are nobody's, unless
+        asked for `with_draining`."""
+        nodes, free = await self._ray.run(lambda: (self._living(), free_resources(self._ray.module)))
+        nodes = [node for node in nodes if with_draining or node["NodeID"] not in self.draining]
+        units = {
+            node["NodeID"]: (int(node["Resources"].get(unit, 0)), int(free.get(node["NodeID"], {}).get(unit, 0)))
+            for node in nodes
+        }
+        return Capacity(unit, sum(t for t, _ in units.values()), sum(f for _, f in units.values()), units)
+
+    async def has_gpus(self) -> bool:
+        """Whether any living node has a GPU."""
+        nodes = await self._ray.run(self._living)
+        return any(node["Resources"].get("GPU", 0) for node in nodes)
+
+    async def until_free(self, expected: Capacity) -> None:
+        """Wait until so much is free of what was given back, which Ray shows with some delay; a moment at most, since
+        others may have taken it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLED_SECONDS):
+                while (await self.capacity(expected.unit)).free < expected.free:
+                    await asyncio.sleep(LOOK_SECONDS)
+
+    def _living(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.module.nodes() if node["Alive"] and node["NodeID"] not in self.lost]

@@ -1,0 +1,98 @@
+"""Placement groups in Ray: one for each data-parallel replica of a job (`placement.py` says what is in them).
+
+They are detached and named, so that a restarted control plane finds them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from service.cluster.connection import RayConnection
+from service.cluster.nodes import Nodes
+from service.cluster.placement import Unit, anywhere_but, avoidable, placement_group_name, replica_bundles
+from workers.config import ParallelConfig
+from workers.errors import MantaError
+
+# How long to wait for nodes that are trusted before those that are avoided are used after all.
+AVOIDING_SECONDS = 5.0
+
+
+class NotPlaced(MantaError):
+    """The placement groups were not ready in time; all that was acquired has been released."""
+
+
+class PlacementGroups:
+    """All placement groups of all jobs."""
+
+    def __init__(self, ray: RayConnection, nodes: Nodes):
+        self._ray, self._nodes = ray, nodes
+
+    async def acquire(
+        self,
+        job: str,
+        generation: int,
+        layout: ParallelConfig,
+        unit: Unit,
+        timeout: float = 30.0,
+        avoid: Collection[str] = (),
+        replicas: Sequence[int] | None = None,
+    ) -> None:
+        """Create the placement groups of all replicas, or of these, in order, and wait until they hold their resources.
+
+        Nodes in `avoid` are not used, unless the others cannot hold the layout or are not free in a moment. Raises
+        NotPlaced after `timeout` seconds; nothing is held then.
+        """
+        avoided = avoidable(layout, await self._nodes.capacity(unit), avoid) if avoid else set()
+        bundles = replica_bundles(layout, unit)
+        wanted = {
+            placement_group_name(job, generation, replica): bundles[replica]
+            for replica in (range(layout.data) if replicas is None else replicas)
+        }
+        if avoided:
+            with contextlib.suppress(NotPlaced):
+                await self._acquire(job, wanted, AVOIDING_SECONDS, avoided)
+                return
+        await self._acquire(job, wanted, timeout, set())
+
+    async def states(self) -> dict[str, str]:
+        """By name the state of the groups that are not removed; CREATED: its resources are held."""
+        table = await self._ray.run(self._ray.module.util.placement_group_table)
+        return {group["name"]: group["state"] for group in table.values() if group["state"] != "REMOVED"}
+
+    async def remove(self, names: Iterable[str]) -> None:
+        """Remove groups by name; those that are gone are no error."""
+        await self._ray.run(self._remove, list(names))
+
+    async def _acquire(
+        self, job: str, wanted: dict[str, list[dict[str, float]]], timeout: float, avoided: set[str]
+    ) -> None:
+        ready = False
+        try:
+            groups = [await self._ray.run(self._create, *each, avoided) for each in wanted.items()]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    ready = all(await asyncio.gather(*(self._ray.run(group.wait, timeout) for group in groups)))
+        finally:
+            if not ready:
+                await self.remove(wanted)
+        if not ready:
+            units = sum(sum(bundle.values()) for bundles in wanted.values() for bundle in bundles)
+            raise NotPlaced(f"{job} did not get {units:g} slots or GPUs within {timeout:g} s; it goes on waiting.")
+
+    def _create(self, name: str, bundles: list[dict[str, float]], avoided: set[str]) -> Any:
+        selector = anywhere_but({*avoided, *self._nodes.lost, *self._nodes.draining})
+        return self._ray.module.util.placement_group(
+            bundles,
+            strategy="PACK",
+            name=name,
+            lifetime="detached",
+            bundle_label_selector=[selector] * len(bundles) if selector else None,
+        )
+
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
+            with contextlib.suppress(ValueError):  # removed meanwhile
+                self._ray.module.util.remove_placement_group(self._ray.module.util.get_placement_group(name))

@@ -1,0 +1,39 @@
+"""What we use of Ray that it does not promise to keep: every such name, and the version that it was tried with.
+
+After an update of Ray this is the file to look at; `tests/service/cluster` runs all of it against the installed one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+TRIED_WITH = "2.60.0"
+"""Version of Ray for which everything here is known to hold."""
+
+START_COMMAND = "from ray.scripts.scripts import main; main()"
+"""Python program of the `ray` command, for an interpreter whose scripts are not on the path."""
+
+STARTS_AT_ONCE = "RAY_worker_maximum_startup_concurrency"
+"""Variable of the head: how many workers it starts at the same time."""
+
+MEMORY_MONITOR_MILLISECONDS = "RAY_memory_monitor_refresh_ms"
+"""Variable of the head: how often it looks for memory to free by killing workers, in milliseconds; 0: never."""
+
+
+def address_file(ray_folder: Path) -> Path:
+    """Where a head that runs in `ray_folder` writes its address, host:port."""
+    return ray_folder / "ray_current_cluster"
+
+
+def free_resources(ray: Any) -> dict[str, dict[str, float]]:
+    """By node id what nobody holds, by name of the resource. `ray`: the module, connected."""
+    free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
+    return free
+
+
+def node_of_actor(ray: Any, actor: Any) -> str | None:
+    """Id of the node that an actor was put on; None when it was not yet."""
+    about = ray._private.state.actors(actor._actor_id.hex()) or {}
+    node: str | None = (about.get("Address") or {}).get("NodeID")
+    return node

@@ -1,0 +1,298 @@
+"""A cluster that exists on paper: nodes with slots, agents in this process. The real `Cluster` combines them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from service.cluster.agent_client import AgentLost
+from service.cluster.cluster import Cluster
+from service.cluster.nodes import RayNode
+from service.cluster.placement import Capacity, agent_name, placement_group_name, replica_bundles
+from service.cluster.placement_groups import NotPlaced
+from tests.service.support.fake_agents import FakeAgent
+from workers.messages import BackupAddress, Launched, LaunchOrder, StoreAddress, StoredSnapshot
+from workers.paths import Paths
+from workers.reports import Report
+from workers.snapshot.snapshots import layout_tag
+
+
+class FakeNodes:
+    """Nodes by name with so many slots each; a node is a host of its own."""
+
+    def __init__(self, slots: dict[str, int]):
+        self.slots, self.used = dict(slots), dict.fromkeys(slots, 0)
+        self.lost: set[str] = set()
+        self.draining: set[str] = set()
+        self.error: Exception | None = None
+        """What the next look at the nodes raises."""
+
+    async def has_gpus(self):
+        return False
+
+    async def living(self):
+        return [node for node in self.slots if node not in self.lost]
+
+    async def known(self):
+        return [RayNode(node, ("127.0.0.1", 1), node) for node in self.slots]
+
+    async def capacity(self, unit, with_draining=False):
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        left = [node for node in await self.living() if with_draining or node not in self.draining]
+        units = {node: (self.slots[node], max(0, self.slots[node] - self.used[node])) for node in left}
+        return Capacity(unit, sum(total for total, _ in units.values()), sum(free for _, free in units.values()), units)
+
+    async def until_free(self, expected):
+        return None
+
+
+class FakeGroups:
+    """Placement groups: by name the node of each of their bundles."""
+
+    def __init__(self, nodes: FakeNodes):
+        self._nodes = nodes
+        self.held: dict[str, list[tuple[str, int]]] = {}
+        """By group for each bundle its node, and how many slots it takes there."""
+        self.acquired: list[tuple[str, int, tuple[int, ...], frozenset[str]]] = []
+        """(Job, generation, replicas, nodes to avoid) of each call."""
+        self.refuse: Callable[[], None] = lambda: None
+        """Called when anything is to be acquired; what it raises is raised."""
+
+    async def acquire(self, job, generation, layout, unit, timeout=30.0, avoid=(), replicas=None):
+        wanted = list(range(layout.data) if replicas is None else replicas)
+        self.acquired.append((job, generation, tuple(wanted), frozenset(avoid)))
+        self.refuse()
+        names = [placement_group_name(job, generation, replica) for replica in wanted]
+        bundles = replica_bundles(layout, unit)
+        try:
+            for name, replica in zip(names, wanted, strict=True):
+                self.held[name] = []
+                for bundle in bundles[replica]:
+                    size = int(bundle[unit])
+                    self.held[name].append((self._take(size, {*avoid, *self._nodes.draining}), size))
+        except NotPlaced:
+            await self.remove(names)
+            raise
+
+    def _take(self, size: int, avoid: set[str]) -> str:
+        for node, slots in self._nodes.slots.items():
+            if node not in avoid | self._nodes.lost and slots - self._nodes.used[node] >= size:
+                self._nodes.used[node] += size
+                return node
+        raise NotPlaced("there is no room")
+
+    async def states(self):
+        lost = self._nodes.lost
+        return {
+            name: "RESCHEDULING" if any(node in lost for node, _ in at) else "CREATED" for name, at in self.held.items()
+        }
+
+    async def remove(self, names):
+        for name in names:
+            for node, size in self.held.pop(name, []):
+                self._nodes.used[node] -= size
+
+
+class SimulatedAgent(FakeAgent):
+    """A FakeAgent whose snapshots lie in the shared memory of its host, where later agents find them."""
+
+    def __init__(self, agents: FakeAgents, rank: int, node: str, group: str = "", name: str | None = None):
+        self._agents, self.name, self.node = agents, name, node
+        self.layout: str | None = None
+        self.handled = 0
+        """Sequence of the last report that was handled."""
+        super().__init__(rank, node, node, group)
+        self.on_launch = lambda agent: None
+
+    @property
+    def memory(self) -> dict[tuple[str, int], list[int]]:
+        """By layout and rank the steps in shared memory of its host."""
+        return self._agents.memory.setdefault(self.node, {})
+
+    @property
+    def steps(self) -> list[int]:
+        return self.memory.get((self.layout or "", self.rank), [])
+
+    @steps.setter
+    def steps(self, steps: list[int]) -> None:
+        if self.layout is not None:
+            self.memory[self.layout, self.rank] = list(steps)
+
+    @property
+    def files(self) -> list[StoredSnapshot]:
+        return [
+            StoredSnapshot(f"/shm/{layout}-{rank}", rank, layout, False, tuple(steps))
+            for (layout, rank), steps in self.memory.items()
+            if steps
+        ]
+
+    @files.setter
+    def files(self, files: list[StoredSnapshot]) -> None:
+        if not files and self.layout is not None:
+            self.memory.pop((self.layout, self.rank), None)
+
+    async def launch(self, order: LaunchOrder) -> Launched:
+        self.layout = layout_tag(order.spec)
+        launched = await super().launch(order)
+        self._agents.changed()
+        return launched
+
+    async def snapshot_steps(self, layout: str | None = None) -> list[int]:
+        await self._answer("snapshot_steps")
+        return list(self.memory.get((layout or self.layout or "", self.rank), []))
+
+    async def fetch_snapshot(
+        self, rank: int, holder: BackupAddress, token: str, generation: int, layout: str, of: int | None = None
+    ) -> list[int]:
+        await super().fetch_snapshot(rank, holder, token, generation, layout, of)
+        steps = self._agents.memory.get(holder.host, {}).get((layout, rank if of is None else of), [])
+        self.memory[layout, rank] = list(steps)
+        return list(steps)
+
+    async def reports(self, after: int, timeout: float) -> list[Report]:
+        self.handled = max(self.handled, after)
+        self._agents.changed()
+        return await super().reports(after, timeout)
+
+    @property
+    def all_handled(self) -> bool:
+        """Whether everything that it has reported was handled."""
+        return self.handled == len(self._reports)
+
+
+class FakeAgents:
+    """All agents of all jobs, by name."""
+
+    def __init__(self, nodes: FakeNodes, groups: FakeGroups):
+        self._nodes, self._groups = nodes, groups
+        self.living: dict[str, SimulatedAgent] = {}
+        self.holders: list[SimulatedAgent] = []
+        """Those that were started only to hand out snapshots, ended ones too."""
+        self.ended: list[SimulatedAgent] = []
+        self.memory: dict[str, dict[tuple[str, int], list[int]]] = {}
+        """By host, by layout and rank, the steps in shared memory."""
+        self.on_start: Callable[[SimulatedAgent], None] = lambda agent: None
+        """Called with each agent that is started for a rank."""
+        self._change = asyncio.Event()
+
+    def changed(self) -> None:
+        """Something happened to an agent: look again."""
+        self._change.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds; it is looked at whenever something happens to an agent."""
+        while not condition():
+            self._change.clear()
+            await self._change.wait()
+
+    async def start(self, job, generation, seats, unit):
+        started = []
+        for rank, seat in seats.items():
+            node, _ = self._groups.held[seat.group][seat.bundle]
+            agent = SimulatedAgent(self, rank, node, seat.group, agent_name(job, generation, rank))
+            self.living[agent.name] = agent
+            self.on_start(agent)
+            started.append(agent)
+        self.changed()
+        return started
+
+    async def start_snapshot_holders(self, job, nodes):
+        living = await self._nodes.living()
+        if len(living) < 2:
+            return []
+        holders = [SimulatedAgent(self, 0, node) for node in living if node in (nodes or living)]
+        self.holders += holders
+        return holders
+
+    async def names(self):
+        return list(self.living)
+
+    async def find(self, names):
+        return [self.living.get(name) for name in names]
+
+    async def node_of(self, agent):
+        return agent.node
+
+    async def kill(self, agents):
+        for agent in agents:
+            if agent is not None:
+                agent.lose()
+                self.living.pop(agent.name, None)
+                self.ended.append(agent)
+
+    async def end(self, agents, keep_snapshots):
+        for agent in agents:
+            if agent is None:
+                continue
+            with contextlib.suppress(AgentLost):
+                await (agent.stop() if keep_snapshots else agent.close())
+            await self.kill([agent])
+
+
+@dataclass
+class FakeDaemon:
+    """The daemon of a node."""
+
+    node: str
+    stores: list[tuple[str, int]] = field(default_factory=list)
+    ended_jobs: list[str] = field(default_factory=list)
+    on_end: Callable[[str], None] = lambda job: None
+
+    async def start_store(self, job, generation):
+        self.stores.append((job, generation))
+        return StoreAddress(self.node, 4000)
+
+    async def end_job(self, job):
+        self.ended_jobs.append(job)
+        self.on_end(job)
+
+
+class FakeDaemons:
+    """A daemon on each node."""
+
+    def __init__(self, nodes: FakeNodes, memory: dict[str, dict[tuple[str, int], list[int]]]):
+        self._nodes, self._memory = nodes, memory
+        self.silent: set[str] = set()
+        """Nodes whose daemon does not answer."""
+        self._daemons = {
+            node: FakeDaemon(node, on_end=lambda job, node=node: memory.pop(node, None)) for node in nodes.slots
+        }
+
+    async def ensure(self, zygote_options=(), zygote_environment=None):
+        return {node: self._daemons[node] for node in await self._nodes.living() if node not in self.silent}
+
+    async def kill(self, node):
+        self.silent.add(node)
+
+
+class FakeCluster(Cluster):
+    """The real Cluster over parts that exist on paper."""
+
+    nodes: FakeNodes
+    groups: FakeGroups
+    agents: FakeAgents
+    daemons: FakeDaemons
+
+    def __init__(self, home, **slots: int):
+        """`slots`: of each node, by its name."""
+        nodes = FakeNodes(slots)
+        groups = FakeGroups(nodes)
+        agents = FakeAgents(nodes, groups)
+        super().__init__(Paths.of(home), nodes, groups, agents, FakeDaemons(nodes, agents.memory))  # type: ignore[arg-type]
+
+    def lose_node(self, node: str) -> None:
+        """`node` is gone, with its agents and what is in its memory; the control plane is not told."""
+        self.nodes.lost.add(node)
+        self.agents.memory.pop(node, None)
+        for agent in [agent for agent in self.agents.living.values() if agent.node == node]:
+            agent.lose()
+            self.agents.living.pop(agent.name)
+
+    @property
+    def nothing_held(self) -> bool:
+        """Whether no job holds agents, places or snapshots."""
+        return not (self.agents.living or self.groups.held or any(self.agents.memory.values()))
