@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from service.cluster.agent_client import AgentLost
@@ -106,7 +106,6 @@ class SimulatedAgent(FakeAgent):
         self.handled = 0
         """Sequence of the last report that was handled."""
         super().__init__(rank, node, node, group)
-        self.on_launch = lambda agent: None
 
     @property
     def memory(self) -> dict[tuple[str, int], list[int]]:
@@ -134,6 +133,10 @@ class SimulatedAgent(FakeAgent):
     def files(self, files: list[StoredSnapshot]) -> None:
         if not files and self.layout is not None:
             self.memory.pop((self.layout, self.rank), None)
+
+    async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
+        await self._agents.before_rest(self)
+        return await super().rest(generation, grace, patience)
 
     async def launch(self, order: LaunchOrder) -> Launched:
         self.layout = layout_tag(order.spec)
@@ -164,6 +167,10 @@ class SimulatedAgent(FakeAgent):
         return self.handled == len(self._reports)
 
 
+async def _nothing(agent: SimulatedAgent) -> None:
+    return None
+
+
 class FakeAgents:
     """All agents of all jobs, by name."""
 
@@ -177,6 +184,8 @@ class FakeAgents:
         """By host, by layout and rank, the steps in shared memory."""
         self.on_start: Callable[[SimulatedAgent], None] = lambda agent: None
         """Called with each agent that is started for a rank."""
+        self.before_rest: Callable[[SimulatedAgent], Awaitable[None]] = _nothing
+        """Called before an agent brings its trainer to rest."""
         self._change = asyncio.Event()
 
     def changed(self) -> None:
@@ -258,12 +267,14 @@ class FakeDaemons:
         self._nodes, self._memory = nodes, memory
         self.silent: set[str] = set()
         """Nodes whose daemon does not answer."""
-        self._daemons = {
-            node: FakeDaemon(node, on_end=lambda job, node=node: memory.pop(node, None)) for node in nodes.slots
-        }
+        self._daemons: dict[str, FakeDaemon] = {}
+
+    def _daemon(self, node: str) -> FakeDaemon:
+        made = FakeDaemon(node, on_end=lambda job: self._memory.pop(node, None))
+        return self._daemons.setdefault(node, made)
 
     async def ensure(self, zygote_options=(), zygote_environment=None):
-        return {node: self._daemons[node] for node in await self._nodes.living() if node not in self.silent}
+        return {node: self._daemon(node) for node in await self._nodes.living() if node not in self.silent}
 
     async def kill(self, node):
         self.silent.add(node)

@@ -1,0 +1,24 @@
+"""Jobs under a supervisor, on a cluster that exists on paper."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.supervised_job import SupervisedJob
+
+
+@pytest.fixture
+def cluster(tmp_path) -> FakeCluster:
+    """One node with eight slots."""
+    return FakeCluster(tmp_path, one=8)
+
+
+@pytest.fixture
+def two_replicas(store, submit) -> Callable[..., SupervisedJob]:
+    """A queued job of tensor 2 x data 2 ranks on a cluster, with some of its sections replaced."""
+
+    def make(cluster, **sections) -> SupervisedJob:
+        return SupervisedJob(store, cluster, submit(**{"parallel": {"tensor": 2, "data": 2}, **sections}))
+
+    return make

@@ -1,0 +1,139 @@
+"""A job under a real supervisor, with a real database and a cluster on paper: what a test says happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from service.job.supervisor import Supervisor
+from service.states import JobState
+from service.store import Job, Store, events, generations, jobs, ranks, recoveries
+from tests.service.support.fake_cluster import FakeCluster, SimulatedAgent
+from workers.config import JobSpec
+
+SECONDS = 20.0
+
+
+class _Supervisor(Supervisor):
+    """Says when a generation is watched from now on."""
+
+    def _attend(self, running):
+        super()._attend(running)
+        self._cluster.agents.changed()
+
+
+class SupervisedJob:
+    """One job, from STARTING on."""
+
+    def __init__(self, store: Store, cluster: FakeCluster, job: Job):
+        """`job` is QUEUED."""
+        self.store, self.cluster, self.id = store, cluster, job.id
+        self.spec = JobSpec.model_validate(job.spec)
+        self.world_size = self.spec.layout.world_size
+
+    async def start(self) -> None:
+        """Acquire places for the job as the scheduler does, and hand it to a supervisor."""
+        generation = self.row.generation + 1
+        await self.store.write_async(lambda s: jobs.transition(s, self.id, JobState.STARTING))
+        await self.cluster.groups.acquire(self.id, generation, self.spec.layout, "manta_slot")
+        self.supervise(generation)
+
+    def supervise(self, placed_generation: int | None) -> None:
+        """Hand the job to a supervisor of its own."""
+        self.supervisor = _Supervisor(self.store, self.cluster, self.row)
+        self.task = asyncio.create_task(self.supervisor.run(placed_generation))
+        self.task.add_done_callback(lambda task: self.cluster.agents.changed())
+
+    async def die_with_control_plane(self) -> None:
+        """The supervisor is no more; agents and rows are all that is left."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    @property
+    def ranks(self) -> list[SimulatedAgent]:
+        """The agents in order of rank."""
+        return self.supervisor._gang.agents
+
+    async def watched(self, generation: int) -> None:
+        """Wait until `generation` was launched and is watched. Fails when the supervisor ends before."""
+        await self.cluster.agents.until(lambda: self.task.done() or self._generation == generation)
+        assert not self.task.done(), self.log
+
+    @property
+    def _generation(self) -> int:
+        running = self.supervisor._running
+        return 0 if running is None else running.generation
+
+    async def commit(self, *steps: int) -> None:
+        """All ranks commit `steps`, and keep them in shared memory; the row of each is stored."""
+        for agent in self.ranks[1:]:
+            agent.steps = list(steps)[-2:]
+        self.ranks[0].commit(*steps)
+        await self.cluster.agents.until(lambda: self.ranks[0].all_handled)
+
+    async def finish(self) -> None:
+        """All ranks commit the last step; return when the supervisor has ended."""
+        await self.commit(self.spec.train.steps)
+        for agent in self.ranks:
+            agent.finish(self.spec.train.steps)
+        await self.task
+
+    def cancel(self) -> None:
+        """The user cancels the job."""
+        self.store.write(lambda s: jobs.request_cancel(s, self.id))
+        self.supervisor.cancel()
+
+    def resize(self, replicas: int) -> None:
+        """The user wants another number of replicas."""
+        self.store.write(lambda s: jobs.request_resize(s, self.id, replicas))
+        self.supervisor.resize()
+
+    @property
+    def row(self) -> Job:
+        """The job as it is stored."""
+        return self._read(lambda s: jobs.get(s, self.id))
+
+    @property
+    def generations(self) -> list[tuple[str, str, int]]:
+        """(Cause, source of the state, its step) of each generation."""
+        rows = self._read(lambda s: generations.of_job(s, self.id))
+        return [(row.cause, row.resume_source, row.resume_step) for row in rows]
+
+    @property
+    def recoveries(self) -> list[tuple[int, str, str, int]]:
+        """(Generation, kind, source of the state, step) of each recovery."""
+        rows = self._read(lambda s: recoveries.of_job(s, self.id))
+        return [(row.generation, row.kind, row.source, row.resume_step) for row in rows]
+
+    @property
+    def rank_states(self) -> list[str]:
+        """As stored."""
+        return [row.state for row in self._read(lambda s: ranks.of_job(s, self.id))]
+
+    @property
+    def events(self) -> list:
+        """All events, oldest first."""
+        return self._read(lambda s: events.page(s, self.id, limit=1000).items)
+
+    @property
+    def log(self) -> list[str]:
+        """Types of all events after the submission, oldest first; of a change of state the new one."""
+        return [event.data["to"] if event.type == "state_changed" else event.type for event in self.events[1:]]
+
+    def message(self, kind: str) -> str:
+        """Of the newest event of this type."""
+        return [event.message for event in self.events if event.type == kind][-1]
+
+    def _read(self, query):
+        with self.store.read() as session:
+            return query(session)
+
+
+def story(body: Callable[[], Awaitable[None]]) -> None:
+    """Run a test's coroutine, for a while at most."""
+
+    async def bounded():
+        async with asyncio.timeout(SECONDS):
+            await body()
+
+    asyncio.run(bounded())
