@@ -27,7 +27,7 @@ import torch
 from benchmarks.support.report import Report, deliver, parser
 from workers.errors import MantaError
 from workers.paths import SHARED_MEMORY
-from workers.snapshot.backup import ReplicaServer, Replicator
+from workers.snapshot.backup import BackupSender, BackupServer
 from workers.snapshot.snapshots import Snapshots
 
 TARGET_MS = 1.0
@@ -171,9 +171,9 @@ def _trainer(connection: Connection, folder: Path, rank: int, size: int, steps: 
 
 
 def _agent(connection: Connection, folder: Path, rank: int, token: str) -> None:
-    server = ReplicaServer(folder, "127.0.0.1", token, 1)
+    server = BackupServer(folder, "127.0.0.1", token, 1)
     connection.send(server.address)
-    replicator = Replicator(folder, rank, LAYOUT, connection.recv(), token, 1)
+    replicator = BackupSender(folder, rank, LAYOUT, connection.recv(), token, 1)
     connection.recv()
     connection.send(replicator.state.to_json())
     connection.recv()

@@ -319,6 +319,16 @@ class RecoveryConfig(Section):
     """How long a failure counts against `max_restarts`, in seconds; 0: forever. A job that runs for months meets more
     failures than any fixed number allows and is still worth going on with; one that fails 20 times a day is not."""
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether any policy is to roll back, so that earlier states must be kept."""
+        return "roll_back" in (self.nonfinite, self.spike.policy)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether what follows from a step depends on the steps before: on their losses or on roll backs."""
+        return self.rolls_back or self.spike.policy != "ignore"
+
 
 class JobSpec(Section):
     """One training job, as submitted."""

@@ -21,15 +21,16 @@ from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointNotSaved
 from workers.messages import Resume
-from workers.numerics.bad_numbers import Bad, Numbers, RollBack
+from workers.numerics.bad_numbers import BadStep, NumericsHistory, RollBack
 from workers.numerics.guard import NumberGuard
 from workers.parallel.data.zero import StepStatistics
 from workers.reporter import Reporter
-from workers.snapshot.interval import Pace
+from workers.snapshot.files import fingerprint, layout_tag, remove_other_layouts
+from workers.snapshot.interval import SnapshotInterval
 from workers.snapshot.note import RowJournal, read_note
 from workers.snapshot.reshard import describe, restore_from_snapshots
 from workers.snapshot.snapshot_file import committed_steps
-from workers.snapshot.snapshots import Snapshots, fingerprint, layout_tag, remove_other_layouts
+from workers.snapshot.snapshots import Snapshots
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class RankState:
         """Raises SharedMemoryError when there is no room for the snapshots."""
         self.spec, self.engine, self.comm, self.reporter = spec, engine, comm, reporter
         self.guard = NumberGuard(spec.recovery, engine, comm)
-        self.interval = Pace(spec.checkpoint.snapshot_every_steps)
+        self.interval = SnapshotInterval(spec.checkpoint.snapshot_every_steps)
         self.snapshots = open_snapshots(spec, engine, comm, places)
         self.checkpoints: Checkpointer | None = None
         if places.checkpoints is not None:
@@ -85,7 +86,7 @@ class RankState:
         if self.snapshots is not None:
             self.snapshots.finish()  # what follows changes the state
         self.guard.finish()
-        self.interval.begin()
+        self.interval.restart()
         note, history = (b"", None) if stays else self._load(resume)
         if resume.source != "start":
             self.engine.optimizer.publish_parameters()
@@ -101,20 +102,20 @@ class RankState:
             self.comm.barrier()  # every rank has read what it needs of other layouts, and has a snapshot of its own
             remove_other_layouts(self.snapshots.path.parent, layout_tag(self.spec.model_dump(mode="json")))
 
-    def _load(self, resume: Resume) -> tuple[bytes, Numbers]:
+    def _load(self, resume: Resume) -> tuple[bytes, NumericsHistory]:
         """Load the state that `resume` names: the note that came with it, and the history where that came apart."""
         if resume.source == "start":
             self.engine.initialise(self.spec.train.seed)
         elif resume.source == "snapshot" and self.snapshots is not None:
-            return self.snapshots.load(resume.step), Numbers()
+            return self.snapshots.load(resume.step), NumericsHistory()
         elif resume.source == "memory":
-            return restore_from_snapshots(self.engine, self.comm, resume.paths, resume.step), Numbers()
+            return restore_from_snapshots(self.engine, self.comm, resume.paths, resume.step), NumericsHistory()
         elif resume.source == "checkpoint" and self.checkpoints is not None and resume.path is not None:
             history = self.checkpoints.restore(resume.path)
-            return b"", Numbers() if history is None else Numbers.from_json(history)
+            return b"", NumericsHistory() if history is None else NumericsHistory.from_json(history)
         else:
             raise ValueError(f"cannot resume from {resume} without a place for it")
-        return b"", Numbers()
+        return b"", NumericsHistory()
 
     def _report_again(self, rows: list[dict[str, Any]]) -> None:
         """Report, on rank 0, the rows that came with a snapshot; the receiver knows most of them already."""
@@ -123,7 +124,7 @@ class RankState:
             if self.comm.rank == 0:
                 self.reporter.metrics(row)
 
-    def _agree_on_history(self, history: Numbers | None, roll_backs: Sequence[dict[str, Any]]) -> None:
+    def _agree_on_history(self, history: NumericsHistory | None, roll_backs: Sequence[dict[str, Any]]) -> None:
         known = [RollBack.from_json(each) for each in roll_backs]
         for each in self.guard.restored(self.step, history, known):
             # Whoever reported it may have died before it was heard.
@@ -159,7 +160,7 @@ class RankState:
         return {"time": time.time(), "generation": self.comm.generation, "seconds": self.comm.step.clock.lap()}
 
     def _note(self) -> bytes:
-        return self._journal.note(self.guard.numbers if self.guard.active else None)
+        return self._journal.note(self.guard.history if self.guard.active else None)
 
     def finish_copies(self) -> None:
         """The state is about to change: make sure of what is being copied of it."""
@@ -191,7 +192,7 @@ class RankState:
             return {}
         return {"snapshot_every_steps": self.interval.every, "snapshot_stall_seconds": self.stall_seconds}
 
-    def roll_back(self, step: int, samples: list[range], bad: Bad, sentence: str) -> None:
+    def roll_back(self, step: int, samples: list[range], bad: BadStep, sentence: str) -> None:
         """Go on from an earlier step than `step`, which is bad and would have used `samples`.
 
         Until the barrier every rank still has the snapshots of before, after it every rank has one of the step gone
@@ -215,14 +216,14 @@ class RankState:
 
     def _announce(self, done: RollBack, why: str) -> None:
         samples, data = named_samples(done.samples), sample_data(done.samples) | done.to_json()
-        message = f"{why}: back to step {done.back_to}, and samples {samples} are passed over"
+        message = f"{why}: back to step {done.back_to}, and samples {samples} are skipped"
         announce(self.comm, self.reporter, "rolled_back", done.step, message, data)
 
     def save_checkpoint(self, step: int) -> None:
         """Begin a durable checkpoint of committed step `step`, where one is due."""
         if self.checkpoints is not None and self.checkpoints.due(step):
             with self.comm.step.phase("checkpoint"):
-                self.checkpoints.start(step, self.guard.numbers.to_json() if self.guard.active else None)
+                self.checkpoints.start(step, self.guard.history.to_json() if self.guard.active else None)
 
     def save_missing_checkpoint(self) -> None:
         """Save what the last generation did not get to save."""

@@ -110,19 +110,19 @@ def _restore(trainer: Trainer, checkpoints: Path | None) -> None:
     """Go on from the newest checkpoint that is not damaged; from the start where none was ever whole. Raises
     CheckpointError when all that were are damaged now."""
     path: Path | None = None
-    passed_over: list[str] = []
+    skipped: list[str] = []
     if checkpoints is not None:
         any_whole = bool(whole_checkpoints(checkpoints))
 
         def use(path: Path, step: int) -> None:
             trainer.restore(Resume("checkpoint", step, str(path)))
 
-        path, passed_over = newest_usable(checkpoints, use)
+        path, skipped = newest_usable(checkpoints, use)
         if path is None and any_whole:
-            raise CheckpointError("; ".join(passed_over))
+            raise CheckpointError("; ".join(skipped))
     if trainer.comm.rank == 0:
-        for reason in passed_over:
-            print(f"passed over: {reason}", file=sys.stderr)
+        for reason in skipped:
+            print(f"skipped: {reason}", file=sys.stderr)
     if path is None:
         trainer.restore(Resume())
 

@@ -9,13 +9,13 @@ from typing import Any
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import Batches
-from workers.data.skipped_samples import PassedOver
+from workers.data.skipped_samples import SkippedSamples
 from workers.engine import Engine
 from workers.errors import PeerLost, ReplicaDiffers
 from workers.learning_rate import learning_rate
 from workers.liveness.stragglers import Stragglers
 from workers.messages import Resume
-from workers.numerics.bad_numbers import Bad
+from workers.numerics.bad_numbers import BadStep
 from workers.numerics.guard import error_of
 from workers.parallel.data.replica_check import ReplicaCheck
 from workers.parallel.data.zero import StepStatistics
@@ -60,7 +60,7 @@ class Trainer:
         self._skip_samples()
 
     def _skip_samples(self) -> None:
-        self.batches.passed_over = PassedOver.of(self.guard.numbers.passed_over)
+        self.batches.skipped = SkippedSamples.of(self.guard.history.skipped_samples)
 
     def train(self, stop_after_step: int | None = None) -> None:
         """Run all steps that are left, or those up to `stop_after_step`, and save what the last generation did not get
@@ -130,7 +130,7 @@ class Trainer:
         announce(self.comm, self.reporter, "replica_differs", self.step, message, data)
         raise (ReplicaDiffers if self.comm.rank in ranks else PeerLost)(message)
 
-    def _goes_on(self, step: int, bad: Bad) -> bool:
+    def _goes_on(self, step: int, bad: BadStep) -> bool:
         """What the policy says about a step with bad numbers; whether it is committed."""
         samples = self.batches.samples(step)
         sentence = f"{bad.sentence} (samples {named_samples(samples)})"
@@ -148,7 +148,7 @@ class Trainer:
         if bad.policy == "skip":
             # AdamW counts the step too, as it does after a restart.
             self.engine.optimizer.set_step(step)
-            message = f"{sentence} and passes without an update"
+            message = f"{sentence} and is committed without an update"
             announce(self.comm, self.reporter, "step_skipped", step, message, sample_data(samples))
         return True
 

@@ -19,7 +19,7 @@ from service.cluster.processes import wait_until_ended
 from service.states import is_final
 from workers.errors import MantaError
 from workers.paths import Paths
-from workers.snapshot.snapshots import steps_kept
+from workers.snapshot.files import steps_kept
 
 POLL_SECONDS = 0.02
 GONE_SECONDS = 10.0

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from benchmarks.support.own_service import JobWentWrong, OwnService
-from workers.snapshot.snapshots import steps_kept
+from workers.snapshot.files import steps_kept
 
 WATCH_SECONDS = 0.002
 ASK_SECONDS = 0.01

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from service.backups.transfer import address_of
 from service.cluster.agent_client import AgentClient
 from workers.messages import StoredSnapshot
-from workers.snapshot.snapshots import REPLICA_PREFIX
+from workers.snapshot.files import BACKUP_PREFIX
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def _whole(files: FilesByHost, layout: str, groups: Groups) -> Whole | None:
 
 def _own_path(path: str) -> str:
     folder, slash, name = path.rpartition("/")
-    return f"{folder}{slash}{name.removeprefix(REPLICA_PREFIX)}"
+    return f"{folder}{slash}{name.removeprefix(BACKUP_PREFIX)}"
 
 
 async def spread(

@@ -26,7 +26,7 @@ from workers.messages import (
 )
 from workers.remote_call import call
 from workers.reports import Report
-from workers.snapshot.backup import Replication
+from workers.snapshot.backup import BackupProgress
 from workers.zygote.client import Exit
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class AgentClient(Protocol):
         """Send no more snapshots."""
         ...
 
-    async def backup_progress(self) -> Replication | None:
+    async def backup_progress(self) -> BackupProgress | None:
         """How far the rank's backup is; None without a partner."""
         ...
 
@@ -248,7 +248,7 @@ class RayAgent(RayActor):
     async def stop_backups(self) -> None:
         await self._call(AgentClient.stop_backups)
 
-    async def backup_progress(self) -> Replication | None:
+    async def backup_progress(self) -> BackupProgress | None:
         return await self._call(AgentClient.backup_progress)
 
     async def fetch_snapshot(

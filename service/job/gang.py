@@ -17,7 +17,7 @@ from service.cluster.sizes import given_back, resized
 from workers.comm.grid import state_peers
 from workers.config import JobSpec, ParallelConfig
 from workers.messages import AgentDescription
-from workers.snapshot.snapshots import layout_tag
+from workers.snapshot.files import layout_tag
 
 REPLICA_SECONDS = 10.0
 """How long a replica that there should be room for may take to be placed."""

@@ -19,7 +19,7 @@ from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm.grid import state_groups
 from workers.config import JobSpec
 from workers.messages import Resume, StoredSnapshot
-from workers.snapshot.snapshots import layout_tag
+from workers.snapshot.files import layout_tag
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -10,8 +10,8 @@ import pytest
 
 from api.client import ApiError
 from service.states import is_final
+from workers.snapshot.files import snapshot_files
 from workers.snapshot.snapshot_file import SLOTS, SnapshotFile
-from workers.snapshot.snapshots import kept_files
 
 MIDDLE = 10
 
@@ -127,7 +127,7 @@ def test_exception_that_repeats_at_the_same_step_is_the_users(manta, kill):
     manta.until_step(job, 1)
     first = manta.pids(job)[0]
     os.kill(first, signal.SIGSTOP)
-    replace_notes(kept_files(manta.paths.snapshot_folder(job))[0].path)
+    replace_notes(snapshot_files(manta.paths.snapshot_folder(job))[0].path)
     kill(first)
     ended = until_final(manta, job)
     assert (ended.state, ended.reason) == ("FAILED", "user_error")

@@ -12,7 +12,7 @@ import pytest
 from api.cli.service import start_service, stop_service
 from service.cluster.ray_head import MARK
 from workers.paths import Paths
-from workers.snapshot.snapshots import steps_kept
+from workers.snapshot.files import steps_kept
 
 MIDDLE = 20
 

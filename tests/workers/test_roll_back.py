@@ -162,7 +162,7 @@ def test_restart_after_a_roll_back_goes_on_with_the_same_samples(ranks, corpus, 
 
 
 def test_restart_in_the_middle_of_redone_steps(ranks, corpus, tmp_path):
-    """Ranks that end while they redo steps go on from the newest of these, with the samples still passed over."""
+    """Ranks that end while they redo steps go on from the newest of these, with the samples still skipped."""
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
     whole = run(ranks, spec, NAN)
     saved = {**spec, "checkpoint": {"every_steps": 5, "snapshot_every_steps": 1}}
@@ -179,7 +179,7 @@ def test_restart_in_the_middle_of_redone_steps(ranks, corpus, tmp_path):
 
 
 def test_state_from_before_a_known_roll_back_goes_on_in_its_order(ranks, corpus, tmp_path):
-    """From a checkpoint of an undone step, or of one before: the samples are passed over without being seen again."""
+    """From a checkpoint of an undone step, or of one before: the samples are skipped without being seen again."""
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
     whole = run(ranks, spec, NAN)
     (event,) = whole[0].events
@@ -200,7 +200,7 @@ def test_numbers_that_were_recent_survive_a_restart(ranks, corpus, tmp_path):
 
 
 def test_what_went_wrong_once_is_cured(ranks, corpus):
-    """Of a fault of the machine nothing stays behind but the samples that were passed over."""
+    """Of a fault of the machine nothing stays behind but the samples that were skipped."""
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
     found = run(ranks, spec, NAN, None, Resume(), (), None, None, True)
     knowing = run(ranks, spec, None, None, Resume(), tuple(found[0].events))

@@ -20,7 +20,7 @@ from workers.errors import NonFiniteError
 from workers.liveness.progress import Progress, ProgressReader, progress_path
 from workers.messages import Resume
 from workers.reporter import Reporter
-from workers.snapshot.snapshots import steps_kept
+from workers.snapshot.files import steps_kept
 from workers.trainer import Places, Trainer
 
 
@@ -139,7 +139,7 @@ def test_the_snapshot_of_a_step_is_whole_before_the_next_update_and_only_then(tm
         seen.append(steps_kept(tmp_path / "shared", 0))
 
     trainer._before_update = before_update
-    trainer.state.snapshots._copier.submit(let_go.wait, 30)
+    trainer.state.snapshots._copier._thread.submit(let_go.wait, 30)
     trainer.state.snapshots.start(1)
     trainer.train_step()
     assert seen == [[], [1]]

@@ -165,27 +165,27 @@ def verify(path: Path) -> Manifest:
 def newest_usable(
     folder: str | Path, use: Callable[[Path, int], object] = lambda path, step: verify(path)
 ) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint in `folder` that `use`(path, step) accepts, and what is wrong with those passed over.
+    """The newest checkpoint in `folder` that `use`(path, step) accepts, and what is wrong with those skipped.
 
-    `use` raises DamagedCheckpoint for one that is passed over; other errors end the search, since an older checkpoint
+    `use` raises DamagedCheckpoint for one that is skipped; other errors end the search, since an older checkpoint
     would not cure them. It is given interrupted ones too. By default a checkpoint is read and checked as a whole; a
     `use` that loads it spares the second reading, and where it fails on all ranks alike they agree on the result.
     """
-    passed_over = []
+    skipped = []
     for path, step, _ in reversed(_folders(Path(folder))):
         try:
             use(path, step)
         except DamagedCheckpoint as error:
-            passed_over.append(str(error))
+            skipped.append(str(error))
         else:
-            return path, passed_over
-    return None, passed_over
+            return path, skipped
+    return None, skipped
 
 
 def whole_checkpoints(folder: str | Path) -> list[tuple[Path, Manifest]]:
     """All whole checkpoints in `folder`, in the order of their making."""
-    found = [(path, read_manifest(path)) for path, _, _ in _folders(Path(folder))]
-    return [(path, manifest) for path, manifest in found if manifest is not None]
+    manifests = [(path, read_manifest(path)) for path, _, _ in _folders(Path(folder))]
+    return [(path, manifest) for path, manifest in manifests if manifest is not None]
 
 
 def next_generation(folder: str | Path) -> int:
@@ -200,15 +200,15 @@ def prune(folder: str | Path, keep: int, generation: int, undoes: int = 0) -> li
     `undoes`: how many steps may yet be undone, with their checkpoints; one from before those is kept too, and one that
     takes its place in time.
     """
-    found = whole_checkpoints(folder)
-    whole = [path for path, _ in found]
-    doomed = whole[:-keep]
+    checkpoints = whole_checkpoints(folder)
+    whole = [path for path, _ in checkpoints]
+    to_delete = whole[:-keep]
     if undoes:
-        safe = [path for path, manifest in found if manifest.step <= found[-1][1].step - undoes]
-        successors = [path for path in doomed if path not in safe]
-        doomed = [path for path in doomed if path not in (*safe[-1:], *successors[:1])]
-    doomed += [path for path, _, made_by in _folders(Path(folder)) if path not in whole and made_by < generation]
-    return _removed(doomed)
+        safe = [path for path, manifest in checkpoints if manifest.step <= checkpoints[-1][1].step - undoes]
+        successors = [path for path in to_delete if path not in safe]
+        to_delete = [path for path in to_delete if path not in (*safe[-1:], *successors[:1])]
+    to_delete += [path for path, _, made_by in _folders(Path(folder)) if path not in whole and made_by < generation]
+    return _removed(to_delete)
 
 
 def remove_after(folder: str | Path, step: int) -> list[Path]:
@@ -216,12 +216,12 @@ def remove_after(folder: str | Path, step: int) -> list[Path]:
     return _removed([path for path, manifest in whole_checkpoints(folder) if manifest.step > step])
 
 
-def _removed(doomed: list[Path]) -> list[Path]:
-    for path in doomed:
+def _removed(to_delete: list[Path]) -> list[Path]:
+    for path in to_delete:
         with contextlib.suppress(OSError):
             (path / MANIFEST).unlink()  # first, so that a half-deleted one is never taken for whole
         shutil.rmtree(path, ignore_errors=True)
-    return [path for path in doomed if not path.exists()]
+    return [path for path in to_delete if not path.exists()]
 
 
 def _folders(folder: Path) -> list[tuple[Path, int, int]]:
@@ -233,5 +233,5 @@ def _folders(folder: Path) -> list[tuple[Path, int, int]]:
     if not folder.is_dir():
         return []
     matches = [(path, _FOLDER.match(path.name)) for path in folder.iterdir()]
-    found = [(path, int(match[1]), int(match[2])) for path, match in matches if match]
-    return sorted(found, key=lambda item: (item[2], item[1]))
+    folders = [(path, int(match[1]), int(match[2])) for path, match in matches if match]
+    return sorted(folders, key=lambda item: (item[2], item[1]))

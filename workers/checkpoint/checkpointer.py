@@ -17,13 +17,12 @@ from workers.checkpoint import catalog, durable
 from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.catalog import Manifest
 from workers.checkpoint.checksums import FileSums
-from workers.checkpoint.rectangles import pieces_of
+from workers.checkpoint.rectangles import rectangles_of
 from workers.comm.comm import Comm
 from workers.comm.shared_work import SharedWork
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointError, MantaError
-from workers.numerics.bad_numbers import rolls_back
 
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Reports an event: type, step, message, data."""
@@ -38,8 +37,8 @@ class Checkpointer:
         self.comm, self.event = comm, event
         optimizer = engine.optimizer
         flat, held, tensor_index = optimizer.flat, optimizer.held, comm.index("tensor")
-        self._owned = pieces_of(flat, held, optimizer.owned, owned_only=True, tensor_index=tensor_index)
-        self._needed = pieces_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
+        self._owned = rectangles_of(flat, held, optimizer.owned, owned_only=True, tensor_index=tensor_index)
+        self._needed = rectangles_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
         self.failure: str | None = None
@@ -144,7 +143,7 @@ class Checkpointer:
         data = {"path": path, "bytes": manifest.bytes}
         self._tell("checkpoint_saved", step, f"checkpoint of step {step} is complete", data)
         recovery = self.spec.recovery
-        undoes = 2 * recovery.roll_back_steps if rolls_back(recovery) else 0
+        undoes = 2 * recovery.roll_back_steps if recovery.rolls_back else 0
         for old in catalog.prune(self.folder, self.spec.checkpoint.keep, self.comm.generation, undoes):
             self._tell("checkpoint_deleted", step, f"deleted {old.name}", {"path": str(old)})
 

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from workers.checkpoint.catalog import Manifest, manifest_of
 from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile, checked, damaged
-from workers.checkpoint.rectangles import Piece
+from workers.checkpoint.rectangles import Rectangle
 from workers.comm.shared_work import SharedWork
 from workers.errors import CheckpointError
 
@@ -50,12 +50,14 @@ KINDS = ("model", "exp_avg", "exp_avg_sq")
 Views = dict[MetadataIndex, torch.Tensor]
 
 
-def _index(kind: str, piece: Piece) -> MetadataIndex:
-    return MetadataIndex(f"{kind}.{piece.name}", torch.Size(piece.offsets))
+def _index(kind: str, rectangle: Rectangle) -> MetadataIndex:
+    return MetadataIndex(f"{kind}.{rectangle.name}", torch.Size(rectangle.offsets))
 
 
-def save(path: str, pieces: list[Piece], parts: dict[str, torch.Tensor], ranks: SharedWork) -> dict[str, FileSums]:
-    """Write this rank's `pieces` of each part in `parts` (by KINDS, CPU tensors) below `path`, together with all
+def save(
+    path: str, rectangles: list[Rectangle], parts: dict[str, torch.Tensor], ranks: SharedWork
+) -> dict[str, FileSums]:
+    """Write this rank's `rectangles` of each part in `parts` (by KINDS, CPU tensors) below `path`, together with all
     `ranks`. On rank 0 what comes back are the sums of all files of all ranks.
 
     Raises what the file system raised or, where there are several ranks, SharedWorkFailed on each of them.
@@ -63,7 +65,7 @@ def save(path: str, pieces: list[Piece], parts: dict[str, torch.Tensor], ranks: 
     files = _SummingFiles()
     writer = dcp.FileSystemWriter(path, sync_files=True)
     writer.fs = files
-    planner = _PieceSavePlanner(pieces, parts)
+    planner = _RectangleSavePlanner(rectangles, parts)
     catalogue: list[Metadata] = []
 
     def plan() -> SavePlan:
@@ -89,9 +91,9 @@ def save(path: str, pieces: list[Piece], parts: dict[str, torch.Tensor], ranks: 
     return ranks.together(write, finish)
 
 
-def load(path: str, pieces: list[Piece], length: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """What the checkpoint at `path` holds of `pieces`, in new parts of `length` elements (by KINDS, on the CPU; zero
-    where no piece lies), and its manifest. Each rank reads what it needs by itself.
+def load(path: str, rectangles: list[Rectangle], length: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """What the checkpoint at `path` holds of `rectangles`, in new parts of `length` elements (by KINDS, on the CPU;
+    zero where no rectangle lies), and its manifest. Each rank reads what it needs by itself.
 
     Every byte that is used is checked as it is read: the manifest, `.metadata`, and of the data files those blocks
     (4 MiB) in which something lies that the rank needs. That costs a CRC-32 of them, 0.3 s a GB, and no reading of
@@ -104,7 +106,7 @@ def load(path: str, pieces: list[Piece], length: int) -> tuple[Manifest, dict[st
     reader = _CheckingReader(path, manifest)
     try:
         metadata = reader.read_metadata()
-        planner = _PieceLoadPlanner(path, pieces, parts, metadata)
+        planner = _RectangleLoadPlanner(path, rectangles, parts, metadata)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
     except CheckpointError:
@@ -176,10 +178,10 @@ class _CheckingReader(dcp.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """The catalogue of all rectangles."""
         with self.fs.create_stream(Path(self.path) / ".metadata", "rb") as stream:
-            found = pickle.load(stream)
-            if not isinstance(found, Metadata):
-                raise TypeError(f"it holds a {type(found).__name__}")
-        return found
+            metadata = pickle.load(stream)
+            if not isinstance(metadata, Metadata):
+                raise TypeError(f"it holds a {type(metadata).__name__}")
+        return metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan in the order of what is on disk."""
@@ -190,25 +192,25 @@ class _CheckingReader(dcp.FileSystemReader):
         return stored.relative_path, stored.offset
 
 
-class _PieceSavePlanner(SavePlanner):
+class _RectangleSavePlanner(SavePlanner):
     """Writes rectangles; needs no state dict."""
 
-    def __init__(self, pieces: list[Piece], parts: dict[str, torch.Tensor]):
-        self._pieces, self._parts = pieces, parts
-        self._views: Views = {_index(kind, p): p.view(part) for kind, part in parts.items() for p in pieces}
+    def __init__(self, rectangles: list[Rectangle], parts: dict[str, torch.Tensor]):
+        self._rectangles, self._parts = rectangles, parts
+        self._views: Views = {_index(kind, p): p.view(part) for kind, part in parts.items() for p in rectangles}
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing to keep: the pieces were given."""
+        """Nothing to keep: the rectangles were given."""
 
     def create_local_plan(self) -> SavePlan:
         """One write a rectangle."""
-        return SavePlan([self._item(kind, piece) for kind in self._parts for piece in self._pieces])
+        return SavePlan([self._item(kind, rectangle) for kind in self._parts for rectangle in self._rectangles])
 
-    def _item(self, kind: str, piece: Piece) -> WriteItem:
-        chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+    def _item(self, kind: str, rectangle: Rectangle) -> WriteItem:
+        chunk = ChunkStorageMetadata(torch.Size(rectangle.offsets), torch.Size(rectangle.sizes))
         properties = TensorProperties(dtype=self._parts[kind].dtype)
-        data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(piece.shape))
-        return WriteItem(index=_index(kind, piece), type=WriteItemType.SHARD, tensor_data=data)
+        data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(rectangle.shape))
+        return WriteItem(index=_index(kind, rectangle), type=WriteItemType.SHARD, tensor_data=data)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The catalogue of all ranks' rectangles."""
@@ -229,46 +231,48 @@ class _PieceSavePlanner(SavePlanner):
         return self._views[write_item.index].contiguous()
 
 
-class _PieceLoadPlanner(LoadPlanner):
+class _RectangleLoadPlanner(LoadPlanner):
     """Reads the parts of stored rectangles that fall into this rank's."""
 
-    def __init__(self, path: str, pieces: list[Piece], parts: dict[str, torch.Tensor], metadata: Metadata):
-        self._path, self._pieces, self._parts, self._metadata = path, pieces, parts, metadata
-        self._views: Views = {_index(kind, p): p.view(part) for kind, part in parts.items() for p in pieces}
+    def __init__(self, path: str, rectangles: list[Rectangle], parts: dict[str, torch.Tensor], metadata: Metadata):
+        self._path, self._rectangles, self._parts, self._metadata = path, rectangles, parts, metadata
+        self._views: Views = {_index(kind, p): p.view(part) for kind, part in parts.items() for p in rectangles}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Nothing to keep: the catalogue was given."""
 
     def create_local_plan(self) -> LoadPlan:
         """All overlaps of wanted and stored rectangles. Raises CheckpointError when a wanted element is not there."""
-        return LoadPlan([read for kind in self._parts for piece in self._pieces for read in self._reads(kind, piece)])
+        return LoadPlan(
+            [read for kind in self._parts for rectangle in self._rectangles for read in self._reads(kind, rectangle)]
+        )
 
-    def _reads(self, kind: str, piece: Piece) -> list[ReadItem]:
-        index = _index(kind, piece)
+    def _reads(self, kind: str, rectangle: Rectangle) -> list[ReadItem]:
+        index = _index(kind, rectangle)
         stored = self._metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != piece.shape:
-            found = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
+        if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != rectangle.shape:
+            shape = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
             raise CheckpointError(
-                f"the checkpoint at {self._path} is of another model: {index.fqn} should be {piece.shape}, "
-                f"found {found}"
+                f"the checkpoint at {self._path} is of another model: {index.fqn} should be {rectangle.shape}, "
+                f"found {shape}"
             )
         reads = []
         for chunk in stored.chunks:
-            low = [max(a, b) for a, b in zip(piece.offsets, chunk.offsets, strict=True)]
-            ends = zip(piece.offsets, piece.sizes, chunk.offsets, chunk.sizes, strict=True)
+            low = [max(a, b) for a, b in zip(rectangle.offsets, chunk.offsets, strict=True)]
+            ends = zip(rectangle.offsets, rectangle.sizes, chunk.offsets, chunk.sizes, strict=True)
             lengths = [min(a + m, b + n) - start for start, (a, m, b, n) in zip(low, ends, strict=True)]
             if min(lengths) > 0:
                 reads.append(
                     ReadItem(
                         type=LoadItemType.TENSOR,
                         dest_index=index,
-                        dest_offsets=torch.Size(a - b for a, b in zip(low, piece.offsets, strict=True)),
+                        dest_offsets=torch.Size(a - b for a, b in zip(low, rectangle.offsets, strict=True)),
                         storage_index=MetadataIndex(index.fqn, chunk.offsets),
                         storage_offsets=torch.Size(a - b for a, b in zip(low, chunk.offsets, strict=True)),
                         lengths=torch.Size(lengths),
                     )
                 )
-        if sum(math.prod(read.lengths) for read in reads) != math.prod(piece.sizes):
+        if sum(math.prod(read.lengths) for read in reads) != math.prod(rectangle.sizes):
             raise CheckpointError(f"the checkpoint at {self._path} does not hold all of {index.fqn}")
         return reads
 

@@ -16,7 +16,7 @@ from workers.parallel.data.flat import FlatParameters, Range, Slot, answers_for,
 
 
 @dataclass(frozen=True)
-class Piece:
+class Rectangle:
     """A rectangle of a global tensor, and where its elements lie in this rank's part of the flat state."""
 
     name: str
@@ -38,9 +38,9 @@ class Piece:
         return part.as_strided(self.sizes, strides, part.storage_offset() + self.start)
 
 
-def pieces_of(
+def rectangles_of(
     flat: FlatParameters, held: list[Range], wanted: list[Range], owned_only: bool, tensor_index: int
-) -> list[Piece]:
+) -> list[Rectangle]:
     """The rectangles that make up the ranges `wanted` of the flat buffer, in a state that keeps the ranges `held` one
     after the other. Each wanted range lies within a held one.
 
@@ -51,7 +51,7 @@ def pieces_of(
     for start, end in held:
         starts.append(position - start)
         position += end - start
-    pieces: list[Piece] = []
+    rectangles: list[Rectangle] = []
     for slot in flat.slots:
         if owned_only and not answers_for(slot.entry, tensor_index):
             continue
@@ -59,11 +59,11 @@ def pieces_of(
             first, last = overlap((slot.start, slot.end), wish)
             if first < last:
                 shift = next(s for s, r in zip(starts, held, strict=True) if r[0] <= first and last <= r[1])
-                pieces += _rectangles(slot, first, last, shift)
-    return pieces
+                rectangles += _rectangles(slot, first, last, shift)
+    return rectangles
 
 
-def _rectangles(slot: Slot, start: int, end: int, shift: int) -> Iterator[Piece]:
+def _rectangles(slot: Slot, start: int, end: int, shift: int) -> Iterator[Rectangle]:
     local = tuple(slot.entry.parameter.shape)
     columns = local[1] if len(local) == 2 else 1
     position = start
@@ -73,13 +73,15 @@ def _rectangles(slot: Slot, start: int, end: int, shift: int) -> Iterator[Piece]
             rows, width = 1, min(columns - column, end - position)
         else:
             rows, width = (end - position) // columns, columns
-        piece = _global_piece(slot, row, column, rows, width, position + shift, columns)
-        if piece is not None:
-            yield piece
+        rectangle = _global_rectangle(slot, row, column, rows, width, position + shift, columns)
+        if rectangle is not None:
+            yield rectangle
         position += rows * width
 
 
-def _global_piece(slot: Slot, row: int, column: int, rows: int, width: int, start: int, columns: int) -> Piece | None:
+def _global_rectangle(
+    slot: Slot, row: int, column: int, rows: int, width: int, start: int, columns: int
+) -> Rectangle | None:
     """The local rectangle in global indices, cut at the real size of a padded vocabulary."""
     shard, name = slot.entry.shard, slot.entry.name
     offsets, sizes = [row, column], [rows, width]
@@ -91,4 +93,4 @@ def _global_piece(slot: Slot, row: int, column: int, rows: int, width: int, star
         sizes[shard.split_dim] = min(sizes[shard.split_dim], room)
     if min(sizes) <= 0:
         return None
-    return Piece(name, shard.shape, tuple(offsets), tuple(sizes), start, columns)
+    return Rectangle(name, shard.shape, tuple(offsets), tuple(sizes), start, columns)

@@ -1,7 +1,7 @@
 """Which global samples each step, replica and micro-batch uses. Pure Python.
 
 The samples of a job are numbered from 0 in the order in which they are used; a step takes the next ones. Where some
-are passed over, what is numbered here are places in that order (`passed_over.py`). With a ramp
+are skipped, what is numbered here are places in that order (`skipped_samples.py`). With a ramp
 (MT-NLG's, arXiv:2201.11990, section 3.2) the size of the global batch is a function of the samples consumed so far.
 """
 

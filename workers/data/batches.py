@@ -15,7 +15,7 @@ from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan, replica_micro_batches
 from workers.data.corpus import ByteCorpus
 from workers.data.order import SampleOrder
-from workers.data.skipped_samples import PassedOver
+from workers.data.skipped_samples import SkippedSamples
 from workers.data.sources import corpus_files, split_corpus
 
 # Target of a position that has none: it adds nothing to the loss and does not count as a token.
@@ -44,16 +44,16 @@ class Batches:
         self.corpus = ByteCorpus(corpus_files(spec.data))
         self.training_tokens, self.validation_tokens = split_corpus(spec, len(self.corpus))
         self.order = SampleOrder(self.training_tokens, spec.model.sequence_length, spec.train.seed)
-        self.passed_over = PassedOver()
+        self.skipped = SkippedSamples()
         """Training samples that are not used; the same on all ranks."""
 
     def training(self, step: int) -> list[MicroBatch]:
         """The replica's micro-batches of step `step` (from 1)."""
-        return self._read(self.plan.samples(step), lambda place: self.order.start(self.passed_over.sample(place)))
+        return self._read(self.plan.samples(step), lambda place: self.order.start(self.skipped.sample(place)))
 
     def samples(self, step: int) -> list[range]:
         """All samples of step `step`, of all replicas."""
-        return self.passed_over.samples(self.plan.samples(step))
+        return self.skipped.samples(self.plan.samples(step))
 
     def validation_batches(self) -> int:
         """Global batches in one validation: `train.validation_batches`, or fewer where the held-out part is short."""

@@ -1,8 +1,8 @@
-"""Samples that a job passes over, and what that does to the order in which it uses the others. Pure Python.
+"""Samples that a job skips, and what that does to the order in which it uses the others. Pure Python.
 
 A step uses places in the order, which are numbered without gaps (`batch_plan.py`). At each place is a sample: that of
-the same number as long as nothing is passed over, else the next one that is used. So which samples a step uses
-depends on the ranges passed over alone, and passing one over changes nothing about the steps before it.
+the same number as long as nothing is skipped, else the next one that is used. So which samples a step uses depends on
+the skipped ranges alone, and skipping one changes nothing about the steps before it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class PassedOver:
+class SkippedSamples:
     """Ranges of samples that no step uses."""
 
     ranges: tuple[range, ...] = ()
     """In order, with samples between them."""
 
     @classmethod
-    def of(cls, ranges: Iterable[range]) -> PassedOver:
+    def of(cls, ranges: Iterable[range]) -> SkippedSamples:
         """The union of any ranges."""
         merged: list[range] = []
         for each in sorted((each for each in ranges if each), key=lambda each: each.start):
@@ -38,11 +38,11 @@ class PassedOver:
         return place
 
     def samples(self, places: range) -> list[range]:
-        """The samples at `places`, in order: one range, or more where some lie in between that are passed over."""
-        found: list[range] = []
+        """The samples at `places`, in order: one range, or more where skipped ones lie in between."""
+        ranges: list[range] = []
         for sample in map(self.sample, places):
-            if found and found[-1].stop == sample:
-                found[-1] = range(found[-1].start, sample + 1)
+            if ranges and ranges[-1].stop == sample:
+                ranges[-1] = range(ranges[-1].start, sample + 1)
             else:
-                found.append(range(sample, sample + 1))
-        return found
+                ranges.append(range(sample, sample + 1))
+        return ranges

@@ -1,8 +1,8 @@
 """Which steps have bad numbers, and what is done about them. Pure Python.
 
-A step is bad when its loss or gradient norm is not finite, or stands out from those of the steps before. All ranks
-decide alike: from the step's statistics, which they agree on, and from `Numbers`, which goes with the state wherever
-that is kept.
+A step is bad when its loss or gradient norm is not finite, or is a spike: far above those of the steps before. All
+ranks decide alike: from the step's statistics, which they agree on, and from a `NumericsHistory`, which goes with the
+state wherever that is kept.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ Policy = Literal["report", "skip", "roll_back", "fail"]
 
 @dataclass(frozen=True)
 class RollBack:
-    """One return to an earlier step. What it passed over is never used again, whatever the job resumes from."""
+    """One return to an earlier step. The samples that it skipped are never used again, whatever the job resumes
+    from."""
 
     step: int
     """The bad step, which did not happen."""
     back_to: int
     """The committed step that was gone back to."""
     samples: tuple[range, ...]
-    """What that step would have used."""
+    """Those of the bad step, which are skipped from then on."""
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; a range of samples as [first, one past the last]."""
@@ -49,7 +50,7 @@ class RollBack:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class NumericsHistory:
     """What later decisions depend on, as of one committed step."""
 
     recent: tuple[tuple[float, float], ...] = ()
@@ -57,19 +58,19 @@ class Numbers:
     roll_backs: tuple[RollBack, ...] = ()
     """All of them, by step."""
 
-    def after(self, loss: float, grad_norm: float, window: int) -> Numbers:
-        """With one more step. What is not finite says nothing about later steps; a spike that was let pass does, so
-        that a level that stays is no spike for ever."""
+    def with_step(self, loss: float, grad_norm: float, window: int) -> NumericsHistory:
+        """With one more step, of the last `window`. Values that are not finite say nothing about later steps; a spike
+        that was committed does, so that a level that stays does not count as a spike for ever."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self
-        return Numbers((*self.recent, (loss, grad_norm))[-window:], self.roll_backs)
+        return NumericsHistory((*self.recent, (loss, grad_norm))[-window:], self.roll_backs)
 
-    def knowing(self, roll_backs: Iterable[RollBack]) -> Numbers:
+    def with_roll_backs(self, roll_backs: Iterable[RollBack]) -> NumericsHistory:
         """With these roll backs too."""
-        return Numbers(self.recent, together((*self.roll_backs, *roll_backs)))
+        return NumericsHistory(self.recent, merged_roll_backs((*self.roll_backs, *roll_backs)))
 
     @property
-    def passed_over(self) -> list[range]:
+    def skipped_samples(self) -> list[range]:
         """The samples of all roll backs."""
         return [each for roll_back in self.roll_backs for each in roll_back.samples]
 
@@ -78,82 +79,72 @@ class Numbers:
         return {"recent": [list(pair) for pair in self.recent], "roll_backs": [r.to_json() for r in self.roll_backs]}
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Numbers:
+    def from_json(cls, document: dict[str, Any]) -> NumericsHistory:
         """From what `to_json` makes."""
         recent = tuple((float(loss), float(norm)) for loss, norm in document["recent"])
-        return cls(recent, together(RollBack.from_json(each) for each in document["roll_backs"]))
+        return cls(recent, merged_roll_backs(RollBack.from_json(each) for each in document["roll_backs"]))
 
 
-def together(roll_backs: Iterable[RollBack]) -> tuple[RollBack, ...]:
-    """Each roll back once, in an order that depends on nothing but the roll backs. Two that passed over the same
-    samples are the same: one of them was made again after a restart, from which the job may have reached less far
-    back."""
+def merged_roll_backs(roll_backs: Iterable[RollBack]) -> tuple[RollBack, ...]:
+    """Each roll back once, in an order that depends on nothing but the roll backs. Two that skipped the same samples
+    are the same: one of them was made again after a restart, when there may have been no copy of as early a step."""
     by_samples: dict[tuple[range, ...], RollBack] = {}
     for each in sorted(roll_backs, key=lambda each: (each.step, each.back_to)):
         by_samples.setdefault(each.samples, each)
     return tuple(sorted(by_samples.values(), key=lambda each: (each.step, [(r.start, r.stop) for r in each.samples])))
 
 
-def agreed(known: Sequence[Numbers]) -> Numbers:
-    """What all ranks go on with, from what each of them knows of the same committed step."""
-    recent = next((numbers.recent for numbers in known if numbers.recent), ())
-    return Numbers(recent).knowing(each for numbers in known for each in numbers.roll_backs)
+def merged_histories(histories: Sequence[NumericsHistory]) -> NumericsHistory:
+    """The history that all ranks go on with, from that of each of them as of the same committed step."""
+    recent = next((history.recent for history in histories if history.recent), ())
+    return NumericsHistory(recent).with_roll_backs(each for history in histories for each in history.roll_backs)
 
 
-def limits(numbers: Numbers, recovery: RecoveryConfig) -> tuple[float, float]:
+def limits(history: NumericsHistory, recovery: RecoveryConfig) -> tuple[float, float]:
     """Largest loss and gradient norm of the next step that are no spike; infinite where no step is judged."""
     spike = recovery.spike
-    if spike.policy == "ignore" or len(numbers.recent) < spike.window:
+    if spike.policy == "ignore" or len(history.recent) < spike.window:
         return NO_LIMITS
-    losses, norms = zip(*numbers.recent, strict=True)
+    losses, norms = zip(*history.recent, strict=True)
     norm_limit = math.inf if spike.grad_norm_deviations is None else limit(norms, spike.grad_norm_deviations)
     return limit(losses, spike.loss_deviations), norm_limit
 
 
 def limit(values: Sequence[float], deviations: float) -> float:
-    """What stands out from `values`: so many deviations above their median."""
+    """The largest value that is not far above `values`: so many deviations above their median."""
     middle = statistics.median(values)
     spread = NORMAL * statistics.median(abs(value - middle) for value in values)
     return middle + deviations * max(spread, LEAST_DEVIATION * abs(middle))
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadStep:
     """A step with bad numbers."""
 
     kind: Kind
     policy: Policy
+    """What the job asks for in this case."""
     sentence: str
-    """What is wrong with it."""
+    """What is wrong with it, for people."""
 
 
 def judge(
     recovery: RecoveryConfig, step: int, loss: float, grad_norm: float, bounds: tuple[float, float]
-) -> Bad | None:
+) -> BadStep | None:
     """What is wrong with a step of these numbers, whose limits were `bounds`; None for a good one."""
-    told = f"step {step} has loss {loss:.6g} and gradient norm {grad_norm:.6g}"
+    sentence = f"step {step} has loss {loss:.6g} and gradient norm {grad_norm:.6g}"
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        return Bad("not_finite", recovery.nonfinite, told)
+        return BadStep("not_finite", recovery.nonfinite, sentence)
     if recovery.spike.policy == "ignore" or (loss <= bounds[0] and grad_norm <= bounds[1]):
         return None
     name, most = ("loss", bounds[0]) if loss > bounds[0] else ("gradient norm", bounds[1])
-    told += f", a {name} above the {most:.6g} that the last {recovery.spike.window} steps let expect"
-    return Bad("spike", recovery.spike.policy, told)
+    sentence += f", a {name} above the {most:.6g} that the last {recovery.spike.window} steps allow"
+    return BadStep("spike", recovery.spike.policy, sentence)
 
 
-def rolls_back(recovery: RecoveryConfig) -> bool:
-    """Whether any policy is to roll back, so that earlier states must be kept."""
-    return "roll_back" in (recovery.nonfinite, recovery.spike.policy)
-
-
-def remembers(recovery: RecoveryConfig) -> bool:
-    """Whether `Numbers` are of any use to the job."""
-    return rolls_back(recovery) or recovery.spike.policy != "ignore"
-
-
-def back_to(kept: Iterable[int], step: int, steps: int) -> int:
-    """The committed step to go back to from bad step `step`: of those `kept` the newest that undoes at least `steps`
-    committed ones, else the oldest. `kept` is not empty."""
-    held = sorted(kept)
-    far = [each for each in held if each <= step - 1 - steps]
-    return far[-1] if far else held[0]
+def roll_back_target(copies: Iterable[int], step: int, steps: int) -> int:
+    """The committed step to go back to from bad step `step`: of those in `copies` the newest that undoes at least
+    `steps` committed ones, else the oldest. `copies` is not empty."""
+    ascending = sorted(copies)
+    early_enough = [each for each in ascending if each <= step - 1 - steps]
+    return early_enough[-1] if early_enough else ascending[0]

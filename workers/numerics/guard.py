@@ -10,18 +10,16 @@ from workers.engine import Engine
 from workers.errors import NonFiniteError, SpikeError
 from workers.numerics.bad_numbers import (
     NO_LIMITS,
-    Bad,
-    Numbers,
+    BadStep,
+    NumericsHistory,
     RollBack,
-    agreed,
-    back_to,
     judge,
     limits,
-    remembers,
-    rolls_back,
+    merged_histories,
+    roll_back_target,
 )
 from workers.parallel.data.zero import StepStatistics
-from workers.snapshot.host_copies import Copies
+from workers.snapshot.host_copies import HostCopies
 
 
 class NumberGuard:
@@ -29,76 +27,79 @@ class NumberGuard:
 
     def __init__(self, recovery: RecoveryConfig, engine: Engine, comm: Comm):
         self.recovery, self.engine, self.comm = recovery, engine, comm
-        self.numbers = Numbers()
+        self.history = NumericsHistory()
         """As of the last committed step."""
-        self.copies = Copies(engine.state()) if rolls_back(recovery) else None
-        self._bounds = NO_LIMITS
+        self.copies: HostCopies[NumericsHistory] | None = None
+        """Earlier states, each with the history as of its step; None where no policy is to roll back."""
+        if recovery.rolls_back:
+            self.copies = HostCopies(engine.state())
+        self._limits = NO_LIMITS
 
     @property
     def active(self) -> bool:
-        """Whether `numbers` matter to this job."""
-        return remembers(self.recovery)
+        """Whether `history` matters to this job."""
+        return self.recovery.needs_history
 
-    def restored(self, step: int, told: Numbers | None, known: Iterable[RollBack]) -> list[RollBack]:
-        """The state is that of committed step `step`, with which came `told`; None: it never went away. `known`: roll
-        backs that the control plane has heard of. Agrees with the other ranks on what holds from here on; returns the
-        roll backs that were not `known`. Raises PeerLost."""
+    def restored(self, step: int, history: NumericsHistory | None, known: Iterable[RollBack]) -> list[RollBack]:
+        """The state is that of committed step `step`, with which came `history`; None: this process never lost either.
+        `known`: roll backs that the control plane has heard of. Agrees with the other ranks on what holds from here on;
+        returns the roll backs that were not `known`. Raises PeerLost."""
         if not self.active:
             return []
         known = list(known)
-        if told is not None:
-            self.numbers = told.knowing(self.numbers.roll_backs)
-        self.numbers = self.numbers.knowing(known)
-        mine = (self.numbers, [] if self.copies is None else [held for held in self.copies.steps if held <= step])
-        self.numbers, common = self.comm.shared_work.together(lambda: mine, _agreed)
+        if history is not None:
+            self.history = history.with_roll_backs(self.history.roll_backs)
+        self.history = self.history.with_roll_backs(known)
+        mine = (self.history, [] if self.copies is None else [copy for copy in self.copies.steps if copy <= step])
+        self.history, common = self.comm.shared_work.together(lambda: mine, _agreed)
         if self.copies is not None:
-            self.copies.forget(*(held for held in self.copies.steps if held not in common))
+            self.copies.forget(*(copy for copy in self.copies.steps if copy not in common))
             if not common:
-                self.copies.start(step, self.numbers)
+                self.copies.start(step, self.history)
         heard = {each.samples for each in known}
-        return [each for each in self.numbers.roll_backs if each.samples not in heard]
+        return [each for each in self.history.roll_backs if each.samples not in heard]
 
     def begin_step(self) -> None:
         """Have the next step update nothing where its numbers are above their limits."""
-        self._bounds = limits(self.numbers, self.recovery)
-        self.engine.optimizer.limits = NO_LIMITS if self.recovery.spike.policy == "report" else self._bounds
+        self._limits = limits(self.history, self.recovery)
+        self.engine.optimizer.limits = NO_LIMITS if self.recovery.spike.policy == "report" else self._limits
 
-    def judge(self, step: int, statistics: StepStatistics) -> Bad | None:
+    def judge(self, step: int, statistics: StepStatistics) -> BadStep | None:
         """What is wrong with a step; None for a good one."""
-        return judge(self.recovery, step, statistics.loss, statistics.grad_norm, self._bounds)
+        return judge(self.recovery, step, statistics.loss, statistics.grad_norm, self._limits)
 
     def committed(self, step: int, statistics: StepStatistics) -> None:
         """The step is committed."""
         if self.active:
-            window = self.recovery.spike.window if self.recovery.spike.policy != "ignore" else 0
-            if window:
-                self.numbers = self.numbers.after(statistics.loss, statistics.grad_norm, window)
+            if self.recovery.spike.policy != "ignore":
+                window = self.recovery.spike.window
+                self.history = self.history.with_step(statistics.loss, statistics.grad_norm, window)
             if self.copies is not None and step % self.recovery.roll_back_steps == 0:
-                self.copies.start(step, self.numbers)
+                self.copies.start(step, self.history)
 
     def finish(self) -> None:
         """The state is about to change: make sure of the copy that was begun."""
         if self.copies is not None:
             self.copies.finish()
 
-    def roll_back(self, step: int, samples: Sequence[range], bad: Bad) -> RollBack:
+    def roll_back(self, step: int, samples: Sequence[range], bad: BadStep) -> RollBack:
         """Bring the state back from `step`, which is bad and would have used `samples`. What the parameters hold is
         published by all ranks together. Raises NonFiniteError or SpikeError when that was done often enough."""
         assert self.copies is not None
-        if len(self.numbers.roll_backs) >= self.recovery.max_roll_backs:
+        before = self.history.roll_backs
+        if len(before) >= self.recovery.max_roll_backs:
             raise error_of(bad)(
-                f"{bad.sentence}; the job has rolled back {len(self.numbers.roll_backs)} times "
+                f"{bad.sentence}; the job has rolled back {len(before)} times "
                 "(recovery.max_roll_backs). Lower train.optimizer.learning_rate, or look at these samples"
             )
-        held = self.copies.steps
-        target = back_to(held, step, self.recovery.roll_back_steps)
-        done = RollBack(step, target, tuple(samples))
-        before = self.numbers.roll_backs
-        self.numbers = self.copies.load(target).knowing((*before, done))
-        self.copies.forget(*(each for each in held if each > target))
+        copies = self.copies.steps
+        target = roll_back_target(copies, step, self.recovery.roll_back_steps)
+        roll_back = RollBack(step, target, tuple(samples))
+        self.history = self.copies.load(target).with_roll_backs((*before, roll_back))
+        self.copies.forget(*(copy for copy in copies if copy > target))
         self.engine.optimizer.publish_parameters()
         self.engine.optimizer.set_step(target)
-        return done
+        return roll_back
 
     def close(self) -> None:
         """End the thread."""
@@ -106,12 +107,12 @@ class NumberGuard:
             self.copies.close()
 
 
-def error_of(bad: Bad) -> type[NonFiniteError | SpikeError]:
+def error_of(bad: BadStep) -> type[NonFiniteError | SpikeError]:
     """What a job fails with because of it."""
     return NonFiniteError if bad.kind == "not_finite" else SpikeError
 
 
-def _agreed(known: list[tuple[Numbers, list[int]]]) -> list[tuple[Numbers, list[int]]]:
-    """For each rank: the numbers that hold, and the copies that all ranks have."""
+def _agreed(known: list[tuple[NumericsHistory, list[int]]]) -> list[tuple[NumericsHistory, list[int]]]:
+    """For each rank: the history that holds, and the steps of the copies that all ranks have."""
     common = set.intersection(*(set(steps) for _, steps in known))
-    return [(agreed([numbers for numbers, _ in known]), sorted(common))] * len(known)
+    return [(merged_histories([history for history, _ in known]), sorted(common))] * len(known)

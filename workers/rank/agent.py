@@ -35,9 +35,9 @@ from workers.rank.report_buffer import ReportBuffer
 from workers.rank.trainer_run import TrainerRun
 from workers.remote_call import serve
 from workers.reports import KillReason, Report
-from workers.snapshot.backup import ReplicaError, ReplicaServer, Replication, Replicator, fetch
+from workers.snapshot.backup import BackupError, BackupProgress, BackupSender, BackupServer, fetch
+from workers.snapshot.files import snapshot_files, steps_kept
 from workers.snapshot.snapshot_file import committed_steps
-from workers.snapshot.snapshots import kept_files, steps_kept
 from workers.zygote.client import Exit, ZygoteUnavailable, fork
 
 ZYGOTE_WAIT_SECONDS = 60.0
@@ -71,8 +71,8 @@ class Agent:
         self._minding: asyncio.Task[None] | None = None
         self._watch: Watch | None = None
         self._lock = asyncio.Lock()
-        self._backups: ReplicaServer | None = None
-        self._backup: Replicator | None = None
+        self._backups: BackupServer | None = None
+        self._backup: BackupSender | None = None
         self._faults: dict[str, Fault] = {}
         self._struck: set[str] = set()
 
@@ -246,20 +246,20 @@ class Agent:
 
     async def snapshot_files(self) -> list[StoredSnapshot]:
         """The job's snapshot files on this node, of all ranks and layouts."""
-        files = kept_files(self._snapshot_folder) if self._snapshot_folder is not None else []
+        files = snapshot_files(self._snapshot_folder) if self._snapshot_folder is not None else []
         return [
-            StoredSnapshot(str(file.path), file.rank, file.layout, file.is_replica, tuple(committed_steps(file.path)))
+            StoredSnapshot(str(file.path), file.rank, file.layout, file.is_backup, tuple(committed_steps(file.path)))
             for file in files
         ]
 
     async def receive_backups(self, token: str, generation: int) -> BackupAddress | None:
         """Take backups of other ranks' snapshots, from callers who know `token` and are of `generation` or later, and
-        give snapshots out. Answers where; None without shared memory, where there is nothing. Raises ReplicaError for
+        give snapshots out. Answers where; None without shared memory, where there is nothing. Raises BackupError for
         an older generation than before."""
         if self._snapshot_folder is None:
             return None
         if self._backups is None:
-            self._backups = ReplicaServer(self._snapshot_folder, this_host().address, token, generation)
+            self._backups = BackupServer(self._snapshot_folder, this_host().address, token, generation)
         self._backups.expect(token, generation)
         return BackupAddress(*self._backups.address)
 
@@ -267,13 +267,13 @@ class Agent:
         self, partner: BackupAddress, token: str, generation: int, layout: str, every: int = 1
     ) -> None:
         """Stream this rank's snapshots of the layout with tag `layout` to the agent at `partner`, from now on and
-        instead of any other. `every`: see Replicator. Raises StaleGeneration."""
+        instead of any other. `every`: see BackupSender. Raises StaleGeneration."""
         if generation < self._generation:
             raise StaleGeneration(f"Generation {generation} of rank {self._rank} was replaced by {self._generation}.")
         await self.stop_backups()
         if self._snapshot_folder is not None:
             address = (partner.host, partner.port)
-            self._backup = Replicator(self._snapshot_folder, self._rank, layout, address, token, generation, every)
+            self._backup = BackupSender(self._snapshot_folder, self._rank, layout, address, token, generation, every)
 
     async def stop_backups(self) -> None:
         """Send no more snapshots; what the partner has stays there."""
@@ -281,7 +281,7 @@ class Agent:
         if backup is not None:
             await asyncio.to_thread(backup.stop)
 
-    async def backup_progress(self) -> Replication | None:
+    async def backup_progress(self) -> BackupProgress | None:
         """How far this rank's backup is; None without a partner."""
         return self._backup.state if self._backup is not None else None
 
@@ -289,9 +289,9 @@ class Agent:
         self, rank: int, holder: BackupAddress, token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
         """Bring the snapshots of `rank` that the agent at `holder` has to this node, or those of the rank `of`, which
-        has the same state; the steps that came whole. Raises ReplicaError, SharedMemoryError, OSError."""
+        has the same state; the steps that came whole. Raises BackupError, SharedMemoryError, OSError."""
         if self._snapshot_folder is None:
-            raise ReplicaError("this agent was started without a folder in shared memory")
+            raise BackupError("this agent was started without a folder in shared memory")
         address = (holder.host, holder.port)
         return await asyncio.to_thread(fetch, self._snapshot_folder, rank, layout, address, token, generation, of)
 

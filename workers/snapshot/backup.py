@@ -1,7 +1,7 @@
-"""Copies of a rank's snapshots on another node, made by the agents: no trainer takes part. Pure Python.
+"""Backups: copies of a rank's snapshots on another node, made by the agents; no trainer takes part. Pure Python.
 
-An agent's `Replicator` streams what its trainer commits to a partner's `ReplicaServer`, which keeps it in its own
-shared memory. The newest step goes first; steps that were overwritten before their turn are passed over. A new agent
+An agent's `BackupSender` streams what its trainer commits to a partner's `BackupServer`, which keeps it in its own
+shared memory. The newest step goes first; steps that were overwritten before their turn are skipped. A new agent
 of the rank, on whatever node, fetches the file back.
 """
 
@@ -18,10 +18,10 @@ from typing import Any
 
 from workers.errors import MantaError, SharedMemoryError
 from workers.snapshot import backup_transport as wire
-from workers.snapshot.backup_transport import ReplicaError
-from workers.snapshot.notification import Bell, bell_path
+from workers.snapshot.backup_transport import BackupError
+from workers.snapshot.files import backup_path, snapshot_path
+from workers.snapshot.notification import NotificationPipe, notification_path
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
-from workers.snapshot.snapshots import replica_path, snapshot_path
 
 RETRY_SECONDS = 0.5
 """Between two attempts to reach a partner that refuses or is gone."""
@@ -29,8 +29,8 @@ CONNECT_SECONDS = 5.0
 
 
 @dataclass
-class Replication:
-    """How far a rank's replica is."""
+class BackupProgress:
+    """How far a rank's backup is."""
 
     step: int | None = None
     """Newest step that arrived whole."""
@@ -50,7 +50,7 @@ class Replication:
         return asdict(self)
 
 
-class Replicator:
+class BackupSender:
     """Streams the snapshots of one rank in one generation to a partner, on a thread of its own."""
 
     def __init__(
@@ -63,16 +63,16 @@ class Replicator:
         generation: int,
         every: int = 1,
     ):
-        """`layout`: tag of the layout; `partner`: address of its ReplicaServer; `every`: only steps that are a multiple
-        of it, the same for all ranks, so that slow replicas still have steps in common."""
+        """`layout`: tag of the layout; `partner`: address of its BackupServer; `every`: only steps that are a multiple
+        of it, the same for all ranks, so that slow backups still have steps in common."""
         self._path = snapshot_path(folder, rank, layout)
         self._partner, self._token, self._every = partner, token, every
-        self._wish = {"do": "put", "rank": rank, "layout": layout, "generation": generation}
-        self._bell = Bell(bell_path(folder, rank))
+        self._request = {"do": "put", "rank": rank, "layout": layout, "generation": generation}
+        self._notifications = NotificationPipe(notification_path(folder, rank))
         self._stopped = threading.Event()
         self._connection: socket.socket | None = None
-        self.state = Replication()
-        self._thread = threading.Thread(target=self._run, name=f"replicator {rank}", daemon=True)
+        self.state = BackupProgress()
+        self._thread = threading.Thread(target=self._run, name=f"backup sender {rank}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -80,13 +80,13 @@ class Replicator:
         if self._stopped.is_set():
             return
         self._stopped.set()
-        self._bell.ring()
+        self._notifications.notify()
         connection = self._connection
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self._bell.close()
+        self._notifications.close()
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -95,7 +95,7 @@ class Replicator:
                     self._stream(file, connection)
             except (OSError, MantaError) as error:
                 self.state.problem = str(error)
-                self._bell.wait(RETRY_SECONDS)
+                self._notifications.wait(RETRY_SECONDS)
 
     @contextlib.contextmanager
     def _connected(self) -> Any:
@@ -103,7 +103,7 @@ class Replicator:
             self._connection = connection
             wire.prepare(connection)
             try:
-                wire.introduce(connection, self._token, self._wish)
+                wire.introduce(connection, self._token, self._request)
                 yield connection
             finally:
                 self._connection = None
@@ -111,13 +111,13 @@ class Replicator:
     def _stream(self, file: SnapshotFile, connection: socket.socket) -> None:
         """Until it is stopped, or the trainer makes a new file."""
         wire.send_form(connection, file.form)
-        wire.hear(connection)
+        wire.expect_agreement(connection)
         self.state.problem = None
         last: tuple[int, tuple[int, ...]] | None = None
         while not self._stopped.is_set() and _is_at(file, self._path):
             newest = next((each for each in wire.sealed_slots(file) if each.step % self._every == 0), None)
             if newest is None or (newest.step, newest.sums) == last:
-                self._bell.wait(None, connection)
+                self._notifications.wait(None, connection)
                 wire.expect_silence(connection)
                 continue
             began = time.perf_counter()
@@ -138,8 +138,8 @@ def _is_at(file: SnapshotFile, path: Path) -> bool:
         return False
 
 
-class ReplicaServer:
-    """Keeps replicas of other ranks in `folder`, and gives out what lies there."""
+class BackupServer:
+    """Keeps backups of other ranks' snapshots in `folder`, and gives out what lies there."""
 
     def __init__(self, folder: str | Path, host: str, token: str, generation: int):
         """Listen on a free port of `host`, for callers who know `token` and are of `generation` or later."""
@@ -148,19 +148,19 @@ class ReplicaServer:
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._lock = threading.Lock()
         self._writers: dict[tuple[int, str], tuple[int, socket.socket, threading.Thread]] = {}
-        """By rank and layout: generation, connection and thread of who writes its replica."""
+        """By rank and layout: generation, connection and thread of who writes its backup."""
         self._connections: set[socket.socket] = set()
-        self._thread = threading.Thread(target=self._accept, name="replica server", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="backup server", daemon=True)
         self._thread.start()
 
     def expect(self, token: str, generation: int) -> None:
-        """From now on only callers of `generation` or later, who know `token`. Raises ReplicaError for an older one."""
+        """From now on only callers of `generation` or later, who know `token`. Raises BackupError for an older one."""
         if generation < self._generation:
-            raise ReplicaError(f"generation {generation} was replaced by {self._generation}")
+            raise BackupError(f"generation {generation} was replaced by {self._generation}")
         self._token, self._generation = token, generation
 
     def close(self) -> None:
-        """Stop listening, let go of all connections and remove the replicas that were made here."""
+        """Stop listening, let go of all connections and remove the backups that were made here."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -171,7 +171,7 @@ class ReplicaServer:
                 _shut(connection)
         for (rank, layout), (_, _, thread) in writers.items():
             thread.join()
-            replica_path(self.folder, rank, layout).unlink(missing_ok=True)
+            backup_path(self.folder, rank, layout).unlink(missing_ok=True)
 
     def _accept(self) -> None:
         while True:
@@ -179,7 +179,7 @@ class ReplicaServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=self._serve, args=(connection,), name="replica", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), name="backup", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         with self._lock:
@@ -196,33 +196,33 @@ class ReplicaServer:
 
     def _answer(self, connection: socket.socket) -> None:
         try:
-            wish = wire.challenge(connection, self._token)
-            rank, layout, generation = int(wish["rank"]), str(wish["layout"]), int(wish["generation"])
+            request = wire.challenge(connection, self._token)
+            rank, layout, generation = int(request["rank"]), str(request["layout"]), int(request["generation"])
             if generation < self._generation:
-                raise ReplicaError(f"generation {generation} was replaced by {self._generation}")
-            own, replica = snapshot_path(self.folder, rank, layout), replica_path(self.folder, rank, layout)
-            if wish["do"] == "put":
+                raise BackupError(f"generation {generation} was replaced by {self._generation}")
+            own, backup = snapshot_path(self.folder, rank, layout), backup_path(self.folder, rank, layout)
+            if request["do"] == "put":
                 self._claim((rank, layout), generation, connection)
-            elif not (committed_steps(own) or committed_steps(replica)):
-                raise ReplicaError(f"there is no snapshot of rank {rank} in layout {layout} here")
+            elif not (committed_steps(own) or committed_steps(backup)):
+                raise BackupError(f"there is no snapshot of rank {rank} in layout {layout} here")
         except (KeyError, ValueError, TypeError) as error:
-            wire.send_message(connection, {"refused": f"that is no wish: {error}"})
+            wire.send_message(connection, {"refused": f"that is no request: {error}"})
             return
-        except ReplicaError as error:
+        except BackupError as error:
             wire.send_message(connection, {"refused": str(error)})
             return
         wire.send_message(connection, {})
-        if wish["do"] == "put":
-            self._take((rank, layout), replica, connection)
+        if request["do"] == "put":
+            self._take((rank, layout), backup, connection)
         else:
-            _give(max((own, replica), key=lambda path: max(committed_steps(path), default=-1)), connection)
+            _give(max((own, backup), key=lambda path: max(committed_steps(path), default=-1)), connection)
 
     def _claim(self, key: tuple[int, str], generation: int, connection: socket.socket) -> None:
-        """Become the one who writes a replica. Who did so in an older generation, or is not there any more, stops."""
+        """Become the one who writes a backup. Who did so in an older generation, or is not there any more, stops."""
         with self._lock:
             before = self._writers.get(key)
             if before is not None and before[0] > generation:
-                raise ReplicaError(f"generation {generation} was replaced by {before[0]}")
+                raise BackupError(f"generation {generation} was replaced by {before[0]}")
             self._writers[key] = (generation, connection, threading.current_thread())
         if before is not None:
             _shut(before[1])
@@ -271,14 +271,14 @@ def fetch(
     came whole. A file of the rank that is there already is replaced, once all has come. `of`: another rank that has the
     same state, whose snapshots are to be taken.
 
-    Raises ReplicaError, SharedMemoryError, OSError.
+    Raises BackupError, SharedMemoryError, OSError.
     """
     path = snapshot_path(folder, rank, layout)
     arriving = path.with_name(f"{path.name}.arriving")
-    wish = {"do": "get", "rank": rank if of is None else of, "layout": layout, "generation": generation}
+    request = {"do": "get", "rank": rank if of is None else of, "layout": layout, "generation": generation}
     with socket.create_connection(holder, CONNECT_SECONDS) as connection:
         wire.prepare(connection)
-        wire.introduce(connection, token, wish)
+        wire.introduce(connection, token, request)
         form = wire.receive_form(connection)
         try:
             with contextlib.closing(SnapshotFile.create(arriving, form)) as file, contextlib.suppress(EOFError):
@@ -286,7 +286,7 @@ def fetch(
                     wire.receive_slot(connection, file)
             steps = committed_steps(arriving)
             if not steps:
-                raise ReplicaError(f"no snapshot of rank {rank} came whole from {holder[0]}:{holder[1]}")
+                raise BackupError(f"no snapshot of rank {rank} came whole from {holder[0]}:{holder[1]}")
             arriving.rename(path)
         finally:
             arriving.unlink(missing_ok=True)

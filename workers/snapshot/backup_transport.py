@@ -1,6 +1,6 @@
 """How snapshots travel between two agents: who may, and one slot at a time. Plain blocking sockets, pure Python.
 
-Both ends know a random token. The receiver sends a number used once; the caller answers with what it wants and a MAC of
+Both ends know a random token. The receiver sends a number used once; the caller answers with its request and a MAC of
 both, so that the token itself never travels. What arrives counts only if its sums are those that its sender's trainer
 took: a slot that was overwritten while it was on its way is dropped.
 """
@@ -33,7 +33,7 @@ SILENCE_SECONDS = 20.0
 """How long a partner in the middle of a message may say nothing."""
 
 
-class ReplicaError(MantaError):
+class BackupError(MantaError):
     """The other end refused, went away, or says what makes no sense."""
 
 
@@ -47,24 +47,24 @@ def prepare(connection: socket.socket) -> None:
 
 
 def receive_exactly(connection: socket.socket, target: memoryview) -> None:
-    """Fill `target`. Raises ReplicaError when the other end closes before, OSError."""
+    """Fill `target`. Raises BackupError when the other end closes before, OSError."""
     while target:
         count = connection.recv_into(target)
         if count == 0:
-            raise ReplicaError("the other end closed the connection")
+            raise BackupError("the other end closed the connection")
         target = target[count:]
 
 
 def expect_silence(connection: socket.socket) -> None:
-    """Raise ReplicaError where the other end has closed the connection, or talks out of turn."""
+    """Raise BackupError where the other end has closed the connection, or talks out of turn."""
     if select.select([connection], [], [], 0)[0]:
-        raise ReplicaError("the other end closed the connection")
+        raise BackupError("the other end closed the connection")
 
 
 def _bytes(connection: socket.socket, count: int) -> bytes:
-    found = bytearray(count)
-    receive_exactly(connection, memoryview(found))
-    return bytes(found)
+    content = bytearray(count)
+    receive_exactly(connection, memoryview(content))
+    return bytes(content)
 
 
 def send_message(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -74,46 +74,47 @@ def send_message(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive_message(connection: socket.socket) -> dict[str, Any]:
-    """One JSON object. Raises ReplicaError for anything else."""
+    """One JSON object. Raises BackupError for anything else."""
     length = _LENGTH.unpack(_bytes(connection, _LENGTH.size))[0]
     if length > MESSAGE_BYTES:
-        raise ReplicaError(f"a message of {length} bytes is none of ours")
+        raise BackupError(f"a message of {length} bytes is not of this protocol")
     try:
-        found = json.loads(_bytes(connection, length))
+        message = json.loads(_bytes(connection, length))
     except ValueError as error:
-        raise ReplicaError("a message that is no JSON is none of ours") from error
-    if not isinstance(found, dict):
-        raise ReplicaError("a message that is no JSON object is none of ours")
-    return found
+        raise BackupError("a message that is no JSON is not of this protocol") from error
+    if not isinstance(message, dict):
+        raise BackupError("a message that is no JSON object is not of this protocol")
+    return message
 
 
-def _mac(token: str, nonce: bytes, wish: dict[str, Any]) -> str:
-    return hmac.new(token.encode(), nonce + json.dumps(wish, sort_keys=True).encode(), "sha256").hexdigest()
+def _mac(token: str, nonce: bytes, request: dict[str, Any]) -> str:
+    return hmac.new(token.encode(), nonce + json.dumps(request, sort_keys=True).encode(), "sha256").hexdigest()
 
 
-def introduce(connection: socket.socket, token: str, wish: dict[str, Any]) -> None:
-    """Say who we are and what we want. Raises ReplicaError with the other end's reason when it refuses."""
+def introduce(connection: socket.socket, token: str, request: dict[str, Any]) -> None:
+    """Prove to know `token` and say what is asked for. Raises BackupError with the other end's reason when it
+    refuses."""
     nonce = _bytes(connection, NONCE_BYTES)
-    send_message(connection, {"wish": wish, "mac": _mac(token, nonce, wish)})
-    hear(connection)
+    send_message(connection, {"wish": request, "mac": _mac(token, nonce, request)})
+    expect_agreement(connection)
 
 
-def hear(connection: socket.socket) -> None:
-    """Raise ReplicaError with the other end's reason where it refuses."""
+def expect_agreement(connection: socket.socket) -> None:
+    """Raise BackupError with the other end's reason where it refuses."""
     answer = receive_message(connection)
     if "refused" in answer:
-        raise ReplicaError(str(answer["refused"]))
+        raise BackupError(str(answer["refused"]))
 
 
 def challenge(connection: socket.socket, token: str) -> dict[str, Any]:
-    """What the caller wants, who has proved to know `token`. Raises ReplicaError for any other."""
+    """What the caller asks for, who has proved to know `token`. Raises BackupError for any other."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(nonce)
-    said = receive_message(connection)
-    wish = said.get("wish")
-    if not isinstance(wish, dict) or not hmac.compare_digest(str(said.get("mac")), _mac(token, nonce, wish)):
-        raise ReplicaError("the caller does not know the token of this job's generation")
-    return wish
+    introduction = receive_message(connection)
+    request, mac = introduction.get("wish"), str(introduction.get("mac"))
+    if not isinstance(request, dict) or not hmac.compare_digest(mac, _mac(token, nonce, request)):
+        raise BackupError("the caller does not know the token of this job's generation")
+    return request
 
 
 def send_form(connection: socket.socket, form: Form) -> None:
@@ -125,19 +126,19 @@ def receive_form(connection: socket.socket) -> Form:
     """What the file is like."""
     identity, payload, table = _FORM.unpack(_bytes(connection, _FORM.size))
     if table > TABLE_BYTES:
-        raise ReplicaError(f"a table of {table} bytes is none of ours")
+        raise BackupError(f"a table of {table} bytes is not of this protocol")
     return Form(identity, payload, _bytes(connection, table))
 
 
 def file_of(path: Path, form: Form) -> SnapshotFile:
     """The file at `path`, open for writing, or a new one where it is not of `form`. Raises SharedMemoryError."""
     try:
-        found = SnapshotFile.open(path, mmap.ACCESS_WRITE)
+        file = SnapshotFile.open(path, mmap.ACCESS_WRITE)
     except CheckpointError:
         return SnapshotFile.create(path, form)
-    if found.form == form:
-        return found
-    found.close()
+    if file.form == form:
+        return file
+    file.close()
     return SnapshotFile.create(path, form)
 
 
@@ -153,13 +154,13 @@ class Sealed:
 def sealed_slots(file: SnapshotFile) -> list[Sealed]:
     """The slots that can be sent, the newest step first. Not one whose sums make no sense: it is being overwritten, or
     damaged."""
-    found = []
+    slots = []
     for slot in range(SLOTS):
         with contextlib.suppress(CheckpointError):
             step, sums = file.step(slot), file.sealed_sums(slot)
             if step is not None and sums is not None:
-                found.append(Sealed(slot, step, sums))
-    return sorted(found, key=lambda each: -each.step)
+                slots.append(Sealed(slot, step, sums))
+    return sorted(slots, key=lambda each: -each.step)
 
 
 def send_slot(connection: socket.socket, file: SnapshotFile, sealed: Sealed) -> bool:
@@ -181,14 +182,14 @@ def send_end(connection: socket.socket) -> None:
 def receive_slot(connection: socket.socket, file: SnapshotFile) -> int | None:
     """Receive a slot into the file, over the one that is worth least, and say whether it arrived whole.
 
-    The number of its step; None where it was dropped. Raises EOFError after the last slot, ReplicaError and OSError
+    The number of its step; None where it was dropped. Raises EOFError after the last slot, BackupError and OSError
     when the other end goes away.
     """
     number, note = _SLOT.unpack(_bytes(connection, _SLOT.size))
     if number == 0:
         raise EOFError
     if note > NOTE_BYTES + 8:
-        raise ReplicaError(f"a note of {note} bytes is none of ours")
+        raise BackupError(f"a note of {note} bytes is not of this protocol")
     step, form = number - 1, file.form
     held = [file.step(slot) for slot in range(SLOTS)]
     for slot, other in enumerate(held):

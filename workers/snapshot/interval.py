@@ -1,7 +1,21 @@
-"""How often a job is snapshotted: as often as its training threads hardly notice.
+"""The snapshot interval: how many steps lie between two snapshots.
 
-Each step, unless making sure of the copies holds the training thread up; then every k-th step. All ranks use the same
-k: it follows from the slowest rank's numbers, which they exchange at fixed steps.
+With `auto` it is 1, unless making sure of the copies holds the training thread up; then it is so long that the thread
+hardly notices. All ranks use the same interval: it follows from the slowest rank's numbers, which they exchange at
+fixed steps.
+
+What is promised: while the interval in force is k (`snapshot_every_steps` in the row of the last committed step), the
+death of processes costs at most k committed steps, whenever they die. Where the interval has changed since the newest
+snapshot, each earlier one adds at most itself less one: from k to n, a death before the first snapshot under n is whole
+costs at most k - 1 + n steps. That follows from these two:
+
+- The steps that are multiples of k are snapshotted, and the snapshot of one is whole on all ranks before any rank
+  commits a later step. So the newest step s that any rank has committed is at most k steps after the newest snapshot
+  that all ranks have: k where s is itself a multiple of k whose snapshot is not whole yet.
+- The interval changes only after a multiple of AGREE_EVERY was committed, which may be up to k - 1 steps after the last
+  snapshot, and the next one is due at most n steps later.
+
+A generation begins with a snapshot of the step that it starts from on every rank, and with the interval 1 for `auto`.
 """
 
 from __future__ import annotations
@@ -30,21 +44,22 @@ def steps_between(stall_seconds: float, step_seconds: float) -> int:
     return math.ceil(stall_seconds / (STALL_SHARE * step_seconds))
 
 
-class Pace:
+class SnapshotInterval:
     """Which steps are snapshotted. All ranks call the same methods at the same steps."""
 
     def __init__(self, every: int | Literal["auto"]):
+        """`every`: as `checkpoint.snapshot_every_steps`."""
         self._auto = every == "auto"
         self.every: int = 1 if isinstance(every, str) else every
-        """Steps between snapshots, now: the most that has to be done again."""
+        """The interval in force, in steps."""
         self._stalls: deque[float] = deque(maxlen=AGREE_EVERY)
         self._steps: deque[float] = deque(maxlen=AGREE_EVERY)
 
     def due(self, step: int) -> bool:
-        """Whether committed step `step` is to be kept."""
+        """Whether committed step `step` is to be snapshotted."""
         return step % self.every == 0
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """A generation begins: all ranks know the same, which is nothing."""
         if self._auto:
             self.every = 1
@@ -56,7 +71,7 @@ class Pace:
         self._stalls.append(seconds)
 
     def note_step(self, step: int, seconds: float, comm: Comm) -> None:
-        """What step `step` took. Raises PeerLost."""
+        """What step `step` took, after it was decided whether to snapshot it. Raises PeerLost."""
         self._steps.append(seconds)
         if not self._auto or step % AGREE_EVERY or len(self._steps) < AGREE_EVERY:
             return  # the first steps of a generation touch all memory for the first time, and say little

@@ -11,7 +11,7 @@ import json
 from collections import deque
 from typing import Any
 
-from workers.numerics.bad_numbers import Numbers
+from workers.numerics.bad_numbers import NumericsHistory
 from workers.snapshot.snapshot_file import NOTE_BYTES
 
 JOURNAL_ROWS = 256
@@ -37,7 +37,7 @@ class RowJournal:
         kept = [line for line in self._lines if json.loads(line)["step"] <= step]
         self._lines = deque(kept, JOURNAL_ROWS)
 
-    def note(self, history: Numbers | None, most: int = NOTE_BYTES) -> bytes:
+    def note(self, history: NumericsHistory | None, most: int = NOTE_BYTES) -> bytes:
         """The note with these rows, of which the oldest are left out until it has at most `most` bytes; `history`: as
         of the same step, None where nothing depends on it."""
         lines = deque(self._lines)
@@ -48,13 +48,13 @@ class RowJournal:
         return b"\n".join(lines)
 
 
-def read_note(note: bytes) -> tuple[list[dict[str, Any]], Numbers | None]:
+def read_note(note: bytes) -> tuple[list[dict[str, Any]], NumericsHistory | None]:
     """The rows in a note, oldest first, and its history; None where it has none."""
     rows, history = [], None
     for line in note.splitlines():
         document = json.loads(line)
         if "numbers" in document:
-            history = Numbers.from_json(document["numbers"])
+            history = NumericsHistory.from_json(document["numbers"])
         else:
             rows.append(document)
     return rows, history

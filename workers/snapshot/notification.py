@@ -1,4 +1,4 @@
-"""Wakes a thread of another process: a named pipe that any process can ring and one listens to. Pure Python.
+"""Wakes a thread of another process: a named pipe that any process can write to and one listens at. Pure Python.
 
 Memory that two processes share has no event of its own, and asking again and again would cost what it watches for.
 """
@@ -14,41 +14,42 @@ from pathlib import Path
 from workers.paths import rank_stem
 
 
-def bell_path(folder: str | Path, rank: int) -> Path:
-    """The bell that the trainer of `rank` rings when a snapshot has its sums."""
+def notification_path(folder: str | Path, rank: int) -> Path:
+    """The pipe through which the trainer of `rank` says that a snapshot has its sums."""
     return Path(folder) / f"{rank_stem(rank)}.bell"
 
 
-def ring(path: Path) -> None:
-    """Wake the listener, if there is one."""
+def notify(path: Path) -> None:
+    """Wake the listener at `path`, if there is one."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return  # nobody listens
-    with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it has not heard the last ones yet, or just left
+    # The pipe is full of notifications that were not read yet, or the listener has just left.
+    with contextlib.suppress(BlockingIOError, BrokenPipeError):
         os.write(descriptor, b"!")
     os.close(descriptor)
 
 
-class Bell:
+class NotificationPipe:
     """The listener's end."""
 
     def __init__(self, path: Path):
-        """Hang the bell up at `path`, in place of one that is there."""
+        """Make the pipe at `path`, in place of one that is there."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)
         os.mkfifo(path, 0o600)
         self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
-    def ring(self) -> None:
-        """From this side, whoever hangs there now."""
+    def notify(self) -> None:
+        """Wake this listener, also where another pipe lies at its path by now."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._descriptor, b"!")
 
     def wait(self, timeout: float | None = None, connection: socket.socket | None = None) -> bool:
-        """Return once it was rung since the last wait, or once something comes over `connection`, its end included; or
-        after `timeout` seconds with False."""
+        """Return once there was a notification since the last wait, or once something comes over `connection`, its end
+        included; or after `timeout` seconds with False."""
         watched = [self._descriptor] if connection is None else [self._descriptor, connection.fileno()]
         ready, _, _ = select.select(watched, [], [], timeout)
         with contextlib.suppress(BlockingIOError):
@@ -57,7 +58,7 @@ class Bell:
         return bool(ready)
 
     def close(self) -> None:
-        """Take it down, unless another one hangs there by now."""
+        """Remove the pipe, unless another one lies at its path by now."""
         with contextlib.suppress(OSError):
             if self.path.stat().st_ino == os.fstat(self._descriptor).st_ino:
                 self.path.unlink()

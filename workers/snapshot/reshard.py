@@ -18,7 +18,7 @@ import torch
 from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.checksums import BLOCK_BYTES
 from workers.checkpoint.durable import KINDS
-from workers.checkpoint.rectangles import Piece, pieces_of
+from workers.checkpoint.rectangles import Rectangle, rectangles_of
 from workers.comm.comm import Comm
 from workers.comm.grid import state_peers
 from workers.engine import Engine
@@ -34,8 +34,8 @@ def describe(job: str, layout: dict[str, Any], engine: Engine, comm: Comm) -> di
 
     `rank` is the first of those that hold the same state: they may take each other's files.
 
-    The payload is one part for each kind, the held ranges one after the other, and then the loss scale. A piece lies in
-    each of the parts, from element `start` on, its rows `stride` elements apart.
+    The payload is one part for each kind, the held ranges one after the other, and then the loss scale. A rectangle
+    lies in each of the parts, from element `start` on, its rows `stride` elements apart.
     """
     optimizer, parts, at = engine.optimizer, {}, 0
     tensors = (optimizer.parameters, [optimizer.exp_avg], [optimizer.exp_avg_sq], [engine.loss_scale.state])
@@ -49,29 +49,31 @@ def describe(job: str, layout: dict[str, Any], engine: Engine, comm: Comm) -> di
         "world_size": comm.size("world"),
         "layout": layout,
         "parts": parts,
-        "pieces": [astuple(piece) for piece in needed_pieces(engine, comm)],
+        "pieces": [astuple(rectangle) for rectangle in needed_rectangles(engine, comm)],
     }
 
 
-def needed_pieces(engine: Engine, comm: Comm) -> list[Piece]:
+def needed_rectangles(engine: Engine, comm: Comm) -> list[Rectangle]:
     """The rectangles of all that a rank keeps."""
     held = engine.optimizer.held
-    return pieces_of(engine.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
+    return rectangles_of(engine.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a rank reads in the snapshots of another layout."""
+class ReshardedState:
+    """A rank's state as it is read from the snapshots of another layout."""
 
     parts: dict[str, torch.Tensor]
-    """By KINDS, on the CPU; zero where no piece lies."""
+    """By KINDS, on the CPU; zero where no rectangle lies."""
     loss_scale: list[float]
     note: bytes
     """That of rank 0."""
 
 
-def load_from_snapshots(paths: Sequence[str | Path], step: int, pieces: Iterable[Piece], length: int) -> Found:
-    """What the snapshot files at `paths`, of any ranks of one layout, hold of `pieces` at `step`, in new parts of
+def load_from_snapshots(
+    paths: Sequence[str | Path], step: int, rectangles: Iterable[Rectangle], length: int
+) -> ReshardedState:
+    """What the snapshot files at `paths`, of any ranks of one layout, hold of `rectangles` at `step`, in new parts of
     `length` elements.
 
     Raises DamagedCheckpoint naming file and byte, CheckpointError when they do not hold the step, are of another
@@ -82,15 +84,15 @@ def load_from_snapshots(paths: Sequence[str | Path], step: int, pieces: Iterable
         sources = [_Source(stack, Path(path), step) for path in paths]
         if not sources:
             raise CheckpointError(f"no snapshot files to read step {step} from")
-        for piece in pieces:
-            for source, stored, box in _cover(piece, sources, step):
+        for rectangle in rectangles:
+            for source, stored, box in _cover(rectangle, sources, step):
                 for kind, part in parts.items():
-                    _within(piece, piece.view(part), box).copy_(_within(stored, source.view(kind, stored), box))
+                    _within(rectangle, rectangle.view(part), box).copy_(_within(stored, source.view(kind, stored), box))
         first = min(sources, key=lambda source: source.rank)
         scale, note = first.tensor("loss_scale").tolist(), first.note() if first.rank == 0 else b""
         for source in sources:
             source.check_unchanged()
-    return Found(parts, scale, note)
+    return ReshardedState(parts, scale, note)
 
 
 class _Source:
@@ -106,17 +108,19 @@ class _Source:
         try:
             self.rank: int = table["rank"]
             self._parts: dict[str, dict[str, Any]] = table["parts"]
-            self.pieces: dict[str, list[Piece]] = {}
+            self.rectangles: dict[str, list[Rectangle]] = {}
             for name, shape, offsets, sizes, start, stride in table["pieces"]:
-                piece = Piece(name, tuple(shape), tuple(offsets), tuple(sizes), start, stride)
-                self.pieces.setdefault(name, []).append(piece)
+                rectangle = Rectangle(name, tuple(shape), tuple(offsets), tuple(sizes), start, stride)
+                self.rectangles.setdefault(name, []).append(rectangle)
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} does not say what it consists of") from error
 
-    def view(self, kind: str, piece: Piece) -> torch.Tensor:
-        """The elements of one of its pieces, checked."""
-        rows, stride = (piece.sizes[0], piece.stride) if len(piece.sizes) == 2 else (1, 0)
-        return piece.view(self.tensor(kind, piece.start, piece.start + (rows - 1) * stride + piece.sizes[-1]))
+    def view(self, kind: str, rectangle: Rectangle) -> torch.Tensor:
+        """The elements of one of its rectangles, checked."""
+        rows, stride = (rectangle.sizes[0], rectangle.stride) if len(rectangle.sizes) == 2 else (1, 0)
+        return rectangle.view(
+            self.tensor(kind, rectangle.start, rectangle.start + (rows - 1) * stride + rectangle.sizes[-1])
+        )
 
     def tensor(self, kind: str, start: int = 0, end: int | None = None) -> torch.Tensor:
         """One part, of which the elements from `start` to `end` are checked."""
@@ -146,16 +150,16 @@ class _Source:
             self._checked.add(block)
 
 
-def _cover(piece: Piece, sources: list[_Source], step: int) -> Iterator[tuple[_Source, Piece, Box]]:
-    """Which boxes of `piece` come from which stored piece; together they are all of it, each element once."""
-    todo: list[Box] = [(piece.offsets, piece.sizes)]
+def _cover(rectangle: Rectangle, sources: list[_Source], step: int) -> Iterator[tuple[_Source, Rectangle, Box]]:
+    """Which boxes of `rectangle` come from which stored rectangle; together they are all of it, each element once."""
+    todo: list[Box] = [(rectangle.offsets, rectangle.sizes)]
     for source in sources:
-        for stored in source.pieces.get(piece.name, ()):
+        for stored in source.rectangles.get(rectangle.name, ()):
             if not todo:
                 return
-            if stored.shape != piece.shape:
+            if stored.shape != rectangle.shape:
                 raise CheckpointError(
-                    f"the snapshots of step {step} are of another model: {piece.name} should be {piece.shape}, "
+                    f"the snapshots of step {step} are of another model: {rectangle.name} should be {rectangle.shape}, "
                     f"found {stored.shape}"
                 )
             left: list[Box] = []
@@ -170,8 +174,8 @@ def _cover(piece: Piece, sources: list[_Source], step: int) -> Iterator[tuple[_S
     if todo:
         offsets, sizes = todo[0]
         raise CheckpointError(
-            f"the snapshots of step {step} do not hold all of {piece.name}: {sizes} elements from {offsets} on are in "
-            f"none of the {len(sources)} files, which are of ranks {sorted(source.rank for source in sources)}"
+            f"the snapshots of step {step} do not hold all of {rectangle.name}: {sizes} elements from {offsets} on are "
+            f"in none of the {len(sources)} files, which are of ranks {sorted(source.rank for source in sources)}"
         )
 
 
@@ -186,19 +190,19 @@ def intersection(first: Box, second: Box) -> Box | None:
 def rest(box: Box, hole: Box) -> list[Box]:
     """`box` without `hole`, which lies within it, as boxes that do not overlap."""
     offsets, sizes = list(box[0]), list(box[1])
-    found: list[Box] = []
+    boxes: list[Box] = []
     for dim, (start, length) in enumerate(zip(*hole, strict=True)):
         for at, end in ((offsets[dim], start), (start + length, offsets[dim] + sizes[dim])):
             if at < end:
                 before, after = tuple(offsets[:dim]), tuple(offsets[dim + 1 :])
-                found.append(((*before, at, *after), (*sizes[:dim], end - at, *sizes[dim + 1 :])))
+                boxes.append(((*before, at, *after), (*sizes[:dim], end - at, *sizes[dim + 1 :])))
         offsets[dim], sizes[dim] = start, length
-    return found
+    return boxes
 
 
-def _within(piece: Piece, values: torch.Tensor, box: Box) -> torch.Tensor:
+def _within(rectangle: Rectangle, values: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, (at, length) in enumerate(zip(*box, strict=True)):
-        values = values.narrow(dim, at - piece.offsets[dim], length)
+        values = values.narrow(dim, at - rectangle.offsets[dim], length)
     return values
 
 
@@ -209,9 +213,9 @@ def restore_from_snapshots(engine: Engine, comm: Comm, paths: Sequence[str], ste
     """
     problem: CheckpointError | None = None
     try:
-        found = load_from_snapshots(paths, step, needed_pieces(engine, comm), len(engine.optimizer.exp_avg))
+        state = load_from_snapshots(paths, step, needed_rectangles(engine, comm), len(engine.optimizer.exp_avg))
     except CheckpointError as error:
         problem = error
     agree(comm.shared_work, problem)
-    take_over(engine, found.parts, found.loss_scale)
-    return found.note
+    take_over(engine, state.parts, state.loss_scale)
+    return state.note

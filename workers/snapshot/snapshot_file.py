@@ -207,27 +207,22 @@ class SnapshotFile:
 
     def table(self) -> dict[str, Any]:
         """What the payload consists of."""
-        found: dict[str, Any] = json.loads(self.form.table)
-        return found
+        table: dict[str, Any] = json.loads(self.form.table)
+        return table
 
     # Markers and seals.
 
     def _marker(self, slot: int) -> int:
-        found: int = _WORD.unpack_from(self.memory, _MARKERS_AT + _WORD.size * slot)[0]
-        return found
+        marker: int = _WORD.unpack_from(self.memory, _MARKERS_AT + _WORD.size * slot)[0]
+        return marker
 
     def _seal(self, slot: int) -> tuple[int, int]:
-        found: tuple[int, int] = _SEAL.unpack_from(self.memory, _SEALS_AT + _SEAL.size * slot)
-        return found
+        seal: tuple[int, int] = _SEAL.unpack_from(self.memory, _SEALS_AT + _SEAL.size * slot)
+        return seal
 
     def step(self, slot: int) -> int | None:
         """The step that is whole in `slot`."""
         return _step_of(self._marker(slot))
-
-    def is_sealed(self, slot: int) -> bool:
-        """Whether the sums of the slot's step are complete."""
-        marker = self._marker(slot)
-        return marker != 0 and self._seal(slot)[0] == marker
 
     def oldest(self) -> int:
         """The slot whose loss costs least."""
@@ -268,8 +263,8 @@ class SnapshotFile:
 
     def note_size(self, slot: int) -> int:
         """Bytes of the note and of its length."""
-        found: int = _WORD.unpack_from(self.memory, self.form.note_at(slot))[0]
-        return _WORD.size + min(found, NOTE_BYTES)
+        length: int = _WORD.unpack_from(self.memory, self.form.note_at(slot))[0]
+        return _WORD.size + min(length, NOTE_BYTES)
 
     def note(self, slot: int) -> bytes:
         """The note of a slot; check it before."""
@@ -290,8 +285,8 @@ class SnapshotFile:
             for block in range(self.form.blocks):
                 start, end = self._range(slot, block)
                 with memory[start:end] as content:
-                    found = zlib.crc32(content)
-                yield found
+                    block_sum = zlib.crc32(content)
+                yield block_sum
 
     def seal(self, slot: int, step: int, sums: list[int]) -> None:
         """Note the sums of the slot's blocks, which hold `step`."""
@@ -317,8 +312,8 @@ class SnapshotFile:
         sums = self.sealed_sums(slot)
         if sums is None:
             return False
-        for block, found in enumerate(self.sums(slot)):
-            self._compare(slot, block, found, sums)
+        for block, block_sum in enumerate(self.sums(slot)):
+            self._compare(slot, block, block_sum, sums)
         return True
 
     def check_block(self, slot: int, block: int, sums: tuple[int, ...]) -> None:
@@ -327,8 +322,8 @@ class SnapshotFile:
         with memoryview(self.memory) as memory, memory[start:end] as content:
             self._compare(slot, block, zlib.crc32(content), sums)
 
-    def _compare(self, slot: int, block: int, found: int, sums: tuple[int, ...]) -> None:
-        if found != sums[block]:
+    def _compare(self, slot: int, block: int, block_sum: int, sums: tuple[int, ...]) -> None:
+        if block_sum != sums[block]:
             start, end = self._range(slot, block)
             step = self.step(slot)
             raise damaged_at(self.path, start, f"these {end - start} bytes of step {step} are not what was written")

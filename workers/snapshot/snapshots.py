@@ -8,91 +8,25 @@ Another thread sums each copy after that, for whoever reads it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from workers.checkpoint.checksums import DamagedCheckpoint
 from workers.errors import CheckpointError
-from workers.snapshot.notification import bell_path, ring
-from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile, committed_steps
-
-if TYPE_CHECKING:
-    import torch
-
-REPLICA_PREFIX = "replica-"
-"""Start of the name of a file that a rank's partner keeps; what follows is the name of the rank's own."""
-_NAME = re.compile(rf"({REPLICA_PREFIX})?rank-(\d{{5,}})\.(?:([0-9a-f]{{8}})\.)?snapshot")
-
-
-def snapshot_path(folder: str | Path, rank: int, layout: str = "") -> Path:
-    """The snapshot file of `rank` in the layout with tag `layout` (`layout_tag`). Each layout has files of its own, so
-    a new one can be written while the old one is read."""
-    tag = f".{layout}" if layout else ""
-    return Path(folder) / f"rank-{rank:05d}{tag}.snapshot"
-
-
-def replica_path(folder: str | Path, rank: int, layout: str) -> Path:
-    """The copy of the snapshot file of `rank` that another rank's node keeps."""
-    path = snapshot_path(folder, rank, layout)
-    return path.with_name(f"{REPLICA_PREFIX}{path.name}")
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A snapshot file of a job, by its name."""
-
-    path: Path
-    rank: int
-    layout: str
-    """Tag of the layout."""
-    is_replica: bool
-    """Whether the rank lives on another node."""
-
-
-def kept_files(folder: str | Path) -> list[Kept]:
-    """All snapshot files of a job on this node."""
-    folder = Path(folder)
-    found = [(path, _NAME.fullmatch(path.name)) for path in (sorted(folder.iterdir()) if folder.is_dir() else [])]
-    return [Kept(path, int(match[2]), match[3] or "", match[1] is not None) for path, match in found if match]
-
-
-def steps_kept(folder: str | Path, rank: int, layout: str | None = None) -> list[int]:
-    """Committed steps of `rank` that are whole in its own files on this node, ascending; with `layout`, the tag of
-    one, only those of that layout."""
-    own = [file for file in kept_files(folder) if file.rank == rank and not file.is_replica]
-    wanted = [file.path for file in own if layout in (None, file.layout)]
-    return sorted({step for path in wanted for step in committed_steps(path)})
-
-
-def remove_other_layouts(folder: str | Path, layout: str) -> None:
-    """Remove the files of all layouts but the one with tag `layout`, once nobody needs them any more."""
-    for file in kept_files(folder):
-        if file.layout != layout:
-            file.path.unlink(missing_ok=True)
-
-
-def layout_tag(spec: dict[str, Any]) -> str:
-    """Eight hexadecimal digits that tell the layout of a job, a JobSpec as JSON, from its other layouts."""
-    text = json.dumps(spec["parallel"], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-
-
-def fingerprint(spec: dict[str, Any], rank: int) -> bytes:
-    """16 bytes that tell apart states that do not fit each other: the model, the layout and the rank, of several with
-    the same state (`grid.state_peers`) the first."""
-    text = json.dumps([spec["model"], spec["parallel"], spec["data"], spec["train"]["precision"], rank], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+from workers.snapshot.files import snapshot_path
+from workers.snapshot.notification import notification_path, notify
+from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
+from workers.snapshot.state_copy import StateCopier, copy_tensors
 
 
 class Snapshots:
@@ -116,7 +50,7 @@ class Snapshots:
         Each slot also holds a note: up to NOTE_BYTES that belong to the same step.
         """
         self.path, self.state = snapshot_path(folder, rank, layout), state
-        self._bell = bell_path(folder, rank)
+        self._notification = notification_path(folder, rank)
         payload = sum(tensor.numel() * tensor.element_size() for tensor in state)
         form = Form(identity, payload, json.dumps(table or {}, separators=(",", ":"), sort_keys=True).encode())
         self._unusable: CheckpointError | None = None
@@ -130,32 +64,29 @@ class Snapshots:
         """What the last copy took, beside the training."""
         self.sum_seconds = 0.0
         """What the last sums took, beside the training."""
-        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
+        self._copier = StateCopier("snapshot")
         self._summer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot-sums")
-        self._copying: Future[None] | None = None
         self._summing: Future[None] | None = None
         self._stalled = 0.0
         self._turns = [0] * SLOTS
-        """How often each slot was begun: a sum that took too long is of nothing."""
+        """How often each slot was begun: sums of a slot that was begun again meanwhile are dropped."""
         self._lock = threading.Lock()
 
     def _opened(self, form: Form) -> SnapshotFile | None:
         if not self.path.exists():
             return None
         try:
-            found = SnapshotFile.open(self.path, mmap.ACCESS_WRITE)
+            file = SnapshotFile.open(self.path, mmap.ACCESS_WRITE)
         except CheckpointError as error:
             self._unusable = error
             return None
-        if found.form == form:
-            return found
-        found.close()
+        if file.form == form:
+            return file
+        file.close()
         self._unusable = CheckpointError(f"{self.path} was of another job or layout")
         return None
 
     def _views(self, slot: int) -> list[torch.Tensor]:
-        import torch
-
         position, views = self._file.form.payload_at(slot), []
         for tensor in self.state:
             views.append(torch.frombuffer(self._file.memory, dtype=tensor.dtype, count=tensor.numel(), offset=position))
@@ -173,15 +104,14 @@ class Snapshots:
         if len(note) > NOTE_BYTES:
             raise ValueError(f"a note of {len(note)} bytes does not fit into {NOTE_BYTES}")
         self._unusable = None
-        self._copying = self._copier.submit(self._copy, step, note, then, event_of(self.state))
+        self._copier.start(self.state, partial(self._copy, step, note, then))
         self._stalled = time.perf_counter() - began
 
     def finish(self) -> bool:
         """Return once the copy that was begun is whole, and whether there was one; raises what kept it from that."""
-        if self._copying is None:
+        began = time.perf_counter()
+        if not self._copier.finish():
             return False
-        began, copying, self._copying = time.perf_counter(), self._copying, None
-        copying.result()
         self.stall_seconds = self._stalled + time.perf_counter() - began
         return True
 
@@ -190,10 +120,10 @@ class Snapshots:
         self.start(step, note)
         self.finish()
 
-    def _copy(self, step: int, note: bytes, then: Callable[[], object] | None, ready: Any) -> None:
+    def _copy(self, step: int, note: bytes, then: Callable[[], object] | None, ready: torch.cuda.Event | None) -> None:
         began, slot = time.perf_counter(), self._file.oldest()
         turn = self._begin(slot)
-        copy_beside(self._slots[slot], self.state, ready)
+        copy_tensors(self._slots[slot], self.state, ready)
         self._file.write_note(slot, note)
         self._file.commit(slot, step)
         self.copy_seconds = time.perf_counter() - began
@@ -209,16 +139,16 @@ class Snapshots:
 
     def _seal(self, slot: int, step: int, turn: int) -> None:
         began, sums = time.perf_counter(), []
-        for found in self._file.sums(slot):
+        for block_sum in self._file.sums(slot):
             if self._turns[slot] != turn:
                 return
-            sums.append(found)
+            sums.append(block_sum)
         with self._lock:
             if self._turns[slot] != turn:
                 return
             self._file.seal(slot, step, sums)
         self.sum_seconds = time.perf_counter() - began
-        ring(self._bell)
+        notify(self._notification)
 
     def load(self, step: int) -> bytes:
         """Copy the state of `step` back and return its note. Forgets a newer one, which not all ranks committed.
@@ -237,7 +167,7 @@ class Snapshots:
         except DamagedCheckpoint:
             self._begin(slot)
             raise
-        copy_beside(self.state, self._slots[slot], None)
+        copy_tensors(self.state, self._slots[slot], None)
         self.forget_after(step)
         if not sealed:
             self._summing = self._summer.submit(self._seal, slot, step, self._turns[slot])
@@ -259,13 +189,13 @@ class Snapshots:
                 self._begin(slot)
 
     def _follow(self) -> None:
-        """Use the file that lies at the path now, where it is another one: a replica that the agent fetched after this
+        """Use the file that lies at the path now, where it is another one: a backup that the agent fetched after this
         process was made ready."""
         if not self.path.exists() or self._is_at_its_path():
             return
-        found = self._opened(self._file.form)
-        if found is not None:
-            self._go_on_in(found)
+        file = self._opened(self._file.form)
+        if file is not None:
+            self._go_on_in(file)
 
     def _is_at_its_path(self) -> bool:
         try:
@@ -296,33 +226,7 @@ class Snapshots:
     def close(self) -> None:
         """Finish, end the threads and let go of the file, which stays."""
         self.finish()
-        self._copier.shutdown()
+        self._copier.close()
         self._summer.shutdown()
         self._slots = []
         self._file.close()
-
-
-def event_of(state: list[torch.Tensor]) -> Any:
-    """On a GPU, an event after all work on the state so far; else None."""
-    import torch
-
-    if not state or not state[0].is_cuda:
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(state[0].device))
-    return event
-
-
-def copy_beside(targets: list[torch.Tensor], sources: list[torch.Tensor], ready: Any) -> None:
-    """Copy each source into its target. `ready`: a GPU's event to wait for, on a stream beside that of the training
-    thread, so that no copy waits for the forward pass that was queued before it."""
-    import torch
-
-    beside: AbstractContextManager[Any] = nullcontext()
-    if ready is not None:
-        stream = torch.cuda.Stream(sources[0].device)
-        stream.wait_event(ready)
-        beside = torch.cuda.stream(stream)
-    with torch.no_grad(), beside:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)

@@ -13,8 +13,9 @@ import torch
 from service.backups.rank_backups import Brought, begin, bring_back, without_state
 from service.cluster.agent_client import AgentLost
 from workers.rank.agent import Agent
+from workers.snapshot.files import backup_path, snapshot_path
 from workers.snapshot.snapshot_file import committed_steps
-from workers.snapshot.snapshots import Snapshots, replica_path, snapshot_path
+from workers.snapshot.snapshots import Snapshots
 
 LAYOUT = "0a0a0a0a"
 
@@ -67,7 +68,7 @@ class Job:
             snapshots.save(step)
         deadline = time.monotonic() + 30
         for rank, keeper in keepers.items():
-            while step not in committed_steps(replica_path(self.folder / self.nodes[keeper], rank, LAYOUT)):
+            while step not in committed_steps(backup_path(self.folder / self.nodes[keeper], rank, LAYOUT)):
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.005)
 

@@ -10,7 +10,7 @@ from service.cluster.agent_client import AgentFailed, AgentLost
 from workers.liveness.trainer_status import TrainerStatus
 from workers.messages import AgentDescription, BackupAddress, Fault, Launched, LaunchOrder, StoredSnapshot
 from workers.reports import Event, Exited, Failure, Finished, KillReason, Metrics, Payload, Report, Resting, Started
-from workers.snapshot.backup import Replication
+from workers.snapshot.backup import BackupProgress
 from workers.zygote.client import Exit
 
 SIGKILL = 9
@@ -184,7 +184,7 @@ class FakeAgent:
         await self._answer("stop_backups")
         self.backs_up_to = None
 
-    async def backup_progress(self) -> Replication | None:
+    async def backup_progress(self) -> BackupProgress | None:
         await self._answer("backup_progress")
         return None
 

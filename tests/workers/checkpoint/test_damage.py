@@ -81,9 +81,9 @@ def copied(folder: Path) -> Iterator[tuple[Path, Path, Path]]:
 
 
 def previous_is_used(folder: Path, before: Path, reason: str) -> bool:
-    """Whether the checkpoint before the newest one is used, and that one is passed over for `reason`."""
-    found, passed_over = newest_usable(folder)
-    assert passed_over == [reason]
+    """Whether the checkpoint before the newest one is used, and that one is skipped for `reason`."""
+    found, skipped = newest_usable(folder)
+    assert skipped == [reason]
     return found == before
 
 
@@ -379,7 +379,7 @@ def listed(folder: Path, step: int, generation: int) -> Path:
     return path
 
 
-def test_what_is_made_after_a_fall_back_is_newer_than_what_was_passed_over(tmp_path):
+def test_what_is_made_after_a_fall_back_is_newer_than_what_was_skipped(tmp_path):
     """Else pruning would keep the damaged one, and delete each new one as soon as it is there."""
     good, bad = listed(tmp_path, 4, 1), listed(tmp_path, 6, 1)
     new = listed(tmp_path, 5, 2)

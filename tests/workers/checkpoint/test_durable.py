@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,16 @@ from rank_processes import RankFailure
 from rank_programs import train_job
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from workers.checkpoint import durable
 from workers.checkpoint.catalog import checkpoint_path, prune, whole_checkpoints
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
+from workers.errors import CheckpointError
 from workers.messages import Resume
+from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
+from workers.trainer import Places, Trainer
 
 WRITER = (2, 2, 2)
 
@@ -141,6 +148,64 @@ def test_a_save_that_fails_is_an_event_and_training_goes_on(ranks, corpus, tmp_p
     assert [event["step"] for event in failed] == [2, 4, 6]
     assert "Not a directory" in failed[0]["message"]
     assert len(found[0].statistics) == 6
+
+
+def one_rank(corpus: str, folder: Path) -> Trainer:
+    """A trainer at its start, in this process."""
+    spec = parse_job_spec(job(corpus, (1, 1, 1)))
+    comm = Comm(RankGrid(spec.layout), 0, torch.device("cpu"))
+    trainer = Trainer(spec, comm, Reporter(lambda _: None), 1e12, Places("test", None, str(folder)))
+    trainer.restore(Resume())
+    return trainer
+
+
+def test_all_files_are_on_disk_before_the_manifest_is_and_that_before_it_counts(tmp_path, corpus, monkeypatch):
+    """Whatever a power cut leaves has a manifest only if it is whole."""
+    synced: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted(descriptor):
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()).removesuffix(".tmp"))
+        fsync(descriptor)
+
+    def noted_rename(path, target):
+        synced.append(f"renamed to {target}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    trainer = one_rank(corpus, tmp_path / "folder")
+    trainer.state.checkpoints.start(2)
+    trainer.state.checkpoints.finish()
+    ((path, manifest),) = whole_checkpoints(tmp_path / "folder")
+    at = {name: synced.index(str(path / name)) for name in (*manifest.files, ".manifest.json")}
+    sealed = synced.index(f"renamed to {path / 'manifest.json'}")
+    assert max(at[name] for name in manifest.files) < at[".manifest.json"] < sealed
+    assert {str(path), str(path.parent)} <= set(synced[sealed:]), "and then the names in both folders"
+    trainer.close()
+
+
+def test_a_checkpoint_that_lacks_some_elements_is_not_loaded_with_zeros_in_their_place(tmp_path, corpus, monkeypatch):
+    """The catalogue names a rectangle less than was written."""
+    trainer = one_rank(corpus, tmp_path)
+    checkpoints = trainer.state.checkpoints
+    checkpoints.start(2)
+    checkpoints.finish()
+    ((path, _),) = whole_checkpoints(tmp_path)
+    read, name = durable._CheckingReader.read_metadata, "exp_avg.final_norm.weight"
+
+    def lacking(reader, *arguments, **options):
+        metadata = read(reader, *arguments, **options)
+        metadata.state_dict_metadata[name].chunks.pop()
+        return metadata
+
+    checkpoints.restore(str(path))
+    monkeypatch.setattr(durable._CheckingReader, "read_metadata", lacking)
+    before = [tensor.clone() for tensor in trainer.engine.state()]
+    with pytest.raises(CheckpointError, match=f"does not hold all of {name}"):
+        checkpoints.restore(str(path))
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.engine.state(), strict=True))
+    trainer.close()
 
 
 def listed(folder: Path, step: int, generation: int, whole: bool = True) -> Path:

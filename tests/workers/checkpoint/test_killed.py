@@ -45,9 +45,9 @@ def test_the_newest_checkpoint_is_always_whole_and_gives_the_same_next_step(corp
     reached = 0
     for _ in range(3):
         killed_while_saving(config, folder, draw.uniform(0, 0.1))
-        path, passed_over = newest_usable(folder)
+        path, skipped = newest_usable(folder)
         assert path == whole_checkpoints(folder)[-1][0]
-        assert all("manifest.json is missing, so its save was interrupted" in reason for reason in passed_over)
+        assert all("manifest.json is missing, so its save was interrupted" in reason for reason in skipped)
         step = whole_checkpoints(folder)[-1][1].step
         assert step > reached, "it went on from where it was"
         reached = step

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import load as dcp_load
 
 from workers.checkpoint import durable
 from workers.checkpoint.catalog import manifest_of, verify, whole_checkpoints
-from workers.checkpoint.rectangles import Piece, pieces_of
+from workers.checkpoint.rectangles import Rectangle, rectangles_of
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
@@ -144,12 +144,12 @@ def test_any_layout_reads_what_any_other_wrote_to_the_bit(first, resaved, corpus
     documents = [job(corpus, parallel, model=TIED) for parallel in LAYOUTS.values()]
     readers = {reader for document in documents for reader in readers_of(document)}
     for each in resaved.values():
-        for pieces, length in readers:
-            _, parts = durable.load(str(each.path), list(pieces), length)
+        for rectangles, length in readers:
+            _, parts = durable.load(str(each.path), list(rectangles), length)
             for kind, part in parts.items():
-                for piece in pieces:
-                    where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.sizes, strict=True))
-                    assert torch.equal(piece.view(part), first.content[f"{kind}.{piece.name}"][where])
+                for rectangle in rectangles:
+                    where = tuple(slice(a, a + n) for a, n in zip(rectangle.offsets, rectangle.sizes, strict=True))
+                    assert torch.equal(rectangle.view(part), first.content[f"{kind}.{rectangle.name}"][where])
 
 
 def test_untied_embeddings_and_biases_too(ranks, corpus, tmp_path):
@@ -163,14 +163,14 @@ def test_untied_embeddings_and_biases_too(ranks, corpus, tmp_path):
         path = resaved.path
 
 
-def readers_of(document: dict[str, Any]) -> list[tuple[tuple[Piece, ...], int]]:
+def readers_of(document: dict[str, Any]) -> list[tuple[tuple[Rectangle, ...], int]]:
     """For each rank of a layout: the rectangles of its state, and its length."""
     spec, found = parse_job_spec(document), []
     for rank in range(spec.layout.world_size):
         engine = Engine(spec, Comm(RankGrid(spec.layout), rank, torch.device("cpu")))
         held, index = engine.optimizer.held, engine.comm.index("tensor")
-        pieces = pieces_of(engine.flat, held, held, owned_only=False, tensor_index=index)
-        found.append((tuple(pieces), len(engine.optimizer.exp_avg)))
+        rectangles = rectangles_of(engine.flat, held, held, owned_only=False, tensor_index=index)
+        found.append((tuple(rectangles), len(engine.optimizer.exp_avg)))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Over all ranks of a layout, each element of each tensor is owned exactly once, and lies where its piece says."""
+"""Over all ranks of a layout, each element of each tensor is owned exactly once, and lies where its rectangle says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from workers.checkpoint.rectangles import pieces_of
+from workers.checkpoint.rectangles import rectangles_of
 from workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range, Sharing
 from workers.parallel.tensor.shards import NamedShard, ParameterShard, as_shared_copy
 
@@ -78,11 +78,11 @@ def test_every_element_is_owned_exactly_once_and_holds_its_value(described, tens
             owned = flat.parts(replica)
             held = [(0, flat.size)] if everything_held else owned
             state = state_of(flat, held, flat.parameters)
-            for piece in pieces_of(flat, held, owned, owned_only=True, tensor_index=index):
-                where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.sizes, strict=True))
-                numbers = torch.arange(math.prod(piece.shape)).view(piece.shape).float()
-                assert torch.equal(piece.view(state), numbers[where])
-                seen[piece.name][where] += 1
+            for rectangle in rectangles_of(flat, held, owned, owned_only=True, tensor_index=index):
+                where = tuple(slice(a, a + n) for a, n in zip(rectangle.offsets, rectangle.sizes, strict=True))
+                numbers = torch.arange(math.prod(rectangle.shape)).view(rectangle.shape).float()
+                assert torch.equal(rectangle.view(state), numbers[where])
+                seen[rectangle.name][where] += 1
     assert all((count == 1).all() for count in seen.values())
 
 
@@ -95,8 +95,8 @@ def test_what_a_rank_needs_is_all_of_its_own_part(described, tensor_size, replic
         for replica in range(replicas):
             held = flat.parts(replica)
             count = state_of(flat, held, torch.zeros(flat.size))
-            for piece in pieces_of(flat, held, held, owned_only=False, tensor_index=index):
-                piece.view(count).add_(1)
+            for rectangle in rectangles_of(flat, held, held, owned_only=False, tensor_index=index):
+                rectangle.view(count).add_(1)
             for (start, end), part in zip(held, count.split([e - s for s, e in held]), strict=True):
                 found[start:end] += part
         for slot in flat.slots:
@@ -110,9 +110,9 @@ def test_a_range_of_a_matrix_is_at_most_three_rectangles(described, replicas):
     flat = flat_of(model_of(described, 1, 0), replicas)
     for replica in range(replicas):
         for part in flat.parts(replica):
-            pieces = pieces_of(flat, [part], [part], owned_only=False, tensor_index=0)
+            rectangles = rectangles_of(flat, [part], [part], owned_only=False, tensor_index=0)
             for slot in flat.slots:
-                assert sum(piece.name == slot.entry.name for piece in pieces) <= 3
+                assert sum(rectangle.name == slot.entry.name for rectangle in rectangles) <= 3
 
 
 @settings(deadline=None)

@@ -1,9 +1,9 @@
-"""What is passed over is used by no step, and nothing else changes."""
+"""What is skipped is used by no step, and nothing else changes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.data.skipped_samples import PassedOver
+from workers.data.skipped_samples import SkippedSamples
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda each: range(each[0], sum(each))))
 
@@ -12,22 +12,22 @@ RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda ea
 def test_places_hold_all_other_samples_in_their_order(ranges, count):
     unused = {sample for each in ranges for sample in each}
     used = [sample for sample in range(1000) if sample not in unused][:count]
-    passed = PassedOver.of(ranges)
-    assert [passed.sample(place) for place in range(count)] == used
-    assert [sample for each in passed.samples(range(count)) for sample in each] == used
+    skipped = SkippedSamples.of(ranges)
+    assert [skipped.sample(place) for place in range(count)] == used
+    assert [sample for each in skipped.samples(range(count)) for sample in each] == used
 
 
 @given(RANGES, st.integers(0, 50))
-def test_passing_one_more_step_over_changes_nothing_before_it_and_takes_what_comes_next(ranges, first):
-    before = PassedOver.of(ranges)
+def test_skipping_one_more_step_changes_nothing_before_it_and_takes_what_comes_next(ranges, first):
+    before = SkippedSamples.of(ranges)
     step = before.samples(range(first, first + 8))
-    after = PassedOver.of([*before.ranges, *step])
+    after = SkippedSamples.of([*before.ranges, *step])
     assert [after.sample(place) for place in range(first)] == [before.sample(place) for place in range(first)]
     assert after.samples(range(first, first + 8)) == before.samples(range(first + 8, first + 16))
 
 
 @given(RANGES)
 def test_ranges_are_merged_whatever_their_order(ranges):
-    merged = PassedOver.of(ranges)
-    assert PassedOver.of(reversed(ranges)) == merged
+    merged = SkippedSamples.of(ranges)
+    assert SkippedSamples.of(reversed(ranges)) == merged
     assert all(a.stop < b.start for a, b in zip(merged.ranges, merged.ranges[1:], strict=False))

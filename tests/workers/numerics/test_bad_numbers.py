@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.config import RecoveryConfig
-from workers.numerics.bad_numbers import NO_LIMITS, Numbers, RollBack, agreed, back_to, judge, limit, limits, together
+from workers.numerics.bad_numbers import (
+    NO_LIMITS,
+    NumericsHistory,
+    RollBack,
+    judge,
+    limit,
+    limits,
+    merged_histories,
+    merged_roll_backs,
+    roll_back_target,
+)
 
 FINITE = st.floats(0, 1e6)
 PAIRS = st.lists(st.tuples(FINITE, FINITE), max_size=12).map(tuple)
@@ -25,7 +35,7 @@ def recovery(**spike):
 
 
 def calm(count=5, loss=2.0, norm=1.0):
-    return Numbers(((loss, norm),) * count)
+    return NumericsHistory(((loss, norm),) * count)
 
 
 def test_a_number_that_hardly_moves_still_has_room():
@@ -64,34 +74,40 @@ def test_what_is_judged():
 
 
 def test_only_finite_numbers_of_the_window_are_remembered():
-    numbers = Numbers()
+    history = NumericsHistory()
     for loss in (1.0, math.nan, 2.0, math.inf, 3.0):
-        numbers = numbers.after(loss, 1.0, window=2)
-    assert numbers.recent == ((2.0, 1.0), (3.0, 1.0))
+        history = history.with_step(loss, 1.0, window=2)
+    assert history.recent == ((2.0, 1.0), (3.0, 1.0))
 
 
 @given(PAIRS, ROLL_BACKS)
 def test_numbers_survive_their_way_through_json_with_all_bits(recent, roll_backs):
-    numbers = Numbers(recent).knowing(roll_backs)
-    assert Numbers.from_json(json.loads(json.dumps(numbers.to_json()))) == numbers
+    history = NumericsHistory(recent).with_roll_backs(roll_backs)
+    assert NumericsHistory.from_json(json.loads(json.dumps(history.to_json()))) == history
 
 
 @given(ROLL_BACKS, ROLL_BACKS)
 def test_roll_backs_add_up_in_any_order(first, second):
-    assert together([*first, *second]) == together([*second, *first])
-    assert together([*together(first), *second]) == together([*first, *second])
+    assert merged_roll_backs([*first, *second]) == merged_roll_backs([*second, *first])
+    assert merged_roll_backs([*merged_roll_backs(first), *second]) == merged_roll_backs([*first, *second])
 
 
 @given(PAIRS, ROLL_BACKS, ROLL_BACKS)
 def test_ranks_agree_on_all_roll_backs_that_any_of_them_knows(recent, first, second):
-    found = agreed([Numbers((), ()), Numbers(recent).knowing(first), Numbers(recent).knowing(second)])
-    assert found == Numbers(recent).knowing([*first, *second])
+    found = merged_histories(
+        [
+            NumericsHistory((), ()),
+            NumericsHistory(recent).with_roll_backs(first),
+            NumericsHistory(recent).with_roll_backs(second),
+        ]
+    )
+    assert found == NumericsHistory(recent).with_roll_backs([*first, *second])
 
 
 @given(st.sets(st.integers(0, 50), min_size=1), st.integers(1, 60), st.integers(1, 20))
 def test_a_roll_back_undoes_enough_where_it_can(kept, step, steps):
     kept = {each for each in kept if each < step} or {0}
-    found = back_to(kept, step, steps)
+    found = roll_back_target(kept, step, steps)
     assert found in kept
     enough = {each for each in kept if step - 1 - each >= steps}
     assert found == (max(enough) if enough else min(kept))

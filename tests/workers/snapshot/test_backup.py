@@ -1,4 +1,4 @@
-"""Replicas: what arrives is what was written, or does not count; who may not write does not."""
+"""Backups: what arrives is what was written, or does not count; who may not write does not."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ import torch
 from workers.errors import SharedMemoryError
 from workers.rank.agent import Agent, StaleGeneration
 from workers.snapshot import backup_transport as wire
-from workers.snapshot.backup import ReplicaError, ReplicaServer, Replicator, fetch
-from workers.snapshot.notification import Bell, bell_path, ring
+from workers.snapshot.backup import BackupError, BackupSender, BackupServer, fetch
+from workers.snapshot.files import backup_path, snapshot_path
+from workers.snapshot.notification import NotificationPipe, notification_path, notify
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
-from workers.snapshot.snapshots import Snapshots, replica_path, snapshot_path
+from workers.snapshot.snapshots import Snapshots
 
 IDENTITY, LAYOUT, TOKEN = b"0123456789abcdef", "0a0a0a0a", "a token"
 SIZE = 200_000
@@ -55,20 +56,20 @@ class Rank:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ReplicaServer]:
+def server(tmp_path: Path) -> Iterator[BackupServer]:
     """The other node's, of generation 3."""
-    server = ReplicaServer(tmp_path / "there", "127.0.0.1", TOKEN, 3)
+    server = BackupServer(tmp_path / "there", "127.0.0.1", TOKEN, 3)
     yield server
     server.close()
 
 
 @pytest.fixture
-def replicate(tmp_path: Path, server: ReplicaServer) -> Iterator[Callable[..., Replicator]]:
-    """Starts replicators of rank 0 to the server."""
+def send(tmp_path: Path, server: BackupServer) -> Iterator[Callable[..., BackupSender]]:
+    """Starts senders of rank 0 to the server."""
     with contextlib.ExitStack() as stack:
 
-        def start(token: str = TOKEN, generation: int = 3, every: int = 1) -> Replicator:
-            found = Replicator(tmp_path / "here", 0, LAYOUT, server.address, token, generation, every)
+        def start(token: str = TOKEN, generation: int = 3, every: int = 1) -> BackupSender:
+            found = BackupSender(tmp_path / "here", 0, LAYOUT, server.address, token, generation, every)
             stack.callback(found.stop)
             return found
 
@@ -76,18 +77,18 @@ def replicate(tmp_path: Path, server: ReplicaServer) -> Iterator[Callable[..., R
 
 
 def there(tmp_path: Path) -> list[int]:
-    """Steps of the replica."""
-    return committed_steps(replica_path(tmp_path / "there", 0, LAYOUT))
+    """Steps of the backup."""
+    return committed_steps(backup_path(tmp_path / "there", 0, LAYOUT))
 
 
-def test_what_is_committed_arrives_and_comes_back_to_the_bit(tmp_path, server, replicate):
-    rank, replicator = Rank(tmp_path / "here"), replicate()
+def test_what_is_committed_arrives_and_comes_back_to_the_bit(tmp_path, server, send):
+    rank, sender = Rank(tmp_path / "here"), send()
     for step in (1, 2, 3):
         rank.commit(step)
-        until(lambda step=step: replicator.state.step == step)
+        until(lambda step=step: sender.state.step == step)
     assert there(tmp_path) == [2, 3]
-    assert (replicator.state.sent, replicator.state.dropped, replicator.state.problem) == (3, 0, None)
-    assert replicator.state.bytes == 3 * 4 * (SIZE + 3)
+    assert (sender.state.sent, sender.state.dropped, sender.state.problem) == (3, 0, None)
+    assert sender.state.bytes == 3 * 4 * (SIZE + 3)
     assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [2, 3]
     assert [path.name for path in (tmp_path / "new").iterdir()] == [f"rank-00000.{LAYOUT}.snapshot"]
     fresh = Rank(tmp_path / "new")
@@ -95,10 +96,10 @@ def test_what_is_committed_arrives_and_comes_back_to_the_bit(tmp_path, server, r
     assert fresh.holds(2)
 
 
-def test_a_trainer_that_was_ready_before_the_replica_came_goes_on_from_it(tmp_path, server, replicate):
-    rank, replicator = Rank(tmp_path / "here"), replicate()
+def test_a_trainer_that_was_ready_before_the_backup_came_goes_on_from_it(tmp_path, server, send):
+    rank, sender = Rank(tmp_path / "here"), send()
     rank.commit(1)
-    until(lambda: replicator.state.step == 1)
+    until(lambda: sender.state.step == 1)
     ready = Rank(tmp_path / "new")
     ready.commit(0)
     assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [1]
@@ -107,19 +108,19 @@ def test_a_trainer_that_was_ready_before_the_replica_came_goes_on_from_it(tmp_pa
     assert committed_steps(snapshot_path(tmp_path / "new", 0, LAYOUT)) == [1, 2]
 
 
-def test_a_replicator_that_is_there_before_its_trainer_waits_for_it(tmp_path, replicate):
-    replicator = replicate()
-    until(lambda: replicator.state.problem is not None)
-    assert "there is no snapshot file" in replicator.state.problem
+def test_a_sender_that_is_there_before_its_trainer_waits_for_it(tmp_path, send):
+    sender = send()
+    until(lambda: sender.state.problem is not None)
+    assert "there is no snapshot file" in sender.state.problem
     rank = Rank(tmp_path / "here")
     rank.commit(4)
     until(lambda: there(tmp_path) == [4])
-    until(lambda: replicator.state.problem is None)
+    until(lambda: sender.state.problem is None)
 
 
-def test_a_trainer_that_makes_a_new_file_is_followed(tmp_path, replicate):
+def test_a_trainer_that_makes_a_new_file_is_followed(tmp_path, send):
     first = Rank(tmp_path / "here")
-    replicate()
+    send()
     first.commit(4)
     until(lambda: there(tmp_path) == [4])
     snapshot_path(tmp_path / "here", 0, LAYOUT).unlink()
@@ -127,7 +128,7 @@ def test_a_trainer_that_makes_a_new_file_is_followed(tmp_path, replicate):
     until(lambda: there(tmp_path) == [4, 5])
 
 
-def test_steps_that_nobody_had_time_for_are_passed_over(tmp_path, replicate, monkeypatch):
+def test_steps_that_nobody_had_time_for_are_skipped(tmp_path, send, monkeypatch):
     real, reached, go_on = wire.send_slot, threading.Event(), threading.Event()
 
     def slow(*arguments):
@@ -136,33 +137,33 @@ def test_steps_that_nobody_had_time_for_are_passed_over(tmp_path, replicate, mon
         return real(*arguments)
 
     monkeypatch.setattr(wire, "send_slot", slow)
-    rank, replicator = Rank(tmp_path / "here"), replicate()
+    rank, sender = Rank(tmp_path / "here"), send()
     rank.commit(1)
     assert reached.wait(SECONDS)
     for step in range(2, 9):
         rank.commit(step)
     rank.snapshots.wait_for_sums()
     go_on.set()
-    until(lambda: replicator.state.step == 8)
-    assert replicator.state.dropped == 1, "step 1 was overwritten before it was sent"
+    until(lambda: sender.state.step == 8)
+    assert sender.state.dropped == 1, "step 1 was overwritten before it was sent"
     assert there(tmp_path) == [8]
 
 
-def test_only_multiples_are_sent_where_that_is_asked_for(tmp_path, replicate):
-    rank, replicator = Rank(tmp_path / "here"), replicate(every=2)
+def test_only_multiples_are_sent_where_that_is_asked_for(tmp_path, send):
+    rank, sender = Rank(tmp_path / "here"), send(every=2)
     for step in range(1, 6):
         rank.commit(step)
         rank.snapshots.wait_for_sums()
-        until(lambda step=step: (replicator.state.step or 0) == step - step % 2)
+        until(lambda step=step: (sender.state.step or 0) == step - step % 2)
     assert there(tmp_path) == [2, 4]
 
 
-def test_a_slot_that_is_overwritten_on_its_way_is_dropped_and_the_older_replica_stays(tmp_path, server, replicate):
+def test_a_slot_that_is_overwritten_on_its_way_is_dropped_and_the_older_backup_stays(tmp_path, server, send):
     """The sender is the test itself: right sums, another content."""
-    rank, replicator = Rank(tmp_path / "here"), replicate()
+    rank, sender = Rank(tmp_path / "here"), send()
     rank.commit(6)
     until(lambda: there(tmp_path) == [6])
-    replicator.stop()
+    sender.stop()
     rank.commit(7)
     rank.snapshots.wait_for_sums()
     file = SnapshotFile.open(snapshot_path(tmp_path / "here", 0, LAYOUT))
@@ -172,7 +173,7 @@ def test_a_slot_that_is_overwritten_on_its_way_is_dropped_and_the_older_replica_
         wire.prepare(connection)
         wire.introduce(connection, TOKEN, {"do": "put", "rank": 0, "layout": LAYOUT, "generation": 3})
         wire.send_form(connection, file.form)
-        wire.hear(connection)
+        wire.expect_agreement(connection)
         assert wire.send_slot(connection, file, newest) is False
         assert there(tmp_path) == [6]
         rank.snapshots._slots[newest.slot][0][1000] = 7.0
@@ -180,61 +181,81 @@ def test_a_slot_that_is_overwritten_on_its_way_is_dropped_and_the_older_replica_
         assert there(tmp_path) == [6, 7]
 
 
-def test_a_sender_that_dies_in_the_middle_of_a_slot_leaves_the_older_replica(tmp_path, server, replicate):
-    rank, replicator = Rank(tmp_path / "here"), replicate()
+def test_a_sender_that_dies_in_the_middle_of_a_slot_leaves_the_older_backup(tmp_path, server, send):
+    rank, sender = Rank(tmp_path / "here"), send()
     for step in (6, 7):
         rank.commit(step)
-        until(lambda step=step: replicator.state.step == step)
-    replicator.stop()
+        until(lambda step=step: sender.state.step == step)
+    sender.stop()
     file = SnapshotFile.open(snapshot_path(tmp_path / "here", 0, LAYOUT))
     with socket.create_connection(server.address) as connection:
         wire.prepare(connection)
         wire.introduce(connection, TOKEN, {"do": "put", "rank": 0, "layout": LAYOUT, "generation": 3})
         wire.send_form(connection, file.form)
-        wire.hear(connection)
+        wire.expect_agreement(connection)
         connection.sendall(wire._SLOT.pack(9, 17) + b"x" * 5000)
         until(lambda: there(tmp_path) == [7])
     assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [7]
 
 
-def test_a_step_back_is_followed(tmp_path, replicate):
+def test_a_step_back_is_followed(tmp_path, send):
     """A roll-back: what came after the step that is done again is no state of the job any more."""
-    rank, replicator = Rank(tmp_path / "here"), replicate()
+    rank, sender = Rank(tmp_path / "here"), send()
     for step in (4, 5, 6):
         rank.commit(step)
-        until(lambda step=step: replicator.state.step == step)
+        until(lambda step=step: sender.state.step == step)
     rank.snapshots.clear()
     rank.commit(3)
-    until(lambda: replicator.state.step == 3)
+    until(lambda: sender.state.step == 3)
     assert there(tmp_path) == [3]
 
 
-def test_without_the_token_nobody_reads_or_writes(tmp_path, server, replicate):
+def test_without_the_token_nobody_reads_or_writes(tmp_path, server, send):
     Rank(tmp_path / "here").commit(1)
-    replicator = replicate(token="a guess")
-    until(lambda: replicator.state.problem is not None)
-    assert replicator.state.problem == "the caller does not know the token of this job's generation"
-    with pytest.raises(ReplicaError, match="does not know the token"):
+    sender = send(token="a guess")
+    until(lambda: sender.state.problem is not None)
+    assert sender.state.problem == "the caller does not know the token of this job's generation"
+    with pytest.raises(BackupError, match="does not know the token"):
         fetch(tmp_path / "new", 0, LAYOUT, server.address, "a guess", 3)
     assert not (tmp_path / "there").exists()
     assert not (tmp_path / "new").exists()
 
 
+def test_an_introduction_that_was_overheard_is_of_no_use_to_another_caller(server):
+    request = {"do": "get", "rank": 0, "layout": LAYOUT, "generation": 3}
+
+    def answer(introduction: Callable[[bytes], dict]) -> str:
+        with socket.create_connection(server.address) as connection:
+            wire.prepare(connection)
+            nonce = wire._bytes(connection, wire.NONCE_BYTES)
+            wire.send_message(connection, introduction(nonce))
+            return wire.receive_message(connection)["refused"]
+
+    overheard: list[dict] = []
+
+    def genuine(nonce: bytes) -> dict:
+        overheard.append({"wish": request, "mac": wire._mac(TOKEN, nonce, request)})
+        return overheard[0]
+
+    assert "there is no snapshot of rank 0" in answer(genuine), "the token was accepted"
+    assert "does not know the token" in answer(lambda nonce: overheard[0]), "it is good for one nonce"
+
+
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 40, b"\x02\x00\x00\x00{}"])
-def test_noise_is_no_caller_and_does_no_harm(tmp_path, server, replicate, noise):
+def test_noise_is_no_caller_and_does_no_harm(tmp_path, server, send, noise):
     with socket.create_connection(server.address) as connection:
         connection.sendall(noise)
     rank = Rank(tmp_path / "here")
-    replicate()
+    send()
     rank.commit(1)
     until(lambda: there(tmp_path) == [1])
 
 
-def test_an_older_generation_is_refused_and_a_newer_one_takes_over(tmp_path, server, replicate):
-    rank, old = Rank(tmp_path / "here"), replicate()
+def test_an_older_generation_is_refused_and_a_newer_one_takes_over(tmp_path, server, send):
+    rank, old = Rank(tmp_path / "here"), send()
     rank.commit(1)
     until(lambda: old.state.step == 1)
-    new = Replicator(tmp_path / "here", 0, LAYOUT, server.address, TOKEN, 4)
+    new = BackupSender(tmp_path / "here", 0, LAYOUT, server.address, TOKEN, 4)
     until(lambda: new.state.step == 1)
     until(lambda: old.state.problem == "generation 3 was replaced by 4")
     rank.commit(2)
@@ -242,38 +263,38 @@ def test_an_older_generation_is_refused_and_a_newer_one_takes_over(tmp_path, ser
     assert there(tmp_path) == [1, 2]
     new.stop()
     server.expect("another token", 9)
-    with pytest.raises(ReplicaError, match="does not know the token"):
+    with pytest.raises(BackupError, match="does not know the token"):
         fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 4)
-    with pytest.raises(ReplicaError, match="generation 8 was replaced by 9"):
+    with pytest.raises(BackupError, match="generation 8 was replaced by 9"):
         fetch(tmp_path / "new", 0, LAYOUT, server.address, "another token", 8)
-    with pytest.raises(ReplicaError, match="generation 8 was replaced by 9"):
+    with pytest.raises(BackupError, match="generation 8 was replaced by 9"):
         server.expect("yet another", 8)
 
 
-def test_no_room_at_the_partner_is_said_to_the_sender(tmp_path, server, replicate, monkeypatch):
+def test_no_room_at_the_partner_is_said_to_the_sender(tmp_path, server, send, monkeypatch):
     Rank(tmp_path / "here").commit(1)
 
     def full(path, form):
         raise SharedMemoryError("no room in shared memory for the snapshots: ...")
 
     monkeypatch.setattr(wire, "file_of", full)
-    replicator = replicate()
-    until(lambda: replicator.state.problem is not None)
-    assert replicator.state.problem.startswith("no room in shared memory")
-    assert replicator.state.sent == 0
+    sender = send()
+    until(lambda: sender.state.problem is not None)
+    assert sender.state.problem.startswith("no room in shared memory")
+    assert sender.state.sent == 0
 
 
 def test_what_nobody_keeps_cannot_be_fetched(tmp_path, server):
-    with pytest.raises(ReplicaError, match=f"there is no snapshot of rank 5 in layout {LAYOUT} here"):
+    with pytest.raises(BackupError, match=f"there is no snapshot of rank 5 in layout {LAYOUT} here"):
         fetch(tmp_path / "new", 5, LAYOUT, server.address, TOKEN, 3)
 
 
-def test_a_snapshot_that_is_not_what_was_written_is_not_given_out(tmp_path, server, replicate):
-    rank, replicator = Rank(tmp_path / "here"), replicate()
+def test_a_snapshot_that_is_not_what_was_written_is_not_given_out(tmp_path, server, send):
+    rank, sender = Rank(tmp_path / "here"), send()
     for step in (1, 2):
         rank.commit(step)
-        until(lambda step=step: replicator.state.step == step)
-    path = replica_path(tmp_path / "there", 0, LAYOUT)
+        until(lambda step=step: sender.state.step == step)
+    path = backup_path(tmp_path / "there", 0, LAYOUT)
     file = SnapshotFile.open(path)
     with path.open("r+b") as content:
         content.seek(file.form.payload_at(file.slot_of(2)) + 50)
@@ -281,13 +302,13 @@ def test_a_snapshot_that_is_not_what_was_written_is_not_given_out(tmp_path, serv
     assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [1]
 
 
-def test_a_closed_server_leaves_nothing(tmp_path, server, replicate):
-    rank, replicator = Rank(tmp_path / "here"), replicate()
+def test_a_closed_server_leaves_nothing(tmp_path, server, send):
+    rank, sender = Rank(tmp_path / "here"), send()
     rank.commit(1)
-    until(lambda: replicator.state.step == 1)
+    until(lambda: sender.state.step == 1)
     server.close()
     assert list((tmp_path / "there").iterdir()) == []
-    until(lambda: replicator.state.problem is not None)
+    until(lambda: sender.state.problem is not None)
 
 
 def test_agents_keep_each_others_snapshots(tmp_path, go):
@@ -303,12 +324,12 @@ def test_agents_keep_each_others_snapshots(tmp_path, go):
             rank.commit(step)
             while (await mine.replication())["step"] != step:
                 assert (await mine.replication())["problem"] is None or step == 1
-        assert committed_steps(replica_path(tmp_path / "there", 0, LAYOUT)) == [1, 2]
-        assert await partner.snapshot_steps() == [], "a replica is no snapshot of its own"
+        assert committed_steps(backup_path(tmp_path / "there", 0, LAYOUT)) == [1, 2]
+        assert await partner.snapshot_steps() == [], "a backup is no snapshot of its own"
         assert await replacement.snapshot_steps() == []
         assert await replacement.fetch_snapshot(0, address, TOKEN, 1, LAYOUT) == [1, 2]
         assert await replacement.snapshot_steps(LAYOUT) == [1, 2]
-        with pytest.raises(ReplicaError):
+        with pytest.raises(BackupError):
             await replacement.fetch_snapshot(0, address, "a guess", 1, LAYOUT)
         mine._generation = 5
         with pytest.raises(StaleGeneration, match="Generation 4 of rank 0 was replaced by 5"):
@@ -320,20 +341,20 @@ def test_agents_keep_each_others_snapshots(tmp_path, go):
     go(body)
 
 
-def test_a_bell_that_was_rung_before_is_heard_once(tmp_path):
-    path = bell_path(tmp_path, 0)
-    ring(path)
-    bell = Bell(path)
-    assert bell.wait(0.0) is False
+def test_notifications_before_a_wait_wake_it_once(tmp_path):
+    path = notification_path(tmp_path, 0)
+    notify(path)
+    pipe = NotificationPipe(path)
+    assert pipe.wait(0.0) is False
     for _ in range(100_000):
-        ring(path) if _ < 3 else bell.ring()
-    assert bell.wait(0.0) is True
-    assert bell.wait(0.0) is False
-    bell.close()
+        notify(path) if _ < 3 else pipe.notify()
+    assert pipe.wait(0.0) is True
+    assert pipe.wait(0.0) is False
+    pipe.close()
     assert not path.exists()
 
 
-def test_replicas_need_no_torch():
+def test_backups_need_no_torch():
     program = (
         "import sys, workers.rank.agent, workers.snapshot.backup; print('torch' in sys.modules, 'ray' in sys.modules)"
     )

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from hypothesis import assume, given
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from workers.comm.comm import Comm
 from workers.config import ParallelConfig
-from workers.snapshot.interval import AGREE_EVERY, FREE_SECONDS, STALL_SHARE, Pace, steps_between
+from workers.snapshot.interval import AGREE_EVERY, FREE_SECONDS, STALL_SHARE, SnapshotInterval, steps_between
+from workers.snapshot.snapshot_file import committed_steps
+from workers.snapshot.snapshots import Snapshots
 
 seconds = st.floats(1e-6, 1e3)
 
@@ -34,14 +42,14 @@ def test_a_longer_stall_never_means_more_snapshots(stall, more, step):
 
 def ranks_with_unlike_clocks(comm: Comm) -> list[tuple[int, list[int]]]:
     """(steps between snapshots, steps that are due) over some steps; rank 1 is held up by its snapshots."""
-    pace, found = Pace("auto"), []
-    pace.begin()
+    interval, found = SnapshotInterval("auto"), []
+    interval.restart()
     for step in range(1, 3 * AGREE_EVERY):
-        pace.note_stall(0.0 if comm.rank == 0 else 0.004)
-        pace.note_step(step, 0.1 + 0.01 * comm.rank, comm)
-        found.append((pace.every, pace.due(step)))
-    pace.begin()
-    return [*found, (pace.every, True)]
+        interval.note_stall(0.0 if comm.rank == 0 else 0.004)
+        interval.note_step(step, 0.1 + 0.01 * comm.rank, comm)
+        found.append((interval.every, interval.due(step)))
+    interval.restart()
+    return [*found, (interval.every, True)]
 
 
 def test_all_ranks_use_the_same_number_which_is_that_of_the_slowest(ranks: Any):
@@ -53,12 +61,12 @@ def test_all_ranks_use_the_same_number_which_is_that_of_the_slowest(ranks: Any):
 
 def generation_that_begins_late(comm: Comm) -> list[int]:
     """Steps between snapshots over a generation's steps, which are held up by them."""
-    pace, found = Pace("auto"), []
-    pace.begin()
+    interval, found = SnapshotInterval("auto"), []
+    interval.restart()
     for step in range(AGREE_EVERY - 2, 3 * AGREE_EVERY + 1):
-        pace.note_stall(0.004)
-        pace.note_step(step, 0.1, comm)
-        found.append(pace.every)
+        interval.note_stall(0.004)
+        interval.note_step(step, 0.1, comm)
+        found.append(interval.every)
     return found
 
 
@@ -68,10 +76,81 @@ def test_a_generation_is_judged_by_a_whole_window_of_its_steps(ranks: Any):
 
 
 def test_a_number_that_was_asked_for_stays():
-    pace = Pace(3)
-    pace.begin()
+    interval = SnapshotInterval(3)
+    interval.restart()
     for step in range(1, 40):
-        pace.note_stall(1.0)
-        pace.note_step(step, 0.1, None)  # type: ignore[arg-type]  # nothing is exchanged
-    assert pace.every == 3
-    assert [step for step in range(10) if pace.due(step)] == [0, 3, 6, 9]
+        interval.note_stall(1.0)
+        interval.note_step(step, 0.1, None)  # type: ignore[arg-type]  # nothing is exchanged
+    assert interval.every == 3
+    assert [step for step in range(10) if interval.due(step)] == [0, 3, 6, 9]
+
+
+class PromisedRank:
+    """One rank's snapshots, made while the interval changes as it is told to."""
+
+    def __init__(self, folder: Path, rank: int, every: int):
+        self.state = [torch.zeros(4)]
+        self.snapshots = Snapshots(folder, rank, self.state, b"0" * 16)
+        self.interval = SnapshotInterval("auto")
+        self.interval.every = every
+        self.snapshots.save(0)
+        self._may_copy = threading.Event()
+
+    @property
+    def steps(self) -> set[int]:
+        """What another process finds when this one dies now."""
+        return set(committed_steps(self.snapshots.path))
+
+    def commit(self, step: int) -> None:
+        """Commit a step and begin its snapshot where it is due, of which no byte is copied before `agree`."""
+        self.state[0].fill_(step)
+        if self.interval.due(step):
+            self._may_copy.clear()
+            self.snapshots._copier._thread.submit(self._may_copy.wait, 30)
+            self.snapshots.start(step)
+
+    def agree(self) -> None:
+        """What precedes the agreement on the next step."""
+        self._may_copy.set()
+        self.snapshots.finish()
+
+
+def steps_redone(folder: Path, intervals: list[int]) -> Iterator[tuple[int, int]]:
+    """For each step, while the interval is set every AGREE_EVERY steps: (how many committed steps a death costs at
+    most, how many are promised). Two ranks are as far apart as they can be: one has committed a step whose snapshot has
+    just begun or is whole, the other has agreed to that step and dies before it commits it, or right after it."""
+    first, second = ranks = [PromisedRank(folder, rank, intervals[0]) for rank in range(2)]
+    in_force = [intervals[0]]  # since the newest step that was due
+    for step in range(1, AGREE_EVERY * len(intervals) + 1):
+        for rank in ranks:
+            rank.agree()  # to this step, so all snapshots of earlier ones are whole
+        first.commit(step)
+        redone = [step - max(first.steps & second.steps)]
+        second.commit(step)
+        redone.append(step - max(first.steps & second.steps))
+        first.agree()
+        redone.append(step - max(first.steps & second.steps))
+        yield max(redone), sum(every - 1 for every in in_force[:-1]) + in_force[-1]
+        if first.interval.due(step):
+            in_force = in_force[-1:]
+        if step % AGREE_EVERY == 0 and step // AGREE_EVERY < len(intervals):
+            every = intervals[step // AGREE_EVERY]
+            in_force += [every] if every != in_force[-1] else []
+            for rank in ranks:
+                rank.interval.every = every
+    for rank in ranks:
+        rank.agree()
+        rank.snapshots.close()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(intervals=st.lists(st.integers(1, 40), min_size=2, max_size=5))
+def test_a_death_at_any_moment_costs_no_more_steps_than_the_interval_in_force(tmp_path, intervals):
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    assert all(redone <= promised for redone, promised in steps_redone(folder, intervals))
+
+
+@pytest.mark.parametrize(("intervals", "worst"), [([1, 1], 1), ([5, 5], 5), ([3, 3, 8], 3 - 1 + 8)])
+def test_a_death_may_cost_as_much_as_that(tmp_path, intervals, worst):
+    """The last multiple of 3 up to step 32, where the interval becomes 8, is 30; the next of 8 is 40."""
+    assert max(redone for redone, _ in steps_redone(tmp_path, intervals)) == worst

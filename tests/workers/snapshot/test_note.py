@@ -2,11 +2,11 @@
 
 import json
 
-from workers.numerics.bad_numbers import Numbers, RollBack
+from workers.numerics.bad_numbers import NumericsHistory, RollBack
 from workers.snapshot.note import JOURNAL_ROWS, RowJournal, read_note
 from workers.snapshot.snapshot_file import NOTE_BYTES
 
-HISTORY = Numbers(((0.1, 1e300), (2.5, 3.0)), (RollBack(8, 3, (range(56, 64),)),))
+HISTORY = NumericsHistory(((0.1, 1e300), (2.5, 3.0)), (RollBack(8, 3, (range(56, 64),)),))
 
 
 def _rows(count):

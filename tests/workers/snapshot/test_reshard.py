@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from checkpoint_programs import Found, fail_to_load_from_memory, job, load_from_
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workers.checkpoint.durable import KINDS
+from workers.checkpoint.rectangles import Rectangle
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError
+from workers.snapshot.files import snapshot_files
 from workers.snapshot.reshard import intersection, load_from_snapshots, rest
 from workers.snapshot.snapshot_file import SnapshotFile
-from workers.snapshot.snapshots import kept_files
+from workers.snapshot.snapshots import Snapshots
 
 SMALL = {"bucket_megabytes": 0.004}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -49,7 +52,7 @@ class Written:
     @property
     def paths(self) -> tuple[str, ...]:
         """The files."""
-        return tuple(str(each.path) for each in kept_files(self.folder))
+        return tuple(str(each.path) for each in snapshot_files(self.folder))
 
     def copied(self, folder: Path) -> Written:
         """The same somewhere else, for those who change or remove them."""
@@ -211,3 +214,24 @@ def test_a_box_is_what_it_has_in_common_with_another_and_the_rest(first, second)
         left = rest(first, common)
         assert set().union(*(cells(box) for box in left)) == cells(first) - cells(second)
         assert sum(math.prod(box[1]) for box in left) == len(cells(first) - cells(second)), "no overlap"
+
+
+def test_a_step_that_is_overwritten_while_it_is_read_is_refused(tmp_path):
+    """Its sums do not tell where the content is the same: what was read may be of both steps."""
+    parts = {kind: {"at": 24 * number, "length": 6, "dtype": "float32"} for number, kind in enumerate(KINDS)}
+    parts["loss_scale"] = {"at": 72, "length": 2, "dtype": "float32"}
+    rectangle = Rectangle("weight", (2, 3), (0, 0), (2, 3), 0, 3)
+    table = {"rank": 0, "parts": parts, "pieces": [astuple(rectangle)]}
+    snapshots = Snapshots(tmp_path, 0, [torch.ones(6), torch.ones(12), torch.ones(2)], b"0" * 16, table=table)
+    snapshots.save(7)
+    snapshots.wait_for_sums()
+
+    def rectangles(overwrites: int) -> Any:
+        yield rectangle
+        for step in range(8, 8 + overwrites):
+            snapshots.save(step)
+
+    read = load_from_snapshots([snapshots.path], 7, rectangles(1), 6)
+    assert read.parts["exp_avg"].tolist() == [1.0] * 6
+    with pytest.raises(CheckpointError, match="was overwritten while step 7 was being read"):
+        load_from_snapshots([snapshots.path], 7, rectangles(2), 6)

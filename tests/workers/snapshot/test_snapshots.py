@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,17 +19,9 @@ import torch
 from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.errors import CheckpointError, SharedMemoryError
 from workers.snapshot import snapshot_file
+from workers.snapshot.files import snapshot_path
 from workers.snapshot.snapshot_file import NOTE_BYTES, SnapshotFile, committed_steps
-from workers.snapshot.snapshots import (
-    Snapshots,
-    fingerprint,
-    kept_files,
-    layout_tag,
-    remove_other_layouts,
-    replica_path,
-    snapshot_path,
-    steps_kept,
-)
+from workers.snapshot.snapshots import Snapshots
 
 IDENTITY = b"0123456789abcdef"
 ROOT = Path(__file__).parents[3]
@@ -154,8 +147,50 @@ def test_finish_without_a_start_says_so(tmp_path):
     assert snapshots.finish() is False
     snapshots.start(1)
     assert snapshots.finish() is True
-    assert snapshots.stall_seconds > 0
     assert snapshots.finish() is False
+
+
+def test_the_stall_is_the_time_that_the_training_thread_waits_and_no_other(tmp_path, monkeypatch):
+    """By a clock that moves while nobody waits (100 s), and while `finish` waits for the copy (7 s)."""
+    snapshots, held = opened(tmp_path), None
+    now, started, waiting = [50.0], threading.Event(), threading.Event()
+
+    def clock():
+        reading = now[0]
+        if started.is_set() and threading.current_thread() is threading.main_thread():
+            waiting.set()
+        return reading
+
+    def let_go():
+        assert waiting.wait(30)
+        now[0] += 7.0
+        held.released.set()
+
+    monkeypatch.setattr("workers.snapshot.snapshots.time", SimpleNamespace(perf_counter=clock))
+    held = Held(snapshots)
+    releasing = threading.Thread(target=let_go)
+    releasing.start()
+    snapshots.start(1)
+    now[0] += 100.0
+    started.set()
+    assert snapshots.finish() is True
+    releasing.join(30)
+    assert snapshots.stall_seconds == 7.0
+
+
+def test_a_step_whose_note_cannot_be_written_is_not_committed(tmp_path, monkeypatch):
+    snapshots = opened(tmp_path)
+    for step in (5, 6):
+        save(snapshots, step)
+
+    def broken(*_):
+        raise OSError("the note is not written")
+
+    monkeypatch.setattr(SnapshotFile, "write_note", broken)
+    snapshots.start(7, b"note of 7")
+    with pytest.raises(OSError, match="the note is not written"):
+        snapshots.finish()
+    assert committed_steps(snapshots.path) == [6], "a marker promises all of the slot"
 
 
 def test_a_slot_that_is_overwritten_before_its_sums_are_done_is_not_sealed_with_them(tmp_path, monkeypatch):
@@ -188,12 +223,12 @@ def test_a_copy_without_sums_is_used_and_gets_them_then(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshots, "_seal", lambda *_: None)
     save(snapshots, 6)
     slot = snapshots._file.slot_of(6)
-    assert not snapshots._file.is_sealed(slot)
+    assert snapshots._file.sealed_sums(slot) is None
     assert committed_steps(snapshots.path) == [5, 6]
     fresh = opened(tmp_path, 999)
     assert fresh.load(6) == b"note of 6"
     fresh.wait_for_sums()
-    assert snapshots._file.is_sealed(slot)
+    assert snapshots._file.sealed_sums(slot) is not None
     assert holds(tmp_path, 6)
 
 
@@ -407,47 +442,3 @@ def test_snapshots_are_private(tmp_path):
     snapshots = opened(tmp_path / "job")
     assert snapshots.path.stat().st_mode & 0o777 == 0o600
     assert snapshots.path.parent.stat().st_mode & 0o777 == 0o700
-
-
-def test_committed_steps_needs_no_torch(tmp_path):
-    save(opened(tmp_path), 5)
-    program = (
-        "import sys; from workers.snapshot.snapshots import steps_kept\n"
-        "print(steps_kept(sys.argv[1], 3), 'torch' in sys.modules)"
-    )
-    found = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)
-    assert found.stdout.split("\n")[0] == "[5] False", found.stderr
-
-
-def test_files_of_several_layouts_lie_side_by_side_until_the_others_go(tmp_path):
-    for rank, layout in ((0, "0000aaaa"), (1, "0000aaaa"), (0, "0000bbbb")):
-        Snapshots(tmp_path, rank, state_at(0), IDENTITY, layout).save(7 + rank)
-    replica_path(tmp_path, 2, "0000aaaa").write_bytes(b"")
-    (tmp_path / "rank-00000.else").write_bytes(b"")
-    assert [(kept.rank, kept.layout, kept.is_replica) for kept in kept_files(tmp_path)] == [
-        (0, "0000aaaa", False), (0, "0000bbbb", False), (1, "0000aaaa", False), (2, "0000aaaa", True),
-    ]  # fmt: skip
-    assert steps_kept(tmp_path, 1) == [8]
-    assert steps_kept(tmp_path, 1, "0000bbbb") == []
-    remove_other_layouts(tmp_path, "0000bbbb")
-    assert [kept.path for kept in kept_files(tmp_path)] == [snapshot_path(tmp_path, 0, "0000bbbb")]
-    assert kept_files(tmp_path / "nowhere") == []
-
-
-def test_fingerprints_and_tags_tell_apart_what_does_not_fit():
-    spec = {
-        "model": {"layers": 2},
-        "parallel": {"tensor": 1},
-        "data": {"source": "text"},
-        "train": {"precision": "fp32"},
-    }
-    prints = {
-        fingerprint(spec, 0),
-        fingerprint(spec, 1),
-        fingerprint({**spec, "model": {"layers": 3}}, 0),
-        fingerprint({**spec, "parallel": {"tensor": 2}}, 0),
-        fingerprint({**spec, "train": {"precision": "bf16"}}, 0),
-    }
-    assert len(prints) == 5
-    assert all(len(each) == 16 for each in prints)
-    assert layout_tag(spec) != layout_tag({**spec, "parallel": {"tensor": 2}})

@@ -15,7 +15,7 @@ from engine_specs import document
 
 from workers.checkpoint import durable
 from workers.checkpoint.checksums import SummingFile
-from workers.checkpoint.rectangles import pieces_of
+from workers.checkpoint.rectangles import rectangles_of
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.engine import Engine
@@ -23,7 +23,7 @@ from workers.errors import CheckpointError
 from workers.messages import Resume
 from workers.parallel.data.flat import Range
 from workers.reporter import Reporter
-from workers.snapshot.snapshots import kept_files
+from workers.snapshot.files import snapshot_files
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
 
@@ -72,8 +72,8 @@ def is_still(trainer: Trainer, before: list[torch.Tensor]) -> bool:
 
 def placed(engine: Engine, kind: str, part: torch.Tensor, held: list[Range]) -> list[Placed]:
     """The rectangles in `part`, which holds the ranges `held` of the flat buffer."""
-    pieces = pieces_of(engine.flat, held, held, owned_only=False, tensor_index=engine.comm.index("tensor"))
-    return [(f"{kind}.{piece.name}", piece.offsets, piece.view(part).clone()) for piece in pieces]
+    rectangles = rectangles_of(engine.flat, held, held, owned_only=False, tensor_index=engine.comm.index("tensor"))
+    return [(f"{kind}.{rectangle.name}", rectangle.offsets, rectangle.view(part).clone()) for rectangle in rectangles]
 
 
 @dataclass
@@ -163,7 +163,7 @@ def load_from_memory(
     trainer.restore(Resume("memory", step, paths=paths))
     found = _look(trainer)
     comm.barrier()
-    left = tuple(str(each.path) for each in kept_files(folder))
+    left = tuple(str(each.path) for each in snapshot_files(folder))
     comm.barrier()
     found.statistics += _train(trainer, more)
     assert trainer.state.snapshots is not None

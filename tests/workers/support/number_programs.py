@@ -11,7 +11,7 @@ from workers.comm.comm import Comm
 from workers.messages import Resume
 from workers.parallel.data.zero import StepStatistics
 from workers.reporter import Reporter
-from workers.snapshot.snapshots import steps_kept
+from workers.snapshot.files import steps_kept
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
 
@@ -67,7 +67,7 @@ def train(
             run.copies.append(trainer.guard.copies.steps)
     comm.barrier()
     run.parameters = trainer.engine.flat.parameters.float().clone().numpy()
-    run.numbers = trainer.guard.numbers.to_json()
+    run.numbers = trainer.guard.history.to_json()
     trainer.close()
     reporter.close()
     run.rows = [message["data"] for message in told if message["kind"] == "metrics"]

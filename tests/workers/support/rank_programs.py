@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from plain_gpt import PlainGPT, PlainStage
 from rank_processes import join_default_group
 
-from workers.checkpoint.rectangles import Piece, pieces_of
+from workers.checkpoint.rectangles import Rectangle, rectangles_of
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batch_plan import replica_micro_batches
@@ -94,15 +94,15 @@ def run_steps(comm: Comm, jobs: list[dict[str, Any]], weights: list[Weights], wi
     return results
 
 
-def _loaded(comm: Comm, spec: JobSpec, weights: Weights, dtype: torch.dtype | None) -> tuple[Engine, list[Piece]]:
-    """An engine with the given weights, and its parameters as pieces of its flat buffer."""
+def _loaded(comm: Comm, spec: JobSpec, weights: Weights, dtype: torch.dtype | None) -> tuple[Engine, list[Rectangle]]:
+    """An engine with the given weights, and its parameters as rectangles of its flat buffer."""
     engine = Engine(spec, comm, dtype)
     whole = [(0, engine.flat.size)]
-    everything = pieces_of(engine.flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
+    everything = rectangles_of(engine.flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
     start = torch.zeros(engine.flat.size, dtype=torch.float64)
-    for piece in everything:
-        where = tuple(slice(a, a + n) for a, n in zip(piece.offsets, piece.sizes, strict=True))
-        piece.view(start).copy_(torch.as_tensor(weights[piece.name][where]))
+    for rectangle in everything:
+        where = tuple(slice(a, a + n) for a, n in zip(rectangle.offsets, rectangle.sizes, strict=True))
+        rectangle.view(start).copy_(torch.as_tensor(weights[rectangle.name][where]))
     engine.optimizer.load_parameters(start)
     leave_gradients_behind(engine)
     return engine, everything
@@ -123,12 +123,12 @@ def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.
         found = engine.step(batch, len(windows), learning_rate(spec.train.optimizer, number, spec.train.steps), 0)
         losses.append(found.loss)
         norms.append(found.grad_norm)
-    part = pieces_of(flat, optimizer.held, optimizer.held, owned_only=False, tensor_index=comm.index("tensor"))
+    part = rectangles_of(flat, optimizer.held, optimizer.held, owned_only=False, tensor_index=comm.index("tensor"))
     return Steps(
         losses,
         norms,
-        [(piece.name, piece.offsets, piece.view(optimizer.exp_avg).clone()) for piece in part],
-        [(piece.name, piece.offsets, piece.view(flat.parameters).clone()) for piece in everything],
+        [(rectangle.name, rectangle.offsets, rectangle.view(optimizer.exp_avg).clone()) for rectangle in part],
+        [(rectangle.name, rectangle.offsets, rectangle.view(flat.parameters).clone()) for rectangle in everything],
     )
 
 
@@ -170,7 +170,7 @@ class Trained:
     """This rank's part of parameters and moments."""
     parameters: torch.Tensor
     """All flat parameters of this rank."""
-    pieces: list[tuple[str, str, tuple[int, ...], torch.Tensor]]
+    rectangles: list[tuple[str, str, tuple[int, ...], torch.Tensor]]
     """(kind, name, offsets, values) of this rank's part."""
 
 
@@ -199,7 +199,7 @@ def train_job(
     model = torch.cat(optimizer.parameters)
     state = {"model": model, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
     held = optimizer.held
-    pieces = pieces_of(optimizer.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
+    rectangles = rectangles_of(optimizer.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
     return Trained(
         [message["data"] for message in told if message["kind"] == "metrics"],
         [message["data"] for message in told if message["kind"] == "event"],
@@ -207,9 +207,9 @@ def train_job(
         {kind: part.clone() for kind, part in state.items()},
         optimizer.flat.parameters.clone(),
         [
-            (kind, piece.name, piece.offsets, piece.view(part).clone())
+            (kind, rectangle.name, rectangle.offsets, rectangle.view(part).clone())
             for kind, part in state.items()
-            for piece in pieces
+            for rectangle in rectangles
         ],
     )
 
@@ -229,8 +229,8 @@ def initial_parameters(comm: Comm, document: dict[str, Any]) -> list[Placed]:
     engine = Engine(parse_job_spec(document), comm)
     engine.initialise(engine.spec.train.seed)
     flat, whole = engine.flat, [(0, engine.flat.size)]
-    pieces = pieces_of(flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
-    return [(piece.name, piece.offsets, piece.view(flat.parameters).clone()) for piece in pieces]
+    rectangles = rectangles_of(flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
+    return [(rectangle.name, rectangle.offsets, rectangle.view(flat.parameters).clone()) for rectangle in rectangles]
 
 
 @dataclass
@@ -268,11 +268,11 @@ def run_precise(
             found.scales.append(engine.loss_scale.value)
         optimizer = engine.optimizer
         masters = torch.cat(optimizer.parameters)
-        for piece in pieces_of(engine.flat, optimizer.held, optimizer.held, False, comm.index("tensor")):
-            found.masters.append((piece.name, piece.offsets, piece.view(masters).clone()))
-            found.gradients.append((piece.name, piece.offsets, piece.view(optimizer.exp_avg).clone()))
-        for piece in everything:
-            found.parameters.append((piece.name, piece.offsets, piece.view(engine.flat.parameters).clone()))
+        for rectangle in rectangles_of(engine.flat, optimizer.held, optimizer.held, False, comm.index("tensor")):
+            found.masters.append((rectangle.name, rectangle.offsets, rectangle.view(masters).clone()))
+            found.gradients.append((rectangle.name, rectangle.offsets, rectangle.view(optimizer.exp_avg).clone()))
+        for rectangle in everything:
+            found.parameters.append((rectangle.name, rectangle.offsets, rectangle.view(engine.flat.parameters).clone()))
         results.append(found)
     return results
 
@@ -355,7 +355,9 @@ def broken_off(comm: Comm, document: dict[str, Any], weights: Weights, windows: 
     engine.reduction.begin(len(micro_batches(spec, comm.index("data"), windows)), len(windows))
     engine.pipeline.train(micro_batches(spec, comm.index("data"), windows.flip(0)), 1.0)
     found = _step(comm, engine, windows, 1)
-    parameters = [(piece.name, piece.offsets, piece.view(engine.flat.parameters).clone()) for piece in everything]
+    parameters = [
+        (rectangle.name, rectangle.offsets, rectangle.view(engine.flat.parameters).clone()) for rectangle in everything
+    ]
     return Steps([found.loss], [found.grad_norm], [], parameters)
 
 

@@ -1,0 +1,70 @@
+"""Which snapshot files lie on a node, and what they are called."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+
+from workers.snapshot.files import (
+    backup_path,
+    fingerprint,
+    layout_tag,
+    remove_other_layouts,
+    snapshot_files,
+    snapshot_path,
+    steps_kept,
+)
+from workers.snapshot.snapshots import Snapshots
+
+IDENTITY = b"0123456789abcdef"
+
+
+def state_at(step: int) -> list[torch.Tensor]:
+    """A rank's state that tells its step."""
+    return [torch.full((5,), float(step))]
+
+
+def test_committed_steps_needs_no_torch(tmp_path):
+    Snapshots(tmp_path, 3, state_at(5), IDENTITY).save(5)
+    program = (
+        "import sys; from workers.snapshot.files import steps_kept\n"
+        "print(steps_kept(sys.argv[1], 3), 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)
+    assert found.stdout.split("\n")[0] == "[5] False", found.stderr
+
+
+def test_files_of_several_layouts_lie_side_by_side_until_the_others_go(tmp_path):
+    for rank, layout in ((0, "0000aaaa"), (1, "0000aaaa"), (0, "0000bbbb")):
+        Snapshots(tmp_path, rank, state_at(0), IDENTITY, layout).save(7 + rank)
+    backup_path(tmp_path, 2, "0000aaaa").write_bytes(b"")
+    (tmp_path / "rank-00000.else").write_bytes(b"")
+    assert [(file.rank, file.layout, file.is_backup) for file in snapshot_files(tmp_path)] == [
+        (0, "0000aaaa", False), (0, "0000bbbb", False), (1, "0000aaaa", False), (2, "0000aaaa", True),
+    ]  # fmt: skip
+    assert steps_kept(tmp_path, 1) == [8]
+    assert steps_kept(tmp_path, 1, "0000bbbb") == []
+    remove_other_layouts(tmp_path, "0000bbbb")
+    assert [file.path for file in snapshot_files(tmp_path)] == [snapshot_path(tmp_path, 0, "0000bbbb")]
+    assert snapshot_files(tmp_path / "nowhere") == []
+
+
+def test_fingerprints_and_tags_tell_apart_what_does_not_fit():
+    spec = {
+        "model": {"layers": 2},
+        "parallel": {"tensor": 1},
+        "data": {"source": "text"},
+        "train": {"precision": "fp32"},
+    }
+    prints = {
+        fingerprint(spec, 0),
+        fingerprint(spec, 1),
+        fingerprint({**spec, "model": {"layers": 3}}, 0),
+        fingerprint({**spec, "parallel": {"tensor": 2}}, 0),
+        fingerprint({**spec, "train": {"precision": "bf16"}}, 0),
+    }
+    assert len(prints) == 5
+    assert all(len(each) == 16 for each in prints)
+    assert layout_tag(spec) != layout_tag({**spec, "parallel": {"tensor": 2}})

@@ -1,0 +1,77 @@
+"""Which snapshot files of a job lie on a node, and which steps are in them. Pure Python, for agents without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.snapshot.snapshot_file import committed_steps
+
+BACKUP_PREFIX = "replica-"
+"""Start of the name of a backup; what follows is the name of the rank's own file."""
+_NAME = re.compile(rf"({BACKUP_PREFIX})?rank-(\d{{5,}})\.(?:([0-9a-f]{{8}})\.)?snapshot")
+
+
+def snapshot_path(folder: str | Path, rank: int, layout: str = "") -> Path:
+    """The snapshot file of `rank` in the layout with tag `layout` (`layout_tag`). Each layout has files of its own, so
+    a new one can be written while the old one is read."""
+    tag = f".{layout}" if layout else ""
+    return Path(folder) / f"rank-{rank:05d}{tag}.snapshot"
+
+
+def backup_path(folder: str | Path, rank: int, layout: str) -> Path:
+    """The copy of the snapshot file of `rank` that is kept on another node than its own."""
+    path = snapshot_path(folder, rank, layout)
+    return path.with_name(f"{BACKUP_PREFIX}{path.name}")
+
+
+@dataclass(frozen=True)
+class SnapshotEntry:
+    """A snapshot file of a job, by its name."""
+
+    path: Path
+    rank: int
+    """The rank whose state it holds."""
+    layout: str
+    """Tag of the layout (`layout_tag`)."""
+    is_backup: bool
+    """Whether the rank lives on another node."""
+
+
+def snapshot_files(folder: str | Path) -> list[SnapshotEntry]:
+    """All snapshot files of a job on this node."""
+    folder = Path(folder)
+    names = [(path, _NAME.fullmatch(path.name)) for path in (sorted(folder.iterdir()) if folder.is_dir() else [])]
+    return [SnapshotEntry(path, int(match[2]), match[3] or "", match[1] is not None) for path, match in names if match]
+
+
+def steps_kept(folder: str | Path, rank: int, layout: str | None = None) -> list[int]:
+    """Committed steps of `rank` that are whole in its own files on this node, ascending; with `layout`, the tag of
+    one, only those of that layout."""
+    own = [file for file in snapshot_files(folder) if file.rank == rank and not file.is_backup]
+    wanted = [file.path for file in own if layout in (None, file.layout)]
+    return sorted({step for path in wanted for step in committed_steps(path)})
+
+
+def remove_other_layouts(folder: str | Path, layout: str) -> None:
+    """Remove the files of all layouts but the one with tag `layout`, once nobody needs them any more."""
+    for file in snapshot_files(folder):
+        if file.layout != layout:
+            file.path.unlink(missing_ok=True)
+
+
+def layout_tag(spec: dict[str, Any]) -> str:
+    """Eight hexadecimal digits that tell the layout of a job, a JobSpec as JSON, from its other layouts."""
+    text = json.dumps(spec["parallel"], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def fingerprint(spec: dict[str, Any], rank: int) -> bytes:
+    """16 bytes that tell apart states that do not fit each other: the model, the layout and the rank, of several with
+    the same state (`grid.state_peers`) the first."""
+    text = json.dumps([spec["model"], spec["parallel"], spec["data"], spec["train"]["precision"], rank], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
