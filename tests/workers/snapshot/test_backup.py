@@ -317,13 +317,13 @@ def test_agents_keep_each_others_snapshots(tmp_path, go):
 
     async def body():
         mine, partner, replacement = agent(0, "here"), agent(1, "there"), agent(0, "new")
-        address = await partner.receive_replicas(TOKEN, 1)
-        await mine.replicate_to(address, TOKEN, 1, LAYOUT)
+        address = await partner.receive_backups(TOKEN, 1)
+        await mine.send_backups(address, TOKEN, 1, LAYOUT)
         rank = Rank(tmp_path / "here")
         for step in (1, 2):
             rank.commit(step)
-            while (await mine.replication())["step"] != step:
-                assert (await mine.replication())["problem"] is None or step == 1
+            while (await mine.backup_progress()).step != step:
+                assert (await mine.backup_progress()).problem is None or step == 1
         assert committed_steps(backup_path(tmp_path / "there", 0, LAYOUT)) == [1, 2]
         assert await partner.snapshot_steps() == [], "a backup is no snapshot of its own"
         assert await replacement.snapshot_steps() == []
@@ -333,7 +333,7 @@ def test_agents_keep_each_others_snapshots(tmp_path, go):
             await replacement.fetch_snapshot(0, address, "a guess", 1, LAYOUT)
         mine._generation = 5
         with pytest.raises(StaleGeneration, match="Generation 4 of rank 0 was replaced by 5"):
-            await mine.replicate_to(address, TOKEN, 4, LAYOUT)
+            await mine.send_backups(address, TOKEN, 4, LAYOUT)
         for each in (mine, partner, replacement):
             await each.close()
         assert not [path for path in tmp_path.rglob("*") if "rank-" in path.name and path.suffix != ".jsonl"]
