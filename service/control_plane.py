@@ -22,7 +22,6 @@ from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.node_watch import NodeWatch
 from service.cluster.placement import unit_of
-from service.cluster.processes import ended
 from service.cluster.ray_head import ExistingRay, RayHead
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.supervisor import Supervisor
@@ -33,6 +32,7 @@ from service.store.tables import Job
 from service.stored_specs import stored_spec_problem
 from workers.messages import Fault
 from workers.paths import Paths
+from workers.process_end import ended
 
 log = logging.getLogger(__name__)
 

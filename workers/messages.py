@@ -200,6 +200,34 @@ class StoreAddress:
 
 
 @dataclass(frozen=True)
+class ForkRequest:
+    """What a zygote is asked for; the child's control socket, standard output and standard error come with it."""
+
+    entry: str
+    """Which of the zygote's functions the child runs."""
+    argument: JsonObject
+    """What that takes, as JSON."""
+    environment: dict[str, str]
+    """Additions to the zygote's own."""
+    protocol: int = PROTOCOL
+    """Of the requester."""
+
+
+@dataclass(frozen=True)
+class ForkAnswer:
+    """What a zygote answers: first that the child runs, or why there is none; later how it ended."""
+
+    pid: int | None = None
+    code: int | None = None
+    """Exit status of a child that has ended; None where a signal ended it."""
+    signal: int | None = None
+    error: str | None = None
+    """Why there is no child."""
+    protocol: int = PROTOCOL
+    """Of the zygote."""
+
+
+@dataclass(frozen=True)
 class StoreArgument:
     """What the process of a rendezvous store is forked with."""
 

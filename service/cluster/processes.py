@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import selectors
@@ -58,21 +57,6 @@ def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> boo
             for key, _ in ready:
                 waiting.unregister(key.fileobj)
     return True
-
-
-async def ended(pid: int) -> None:
-    """Wait until process `pid` has ended, reaped or not; returns at once when there is none."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    loop, gone = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(handle, gone.set)
-    try:
-        await gone.wait()
-    finally:
-        loop.remove_reader(handle)
-        os.close(handle)
 
 
 def _family(leader: int | None) -> Iterable[psutil.Process]:

@@ -9,9 +9,11 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
-Entry = Callable[[dict[str, Any], socket.socket], int]
+from workers.json_codec import JsonObject
+
+Entry = Callable[[JsonObject, socket.socket], int]
 """What a child runs: argument and control socket in, exit code out."""
 
 PR_SET_PDEATHSIG = 1
@@ -35,7 +37,7 @@ class ParentDeathSignal:
 
 def run_child(
     entry: Entry,
-    argument: dict[str, Any],
+    argument: JsonObject,
     environment: Mapping[str, str],
     descriptors: Sequence[int],
     leave_zygote: Callable[[], None],

@@ -11,9 +11,11 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from workers.errors import MantaError
+from workers.json_codec import JsonObject, from_json, to_json
+from workers.messages import ForkAnswer, ForkRequest, check_protocol
+from workers.process_end import ended, kill_group
 
 CONTROL_LINE_BYTES = 64 * 1024 * 1024
 """Longest JSON line that a child may send on its control socket."""
@@ -60,7 +62,7 @@ class ForkedProcess:
     def kill(self) -> None:
         """SIGKILL to the child and all of its process group. Nothing happens when it is gone already."""
         if not self._exit.done():
-            _kill_group(self.pid)
+            kill_group(self.pid)
 
     def close(self) -> None:
         """Let go of all connections; a child that still runs is killed by the zygote."""
@@ -73,7 +75,7 @@ class ForkedProcess:
 async def fork(
     socket_path: str | Path,
     entry: str,
-    argument: dict[str, Any],
+    argument: JsonObject,
     environment: Mapping[str, str] | None = None,
     timeout: float = 60.0,
 ) -> ForkedProcess:
@@ -82,13 +84,13 @@ async def fork(
     Waits up to `timeout` seconds for a zygote that is still starting. Raises ZygoteUnavailable after that, and when
     the zygote refuses the request.
     """
-    request = {"entry": entry, "argument": argument, "environment": dict(environment or {})}
+    request = ForkRequest(entry, argument, dict(environment or {}))
     try:
         async with asyncio.timeout(timeout):
             connection = await _connect(socket_path)
             with contextlib.ExitStack() as undo:
                 undo.callback(connection.close)
-                process = await _request(connection, json.dumps(request).encode() + b"\n")
+                process = await _request(connection, json.dumps(to_json(request)).encode() + b"\n")
                 undo.pop_all()
                 return process
     except TimeoutError as error:
@@ -145,10 +147,11 @@ async def _request(connection: socket.socket, line: bytes) -> ForkedProcess:
 
 
 def _pid_of(reply: bytes) -> int:
-    answer = json.loads(reply) if reply else {"error": "it closed the connection"}
-    if "error" in answer:
-        raise ZygoteUnavailable(f"The zygote refused to fork: {answer['error']}")
-    return int(answer["pid"])
+    answer = from_json(ForkAnswer, json.loads(reply)) if reply else ForkAnswer(error="it closed the connection")
+    check_protocol("the node's zygote", answer.protocol)
+    if answer.pid is None:
+        raise ZygoteUnavailable(f"The zygote refused to fork: {answer.error}")
+    return answer.pid
 
 
 async def _read_pipe(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
@@ -166,30 +169,9 @@ async def _exit_of(pid: int, replies: asyncio.StreamReader) -> Exit:
     except OSError:
         reply = b""
     if reply:
-        answer = json.loads(reply)
-        return Exit(answer["code"], answer["signal"])
-    await _gone(pid)
+        answer = from_json(ForkAnswer, json.loads(reply))
+        return Exit(answer.code, answer.signal)
+    kill_group(pid)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(ended(pid), LOST_GRACE_SECONDS)
     return Exit(None, int(signal.SIGKILL))
-
-
-async def _gone(pid: int) -> None:
-    """Kill `pid` and wait until it is gone."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    try:
-        _kill_group(pid)
-        loop.add_reader(handle, ended.set)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(ended.wait(), LOST_GRACE_SECONDS)
-        loop.remove_reader(handle)
-    finally:
-        os.close(handle)
-
-
-def _kill_group(pid: int) -> None:
-    for send in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            send(pid, signal.SIGKILL)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from workers.process_end import ended
 from workers.zygote.server import ONE_THREAD
 
 RESTART_SECONDS = 1.0
@@ -51,13 +52,13 @@ class ZygoteKeeper:
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_SECONDS):
-                    await _ended(self._process)
+                    await ended(self._process.pid)
             self._process.kill()
             self._process.wait()
 
     async def _keep(self) -> None:
         while self._process is not None:
-            await _ended(self._process)
+            await ended(self._process.pid)
             self._process.wait()
             self._let_go()
             await asyncio.sleep(RESTART_SECONDS)
@@ -96,18 +97,3 @@ class ZygoteKeeper:
 def _import_path() -> list[str]:
     """Where this process finds its modules, so that the zygote finds the same ones from any working folder."""
     return [str(Path(entry).resolve()) for entry in sys.path if Path(entry).is_dir()]
-
-
-async def _ended(process: subprocess.Popen[bytes]) -> None:
-    """Wait until `process` has ended; it is not reaped here."""
-    try:
-        handle = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(handle, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(handle)
-        os.close(handle)

@@ -6,10 +6,14 @@
 It is single-threaded, never imports ray and never touches CUDA, so a fork copies a quiet process. One connection on
 its Unix socket is one child:
 
-    requester -> zygote   one JSON line {"entry", "argument", "environment"} with three descriptors: control socket,
-                          stdout, stderr
-    zygote -> requester   {"pid"} after the fork, {"pid", "code", "signal"} once the child is reaped,
-                          or {"error"} for a request that makes no sense
+    requester -> zygote   one JSON line, a ForkRequest, with three descriptors: control socket, stdout, stderr
+    zygote -> requester   one JSON line, a ForkAnswer, after the fork, and one more once the child is reaped; or only
+                          one, with an error, for a request that makes no sense
+
+Why not multiprocessing's forkserver, which also forks from a warm process: its children belong to the one process that
+started it, while a node's zygote serves the agents of all jobs there, each of them a process of its own; it cannot be
+told that a requester died, so a trainer would outlive its agent; and a child gets its work as a pickle and keeps the
+parent's standard output, while a trainer here gets descriptors and JSON, a session of its own and a death signal.
 
 When the requester's connection closes, its child is killed. When the owner's pipe closes (the node daemon is gone),
 all children are killed and the zygote ends.
@@ -30,8 +34,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from workers.json_codec import MalformedMessage, from_json, to_json
+from workers.messages import ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
+from workers.process_end import kill_group
 from workers.zygote.child import Entry, ParentDeathSignal, reset_signals, run_child
 
 DEFAULT_ENTRIES = {
@@ -154,14 +160,14 @@ class Zygote:
             if line is not None:
                 self._fork(connection, line)
         except BadRequest as error:
-            _answer(connection, {"error": str(error)})
+            _answer(connection, ForkAnswer(error=str(error)))
             self._drop(connection)
 
     def _fork(self, connection: Connection, line: bytes) -> None:
-        name, argument, environment = _parse_request(line, len(connection.descriptors))
-        entry = self._entries.get(name)
+        request = _parse_request(line, len(connection.descriptors))
+        entry = self._entries.get(request.entry)
         if entry is None:
-            raise BadRequest(f"There is no entry {name!r}; known are {', '.join(sorted(self._entries))}.")
+            raise BadRequest(f"There is no entry {request.entry!r}; known are {', '.join(sorted(self._entries))}.")
         zygote = os.getpid()
         try:
             child = os.fork()
@@ -169,23 +175,23 @@ class Zygote:
             raise BadRequest(f"The node cannot fork another process ({error.strerror}).") from error
         if child == 0:
             descriptors, connection.descriptors = connection.descriptors, []
-            run_child(entry, argument, environment, descriptors, lambda: self._leave(zygote))
+            run_child(entry, request.argument, request.environment, descriptors, lambda: self._leave(zygote))
         connection.child = child
         self._by_child[child] = connection
         for descriptor in connection.descriptors:
             os.close(descriptor)
         connection.descriptors.clear()
-        if not _answer(connection, {"pid": child}):
+        if not _answer(connection, ForkAnswer(child)):
             self._drop(connection)
 
     def _reap(self) -> None:
         """Reap every child that has ended, kill what it left behind in its process group, and tell its requester."""
         while (child := _ended_child()) is not None:
-            _kill(child)
+            kill_group(child)
             _, status = os.waitpid(child, 0)
             connection = self._by_child.pop(child, None)
             if connection is not None:
-                _answer(connection, {"pid": child, **_exit_of(status)})
+                _answer(connection, _exit_of(child, status))
                 connection.child = None
                 self._drop(connection)
 
@@ -193,7 +199,7 @@ class Zygote:
         """Forget a requester. Its child, if it still runs, is killed and reaped like any other."""
         if connection.child is not None:
             self._by_child.pop(connection.child, None)
-            _kill(connection.child)
+            kill_group(connection.child)
         if connection in self._connections:
             self._connections.discard(connection)
             self._selector.unregister(connection.socket)
@@ -213,7 +219,7 @@ class Zygote:
     def _shut_down(self) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for child in self._by_child:
-            _kill(child)
+            kill_group(child)
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
@@ -241,30 +247,30 @@ def _complete_line(received: bytearray) -> bytes | None:
     return bytes(line) if newline else None
 
 
-def _parse_request(line: bytes, descriptors: int) -> tuple[str, dict[str, Any], dict[str, str]]:
+def _parse_request(line: bytes, descriptors: int) -> ForkRequest:
     try:
-        request = json.loads(line)
-        name, argument, environment = request["entry"], request["argument"], request["environment"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadRequest("A request is one JSON object with entry, argument and environment.") from error
-    if not isinstance(name, str) or not isinstance(argument, dict) or not _is_environment(environment):
-        raise BadRequest("entry must be a string, argument an object, environment an object of strings.")
+        request = from_json(ForkRequest, json.loads(line))
+        check_protocol("the process that asks this zygote for another", request.protocol)
+    except ProtocolMismatch as error:
+        raise BadRequest(str(error)) from error
+    except (ValueError, RecursionError, MalformedMessage) as error:
+        form = "entry a string, argument an object, environment an object of strings"
+        raise BadRequest(f"A request is one JSON object: {form} ({error}).") from error
+    if not _is_environment(request.environment):
+        raise BadRequest("Names of environment variables are not empty and hold no '=' or NUL; values hold no NUL.")
     if descriptors != DESCRIPTORS_PER_REQUEST:
         raise BadRequest(f"A request comes with {DESCRIPTORS_PER_REQUEST} descriptors, not {descriptors}.")
-    return name, argument, environment
+    return request
 
 
-def _is_environment(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(text, str) and "\0" not in text and key and "=" not in key and "\0" not in key
-        for key, text in value.items()
-    )
+def _is_environment(environment: dict[str, str]) -> bool:
+    return all(key and "=" not in key and "\0" not in key + text for key, text in environment.items())
 
 
-def _answer(connection: Connection, document: dict[str, Any]) -> bool:
+def _answer(connection: Connection, answer: ForkAnswer) -> bool:
     """Send one JSON line; False when the requester is gone or does not read."""
     try:
-        connection.socket.send(json.dumps(document).encode() + b"\n")
+        connection.socket.send(json.dumps(to_json(answer)).encode() + b"\n")
     except OSError:
         return False
     return True
@@ -273,22 +279,15 @@ def _answer(connection: Connection, document: dict[str, Any]) -> bool:
 def _ended_child() -> int | None:
     """A child that has ended and waits to be reaped; its pid stays taken until then."""
     try:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None
-    return found.si_pid if found is not None else None
+    return ended.si_pid if ended is not None else None
 
 
-def _kill(child: int) -> None:
-    """SIGKILL to an unreaped child and its process group. SIGKILL also ends a stopped process."""
-    for send in (os.killpg, os.kill):  # the group does not exist yet in the child's first moments
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            send(child, signal.SIGKILL)
-
-
-def _exit_of(status: int) -> dict[str, int | None]:
+def _exit_of(child: int, status: int) -> ForkAnswer:
     code = os.waitstatus_to_exitcode(status)
-    return {"code": code, "signal": None} if code >= 0 else {"code": None, "signal": -code}
+    return ForkAnswer(child, code=code) if code >= 0 else ForkAnswer(child, signal=-code)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

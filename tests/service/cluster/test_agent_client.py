@@ -1,0 +1,108 @@
+"""Agents and daemons over an actor that speaks Ray's language: JSON crosses, Ray's errors do not."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from service.cluster.agent_client import (
+    AgentClient,
+    AgentFailed,
+    AgentLost,
+    AgentSilent,
+    NodeClient,
+    RayAgent,
+    RayNodeDaemon,
+    within,
+)
+from tests.service.support.fake_agents import FakeAgent
+from workers.messages import AgentDescription, Fault, Launched, LaunchOrder, NodeDescription, ProtocolMismatch
+from workers.node.daemon import NodeDaemon
+from workers.rank.agent import Agent
+from workers.remote_call import serve
+
+
+class RayError(Exception):
+    """As all errors of Ray."""
+
+
+class RayTaskError(RayError):
+    """An error of the method itself."""
+
+
+class ActorDiedError(RayError):
+    """The actor is dead."""
+
+
+RAY = SimpleNamespace(exceptions=SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError))
+
+
+def over_ray(target, client=RayAgent):
+    """A client of `target` as if that were an actor."""
+
+    async def carry(method, arguments):
+        answer = await serve(target, method, json.loads(json.dumps(arguments)))
+        return json.loads(json.dumps(answer))
+
+    return client(RAY, SimpleNamespace(call=SimpleNamespace(remote=carry)))
+
+
+def raising(error):
+    async def carry(method, arguments):
+        raise error
+
+    return RayAgent(RAY, SimpleNamespace(call=SimpleNamespace(remote=carry)))
+
+
+def test_orders_reports_and_answers_cross_with_their_types():
+    async def body():
+        there = FakeAgent()
+        agent = over_ray(there)
+        order = LaunchOrder("job-1", 2, 0, {"any": 1}, faults=(Fault("f", "kill", 0),))
+        assert await agent.launch(order) == Launched(there._pid)
+        assert there.orders == [order]
+        (report,) = await agent.reports(0, 1.0)
+        assert report == there._reports[0]
+        assert await agent.describe() == await there.describe()
+        assert await agent.progress() is None
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("protocol", "real"), [(AgentClient, Agent), (NodeClient, NodeDaemon)])
+def test_agents_and_daemons_have_what_their_clients_ask_for(protocol, real):
+    for name in (name for name in vars(protocol) if not name.startswith("_")):
+        asked, there = getattr(protocol, name).__annotations__, getattr(real, name).__annotations__
+        assert asked == there, name
+
+
+def test_errors_of_ray_become_ours_and_say_what_ray_said_last():
+    for error, kind in ((ActorDiedError("long\nstory\nits end"), AgentLost), (RayTaskError("its end"), AgentFailed)):
+        with pytest.raises(kind, match=r"^its end$") as caught:
+            asyncio.run(raising(error).snapshot_files())
+        assert caught.value.kind == type(error).__name__
+
+
+def test_an_answer_that_takes_too_long_is_an_error_of_its_own():
+    async def body():
+        silent = FakeAgent()
+        silent.silence()
+        with pytest.raises(AgentSilent, match=r"no answer in 0.01 s"):
+            await within(0.01, silent.describe())
+
+    asyncio.run(body())
+
+
+def test_another_protocol_is_refused():
+    class Newer:
+        async def describe(self) -> AgentDescription:
+            return AgentDescription("h", "a", 1, protocol=99)
+
+        async def start(self) -> NodeDescription:
+            return NodeDescription("n", "h", "a", 1, 2, protocol=99)
+
+    with pytest.raises(ProtocolMismatch, match="protocol 99"):
+        asyncio.run(over_ray(Newer()).describe())
+    with pytest.raises(ProtocolMismatch, match="daemon of node n speaks protocol 99"):
+        asyncio.run(over_ray(Newer(), RayNodeDaemon).start())

@@ -1,0 +1,74 @@
+"""Messages survive the way through JSON, and two releases that differ by a field understand each other."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from workers.json_codec import JsonObject, MalformedMessage, codec_of, from_json, to_json
+
+
+@dataclass(frozen=True)
+class Inner:
+    x: float
+    name: str = "n"
+
+
+@dataclass(frozen=True)
+class Message:
+    number: int
+    inner: Inner | None = None
+    many: tuple[Inner, ...] = ()
+    by_name: dict[str, float] = field(default_factory=dict)
+    word: Literal["a", "b"] = "a"
+    flag: bool = False
+    open: JsonObject = field(default_factory=dict)
+
+
+FULL = Message(3, Inner(1.5), (Inner(0.1), Inner(2.0, "m")), {"a": 0.25}, "b", True, {"any": [1, {"x": None}]})
+
+
+@pytest.mark.parametrize("message", [FULL, Message(0)])
+def test_a_message_comes_back_from_json_as_it_was(message):
+    assert from_json(Message, json.loads(json.dumps(to_json(message)))) == message
+
+
+def test_keys_of_a_newer_writer_are_ignored_and_those_of_an_older_one_take_defaults():
+    assert from_json(Message, {"number": 1, "inner": {"x": 2.0, "new": 1}, "newer": []}) == Message(1, Inner(2.0))
+
+
+def test_floats_keep_their_bits_and_whole_numbers_may_stand_for_them():
+    assert from_json(Inner, json.loads(json.dumps(to_json(Inner(0.1 + 0.2))))).x == 0.1 + 0.2
+    read = from_json(Inner, {"x": 2}).x
+    assert (read, type(read)) == (2.0, float)
+
+
+@pytest.mark.parametrize(
+    ("document", "what"),
+    [
+        ([1], "Message is a JSON object"),
+        ({}, "Message without number"),
+        ({"number": "1"}, "Message.number: must be int"),
+        ({"number": True}, "Message.number: must be int"),
+        ({"number": 1, "inner": {}}, "Message.inner: Inner without x"),
+        ({"number": 1, "many": {}}, "Message.many: must be a list"),
+        ({"number": 1, "many": [{"x": "1"}]}, "Message.many: Inner.x: must be float"),
+        ({"number": 1, "by_name": []}, "Message.by_name: must be an object"),
+        ({"number": 1, "flag": 1}, "Message.flag: must be bool"),
+        ({"number": 1, "word": 1}, "Message.word: must be str"),
+        ({"number": 1, "open": 1}, "Message.open: must be dict"),
+    ],
+)
+def test_what_is_no_message_names_the_field(document, what):
+    with pytest.raises(MalformedMessage, match=what):
+        from_json(Message, document)
+
+
+def test_a_word_that_only_a_newer_writer_knows_is_not_refused():
+    assert from_json(Message, {"number": 1, "word": "c"}).word == "c"
+
+
+def test_a_type_that_cannot_cross_is_found_when_its_codec_is_made():
+    with pytest.raises(TypeError, match="cannot cross"):
+        codec_of(set[int])

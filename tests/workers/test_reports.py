@@ -1,0 +1,51 @@
+"""Reports of every kind survive the way through JSON."""
+
+import json
+
+import pytest
+
+from workers.json_codec import MalformedMessage
+from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
+from workers.reports import (
+    PAYLOADS,
+    Event,
+    Exited,
+    Failure,
+    Finished,
+    KillReason,
+    Metrics,
+    Prepared,
+    Report,
+    Resting,
+    Started,
+)
+
+FAILURE = Failure("spike", 4, "SpikeError", "too high", "Traceback", 12.5)
+EXAMPLES = [
+    Prepared(),
+    Started(7, 1.5),
+    Metrics(({"step": 1, "loss": float("inf"), "seconds": {"wall": 0.1}},)),
+    Event("straggler", "rank 1 holds up the others", 3, {"straggler": 1}),
+    TrainerStatus(7, True, False, 1.5, True, Position(7, 2, "backward", counts={"data": 3}), ProcessUse("S", 1.0)),
+    Resting(None, "a peer is gone"),
+    Finished(9, {"wall": 0.5}),
+    FAILURE,
+    Exited(1, None, ("bye",), FAILURE, KillReason("hung", "stood still")),
+]
+
+
+@pytest.mark.parametrize("payload", EXAMPLES, ids=lambda payload: type(payload).__name__)
+def test_a_report_comes_back_as_it_was(payload):
+    report = Report(payload, 2, 1, 99.5, 4)
+    document = json.loads(json.dumps(report.to_json()))
+    assert Report.from_json(document) == report
+    assert document["kind"] == report.kind
+
+
+def test_every_kind_has_its_example():
+    assert {type(payload) for payload in EXAMPLES} == set(PAYLOADS.values())
+
+
+def test_a_kind_that_is_not_known_is_malformed():
+    with pytest.raises(MalformedMessage, match="no reports of kind 'song'"):
+        Report.from_json({"kind": "song", "generation": 1, "rank": 0, "time": 1.0, "data": {}})

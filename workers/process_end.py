@@ -1,0 +1,31 @@
+"""How processes on this machine are ended, and how their end is waited for. Pure Python."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL to the process `pid` and its process group; none there is no error. It also ends a stopped process. Only
+    for a process that is not reaped yet: a pid that is free again may be anybody's."""
+    for send in (os.killpg, os.kill):  # a process that was just forked has no group of its own yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send(pid, signal.SIGKILL)
+
+
+async def ended(pid: int) -> None:
+    """Wait until the process `pid`, of whomever, has ended; it is not reaped here."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop, gone = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(handle, gone.set)
+    try:
+        await gone.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
