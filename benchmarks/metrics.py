@@ -29,7 +29,7 @@ from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.messages import LaunchOrder, Resume
 from workers.paths import SHARED_MEMORY
-from workers.rank.trainer_process import report_lines, reports_of
+from workers.rank.report_lines import report_lines, reports_of
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer

@@ -1,6 +1,6 @@
-"""The agent's eye on its trainer: notices that it stands still, says so once, and says when it moves on.
+"""An agent's health check of its trainer: notices that it stands still, reports so once, and when it moves on.
 
-It reads the shared record a few times a second; the control plane hears nothing while all is well.
+It reads the shared record a few times a second; nothing is reported while all is well.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ LOOK_SECONDS = 0.25
 COMMIT_LOOK_SECONDS = 0.01
 COMMIT_SECONDS = 60.0
 
-Tell = Callable[[TrainerStatus], None]
+ReportStatus = Callable[[TrainerStatus], None]
 """Takes the payload of a `stalled` report."""
 
 
-class Watch:
+class TrainerWatch:
     """Watches one trainer process, through all generations that it lives through."""
 
-    def __init__(self, pid: int, rank: int, folder: str | Path, compiles: bool, tell: Tell):
+    def __init__(self, pid: int, rank: int, folder: str | Path, compiles: bool, report: ReportStatus):
         """`folder`: the job's in shared memory; `compiles`: whether its model is compiled."""
-        self._pid, self._path, self._compiles, self._tell = pid, progress_path(folder, rank), compiles, tell
+        self._pid, self._path, self._compiles, self._report = pid, progress_path(folder, rank), compiles, report
         self._reader: ProgressReader | None = None
         self._record: Record | None = None
         self._process: ProcessState | None = None
         self._still = Standstill(2 * LOOK_SECONDS)
-        self._told = False
+        self._reported_overdue = False
 
     async def run(self) -> None:
         """Look again and again until the process is gone: a process that stands still causes no event."""
@@ -47,16 +47,16 @@ class Watch:
                 self._reader = None
 
     def look(self) -> bool:
-        """Look once, and tell what has changed; False when the process is gone."""
+        """Look once, and report whether it is overdue when that has changed; False when the process is gone."""
         self._process = process_state(self._pid)
         if self._process is None or self._process.letter in "ZX":
             return False
         self._record = self._read()
         heartbeat = self._record.heartbeat if self._record is not None else -1
         self._still.look(time.monotonic(), heartbeat, self._process)
-        if self.overdue != self._told:
-            self._told = self.overdue
-            self._tell(self.describe())
+        if self.overdue != self._reported_overdue:
+            self._reported_overdue = self.overdue
+            self._report(self.describe())
         return True
 
     def _read(self) -> Record | None:

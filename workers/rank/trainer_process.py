@@ -1,12 +1,11 @@
 """The trainer process: what the zygote's child runs for one rank of one generation.
 
 It reports over its control socket and dies with it: when the agent goes away, so does the trainer. It may live through
-several generations: the first order comes with the fork, the others through the mailbox.
+several generations: the first order comes with the fork, the others as commands (`command_reader.py`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -38,6 +38,7 @@ from workers.json_codec import JsonObject, from_json, to_json
 from workers.liveness.progress import Progress
 from workers.liveness.stacks import answer_with_stacks
 from workers.messages import Fault, LaunchOrder, TrainerArgument
+from workers.rank.command_reader import CommandReader, exit_orphaned
 from workers.rank.faults import (
     STRUCK,
     Faults,
@@ -48,21 +49,19 @@ from workers.rank.faults import (
     run_out_of_memory,
     signal_self,
 )
-from workers.rank.mailbox import Mailbox
 from workers.rank.priority import give_way
+from workers.rank.report_lines import report_lines, reports_of
 from workers.reporter import Reporter
 from workers.reports import (
     Event,
     Failure,
     Finished,
-    Metrics,
     Payload,
     Prepared,
     Report,
     Resting,
     Started,
     kind_of,
-    payload_of,
 )
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
@@ -81,49 +80,69 @@ _KINDS: dict[type[BaseException], str] = {
 }
 
 
+Build = Callable[[LaunchOrder, Progress | None, Reporter], tuple[Comm, Trainer]]
+"""Makes communication and trainer of an order, with the progress record that they go on with, if any."""
+
+
 def run(argument: JsonObject, control: socket.socket) -> int:
     """Train as `argument`, a TrainerArgument, says; returns the exit status.
 
-    Whatever goes wrong becomes a `failure` report, except for the loss of a peer where the order is to repair in
-    place: then the process comes to rest and goes on in the next generation.
+    What can go wrong is said in `TrainerProcess.run`.
     """
     task = from_json(TrainerArgument, argument)
-    life = Life(task.order, control)
-    try:
-        if task.prepare:
-            life.prepare()
-        while not life.live():
-            life.rest()
-    except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported, nothing goes on
-        return life.fail(error)
-    return life.finish()
+    process = TrainerProcess(task.order, control)
+    return process.run(task.prepare)
 
 
-class Life:
+class TrainerProcess:
     """One rank in one process, through the generations that the process survives."""
 
-    def __init__(self, order: LaunchOrder, control: socket.socket):
+    def __init__(
+        self,
+        order: LaunchOrder,
+        control: socket.socket,
+        build: Build | None = None,
+        orphaned: Callable[[], object] = exit_orphaned,
+    ):
+        """`build`: makes communication and trainer of an order (default: `build_rank`); `orphaned`: called when the
+        agent has hung up."""
         self.order = order
+        self._build_rank = build if build is not None else build_rank
         self.reporter = Reporter(self._sink)
         self._control = control
         self._comm: Comm | None = None
         self._trainer: Trainer | None = None
         self._built: LaunchOrder | None = None
         self._connected_at = 0.0
-        self._lost = ""
-        self._over = -1
+        self._lost_peer = ""
+        self._ended_generation = -1
         self._sending = threading.Lock()
         self._faults = Faults(self._strike)
-        self._mailbox = Mailbox(control, self._end, self._arm)
+        self._commands = CommandReader(control, self._end, self._arm, orphaned)
 
-    def prepare(self) -> None:
+    def run(self, prepare: bool = False) -> int:
+        """Carry out the order, or with `prepare` get ready for one like it and carry that out; returns the exit status.
+
+        Whatever goes wrong becomes a `failure` report, except for the loss of a peer where the order is to repair in
+        place: then the process comes to rest and goes on in the next generation.
+        """
+        try:
+            if prepare:
+                self._prepare()
+            while not self._train():
+                self._rest()
+        except Exception as error:  # noqa: BLE001 - the border of the process: everything is reported, nothing goes on
+            return self._fail(error)
+        return self._finish()
+
+    def _prepare(self) -> None:
         """Be ready for an order like this one, then wait for it."""
         self.order = replace(self.order, generation=0)
         self._build()
         self._report(Prepared())
-        self.order = self._mailbox.next_order(after=0)
+        self.order = self._commands.next_order(after=0)
 
-    def live(self) -> bool:
+    def _train(self) -> bool:
         """Through the generation of the order to the job's last step; False when a peer was lost before that."""
         try:
             self._join()
@@ -138,11 +157,11 @@ class Life:
         except PeerLost as error:
             if not self.order.in_place:
                 raise
-            self._lost = str(error)  # not the error, whose frames hold the broken step's activations
+            self._lost_peer = str(error)  # not the error, whose frames hold the broken step's activations
             return False
         return True
 
-    def rest(self) -> None:
+    def _rest(self) -> None:
         """Leave the generation at once, so that whoever waits for this rank is freed; then wait for the next order."""
         if self._comm is not None:
             self._comm.close()
@@ -150,18 +169,18 @@ class Life:
         if self._trainer is not None:
             self._trainer.rest()
             step = self._trainer.settled_step
-        self._print(f"rests ({self._lost})")
-        self._report(Resting(step, self._lost))
-        self.order = self._mailbox.next_order(self.order.generation)
+        self._print(f"rests ({self._lost_peer})")
+        self._report(Resting(step, self._lost_peer))
+        self.order = self._commands.next_order(self.order.generation)
 
-    def finish(self) -> int:
+    def _finish(self) -> int:
         """Say that the job's last step is committed."""
         assert self._trainer is not None
         self._report(Finished(self._trainer.step, self._trainer.clock.lap()))
         self.reporter.close()
         return 0
 
-    def fail(self, error: Exception) -> int:
+    def _fail(self, error: Exception) -> int:
         """Say why the process ends before that."""
         text = "".join(traceback.format_exception(error))
         print(text, file=sys.stderr, flush=True)
@@ -180,7 +199,7 @@ class Life:
         assert self._comm is not None and self._trainer is not None
         self._faults.arm(order.faults)
         self._watch_for_faults()
-        self._comm.end(self._over)
+        self._comm.end(self._ended_generation)
         if self._comm.size("world") > 1:
             if order.store_host is None or order.store_port is None:
                 raise ValueError("a job of several ranks needs a rendezvous store in its launch order")
@@ -204,8 +223,7 @@ class Life:
         before = self._comm
         progress = before.progress if before is not None and before.rank == order.rank else None
         self._comm = self._trainer = before = None  # before the new ones, so that memory never holds both
-        self._comm = _comm_of(order, progress)
-        self._trainer = _trainer_of(order, self._comm, self.reporter)
+        self._comm, self._trainer = self._build_rank(order, progress, self.reporter)
         self._built = order
 
     def _end(self, generation: int, after_step: bool) -> None:
@@ -213,7 +231,7 @@ class Life:
             if self._comm is not None:
                 self._comm.end_after_step(generation)
             return
-        self._over = max(self._over, generation)
+        self._ended_generation = max(self._ended_generation, generation)
         if self._comm is not None:
             self._comm.end(generation)
 
@@ -265,32 +283,8 @@ def _same_place(one: LaunchOrder, other: LaunchOrder) -> bool:
     return (one.spec, one.rank, one.snapshot_folder) == (other.spec, other.rank, other.snapshot_folder)
 
 
-def reports_of(order: LaunchOrder, messages: list[dict[str, Any]]) -> list[Report]:
-    """The reporter's `messages` as reports of the order's rank and generation; rows of metrics that follow each other
-    become one."""
-    reports = []
-    for kind, batch in _runs(messages):
-        if kind == "metrics":
-            rows = Metrics(tuple(item["data"] for item in batch))
-            reports.append(Report(rows, order.generation, order.rank, time.time()))
-        else:
-            reports += [Report(_payload(item), order.generation, order.rank, item["time"]) for item in batch]
-    return reports
-
-
-def _payload(message: dict[str, Any]) -> Payload:
-    data = dict(message["data"])
-    if message["kind"] != "event":
-        return payload_of(message["kind"], data)
-    return Event(data.pop("type"), data.pop("message"), data.pop("step"), data)
-
-
-def report_lines(reports: list[Report]) -> bytes:
-    """The reports as the agent reads them."""
-    return "".join(json.dumps(report.to_json()) + "\n" for report in reports).encode()
-
-
-def _comm_of(order: LaunchOrder, progress: Progress | None) -> Comm:
+def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter) -> tuple[Comm, Trainer]:
+    """Communication and trainer of the order's rank. `progress`: the record that it goes on with; None: a new one."""
     # One computation thread, so that bits do not depend on the machine's load.
     torch.set_num_threads(1)
     device = torch.device(order.device)
@@ -299,21 +293,8 @@ def _comm_of(order: LaunchOrder, progress: Progress | None) -> Comm:
     if progress is None and order.snapshot_folder is not None:
         answer_with_stacks(order.snapshot_folder, order.rank)
         progress = Progress.shared(order.snapshot_folder, order.rank)
-    return Comm(RankGrid(parse_job_spec(order.spec).layout), order.rank, device, progress=progress)
-
-
-def _trainer_of(order: LaunchOrder, comm: Comm, reporter: Reporter) -> Trainer:
     spec = parse_job_spec(order.spec)
-    peak = order.peak_flops or measure_peak_flops(comm.device.type).flops
+    comm = Comm(RankGrid(spec.layout), order.rank, device, progress=progress)
+    peak = order.peak_flops or measure_peak_flops(device.type).flops
     checkpoints = order.checkpoint_folder if spec.checkpoint.every_steps else None
-    return Trainer(spec, comm, reporter, peak, Places(order.job, order.snapshot_folder, checkpoints))
-
-
-def _runs(messages: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Neighbouring messages of one kind together, order kept."""
-    runs: list[tuple[str, list[dict[str, Any]]]] = []
-    for message in messages:
-        if not runs or runs[-1][0] != message["kind"]:
-            runs.append((message["kind"], []))
-        runs[-1][1].append(message)
-    return runs
+    return comm, Trainer(spec, comm, reporter, peak, Places(order.job, order.snapshot_folder, checkpoints))

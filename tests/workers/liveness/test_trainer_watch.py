@@ -1,4 +1,4 @@
-"""The agent's eye on real processes: stopped ones, ones that hold their interpreter's lock, busy and patient ones."""
+"""An agent's health check of real processes: stopped, holding their interpreter's lock, computing, at rest."""
 
 import asyncio
 import os
@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from workers.liveness.hang_timeouts import LEAST_SECONDS
+from workers.liveness import trainer_watch
+from workers.liveness.hang_timeouts import LEAST_SECONDS, STOPPED_SECONDS, WAITING_FACTOR
+from workers.liveness.process_state import ProcessState
+from workers.liveness.progress import Progress
 from workers.liveness.stacks import stacks_path, take_stacks
-from workers.liveness.trainer_watch import Watch
+from workers.liveness.trainer_watch import LOOK_SECONDS, TrainerWatch
 
 ROOT = Path(__file__).parents[3]
 BEGIN = """
@@ -65,7 +68,7 @@ def watched(tmp_path, go):
                 if len(told) >= count:
                     enough.set()
 
-            eye = Watch(process.pid, 2, tmp_path, False, tell)
+            eye = TrainerWatch(process.pid, 2, tmp_path, False, tell)
             looking = asyncio.create_task(eye.run())
             if meanwhile is not None:
                 await meanwhile(eye, told)
@@ -135,3 +138,61 @@ def test_rest_and_computing_are_left_alone_for_longer_than_an_ordinary_phase(chi
         assert not eye.overdue
 
     assert watched(process, 0, look_on) == []
+
+
+@pytest.fixture
+def look_at(tmp_path, monkeypatch):
+    """A watch over a process whose record this test writes, and whose state and clock it sets: (record, look)."""
+    clock, state = [100.0], ["S"]
+    monkeypatch.setattr(trainer_watch, "process_state", lambda pid: ProcessState(state[0], 1.0, 1.0, 0.0))
+    monkeypatch.setattr(trainer_watch.time, "monotonic", lambda: clock[0])
+    progress = Progress.shared(tmp_path, 2)
+    for step in range(1, 5):
+        progress.begin_step(step)
+        progress.commit(step)
+    progress.begin_step(5)
+    watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
+
+    def look(seconds, letter="S"):
+        """Look as often as the watch does for so many seconds, and return the watch."""
+        state[0] = letter
+        for _ in range(round(seconds / LOOK_SECONDS) + 1):
+            assert watch.look()
+            clock[0] += LOOK_SECONDS
+        return watch
+
+    return progress, look
+
+
+def test_the_record_that_another_process_left_is_not_believed(tmp_path):
+    Progress.shared(tmp_path, 2).at("done")
+    other = subprocess.Popen(["sleep", "1000"])
+    try:
+        watch = TrainerWatch(other.pid, 2, tmp_path, False, lambda status: None)
+        assert watch.look()
+        assert watch.describe().record is None
+        assert TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None).look()
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_stopped_process_is_overdue_after_a_second_in_any_phase_but_when_it_is_done(look_at):
+    progress, look = look_at
+    progress.at("checkpoint")
+    assert not look(STOPPED_SECONDS / 2, "T").overdue
+    assert look(2 * STOPPED_SECONDS, "T").overdue
+    progress.at("done")
+    watch = look(2 * STOPPED_SECONDS, "T")
+    assert watch.describe().stopped
+    assert not watch.overdue
+
+
+def test_a_rank_that_waits_for_another_may_stand_still_for_longer(look_at):
+    progress, look = look_at
+    progress.at("forward")
+    assert look(0).allowed == LEAST_SECONDS
+    progress.waits_for(1, 2, sending=False)
+    assert look(0).allowed == WAITING_FACTOR * LEAST_SECONDS
+    assert not look(2 * LEAST_SECONDS).overdue
+    assert look(2 * LEAST_SECONDS).overdue

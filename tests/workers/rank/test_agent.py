@@ -13,8 +13,9 @@ import pytest
 from workers.json_codec import to_json
 from workers.messages import Fault, Launched, LaunchOrder
 from workers.paths import Paths
-from workers.rank.agent import Agent, StaleGeneration
-from workers.rank.trainer_run import TrainerRun
+from workers.rank.agent import Agent
+from workers.rank.trainer_handle import TrainerHandle
+from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
 from workers.reports import Exited, Failure, KillReason
 from workers.zygote.client import Exit
 
@@ -122,15 +123,15 @@ def test_reports_that_make_no_sense_or_are_stale_are_dropped(make_agent, go, tmp
 
 def test_fault_that_is_armed_while_the_trainer_is_forked_reaches_it(make_agent, go, monkeypatch):
     async def body():
-        agent, fork = make_agent(), Agent._fork
+        agent, fork = make_agent(), TrainerSlot._fork
 
         async def slow_fork(self, order, prepared=False):
-            await self.arm(Fault("late", "kill", 3))
+            self.arm(Fault("late", "kill", 3))
             return await fork(self, order, prepared)
 
         armed = []
-        monkeypatch.setattr(Agent, "_fork", slow_fork)
-        monkeypatch.setattr(TrainerRun, "arm", lambda run, fault: armed.append(fault))
+        monkeypatch.setattr(TrainerSlot, "_fork", slow_fork)
+        monkeypatch.setattr(TrainerHandle, "arm", lambda run, fault: armed.append(fault))
         await agent.arm(Fault("early", "kill", 3))
         await agent.launch(order(1, wait=True))
         assert [fault.id for fault in armed] == ["late"], "the other one was in the order"

@@ -1,4 +1,4 @@
-"""What the agent tells a trainer that runs: lines on the control socket, read by a thread of their own."""
+"""A trainer's end of the commands from its agent: read from the control socket by a thread of its own."""
 
 from __future__ import annotations
 
@@ -15,15 +15,27 @@ from workers.rank.commands import Arm, Go, Rest, read_command
 EXIT_ORPHANED = 76
 
 
-class Mailbox:
-    """Orders for one trainer. When the agent hangs up the process ends at once: nobody would hear of its work."""
+def exit_orphaned() -> None:
+    """End this process at once: its agent is gone, and nobody would hear of its work."""
+    os._exit(EXIT_ORPHANED)
 
-    def __init__(self, control: socket.socket, end: Callable[[int, bool], None], arm: Callable[[Fault], None]):
-        """Both are called on the mailbox's thread: `end` with a generation that is over, as far as the agent knows, and
-        whether only after the step under way; `arm` with a fault that shall strike."""
-        self._control, self._end, self._arm = control, end, arm
+
+class CommandReader:
+    """Takes the commands for one trainer."""
+
+    def __init__(
+        self,
+        control: socket.socket,
+        end: Callable[[int, bool], None],
+        arm: Callable[[Fault], None],
+        orphaned: Callable[[], object] = exit_orphaned,
+    ):
+        """All are called on the reader's thread: `end` with a generation that is over, as far as the agent knows, and
+        whether only after the step under way; `arm` with a fault that shall strike; `orphaned` when the
+        agent has hung up."""
+        self._control, self._end, self._arm, self._orphaned = control, end, arm, orphaned
         self._orders: queue.SimpleQueue[LaunchOrder] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="mailbox", daemon=True).start()
+        threading.Thread(target=self._read, name="commands", daemon=True).start()
 
     def next_order(self, after: int) -> LaunchOrder:
         """The order of a generation above `after`, as soon as it comes."""
@@ -37,7 +49,7 @@ class Mailbox:
                 for line in lines:
                     self._take(line)
         finally:
-            os._exit(EXIT_ORPHANED)
+            self._orphaned()
 
     def _take(self, line: bytes) -> None:
         match read_command(line):

@@ -1,4 +1,4 @@
-"""One trainer process under its agent: its orders, its reports, its output, its end."""
+"""An agent's handle on one trainer process: commands down, reports and output up, and its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = frozenset({"prepared", "started", "metrics", "event", "resting", "failur
 """What a trainer says; the other kinds of reports are its agent's own."""
 
 
-class TrainerRun:
+class TrainerHandle:
     """One trainer, through the generations that it survives. Its `exit` report comes last, after everything that it
     wrote has been read."""
 
@@ -47,7 +47,7 @@ class TrainerRun:
         if prepared:
             self._resting.set()
         self._prepared = asyncio.Event()
-        self._beside: asyncio.Task[None] | None = None
+        self._alongside: asyncio.Task[None] | None = None
         self.stopped = False
         """Whether its end was asked for."""
         self._stderr = LineSplitter()
@@ -55,24 +55,24 @@ class TrainerRun:
         self._failure: Failure | None = None
         """What it said that it fails with; told with its end, since a reader who is replaced in between knows only what
         comes after."""
-        self._watching = asyncio.create_task(self._watch(), name=f"trainer {process.pid}")
+        self._ending = asyncio.create_task(self._until_ended(), name=f"trainer {process.pid}")
 
     @property
     def ended(self) -> bool:
         """Whether the process is gone and its exit has been reported."""
-        return self._watching.done()
+        return self._ending.done()
 
-    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_alongside(self, work: Coroutine[Any, Any, None]) -> None:
         """Do `work`, instead of what was done before, for as long as the process lives."""
-        if self._beside is not None:
-            self._beside.cancel()
-        self._beside = asyncio.create_task(work, name=f"beside trainer {self.process.pid}")
-        beside = self._beside
-        self._watching.add_done_callback(lambda _: beside.cancel())
+        if self._alongside is not None:
+            self._alongside.cancel()
+        self._alongside = asyncio.create_task(work, name=f"alongside trainer {self.process.pid}")
+        task = self._alongside
+        self._ending.add_done_callback(lambda _: task.cancel())
 
     async def wait(self) -> Exit:
         """How the process ended, after its `exit` report was made."""
-        return await asyncio.shield(self._watching)
+        return await asyncio.shield(self._ending)
 
     @property
     def at_rest(self) -> bool:
@@ -82,7 +82,7 @@ class TrainerRun:
     async def prepared(self) -> bool:
         """Once the process is ready for its order; False when it has ended before."""
         ready = asyncio.create_task(self._prepared.wait())
-        await asyncio.wait({ready, self._watching}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({ready, self._ending}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         return self._prepared.is_set()
 
@@ -90,12 +90,12 @@ class TrainerRun:
         """Have the trainer leave `generation`; whether it is at rest. It may finish its step first, if that takes it no
         more than `patience` seconds. One that takes longer than `grace` seconds after that is killed."""
         if self.generation > generation:
-            return self.at_rest  # an order of yesterday
+            return self.at_rest  # it has gone on since that was ordered
         for seconds, after_step in ((patience, True), (grace, False)):
             if seconds and self.generation == generation and not self.at_rest:
-                self._tell(Rest(generation, after_step))
+                self._send(Rest(generation, after_step))
                 resting = asyncio.create_task(self._resting.wait())
-                await asyncio.wait({resting, self._watching}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({resting, self._ending}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
                 resting.cancel()
         if not self.at_rest:
             await self.stop()
@@ -109,15 +109,15 @@ class TrainerRun:
         """Hand the next generation's order to the trainer, which is at rest."""
         self._resting.clear()
         self.generation = order.generation
-        self._tell(Go(order))
+        self._send(Go(order))
 
-    def _tell(self, command: Command) -> None:
+    def _send(self, command: Command) -> None:
         self.process.control_writer.write(command_line(command))
 
     def arm(self, fault: Fault) -> None:
         """Have the trainer carry out `fault` when it gets there."""
         if not self.process.ended:
-            self._tell(Arm(fault))
+            self._send(Arm(fault))
 
     async def stop(self) -> Exit:
         """SIGKILL the process and wait until it is reaped and reported."""
@@ -130,7 +130,7 @@ class TrainerRun:
         self._killed_for = reason
         self.process.kill()
 
-    async def _watch(self) -> Exit:
+    async def _until_ended(self) -> Exit:
         pumps = [
             asyncio.create_task(self._pump_reports()),
             asyncio.create_task(self._pump_output("stdout", self.process.stdout, LineSplitter())),

@@ -1,0 +1,397 @@
+"""The life of a trainer process under an agent that is the test, with a communication and a trainer that only note what
+is asked of them."""
+
+import json
+import queue
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from workers.errors import (
+    CheckpointError,
+    CheckpointNotSaved,
+    DataError,
+    NonFiniteError,
+    PeerLost,
+    ReplicaDiffers,
+    SharedMemoryError,
+    SpikeError,
+)
+from workers.json_codec import to_json
+from workers.liveness.progress import Progress
+from workers.messages import Fault, LaunchOrder, Resume, TrainerArgument
+from workers.rank import trainer_process
+from workers.rank.commands import Arm, Go, Rest, command_line
+from workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST, TrainerProcess
+from workers.reports import Event, Failure, Finished, Metrics, Prepared, Report, Resting, Started
+
+SECONDS = 20.0
+
+
+class FakeComm:
+    """Notes what it is told; the size of the world is that of the order's spec."""
+
+    def __init__(self, order, progress):
+        self.rank, self.progress = order.rank, progress if progress is not None else Progress()
+        self.world, self.generation = order.spec.get("world", 1), 0
+        self.ended, self.closed, self.connected, self.cuts = [], 0, [], []
+        self.ends, self.after_step = queue.SimpleQueue(), queue.SimpleQueue()
+        self.step = SimpleNamespace(on_phase=None)
+
+    def size(self, axis):
+        return self.world
+
+    def connect(self, store, generation, host):
+        self.connected.append((store, generation, host))
+
+    def end(self, generation):
+        self.ended.append(generation)
+        self.ends.put(generation)
+
+    def end_after_step(self, generation):
+        self.after_step.put(generation)
+
+    def close(self):
+        self.closed += 1
+
+    def cut(self, seconds):
+        self.cuts.append(seconds)
+
+
+class FakeTrainer:
+    """Each call of `train` is one of `acts`."""
+
+    def __init__(self, comm, reporter, acts):
+        self.comm, self.reporter, self._acts = comm, reporter, acts
+        self.step, self.settled_step = 0, None
+        self.restored, self.rests, self.closed = [], 0, False
+        self.clock = SimpleNamespace(lap=lambda: {"wall": 0.5})
+
+    def restore(self, resume, roll_backs):
+        self.restored.append((resume, roll_backs))
+        self.step = resume.step
+
+    def train(self):
+        self._acts.pop(0)(self)
+
+    def rest(self):
+        self.rests += 1
+
+    def close(self):
+        self.closed = True
+
+
+def finish(trainer):
+    trainer.step = 10
+
+
+def lose_peer(trainer):
+    trainer.step = trainer.settled_step = 4
+    raise PeerLost("rank 1 is gone")
+
+
+class Rig:
+    """A trainer process on a thread, and the agent's end of its control socket."""
+
+    def __init__(self, *acts):
+        self.acts, self.built = list(acts), []
+        self.hung_up = threading.Event()
+        self._ours, self._theirs = socket.socketpair()
+        self._ours.settimeout(SECONDS)
+        self._lines = self._ours.makefile("rb")
+
+    def build(self, order, progress, reporter):
+        """In place of the engine."""
+        comm = FakeComm(order, progress)
+        self.built.append(FakeTrainer(comm, reporter, self.acts))
+        return comm, self.built[-1]
+
+    def start(self, order, prepare=False):
+        """Let it run beside the test."""
+        self.process = TrainerProcess(order, self._theirs, self.build, self.hung_up.set)
+        self.status = None
+
+        def run():
+            self.status = self.process.run(prepare)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def say(self, command):
+        """As the agent."""
+        self._ours.sendall(command_line(command))
+
+    def hear(self):
+        """The next report."""
+        return Report.from_json(json.loads(self._lines.readline()))
+
+    def ended(self):
+        """Its exit status."""
+        self._thread.join(SECONDS)
+        return self.status
+
+    def hang_up(self):
+        """As the agent's death does."""
+        self._lines.close()
+        self._ours.close()
+
+    def close(self):
+        self.hang_up()
+        assert self.hung_up.wait(SECONDS)
+        self._theirs.close()
+
+
+@pytest.fixture
+def rig(monkeypatch):
+    """Makes one whose trainer does these acts."""
+    made = []
+    monkeypatch.setattr(trainer_process, "give_way", lambda: None)
+
+    def make(*acts):
+        made.append(Rig(*acts))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def order(generation=1, rank=3, **changes):
+    return LaunchOrder("job-1", generation, rank, **{"spec": {}, **changes})
+
+
+def test_a_job_that_ends_well_is_started_finished_and_exits_with_0(rig):
+    run = rig(finish)
+    resume, roll_back = Resume("snapshot", 7), {"bad_step": 3, "back_to": 2, "samples": []}
+    run.start(order(2, resume=resume, roll_backs=(roll_back,)))
+    started, finished = run.hear(), run.hear()
+    assert isinstance(started.payload, Started)
+    assert finished.payload == Finished(10, {"wall": 0.5})
+    assert [(report.generation, report.rank) for report in (started, finished)] == [(2, 3), (2, 3)]
+    assert run.ended() == 0
+    (trainer,) = run.built
+    assert trainer.restored == [(resume, (roll_back,))]
+    assert trainer.comm.generation == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("of  the\nuser"), "exception"),
+        (SharedMemoryError("m"), "no_shared_memory"),
+        (DataError("m"), "bad_data"),
+        (NonFiniteError("m"), "not_finite"),
+        (SpikeError("m"), "spike"),
+        (ReplicaDiffers("m"), "corrupt"),
+        (CheckpointError("m"), "bad_checkpoint"),
+        (CheckpointNotSaved("m"), "not_saved"),
+        (PeerLost("m"), "peer_lost"),
+    ],
+)
+def test_whatever_ends_it_is_told_by_its_kind(rig, capfd, error, kind):
+    def fail(trainer):
+        trainer.step = 4
+        raise error
+
+    run = rig(fail)
+    run.start(order())
+    assert isinstance(run.hear().payload, Started)
+    failure = run.hear().payload
+    assert isinstance(failure, Failure)
+    assert (failure.kind, failure.step, failure.exception) == (kind, 5, type(error).__name__)
+    assert failure.message == ("of the user" if kind == "exception" else "m")
+    assert "Traceback" in failure.traceback
+    assert run.ended() == (EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED)
+    assert failure.exception in capfd.readouterr().err
+
+
+def test_a_failure_before_there_is_a_trainer_counts_from_the_step_that_it_should_resume_at(rig):
+    def fail(*_):
+        raise DataError("no corpus")
+
+    run = rig()
+    run.build = fail
+    run.start(order(resume=Resume("snapshot", 7)))
+    failure = run.hear().payload
+    assert (failure.kind, failure.step) == ("bad_data", 8)
+    assert run.ended() == EXIT_FAILED
+
+
+def test_where_repair_is_in_place_a_lost_peer_brings_it_to_rest_until_the_next_order(rig):
+    run = rig(lose_peer, finish)
+    run.start(order(1, in_place=True))
+    assert isinstance(run.hear().payload, Started)
+    resting = run.hear()
+    assert (resting.payload, resting.generation) == (Resting(4, "rank 1 is gone"), 1)
+    (trainer,) = run.built
+    assert (trainer.rests, trainer.comm.closed) == (1, 1)
+    run.say(Go(order(1, in_place=True)))  # it has been there
+    run.say(Go(order(3, in_place=True, resume=Resume("snapshot", 4))))
+    started, finished = run.hear(), run.hear()
+    assert (started.generation, finished.generation) == (3, 3)
+    assert run.ended() == 0
+    assert run.built == [trainer], "the same one goes on"
+    assert [resume.step for resume, _ in trainer.restored] == [0, 4]
+
+
+@pytest.mark.parametrize(("change", "keeps_record"), [({"rank": 1}, False), ({"spec": {"other": 1}}, True)])
+def test_an_order_for_another_rank_or_layout_builds_anew_and_closes_what_was(rig, change, keeps_record):
+    run = rig(lose_peer, finish)
+    run.start(order(1, in_place=True))
+    run.hear()
+    run.hear()
+    run.say(Go(order(2, in_place=True, **change)))
+    run.hear()
+    run.hear()
+    assert run.ended() == 0
+    before, after = run.built
+    assert before.closed
+    assert (after.comm.progress is before.comm.progress) == keeps_record, "the agent watches the record of one rank"
+
+
+def test_a_prepared_process_is_built_and_waits_for_its_order(rig):
+    run = rig(finish)
+    run.start(order(5), prepare=True)
+    ready = run.hear()
+    assert (ready.payload, ready.generation) == (Prepared(), 0)
+    assert len(run.built) == 1
+    assert run.built[0].restored == []
+    run.say(Go(order(6)))
+    assert run.hear().generation == 6
+    run.hear()
+    assert run.ended() == 0
+    assert len(run.built) == 1
+
+
+def test_the_end_of_a_generation_reaches_who_computes_and_who_has_not_begun_yet(rig):
+    def wait_for_the_end(trainer):
+        assert trainer.comm.after_step.get(timeout=SECONDS) == 1
+        assert [trainer.comm.ends.get(timeout=SECONDS) for _ in range(2)] == [-1, 1]
+        raise PeerLost("was ordered to rest")
+
+    run = rig(wait_for_the_end, finish)
+    run.start(order(1, in_place=True))
+    run.hear()
+    run.say(Rest(1, after_step=True))
+    run.say(Rest(1))
+    (trainer,) = run.built
+    assert run.hear().payload == Resting(None, "was ordered to rest")
+    run.say(Go(order(2, in_place=True)))
+    run.hear()
+    run.hear()
+    assert trainer.comm.ended == [-1, 1, 1], "and what is over stays so when it joins the next generation"
+
+
+def test_several_ranks_meet_at_the_store_and_one_that_does_not_answer_is_a_lost_peer(rig, monkeypatch):
+    monkeypatch.setattr(trainer_process.dist, "TCPStore", lambda host, port, **_: (host, port))
+    run = rig(finish)
+    run.start(order(2, spec={"world": 4}, store_host="h", store_port=7))
+    assert run.hear().payload.connected_at > 0
+    assert run.ended() == 0
+    assert run.built[0].comm.connected == [(("h", 7), 2, "h")]
+
+    def refuse(*_, **__):
+        raise RuntimeError("timed out\nlong story")
+
+    monkeypatch.setattr(trainer_process.dist, "TCPStore", refuse)
+    run = rig(finish)
+    run.start(order(2, spec={"world": 4}, store_host="h", store_port=7))
+    failure = run.hear().payload
+    assert (failure.kind, failure.message) == ("peer_lost", "the rendezvous store does not answer: timed out")
+    assert run.ended() == EXIT_PEER_LOST
+
+
+def test_an_order_for_several_ranks_without_a_store_is_an_error(rig):
+    run = rig(finish)
+    run.start(order(spec={"world": 4}))
+    assert "needs a rendezvous store" in run.hear().payload.message
+    assert run.ended() == EXIT_FAILED
+
+
+def test_rows_and_events_arrive_in_order_as_reports(rig):
+    def train(trainer):
+        for step in (1, 2):
+            trainer.reporter.metrics({"step": step})
+        trainer.reporter.event("spike", 2, "too high", {"policy": "skip"})
+        trainer.reporter.metrics({"step": 3})
+        trainer.step = 3
+
+    run = rig(train)
+    run.start(order())
+    payloads = [run.hear().payload]
+    while not isinstance(payloads[-1], Finished):
+        payloads.append(run.hear().payload)
+    rows = [row["step"] for payload in payloads if isinstance(payload, Metrics) for row in payload.rows]
+    assert rows == [1, 2, 3]
+    (event,) = [payload for payload in payloads if isinstance(payload, Event)]
+    assert event == Event("spike", "too high", 2, {"policy": "skip"})
+    at = payloads.index(event)
+    assert {row["step"] for payload in payloads[at:] if isinstance(payload, Metrics) for row in payload.rows} == {3}
+
+
+def test_a_fault_strikes_in_its_phase_after_it_was_told(rig):
+    def train(trainer):
+        trainer.comm.step.on_phase(4, "data")
+        trainer.comm.step.on_phase(5, "forward")
+
+    run = rig(train)
+    run.start(order(faults=(Fault("f", "exception", 3, 5, "forward"),)))
+    payloads = [run.hear().payload for _ in range(3)]
+    assert Event("fault_struck", "exception in forward", 5, {"fault": "f"}) in payloads
+    assert (payloads[-1].kind, payloads[-1].exception) == ("exception", "InjectedError")
+    assert run.ended() == EXIT_FAILED
+
+
+def test_a_fault_that_is_armed_while_it_trains_strikes_too(rig):
+    """Commands are taken in order: when the end of a generation has come, what was said before it is armed."""
+
+    def train(trainer):
+        assert trainer.comm.after_step.get(timeout=SECONDS) == 1
+        trainer.comm.step.on_phase(7, "backward")
+
+    run = rig(train)
+    run.start(order())
+    run.hear()
+    run.say(Arm(Fault("f", "exception", 3, 5, "backward")))
+    run.say(Rest(1, after_step=True))
+    assert run.hear().payload == Event("fault_struck", "exception in backward", 7, {"fault": "f"})
+    assert run.hear().payload.exception == "InjectedError"
+
+
+def test_a_partition_cuts_the_connections_for_its_time(rig):
+    def train(trainer):
+        trainer.comm.step.on_phase(1, "data")
+
+    run = rig(train)
+    run.start(order(faults=(Fault("f", "partition", 3, 1, seconds=2.5),)))
+    assert run.ended() == 0
+    assert run.built[0].comm.cuts == [2.5]
+
+
+def test_when_the_agent_hangs_up_the_process_does_not_live_on(rig):
+    run = rig(lose_peer)
+    run.start(order(in_place=True))
+    run.hear()
+    run.hear()
+    assert not run.hung_up.is_set()
+    run.hang_up()
+    assert run.hung_up.wait(SECONDS)
+
+
+def test_the_entry_takes_its_order_as_json(monkeypatch):
+    """As the zygote hands it on."""
+    taken = []
+
+    class Process:
+        def __init__(self, order, control):
+            taken.append(order)
+
+        def run(self, prepare):
+            return 40 + prepare
+
+    monkeypatch.setattr(trainer_process, "TrainerProcess", Process)
+    argument = json.loads(json.dumps(to_json(TrainerArgument(order(2), prepare=True))))
+    assert trainer_process.run(argument, None) == 41
+    assert taken == [order(2)]

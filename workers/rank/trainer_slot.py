@@ -1,0 +1,226 @@
+"""The place of a rank's trainer under its agent: which process is in it, what watches that process, which faults wait
+for it, and the next one that is made ready when it is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, replace
+
+from workers.errors import MantaError
+from workers.json_codec import to_json
+from workers.liveness.stacks import stacks_path, take_stacks
+from workers.liveness.trainer_status import TrainerStatus
+from workers.liveness.trainer_watch import TrainerWatch
+from workers.messages import Fault, Launched, LaunchOrder, TrainerArgument
+from workers.node.host import this_host
+from workers.paths import Paths, zygote_socket
+from workers.rank.rank_log import RankLog
+from workers.rank.report_buffer import ReportBuffer
+from workers.rank.trainer_handle import TrainerHandle
+from workers.reports import KillReason
+from workers.zygote.client import Exit, ZygoteUnavailable, fork
+
+ZYGOTE_WAIT_SECONDS = 60.0
+"""How long a launch waits for a zygote that still imports torch."""
+PREPARE_WAIT_SECONDS = 1.0
+"""How long a trainer that nobody has asked for yet may hold up a launch."""
+
+
+class StaleGeneration(MantaError):
+    """An order of a generation that a newer one has replaced; drop it and read the job's current generation."""
+
+
+@dataclass(eq=False)
+class _Occupant:
+    """A trainer, and what was begun for it."""
+
+    trainer: TrainerHandle
+    watch: TrainerWatch | None = None
+    watched_as: int | None = None
+    """Rank whose record the watch reads."""
+    has_successor: bool = False
+    """Whether the next one will be made ready when this one is killed."""
+
+
+class TrainerSlot:
+    """Holds the trainer of rank `rank` of `job`, one at a time."""
+
+    def __init__(
+        self,
+        job: str,
+        rank: int,
+        home: str,
+        runtime_folder: str,
+        snapshot_folder: str | None,
+        reports: ReportBuffer,
+    ):
+        """`home`, `runtime_folder`: see `workers/paths.py`; `snapshot_folder`: the job's, in shared memory; `reports`:
+        takes what trainers report."""
+        self._job, self._home = job, home
+        self._runtime_folder, self._snapshot_folder, self._reports = runtime_folder, snapshot_folder, reports
+        self.rank, self.generation = rank, 0
+        """Of the last launch; generation 0 before the first."""
+        self._log = self._log_of(rank)
+        self._lock = asyncio.Lock()
+        self._occupant: _Occupant | None = None
+        self._order: LaunchOrder | None = None
+        self._successors: set[asyncio.Task[None]] = set()
+        self._faults: dict[str, Fault] = {}
+        self._struck: set[str] = set()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the trainer; None when none runs."""
+        occupant = self._running()
+        return occupant.trainer.process.pid if occupant is not None else None
+
+    async def launch(self, order: LaunchOrder) -> Launched:
+        """Have a trainer carry out `order`: the one at rest, if it may go on in place, else a new one; any other that
+        runs is killed and reaped first. Raises StaleGeneration unless the order's generation is above every earlier
+        one, ZygoteUnavailable."""
+        self._refuse_stale(order)
+        self.generation = order.generation  # from here on, older orders that wait for the lock are stale
+        async with self._lock:
+            self._refuse_replaced(order)
+            self._become(order.rank)
+            order = replace(order, faults=tuple(self._waiting_faults()))
+            occupant, kept = self._occupant, False
+            if occupant is not None and occupant.trainer.at_rest and order.in_place:
+                kept = occupant.trainer.generation > 0  # else it was only prepared
+                occupant.trainer.go(order)
+            else:
+                if occupant is not None:
+                    await occupant.trainer.stop()
+                occupant = await self._fork(order)
+                for fault in self._waiting_faults():
+                    if fault not in order.faults:  # it came meanwhile
+                        occupant.trainer.arm(fault)
+            self._attend(occupant, order)
+            return Launched(occupant.trainer.process.pid, kept)
+
+    async def prepare(self, order: LaunchOrder) -> bool:
+        """Have a trainer ready for an order like this one, but of a later generation, unless one runs. Answers once it
+        is ready; False when it could not be made so. Raises ZygoteUnavailable."""
+        async with self._lock:
+            occupant = self._running() or await self._fork(order, prepared=True)
+        return await occupant.trainer.prepared()
+
+    async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
+        """Bring the trainer of `generation` to rest; see `TrainerHandle.rest`."""
+        async with self._lock:
+            return self._occupant is not None and await self._occupant.trainer.rest(generation, grace, patience)
+
+    async def stop(self) -> Exit:
+        """SIGKILL the trainer and wait until it is reaped. Answers how it ended; `Exit(None, None)` if none ran."""
+        async with self._lock:
+            return Exit(None, None) if self._occupant is None else await self._occupant.trainer.stop()
+
+    async def kill(self, pid: int, reason: KillReason, after_commit: bool = False) -> bool:
+        """SIGKILL the trainer `pid`, after the next step that it commits with `after_commit`; its exit report says why.
+        False when it is not here, has ended, or does not commit."""
+        occupant = self._running()
+        if occupant is None or occupant.trainer.process.pid != pid:
+            return False
+        if after_commit and not (occupant.watch is not None and await occupant.watch.next_commit()):
+            return False
+        occupant.trainer.kill(reason)
+        return True
+
+    def arm(self, fault: Fault) -> None:
+        """Have the trainer carry out `fault` when it gets there: the one that runs now, or one of a later
+        generation."""
+        self._faults[fault.id] = fault
+        if (occupant := self._running()) is not None:
+            occupant.trainer.arm(fault)
+
+    def status(self) -> TrainerStatus | None:
+        """Where the trainer stands; None when none runs, or none is watched."""
+        occupant = self._running()
+        if occupant is None or occupant.watch is None or not occupant.watch.look():
+            return None
+        return occupant.watch.describe()
+
+    async def stacks(self, pid: int) -> str:
+        """The stacks of all threads of the trainer `pid`, or what the kernel tells about a process that does not
+        answer; empty when it is not here. They are written into the rank's log too."""
+        if self.pid != pid or self._snapshot_folder is None:
+            return ""
+        stacks = await take_stacks(pid, stacks_path(self._snapshot_folder, self.rank))
+        self._log.write(self.generation, "agent", stacks.splitlines())
+        return stacks
+
+    async def close(self) -> None:
+        """End the trainer, and leave nothing open."""
+        await self.stop()
+        self._log.close()
+
+    def _running(self) -> _Occupant | None:
+        return self._occupant if self._occupant is not None and not self._occupant.trainer.ended else None
+
+    async def _fork(self, order: LaunchOrder, prepared: bool = False) -> _Occupant:
+        host = this_host()
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(host.devices)} if host.devices else {}
+        socket_path = zygote_socket(self._runtime_folder, host.node)
+        argument = to_json(TrainerArgument(order, prepare=prepared))
+        wait = PREPARE_WAIT_SECONDS if prepared else ZYGOTE_WAIT_SECONDS
+        process = await fork(socket_path, "trainer", argument, environment, timeout=wait)
+        self._occupant = _Occupant(TrainerHandle(order, process, self._reports, self._log, prepared, self._struck))
+        return self._occupant
+
+    def _attend(self, occupant: _Occupant, order: LaunchOrder) -> None:
+        """Watch a trainer that has begun to carry out `order`, and see to its successor."""
+        self._order = order
+        if occupant.watched_as != self.rank and self._snapshot_folder is not None:
+            compiles = bool(order.spec.get("train", {}).get("compile", False))
+            occupant.watch = TrainerWatch(
+                occupant.trainer.process.pid, self.rank, self._snapshot_folder, compiles, self._report_status
+            )
+            occupant.watched_as = self.rank
+            occupant.trainer.run_alongside(occupant.watch.run())
+        if order.in_place and not occupant.has_successor:
+            occupant.has_successor = True
+            successor = asyncio.create_task(self._prepare_successor(occupant.trainer), name="successor")
+            self._successors.add(successor)
+            successor.add_done_callback(self._successors.discard)
+
+    async def _prepare_successor(self, trainer: TrainerHandle) -> None:
+        """When the trainer is killed, get the next one ready without being asked: its peers are about to wait for
+        it."""
+        ended = await trainer.wait()
+        if ended.signal is not None and not trainer.stopped and self._order is not None:
+            with contextlib.suppress(ZygoteUnavailable):  # then the launch that follows says so
+                await self.prepare(self._order)
+
+    def _report_status(self, status: TrainerStatus) -> None:
+        self._reports.add(status, self.generation, self.rank)
+
+    def _waiting_faults(self) -> list[Fault]:
+        return [fault for fault in self._faults.values() if fault.id not in self._struck]
+
+    def _become(self, rank: int) -> None:
+        """Be another rank from now on: the ranks of a smaller layout are numbered anew."""
+        if rank != self.rank:
+            self._log.close()
+            self.rank, self._log = rank, self._log_of(rank)
+            if self._occupant is not None:
+                self._occupant.trainer.become(rank, self._log)
+
+    def _log_of(self, rank: int) -> RankLog:
+        return RankLog(Paths.of(self._home).rank_log(self._job, rank), rank)
+
+    def _refuse_stale(self, order: LaunchOrder) -> None:
+        if order.job != self._job:
+            raise StaleGeneration(f"This agent belongs to {self._job}, not to {order.job}.")
+        if order.generation <= self.generation:
+            raise StaleGeneration(
+                f"Rank {self.rank} of {self._job} is at generation {self.generation}, "
+                f"so generation {order.generation} cannot start; read the job's current generation."
+            )
+
+    def _refuse_replaced(self, order: LaunchOrder) -> None:
+        if order.generation < self.generation:
+            raise StaleGeneration(
+                f"Generation {order.generation} of rank {self.rank} was replaced by {self.generation} "
+                "before it started."
+            )
