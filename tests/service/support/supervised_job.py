@@ -34,9 +34,13 @@ class SupervisedJob:
     async def start(self) -> None:
         """Acquire places for the job as the scheduler does, and hand it to a supervisor."""
         generation = self.row.generation + 1
-        await self.store.write_async(lambda s: jobs.transition(s, self.id, JobState.STARTING))
+        await self.store.write_async(self._place)
         await self.cluster.groups.acquire(self.id, generation, self.spec.layout, "manta_slot")
         self.supervise(generation)
+
+    def _place(self, session):
+        jobs.transition(session, self.id, JobState.STARTING)
+        jobs.set_layout(session, self.id, self.spec.layout)
 
     def supervise(self, placed_generation: int | None) -> None:
         """Hand the job to a supervisor of its own."""

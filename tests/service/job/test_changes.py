@@ -1,0 +1,308 @@
+"""A job's size and place change while it runs: what is planned, what is carried out, and what is left of it."""
+
+import asyncio
+
+import pytest
+
+from service.job.changes import Stay, standby_of
+from service.store import generations
+from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.supervised_job import story
+
+UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
+CHANGED = ["RESIZING", "generation_started", "ranks_replaced", "RUNNING", "first_step"]
+"""What a change is seen as in which some rank keeps its process."""
+ELASTIC = {"parallel": {"tensor": 2, "data": 2, "zero": 0}, "elastic": {"min_data": 1, "max_data": 3}}
+
+
+def test_job_shrinks_and_keeps_the_processes_that_stay(two_replicas, cluster):
+    job = two_replicas(cluster, **ELASTIC)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1, 2)
+        staying = job.ranks[:2]
+        job.resize(1)
+        await job.watched(2)
+        assert job.ranks == staying
+        await cluster.agents.until(lambda: len(cluster.agents.living) == 2)
+        assert len(cluster.groups.held) == 1
+        await job.commit(3)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "resize_requested", *CHANGED, "SUCCEEDED"]
+    assert job.generations[1] == ("resized from 2 to 1 replicas", "memory", 2)
+    assert (job.row.replicas, job.row.restarts, job.recoveries) == (1, 0, [])
+    assert cluster.nothing_held
+
+
+def test_job_grows_by_agents_whose_trainers_are_ready_before_anybody_rests(two_replicas, cluster):
+    job = two_replicas(cluster, **ELASTIC)
+    prepared_at_rest = []
+
+    async def before_rest(agent):
+        prepared_at_rest.append([len(each.prepared) for each in cluster.agents.living.values()])
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        cluster.agents.before_rest = before_rest
+        job.resize(3)
+        await job.watched(2)
+        assert [agent.rank for agent in job.ranks] == [0, 1, 2, 3, 4, 5]
+        assert [order.generation for agent in job.ranks[4:] for order in agent.prepared] == [2, 2]
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    assert prepared_at_rest[0] == [0, 0, 0, 0, 1, 1]
+    assert job.log == [*UP, "resize_requested", *CHANGED, "SUCCEEDED"]
+    assert job.generations[1][0] == "resized from 2 to 3 replicas"
+    assert job.row.replicas == 3
+    assert cluster.nothing_held
+
+
+def test_resize_that_there_is_no_room_for_is_said_and_changes_nothing(two_replicas, tmp_path):
+    cluster = FakeCluster(tmp_path, one=4)
+    job = two_replicas(cluster, **ELASTIC)
+
+    async def waiting():
+        while "resize_waiting" not in job.log:
+            await asyncio.sleep(0)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        job.resize(3)
+        await waiting()
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "resize_requested", "resize_waiting", "SUCCEEDED"]
+    assert job.message("resize_waiting") == "there is no room for more than 2 replicas; it goes on waiting"
+    assert len(job.generations) == 1
+
+
+def test_resize_before_the_first_step_waits_for_it(two_replicas, cluster):
+    job = two_replicas(cluster, **ELASTIC)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        job.resize(1)
+        while job.supervisor._job.change_possible.is_set():
+            await asyncio.sleep(0)
+        assert len(job.generations) == 1, "ranks may still read what others left"
+        await job.commit(1)
+        job.resize(1)
+        await job.watched(2)
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    assert len(job.ranks) == 2
+    assert job.generations[1][0] == "resized from 2 to 1 replicas"
+
+
+def test_standby_that_never_gets_ready_is_dismissed_when_a_rank_dies(two_replicas, cluster):
+    job = two_replicas(cluster, **ELASTIC)
+    starting = asyncio.Event()
+
+    def start_silent(agent):
+        async def prepare(order):
+            starting.set()
+            await asyncio.Event().wait()
+
+        agent.prepare = prepare
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        cluster.agents.on_start = start_silent
+        job.resize(3)
+        await starting.wait()
+        job.ranks[0].die()
+        await job.watched(2)
+        assert len(cluster.agents.living) == 4
+        assert len(cluster.groups.held) == 2
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    recovered = ["generation_started", "ranks_replaced", "RUNNING", "first_step", "recovered"]
+    assert job.log == [*UP, "resize_requested", "RECOVERING", "rank_lost", *recovered, "SUCCEEDED"]
+    assert cluster.nothing_held
+
+
+def test_change_is_not_made_when_an_agent_is_lost_on_its_way_to_rest(two_replicas, cluster):
+    job = two_replicas(cluster, **ELASTIC)
+
+    async def before_rest(agent):
+        if agent.rank == 3:
+            agent.lose()
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        cluster.agents.before_rest = before_rest
+        job.resize(3)
+        await job.watched(2)
+        assert len(job.ranks) == len(cluster.agents.living) == 4
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    recovered = ["generation_started", "ranks_replaced", "RUNNING", "first_step", "recovered"]
+    assert job.log == [*UP, "resize_requested", "RESIZING", "RECOVERING", "rank_lost", *recovered, "SUCCEEDED"]
+    assert cluster.nothing_held
+
+
+def test_job_is_cancelled_while_it_changes_its_size(two_replicas, cluster):
+    job = two_replicas(cluster, **ELASTIC)
+
+    async def before_rest(agent):
+        if agent.rank == 0 and job.row.state == "RESIZING":
+            job.cancel()
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        cluster.agents.before_rest = before_rest
+        job.resize(3)
+        await job.task
+
+    story(body)
+    assert job.log == [*UP, "resize_requested", "RESIZING", "CANCELLING", "CANCELLED"]
+    assert cluster.nothing_held
+
+
+def test_replica_on_a_node_that_is_to_be_left_moves_with_its_state(two_replicas, tmp_path):
+    cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1, 2)
+        staying = job.ranks[:2]
+        cluster.nodes.draining.add("two")
+        job.supervisor.node_draining("two", 60.0)
+        await job.watched(2)
+        assert job.ranks[:2] == staying
+        assert [agent.node for agent in job.ranks] == ["one", "one", "three", "three"]
+        assert [agent.orders[-1].resume.step for agent in job.ranks] == [2, 2, 2, 2]
+        await cluster.agents.until(lambda: len(cluster.agents.living) == 4)
+        await job.commit(3)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "node_draining", *CHANGED, "SUCCEEDED"]
+    assert job.message("node_draining") == "node two is to be left within 60 s; 2 ranks are there"
+    assert job.generations[1] == ("replicas [1] moved: their nodes are to be left", "snapshot", 2)
+    assert not cluster.agents.living and not cluster.groups.held
+
+
+def test_elastic_job_leaves_a_node_by_going_on_without_the_replica(two_replicas, tmp_path):
+    cluster = FakeCluster(tmp_path, one=2, two=2)
+    job = two_replicas(cluster, **ELASTIC)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        cluster.nodes.draining.add("one")
+        job.supervisor.node_draining("one", 60.0)
+        await job.watched(2)
+        assert [(agent.rank, agent.node) for agent in job.ranks] == [(0, "two"), (1, "two")]
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "node_draining", *CHANGED, "SUCCEEDED"]
+    assert job.generations[1] == ("went on without replicas [0]: their nodes are to be left", "memory", 1)
+
+
+def test_job_that_finds_no_room_elsewhere_stays_and_says_so_once(two_replicas, tmp_path):
+    cluster = FakeCluster(tmp_path, one=2, two=2)
+    job = two_replicas(cluster)
+
+    async def looked():
+        job.supervisor.resize()
+        while job.supervisor._job.change_possible.is_set():
+            await asyncio.sleep(0)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        cluster.nodes.draining.add("two")
+        job.supervisor.node_draining("two", 60.0)
+        while "drain_waiting" not in job.log:
+            await asyncio.sleep(0)
+        await looked()
+        await looked()
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "node_draining", "drain_waiting", "SUCCEEDED"]
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["room", "others_were_faster"])
+def test_job_in_a_smaller_layout_is_placed_anew_when_there_is_room_again(two_replicas, tmp_path, taken):
+    cluster = FakeCluster(tmp_path, one=2, two=2)
+    job = two_replicas(cluster, parallel={"tensor": 2, "pipeline": 2}, elastic={"reshape": True})
+
+    def others_are_faster():
+        cluster.nodes.used["two"] = 2
+
+    async def body():
+        cluster.nodes.used["two"] = 2  # others have it
+        job.spec = job.spec.model_copy(update={"parallel": job.spec.parallel.model_copy(update={"pipeline": 1})})
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        cluster.nodes.used["two"] = 0
+        if taken:
+            cluster.groups.refuse = others_are_faster
+        job.supervisor.resize()
+        await job.watched(2)
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    assert len(job.ranks) == (2 if taken else 4)
+    assert job.generations[1][0] == "placed anew as tensor 2 x pipeline 2 x data 1: there is room again"
+    assert (job.row.tensor, job.row.pipeline) == (2, 1 if taken else 2)
+    assert [each for each in job.log if each != "ranks_replaced"] == [
+        *UP, *(each for each in CHANGED if each != "ranks_replaced"), "SUCCEEDED"
+    ]  # fmt: skip
+
+
+def test_only_changes_that_started_agents_have_a_standby():
+    assert standby_of(Stay("nothing")) is None
+
+
+def test_generation_that_a_change_begins_says_so_and_is_no_restart(two_replicas, cluster):
+    job = two_replicas(cluster, **ELASTIC)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        job.resize(1)
+        await job.watched(2)
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    with job.store.read() as session:
+        rows = generations.of_job(session, job.id)
+    assert [(row.data or {}).get("failure") for row in rows] == [None, None]
+    assert job.row.restarts == 0
