@@ -260,9 +260,9 @@ class CheckpointConfig(Section):
     """Newest durable checkpoints kept; older ones are deleted after a newer one is complete. Where a roll back could
     undo all of these, up to two from before are kept too."""
     snapshot_every_steps: Steps | Literal["auto"] = "auto"
-    """Steps between snapshots in shared memory; the most that a crash makes a job redo. auto: 1, or more where making
-    sure of each would take the training thread over 1 ms and over 1% of a step's time; `snapshot_every_steps` in the
-    metrics is what it is at a step."""
+    """Steps between snapshots in shared memory; the most that a crash makes a job redo (more only where it has just
+    changed: `workers/snapshot/interval.py`). auto: 1, or more where making sure of each would take the training thread
+    over 1 ms and over 1% of a step's time; `snapshot_every_steps` in the metrics is what it is at a step."""
 
 
 class SpikeConfig(Section):

@@ -1,6 +1,7 @@
 """Whatever is killed while a job runs, the job ends with the curve that it has when nothing is killed."""
 
 import shutil
+from itertools import groupby
 
 import psutil
 
@@ -11,10 +12,10 @@ from service.states import is_final
 MIDDLE = 20
 
 
-def test_killed_rank_costs_at_most_one_step(manta, undisturbed, kill):
+def test_killed_rank_costs_no_more_steps_than_promised(manta, undisturbed, kill):
     job = manta.submit(manta.spec())
     manta.until_step(job, MIDDLE)
-    before = manta.pids(job)
+    before, intervals = manta.pids(job), snapshot_intervals(manta, job)
     kill(before[3])
     manta.until_generation(job, 2)
     manta.until_step(job, MIDDLE + 20)
@@ -29,17 +30,28 @@ def test_killed_rank_costs_at_most_one_step(manta, undisturbed, kill):
     (replaced,) = manta.events(job, "ranks_replaced")
     assert replaced.data == {"kept": [0, 1, 2], "started": [3]}
     assert "SIGKILL" in lost.message
-    assert at_most_one_step_redone(manta, job)
+    assert_promise_kept(manta, job, intervals)
     states = [event.data["to"] for event in manta.events(job, "state_changed")]
     assert states == ["STARTING", "RUNNING", "RECOVERING", "RUNNING", "SUCCEEDED"]
 
 
-def at_most_one_step_redone(manta, job):
-    """The new generation resumed from a snapshot, at the last step that was committed or the one before."""
+def snapshot_intervals(manta, job):
+    """The interval between snapshots, in steps, that was in force at each step so far."""
+    series = manta.client.metrics(job, names=["snapshot_every_steps"], max_points=10_000)
+    return dict(zip(series.steps, series.series["snapshot_every_steps"], strict=True))
+
+
+def assert_promise_kept(manta, job, intervals):
+    """The new generation resumed from a snapshot, and redid no more steps than `workers/snapshot/interval.py` promises
+    for the intervals in force. `intervals`: as of right before the kill, since redone steps replace their rows; they
+    change at steps 16, 32 and so on alone."""
     resumed = manta.events(job, "generation_started")[-1].data
     recovering = [event for event in manta.events(job, "state_changed") if event.data["to"] == "RECOVERING"][-1]
     assert resumed["resume_source"] == "snapshot"
-    return resumed["resume_step"] >= recovering.step - 1
+    last, resume_step = recovering.step, resumed["resume_step"]
+    known = {step: every for step, every in snapshot_intervals(manta, job).items() if step <= resume_step} | intervals
+    in_force = [every for every, _ in groupby(known[step] for step in sorted(known) if resume_step <= step <= last)]
+    assert last - resume_step <= sum(every - 1 for every in in_force[:-1]) + in_force[-1], (last, resume_step, known)
 
 
 def test_killed_reporting_rank_loses_no_row(manta, undisturbed, kill):
@@ -147,12 +159,13 @@ def test_without_its_own_snapshot_a_rank_goes_on_from_a_peers(manta, kill):
     manta.until_state(clean, "SUCCEEDED")
     job = manta.submit(document)
     manta.until_step(job, MIDDLE)
+    intervals = snapshot_intervals(manta, job)
     for file in manta.paths.snapshot_folder(job).glob("rank-00000.*snapshot"):
         file.unlink()
     kill(manta.pids(job)[0])
     manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == manta.curve(clean), "with the rows that the killed rank had not shipped"
-    assert at_most_one_step_redone(manta, job)
+    assert_promise_kept(manta, job, intervals)
     (recovered,) = manta.events(job, "recovered")
     assert recovered.data["source"].endswith("peer")
     seconds = manta.client.ledger(job).seconds
