@@ -1,5 +1,6 @@
 """One real service for all end-to-end tests: its own processes, its own home, a free port, real trainers."""
 
+import contextlib
 import copy
 import os
 import random
@@ -25,6 +26,11 @@ END_POLL_SECONDS = 0.1
 """How often an end is looked for: each look costs 6 ms of the cores that the job runs on."""
 STEPS = 60
 SLOTS = 8
+MIDDLE = 20
+EVERY_STEP = {"every_steps": 0, "snapshot_every_steps": 1}
+"""`checkpoint` of a job of which a death costs one step at most; without, the interval grows on a slow machine."""
+HOLD_SECONDS = 0.5
+"""How long each step of a job that is held takes: longer than anything that a test does meanwhile."""
 
 
 class Manta:
@@ -91,6 +97,35 @@ class Manta:
             return found.step >= step
 
         self.until(f"step {step} of {job}", reached, every=2 * POLL_SECONDS)
+
+    def inject(self, job: str, kind: Any, rank: int, **more: Any) -> Any:
+        """Ask for a fault as soon as the job takes one, which is before its first step."""
+
+        def taken() -> Any:
+            try:
+                return self.client.inject(job, kind, rank, **more)
+            except ApiError as error:
+                assert error.problem.status == 409 and not is_final(self.client.job(job).state), self.story(job)
+                return None
+
+        return self.until("the fault being taken", taken)
+
+    def hold(self, job: str, rank: int, step: int = MIDDLE) -> None:
+        """Wait until the job has committed `step`; from then on each step takes half a second, until the process of
+        `rank` is replaced. So what the test does next happens in the middle of the run, however slow the machine is."""
+        self.inject(job, "slow", rank, at_step=step + 1, seconds=HOLD_SECONDS)
+        self.until_step(job, step)
+
+    @contextlib.contextmanager
+    def zygote_stopped(self) -> Iterator[None]:
+        """Nothing can be forked meanwhile: a job that starts goes on starting, one that recovers recovering."""
+        zygote = self.zygote()
+        zygote.suspend()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                zygote.resume()
 
     def until_state(self, job: str, *states: str) -> Any:
         """Wait until the job is in one of `states`; the job."""

@@ -58,6 +58,7 @@ def test_killed_right_after_a_roll_back_the_job_keeps_its_order_of_samples(
     manta, odd_corpus, rolled_back, kill, victim
 ):
     job = manta.submit(rolling_back(manta, odd_corpus))
+    manta.hold(job, victim, manta.events(rolled_back, "rolled_back")[0].step - 1)
     manta.until("the roll back", lambda: told(manta, job))
     kill(manta.pids(job)[victim])
     ended = manta.until_state(job, "SUCCEEDED")

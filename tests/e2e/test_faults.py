@@ -4,15 +4,14 @@ import pytest
 
 from api.client import ApiError
 from service.states import is_final
-
-MIDDLE = 20
+from tests.e2e.conftest import MIDDLE
 
 
 def inject(manta, job, kind, rank, **more):
     """Ask for a fault; the event that says so."""
-    fault = manta.client.inject(job, kind, rank, **more)
-    (told,) = [event for event in manta.events(job, "fault_injected") if event.data["id"] == fault.id]
-    return told
+    fault = manta.inject(job, kind, rank, **more)
+    (event,) = [event for event in manta.events(job, "fault_injected") if event.data["id"] == fault.id]
+    return event
 
 
 def struck(manta, job):
@@ -29,11 +28,10 @@ def test_rank_killed_in_each_phase_of_a_step(manta, undisturbed):
     """One job, six deaths: each strikes the successor of the one before."""
     phases = ("data", "forward", "backward", "reduction", "optimizer", "snapshot")
     strikes = [(1, MIDDLE + 7 * number, f"kill in {phase}") for number, phase in enumerate(phases)]
-    job = manta.submit(manta.spec())
-    manta.until_state(job, "RUNNING")
+    job = manta.submit(manta.spec(checkpoint={"snapshot_every_steps": 1}))
     for phase, (rank, step, _) in zip(phases, strikes, strict=True):
-        told = inject(manta, job, "kill", rank, at_step=step, phase=phase)
-        assert (told.rank, told.step, told.data["kind"]) == (rank, step, "kill")
+        event = inject(manta, job, "kill", rank, at_step=step, phase=phase)
+        assert (event.rank, event.step, event.data["kind"]) == (rank, step, "kill")
     ended = manta.until_state(job, "SUCCEEDED")
     assert struck(manta, job) == strikes
     assert lost(manta, job) == [(1, "killed")] * len(phases)
@@ -49,7 +47,6 @@ def test_rank_that_fails_otherwise(manta, undisturbed):
         (2, MIDDLE + 30, "hang in backward"),
     ]
     job = manta.submit(manta.spec())
-    manta.until_state(job, "RUNNING")
     for rank, step, said in strikes:
         kind, _, phase = said.split()
         inject(manta, job, kind, rank, at_step=step, phase=phase, hold_gil=kind == "hang")
@@ -62,12 +59,11 @@ def test_rank_that_fails_otherwise(manta, undisturbed):
 
 def test_cut_connections_cost_no_process(manta, undisturbed):
     job = manta.submit(manta.spec())
-    manta.until_step(job, 1)
-    before = manta.pids(job)
     inject(manta, job, "partition", 3, at_step=MIDDLE, phase="reduction", seconds=0.3)
-    manta.until_step(job, MIDDLE + 5)
-    assert manta.pids(job) == before
+    manta.until_generation(job, 2)
     ended = manta.until_state(job, "SUCCEEDED")
+    (replaced,) = manta.events(job, "ranks_replaced")
+    assert replaced.data == {"kept": [0, 1, 2, 3], "started": []}
     assert manta.curve(job) == undisturbed
     assert ended.restarts == 1
 
@@ -75,10 +71,10 @@ def test_cut_connections_cost_no_process(manta, undisturbed):
 def test_faults_of_a_beginning_strike_in_the_next_generation(manta, undisturbed):
     """Ranks are killed while they recover from another's death: one that survived it, and its replacement."""
     job = manta.submit(manta.spec())
-    manta.until_step(job, 1)
+    manta.hold(job, 1, 1)
     inject(manta, job, "kill", 2, phase="recovery")
     inject(manta, job, "kill", 1, phase="start")
-    inject(manta, job, "kill", 1, at_step=MIDDLE)
+    inject(manta, job, "kill", 1, at_step=3)
     ended = manta.until_state(job, "SUCCEEDED")
     assert sorted(entry[2] for entry in struck(manta, job)) == ["kill in data", "kill in recovery", "kill in start"]
     assert manta.curve(job) == undisturbed
@@ -87,12 +83,10 @@ def test_faults_of_a_beginning_strike_in_the_next_generation(manta, undisturbed)
 
 def test_killed_store_is_started_anew_by_the_next_recovery(manta, undisturbed):
     job = manta.submit(manta.spec())
-    manta.until_step(job, 1)
-    before = {process.pid for process in manta.trainers()}
     inject(manta, job, "store", 0, at_step=MIDDLE)
-    inject(manta, job, "kill", 1, at_step=MIDDLE + 35)
-    manta.until_step(job, MIDDLE + 2)
-    assert len(before - {process.pid for process in manta.trainers()}) == 1, "only the store is gone"
+    manta.hold(job, 1, MIDDLE + 2)
+    assert {process.pid for process in manta.trainers()} == set(manta.pids(job)), "only the store is gone"
+    inject(manta, job, "kill", 1, at_step=MIDDLE + 4)
     manta.until_state(job, "SUCCEEDED")
     assert lost(manta, job) == [(1, "killed")]
     assert manta.curve(job) == undisturbed
@@ -100,7 +94,6 @@ def test_killed_store_is_started_anew_by_the_next_recovery(manta, undisturbed):
 
 def test_lost_node_costs_no_committed_step(manta, undisturbed):
     job = manta.submit(manta.spec())
-    manta.until_step(job, 1)
     zygote = manta.zygote().pid
     inject(manta, job, "node", 2, at_step=MIDDLE)
     manta.until_state(job, "SUCCEEDED")
@@ -110,10 +103,10 @@ def test_lost_node_costs_no_committed_step(manta, undisturbed):
 
 
 def test_what_cannot_strike_is_refused(manta):
-    job = manta.submit(manta.spec())
+    job = manta.submit(manta.spec(steps=10_000, layout=(1, 1, 2)))
     manta.until_step(job, 1)
-    with pytest.raises(ApiError, match="no rank 4") as refused:
-        manta.client.inject(job, "kill", 4)
+    with pytest.raises(ApiError, match="no rank 2") as refused:
+        manta.client.inject(job, "kill", 2)
     assert refused.value.problem.code == "fault_not_possible"
     manta.client.cancel(job)
     manta.until("the end", lambda: is_final(manta.client.job(job).state))

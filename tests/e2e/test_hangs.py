@@ -6,9 +6,8 @@ import signal
 import threading
 
 import psutil
-import pytest
 
-MIDDLE = 20
+from tests.e2e.conftest import MIDDLE
 
 
 def wake(pid):
@@ -17,24 +16,25 @@ def wake(pid):
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_stopped_rank_is_named_and_replaced(manta, undisturbed, rank):
+def test_stopped_ranks_are_named_and_replaced(manta, undisturbed):
+    """One after the other: the last rank, and the one that reports."""
     job = manta.submit(manta.spec())
-    manta.until_step(job, MIDDLE)
-    pid = manta.pids(job)[rank]
-    os.kill(pid, signal.SIGSTOP)
-    (hung,) = manta.until("the hang's event", lambda: manta.events(job, "rank_hung"))
-    manta.until_generation(job, 2)
-    wake(pid)  # a zombie that woke up would find nothing to do; it is gone
+    for number, rank in enumerate((3, 0)):
+        manta.hold(job, rank, MIDDLE + 10 * number)
+        pid = manta.pids(job)[rank]
+        os.kill(pid, signal.SIGSTOP)
+        manta.until_generation(job, number + 2)
+        wake(pid)  # a zombie that woke up would find nothing to do; it is gone
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == undisturbed
-    assert (ended.restarts, ended.generation) == (1, 2)
-    assert hung.rank == rank
-    assert (hung.data["stopped"], hung.data["process"]["state"]) == (True, "T")
-    assert "stopped" in hung.data["stacks"], "what the kernel says of a process that cannot answer"
-    (lost,) = manta.events(job, "rank_lost")
-    assert (lost.rank, lost.data["kind"]) == (rank, "hung")
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert (ended.restarts, ended.generation) == (2, 3)
+    hangs = manta.events(job, "rank_hung")
+    assert [hung.rank for hung in hangs] == [3, 0]
+    for hung in hangs:
+        assert (hung.data["stopped"], hung.data["process"]["state"]) == (True, "T")
+        assert "stopped" in hung.data["stacks"], "what the kernel says of a process that cannot answer"
+    assert [(lost.rank, lost.data["kind"]) for lost in manta.events(job, "rank_lost")] == [(3, "hung"), (0, "hung")]
     assert manta.leftovers(job) == []
 
 
@@ -43,7 +43,7 @@ def test_stopped_rank_of_a_pipeline_is_named_though_all_stand_still(manta):
     clean = manta.submit(spec)
     manta.until_state(clean, "SUCCEEDED")
     job = manta.submit(spec)
-    manta.until_step(job, MIDDLE)
+    manta.hold(job, 2)
     os.kill(manta.pids(job)[2], signal.SIGSTOP)
     manta.until_state(job, "SUCCEEDED")
     assert [event.rank for event in manta.events(job, "rank_hung")] == [2]
@@ -52,7 +52,7 @@ def test_stopped_rank_of_a_pipeline_is_named_though_all_stand_still(manta):
 
 def test_hang_that_began_while_the_control_plane_was_away_is_found_by_the_next(manta, undisturbed):
     job = manta.submit(manta.spec())
-    manta.until_step(job, MIDDLE)
+    manta.hold(job, 1)
     pid = manta.pids(job)[1]
     manta.kill_service()
     os.kill(pid, signal.SIGSTOP)

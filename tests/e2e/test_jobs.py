@@ -68,19 +68,21 @@ def test_cancelled_job_is_gone_at_once_and_for_good(manta):
 
 
 def test_cancel_while_recovering(manta, kill):
-    job = manta.submit(manta.spec(steps=10_000))
+    job = manta.submit(manta.spec(steps=10_000, layout=(1, 1, 2)))
     manta.until_step(job, 1)
-    kill(manta.pids(job)[1])
-    manta.until_state(job, "RECOVERING")
-    manta.client.cancel(job)
+    with manta.zygote_stopped():
+        kill(manta.pids(job)[1])
+        manta.until_state(job, "RECOVERING")
+        manta.client.cancel(job)
     manta.until_state(job, "CANCELLED")
     assert manta.leftovers(job) == []
 
 
 def test_cancel_while_starting(manta):
-    job = manta.submit(manta.spec(steps=10_000))
-    manta.until_state(job, "STARTING")
-    manta.client.cancel(job)
+    with manta.zygote_stopped():
+        job = manta.submit(manta.spec(steps=10_000, layout=(1, 1, 2)))
+        manta.until_state(job, "STARTING")
+        manta.client.cancel(job)
     manta.until_state(job, "CANCELLED")
     assert manta.leftovers(job) == []
 
@@ -105,7 +107,7 @@ def test_job_that_does_not_fit_says_what_it_waits_for_and_gets_its_turn(manta):
 def test_corpus_that_shrinks_while_the_job_runs_is_named(manta, corpus, tmp_path):
     text = tmp_path / "shrinking.txt"
     shutil.copy(corpus, text)
-    job = manta.submit(manta.spec(steps=10_000, data={"paths": [str(text)]}))
+    job = manta.submit(manta.spec(steps=10_000, layout=(1, 1, 2), data={"paths": [str(text)]}))
     manta.until_step(job, 1)
     text.write_text("gone")
     ended = until_final(manta, job)
@@ -123,7 +125,7 @@ def test_corpus_that_is_not_there_fails_the_job_before_it_is_placed(manta, tmp_p
 
 def test_exception_that_repeats_at_the_same_step_is_the_users(manta, kill):
     # Rank 0 reads notes of its own from its snapshot; here they make no sense, so it fails whenever it resumes.
-    job = manta.submit(manta.spec(steps=10_000))
+    job = manta.submit(manta.spec(steps=10_000, layout=(1, 1, 2)))
     manta.until_step(job, 1)
     first = manta.pids(job)[0]
     os.kill(first, signal.SIGSTOP)
@@ -148,7 +150,7 @@ def replace_notes(path):
 
 
 def test_checkpoint_that_cannot_be_written_is_an_event_but_the_last_one_is_tried_until_it_can(manta):
-    job = manta.submit(manta.spec(steps=30, checkpoint={"every_steps": 10}))
+    job = manta.submit(manta.spec(steps=30, layout=(1, 1, 2), checkpoint={"every_steps": 10}))
     folder = manta.paths.checkpoint_folder(job)
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.write_text("a file where the folder belongs")

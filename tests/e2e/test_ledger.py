@@ -4,6 +4,8 @@ import contextlib
 
 import pytest
 
+from tests.e2e.conftest import EVERY_STEP
+
 
 def test_clean_job_is_accounted_for_to_the_thousandth(manta):
     job = manta.submit(manta.spec(checkpoint={"every_steps": 20}))
@@ -23,8 +25,8 @@ def test_clean_job_is_accounted_for_to_the_thousandth(manta):
 
 
 def test_killed_rank_is_accounted_for_by_phase(manta, undisturbed, kill):
-    job = manta.submit(manta.spec())
-    manta.until_step(job, 20)
+    job = manta.submit(manta.spec(checkpoint=EVERY_STEP))
+    manta.hold(job, 3)
     kill(manta.pids(job)[3])
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == undisturbed
@@ -49,7 +51,7 @@ def test_killed_rank_is_accounted_for_by_phase(manta, undisturbed, kill):
 
 
 def test_rank_that_dies_at_every_start_is_held_back_and_a_cancel_ends_the_wait(manta, kill):
-    job = manta.submit(manta.spec(steps=100_000))
+    job = manta.submit(manta.spec(steps=100_000, layout=(1, 1, 2)))
     manta.until_step(job, 1)
     killed: set[int] = set()
 

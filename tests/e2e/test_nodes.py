@@ -4,7 +4,7 @@ import pytest
 
 from api.cli.service import stop_service
 from api.client import ApiError
-from tests.e2e.conftest import Manta
+from tests.e2e.conftest import EVERY_STEP, Manta
 from tests.e2e.ray_nodes import SLOTS, Network, Node
 
 STEPS = 20_000
@@ -42,7 +42,7 @@ def host(manta, network):
 
 def spec_of(manta, min_data, data=2, zero=1):
     train, elastic = {"deterministic": "elastic"}, {"min_data": min_data, "max_data": 2}
-    return manta.spec(STEPS, (2, 1, data), train=train, elastic=elastic, parallel={"zero": zero})
+    return manta.spec(STEPS, (2, 1, data), train=train, elastic=elastic, parallel={"zero": zero}, checkpoint=EVERY_STEP)
 
 
 def submitted_whole(manta, document):
@@ -172,7 +172,7 @@ def test_host_behind_a_pulled_cable_is_done_without_and_comes_back(manta, networ
 
 
 def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta, network, host):
-    job = submitted_whole(manta, manta.spec(STEPS, (2, 2, 1), elastic={"reshape": True}))
+    job = submitted_whole(manta, manta.spec(STEPS, (2, 2, 1), elastic={"reshape": True}, checkpoint=EVERY_STEP))
     manta.until_step(job, 8)
     lost = ranks_on(manta, job, host)
     held_back(manta, job, lost)

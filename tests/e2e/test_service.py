@@ -1,5 +1,6 @@
 """The service as a process: kill -9 and back again, taken ports, second homes, and what `down` leaves behind."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -11,10 +12,9 @@ import pytest
 
 from api.cli.service import start_service, stop_service
 from service.cluster.ray_head import MARK
+from tests.e2e.conftest import MIDDLE
 from workers.paths import Paths
 from workers.snapshot.files import steps_kept
-
-MIDDLE = 20
 
 
 def snapshot_step(manta, job):
@@ -44,7 +44,7 @@ def test_training_never_notices_that_the_service_is_killed(manta):
 
 def test_rank_that_died_while_the_service_was_away(manta, undisturbed, kill):
     job = manta.submit(manta.spec())
-    manta.until_step(job, MIDDLE)
+    manta.hold(job, 1)
     victim = manta.pids(job)[1]
     manta.kill_service()
     kill(victim)
@@ -55,7 +55,7 @@ def test_rank_that_died_while_the_service_was_away(manta, undisturbed, kill):
 
 
 def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta, undisturbed):
-    job = manta.submit(manta.spec(steps=200))
+    job = manta.submit(manta.spec(steps=10_000))
     manta.until_step(job, MIDDLE)
     before = manta.pids(job)
     manta.kill_service()
@@ -80,17 +80,21 @@ def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta
 
 @pytest.mark.parametrize("state", ["STARTING", "RECOVERING", "CANCELLING"])
 def test_job_is_taken_over_in_every_state(manta, undisturbed, kill, state):
-    job = manta.submit(manta.spec())
-    if state == "STARTING":
-        manta.until_state(job, "STARTING")
-    else:
-        manta.until_step(job, MIDDLE)
-    if state == "RECOVERING":
-        kill(manta.pids(job)[1])
-        manta.until_state(job, "RECOVERING")
-    if state == "CANCELLING":
-        manta.client.cancel(job)
-    manta.kill_service()
+    with contextlib.ExitStack() as until_the_next_service:
+        if state == "STARTING":
+            until_the_next_service.enter_context(manta.zygote_stopped())
+            job = manta.submit(manta.spec())
+            manta.until_state(job, "STARTING")
+        else:
+            job = manta.submit(manta.spec())
+            manta.hold(job, 1)
+        if state == "RECOVERING":
+            until_the_next_service.enter_context(manta.zygote_stopped())
+            kill(manta.pids(job)[1])
+            manta.until_state(job, "RECOVERING")
+        if state == "CANCELLING":
+            manta.client.cancel(job)
+        manta.kill_service()
     manta.start()
     if state == "CANCELLING":
         manta.until_state(job, "CANCELLED")
@@ -103,7 +107,7 @@ def test_job_is_taken_over_in_every_state(manta, undisturbed, kill, state):
 def test_change_of_size_is_carried_on_by_the_next_service(manta):
     spec = manta.spec(20_000, train={"deterministic": "elastic"}, elastic={"min_data": 1, "max_data": 2})
     job = manta.submit(spec)
-    manta.until_step(job, 5)
+    manta.hold(job, 3, 5)  # a rank that leaves
     before = manta.pids(job)
     manta.client.resize(job, 1)
     manta.until_state(job, "RESIZING")
