@@ -13,8 +13,8 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from api import schemas
-from service.nonfinite import spell
 from workers.errors import MantaError
+from workers.nonfinite import spell
 from workers.spec.problems import Problem, SpecError
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from service.nonfinite import number, spell
 from workers.messages import FaultKind, FaultPhase
+from workers.nonfinite import number, spell
 
 T = TypeVar("T")
 

@@ -1,4 +1,5 @@
-"""The only place of Manta that reads the process environment."""
+"""What the environment says to the service and its clients. No other module of `api` and `service` takes a setting from
+the environment; `workers/settings.py` reads what torchrun says to the engine when it runs without the service."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +22,7 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.errors import CheckpointError, MantaError
 from workers.messages import Resume
+from workers.nonfinite import spell
 from workers.reporter import Reporter
 from workers.settings import Launcher, read_launcher
 from workers.spec.problems import SpecError
@@ -166,7 +166,7 @@ class MetricsFile:
 
     def _metrics(self, row: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
+            self._file.write(json.dumps(spell(row), allow_nan=False) + "\n")
             self._file.flush()
         validation = f"  validation loss {row['validation_loss']:.4f}" if "validation_loss" in row else ""
         print(
@@ -174,14 +174,6 @@ class MetricsFile:
             f"{row['tokens_per_second']:.0f} tokens/s  mfu_causal {row['mfu_causal']:.1%}{validation}",
             flush=True,
         )
-
-
-def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """`row` with non-finite numbers as the strings nan, inf and -inf, which JSON can hold."""
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
 
 
 if __name__ == "__main__":

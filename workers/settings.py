@@ -1,4 +1,5 @@
-"""Environment variables that the engine reads; no other module does."""
+"""What the environment says to the engine when it runs without the service: torchrun's variables. No other module of
+`workers` takes a setting from the environment; `service/settings.py` reads that of the service."""
 
 from __future__ import annotations
 

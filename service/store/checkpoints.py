@@ -81,12 +81,6 @@ def page(session: Session, job_id: str, limit: int = 100, cursor: str | None = N
     return Page.of(list(session.scalars(query)), limit, lambda row: f"{row.step} {row.generation}")
 
 
-def newest_complete(session: Session, job_id: str) -> Checkpoint | None:
-    """The complete checkpoint of the highest step."""
-    query = select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state == COMPLETE)
-    return session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc()).limit(1)).first()
-
-
 def complete_ones(session: Session, job_id: str) -> list[Checkpoint]:
     """All complete checkpoints of a job, those of the highest step first: what keep-N counts."""
     query = select(Checkpoint).where(Checkpoint.job_id == job_id, Checkpoint.state == COMPLETE)

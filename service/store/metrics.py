@@ -10,10 +10,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, func, select
 from sqlalchemy.orm import Session
 
-from service.nonfinite import number
 from service.store import generations, jobs
 from service.store.generations import TrainedStep
 from service.store.tables import METRIC_NAMES, Job, Metric
+from workers.nonfinite import number
 
 _NOT_METRICS = frozenset({"step", "time", "generation", "rank", "job"})
 _RECENT_STEPS = 20
@@ -76,14 +76,6 @@ def series(
         for name, column in values.items():
             column.append(row[name] if name in METRIC_NAMES else row["extra"].get(name))
     return Series(steps, values)
-
-
-def first_and_last(session: Session, job_id: str) -> tuple[Metric, Metric] | None:
-    """The rows of a job's first and last step; None before the first."""
-    own = select(Metric).where(Metric.job_id == job_id)
-    first = session.scalars(own.order_by(Metric.step).limit(1)).first()
-    last = session.scalars(own.order_by(Metric.step.desc()).limit(1)).first()
-    return (first, last) if first is not None and last is not None else None
 
 
 def recent_step_seconds(session: Session, job_id: str) -> float | None:

@@ -9,7 +9,7 @@ from sqlalchemy import JSON, BigInteger, Double, Integer
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
-from service.nonfinite import number, spell
+from workers.nonfinite import number, spell
 
 BigKey = BigInteger().with_variant(Integer(), "sqlite")
 """A 64-bit autoincrement key; SQLite counts up only in a column that is called INTEGER."""

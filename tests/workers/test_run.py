@@ -124,15 +124,6 @@ def test_a_missing_spec_is_named(tmp_path, capsys):
     assert f"{tmp_path}/none.yaml" in capsys.readouterr().err
 
 
-def test_numbers_that_json_lacks_are_strings():
-    assert run.finite({"a": float("nan"), "b": float("-inf"), "c": 1.5, "d": 2}) == {
-        "a": "nan",
-        "b": "-inf",
-        "c": 1.5,
-        "d": 2,
-    }
-
-
 def test_two_ranks_under_torchrun_follow_the_curve_of_one(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -203,12 +203,3 @@ def test_recent_steps_say_how_long_one_takes(store, running, record):
     record(1, [{"step": 1, "step_seconds": 2.0}, {"step": 2, "step_seconds": 4.0}])
     with store.read() as session:
         assert metrics.recent_step_seconds(session, running.id) == 3.0
-
-
-def test_the_first_and_last_rows_are_found(store, running, record):
-    with store.read() as session:
-        assert metrics.first_and_last(session, running.id) is None
-    record(1, [{"step": step, "loss": 9.0 - step} for step in (1, 2, 3)])
-    with store.read() as session:
-        first, last = metrics.first_and_last(session, running.id)
-    assert (first.loss, last.loss) == (8.0, 6.0)

@@ -1,0 +1,20 @@
+"""Numbers that JSON does not know, as words and back."""
+
+import json
+import math
+
+from workers.nonfinite import number, spell
+
+
+def test_numbers_that_json_lacks_are_words_at_any_depth():
+    assert spell({"a": float("nan"), "b": [float("-inf"), 1.5], "c": {"d": (math.inf, 2, "x", None, True)}}) == {
+        "a": "nan",
+        "b": ["-inf", 1.5],
+        "c": {"d": ["inf", 2, "x", None, True]},
+    }
+
+
+def test_words_become_numbers_again_and_all_else_stays():
+    values = [math.inf, -math.inf, 1.5, 2, None, "infinite"]
+    assert [number(each) for each in json.loads(json.dumps(spell(values), allow_nan=False))] == values
+    assert math.isnan(number(spell(math.nan)))
