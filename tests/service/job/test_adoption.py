@@ -1,0 +1,275 @@
+"""A control plane died, and the next one takes its jobs over: from the rows, and from agents that never noticed."""
+
+import pytest
+
+from service.job.record import JobRecord
+from service.states import JobState
+from service.store import generations, jobs
+from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.supervised_job import story
+
+UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
+AGAIN = ["generation_started", "ranks_replaced", "RUNNING", "first_step", "recovered"]
+
+
+async def run_and_lose_control(job, *steps):
+    """The job commits `steps`, and then its control plane dies."""
+    await job.start()
+    await job.watched(1)
+    await job.commit(*steps)
+    await job.die_with_control_plane()
+
+
+def test_running_job_never_notices(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await run_and_lose_control(job, 1, 2)
+        next(iter(cluster.agents.living.values())).commit(3)  # nobody listens
+        job.supervise(None)
+        await job.watched(1)
+        assert [len(agent.orders) for agent in job.ranks] == [1] * 4
+        assert all(agent.running for agent in job.ranks)
+        await job.commit(4)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "adopted", "SUCCEEDED"]
+    assert (job.row.generation, job.row.restarts, job.row.step) == (1, 0, 10)
+    assert cluster.nothing_held
+
+
+def test_report_that_was_handled_but_not_acknowledged_is_not_stored_twice(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await run_and_lose_control(job, 1, 2)
+        with job.store.read() as session:
+            cursor = jobs.get(session, job.id).report_cursor["0"]
+        job.supervise(None)
+        await job.watched(1)
+        asked = len(job.ranks[0].acknowledged)
+        await cluster.agents.until(lambda: len(job.ranks[0].acknowledged) >= asked)
+        assert job.ranks[0].acknowledged[-1] == cursor
+        await job.finish()
+
+    story(body)
+    assert [entry for entry in job.log if entry == "first_step"] == ["first_step"]
+
+
+@pytest.mark.parametrize("last", ["finished", "killed"])
+def test_what_happened_while_nobody_was_there_is_heard_afterwards(two_replicas, cluster, last):
+    job = two_replicas(cluster)
+
+    async def body():
+        await run_and_lose_control(job, 1)
+        agents = list(cluster.agents.living.values())
+        if last == "finished":
+            agents[0].commit(10)
+            for agent in agents:
+                agent.finish(10)
+        else:
+            agents[1].die()
+        job.supervise(None)
+        if last == "killed":
+            await job.watched(2)
+            await job.commit(2)
+            await job.finish()
+        await job.task
+
+    story(body)
+    recovered = [] if last == "finished" else ["RECOVERING", "rank_lost", *AGAIN]
+    assert job.log == [*UP, "adopted", *recovered, "SUCCEEDED"]
+
+
+def test_agent_that_was_lost_meanwhile_is_replaced(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await run_and_lose_control(job, 1)
+        name, agent = list(cluster.agents.living.items())[3]
+        agent.lose()
+        del cluster.agents.living[name]
+        job.supervise(None)
+        await job.watched(2)
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
+    assert job.message("rank_lost") == "rank 3 has an agent that does not answer"
+    assert cluster.nothing_held
+
+
+@pytest.mark.parametrize("lost", [1, 2], ids=["a_whole_replica", "everybody"])
+def test_job_of_whose_replica_nobody_is_left_is_placed_anew(two_replicas, tmp_path, lost):
+    cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
+    job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0})
+
+    async def body():
+        await run_and_lose_control(job, 1)
+        for agent in list(cluster.agents.living.values())[4 - 2 * lost :]:
+            agent.lose()
+            del cluster.agents.living[agent.name]
+        job.supervise(None)
+        await job.watched(2)
+        assert len(cluster.agents.living) == 4
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "RECOVERING", "generation_started", "RUNNING", "first_step", "SUCCEEDED"]
+    assert job.generations[1] == ("the control plane was restarted and its agents were lost", "snapshot", 1)
+    assert job.row.restarts == 1
+    assert cluster.nothing_held
+
+
+def test_job_that_was_placed_but_never_launched_is_placed_again(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.store.write_async(lambda s: jobs.transition(s, job.id, JobState.STARTING))
+        job.supervise(None)
+        await job.watched(1)
+        await job.commit(1)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "SUCCEEDED"]
+    assert job.generations == [("the control plane was restarted", "start", 0)]
+    assert job.row.restarts == 0
+
+
+def begin_another(job):
+    """The row of another generation is written, but no agent gets an order for it."""
+    job.store.write(lambda s: generations.begin(s, job.id, "test", False))
+
+
+def test_launch_that_was_cut_in_two_is_made_again(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await run_and_lose_control(job, 1)
+        begin_another(job)
+        job.supervise(None)
+        await job.watched(3)
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    assert job.generations[2] == ("the control plane was restarted during a launch", "snapshot", 1)
+    assert job.log == [*UP, "generation_started", "first_step", "SUCCEEDED"]
+    assert job.row.restarts == 1
+
+
+def test_launch_that_was_cut_in_two_by_a_lost_agent(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await run_and_lose_control(job, 1)
+        begin_another(job)
+        agent = list(cluster.agents.living.values())[1]
+        agent.lose()
+        del cluster.agents.living[agent.name]
+        job.supervise(None)
+        await job.watched(3)
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "RECOVERING", "rank_lost", *UP[1:], "recovered", "SUCCEEDED"]
+    assert job.message("rank_lost") == "rank 1 lost its agent while the control plane was away"
+    assert job.recoveries == [(3, "agent_lost", "snapshot", 1)]
+
+
+def test_change_of_size_that_was_cut_in_two_is_planned_again(two_replicas, cluster):
+    job = two_replicas(cluster, elastic={"min_data": 1, "max_data": 2})
+
+    async def body():
+        await run_and_lose_control(job, 1)
+        job.store.write(lambda s: jobs.request_resize(s, job.id, 1))
+        job.store.write(lambda s: jobs.transition(s, job.id, JobState.RESIZING))
+        next(iter(cluster.agents.living.values())).rest_by_itself(1, "was told to rest")
+        job.supervise(None)
+        await job.watched(2)
+        await job.commit(2)
+        job.supervisor.resize()
+        await job.watched(3)
+        await job.commit(3)
+        await job.finish()
+
+    story(body)
+    assert [cause for cause, *_ in job.generations[1:]] == [
+        "the control plane was restarted during a change of size",
+        "resized from 2 to 1 replicas",
+    ]
+    assert (job.row.replicas, job.row.restarts) == (1, 0)
+    assert cluster.nothing_held
+
+
+def test_strays_of_a_change_that_nobody_knows_of_are_ended(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await run_and_lose_control(job, 1)
+        await cluster.groups.acquire(job.id, 2, job.spec.layout, "manta_slot", replicas=[1])
+        seats = {2: _Seat(f"replica/{job.id}/2/1")}
+        (stray,) = await cluster.agents.start(job.id, 2, seats, "manta_slot")
+        job.supervise(None)
+        await job.watched(1)
+        assert stray in cluster.agents.ended
+        assert len(cluster.groups.held) == 2
+        await job.finish()
+
+    story(body)
+
+
+class _Seat:
+    def __init__(self, group):
+        self.group, self.bundle = group, 0
+
+
+@pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "CANCELLED"])
+def test_outcome_that_was_known_is_brought_to_its_end(two_replicas, cluster, state):
+    job = two_replicas(cluster)
+
+    async def body():
+        await run_and_lose_control(job, 1)
+        if state == "CANCELLED":
+            job.store.write(lambda s: jobs.request_cancel(s, job.id))
+        await JobRecord(job.store, job.id).note_outcome(JobState(state), "a reason", "a message")
+        job.supervise(None)
+        await job.task
+
+    story(body)
+    assert job.log == [*UP, *(["CANCELLING"] if state == "CANCELLED" else []), state]
+    assert (job.row.state, job.row.reason, job.row.message) == (state, "a reason", "a message")
+    assert cluster.nothing_held
+
+
+def test_cancel_wins_over_an_outcome_that_was_not_written_in_time(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await run_and_lose_control(job, 1)
+        job.store.write(lambda s: jobs.request_cancel(s, job.id))
+        await JobRecord(job.store, job.id).note_outcome(JobState.FAILED, "a reason", "a message")
+        job.supervise(None)
+        await job.task
+
+    story(body)
+    assert job.log == [*UP, "CANCELLING", "CANCELLED"]
+
+
+def test_job_that_was_to_be_cancelled_is(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await run_and_lose_control(job, 1)
+        job.store.write(lambda s: jobs.request_cancel(s, job.id))
+        job.supervise(None)
+        await job.task
+
+    story(body)
+    assert job.log == [*UP, "CANCELLING", "CANCELLED"]
+    assert cluster.nothing_held
