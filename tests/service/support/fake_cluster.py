@@ -16,7 +16,7 @@ from tests.service.support.fake_agents import FakeAgent
 from workers.messages import BackupAddress, Launched, LaunchOrder, StoreAddress, StoredSnapshot
 from workers.paths import Paths
 from workers.reports import Report
-from workers.snapshot.snapshots import layout_tag
+from workers.snapshot.files import layout_tag
 
 
 class FakeNodes:
