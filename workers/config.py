@@ -290,7 +290,7 @@ class RecoveryConfig(Section):
     nonfinite: Literal["fail", "skip", "roll_back"] = "fail"
     """What happens when a step's loss or gradient is not finite, which is found before the weights are touched. fail:
     the job fails and names the samples; skip: the step passes without an update; roll_back: the job goes back
-    `roll_back_steps` and passes over the step's samples. Each is an event."""
+    `roll_back_steps` and skips the step's samples. Each is an event."""
 
     spike: SpikeConfig = SpikeConfig()
     """Numbers that are finite and still stand out."""

@@ -20,6 +20,7 @@ from workers.comm.grid import state_peers
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointNotSaved
+from workers.events import announce, named_samples, sample_data
 from workers.messages import Resume
 from workers.numerics.bad_numbers import BadStep, NumericsHistory, RollBack
 from workers.numerics.guard import NumberGuard
@@ -276,24 +277,3 @@ def open_snapshots(spec: JobSpec, engine: Engine, comm: Comm, places: Places) ->
     table = describe(places.job, document["parallel"], engine, comm)
     identity, layout = fingerprint(document, state_peers(spec.layout, comm.rank)[0]), layout_tag(document)
     return Snapshots(places.snapshots, comm.rank, engine.state(), identity, layout, table)
-
-
-def announce(comm: Comm, reporter: Reporter, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
-    """On rank 0, print `message` and report it as an event."""
-    if comm.rank == 0:
-        print(message, flush=True)
-        reporter.event(kind, step, message, data)
-
-
-def named_samples(samples: Sequence[range]) -> str:
-    """For people: the samples of a step."""
-    return " and ".join(f"{each.start} to {each.stop - 1}" for each in samples)
-
-
-def sample_data(samples: Sequence[range]) -> dict[str, Any]:
-    """For events: the samples of a step, as [first, one past the last] of each range of them."""
-    return {
-        "first_sample": samples[0].start,
-        "last_sample": samples[-1].stop - 1,
-        "samples": [[each.start, each.stop] for each in samples],
-    }

@@ -57,7 +57,7 @@ class Reporter:
                 if messages:
                     self._sink(messages)
             except OSError:
-                return  # nobody listens any more; the process is about to be told so
+                return  # nobody listens any more, and the process is about to end for it
             if None in batch:
                 return
             self._urgent.wait(BATCH_SECONDS)

@@ -12,6 +12,7 @@ from workers.data.batches import Batches
 from workers.data.skipped_samples import SkippedSamples
 from workers.engine import Engine
 from workers.errors import PeerLost, ReplicaDiffers
+from workers.events import announce, named_samples, sample_data
 from workers.learning_rate import learning_rate
 from workers.liveness.stragglers import Stragglers
 from workers.messages import Resume
@@ -19,7 +20,7 @@ from workers.numerics.bad_numbers import BadStep
 from workers.numerics.guard import error_of
 from workers.parallel.data.replica_check import ReplicaCheck
 from workers.parallel.data.zero import StepStatistics
-from workers.rank_state import NO_PLACES, Places, RankState, announce, named_samples, sample_data
+from workers.rank_state import NO_PLACES, Places, RankState
 from workers.reporter import Reporter
 from workers.step_row import StepRows, mean_part_seconds, memory_in_use
 from workers.validation import Validation
@@ -86,7 +87,7 @@ class Trainer:
         self.guard.begin_step()
         statistics = self.engine.step(batch, sequences, rate, memory_in_use(self.comm.device), self._before_update)
         bad = self.guard.judge(step, statistics)
-        if bad is not None and not self._goes_on(step, bad):
+        if bad is not None and not self._apply_policy(step, bad):
             return statistics
         self.comm.progress.commit(step)
         self._name_stragglers(step, statistics)
@@ -130,8 +131,8 @@ class Trainer:
         announce(self.comm, self.reporter, "replica_differs", self.step, message, data)
         raise (ReplicaDiffers if self.comm.rank in ranks else PeerLost)(message)
 
-    def _goes_on(self, step: int, bad: BadStep) -> bool:
-        """What the policy says about a step with bad numbers; whether it is committed."""
+    def _apply_policy(self, step: int, bad: BadStep) -> bool:
+        """Do what the policy says about a step with bad numbers; whether the step is to be committed."""
         samples = self.batches.samples(step)
         sentence = f"{bad.sentence} (samples {named_samples(samples)})"
         if bad.policy == "fail":

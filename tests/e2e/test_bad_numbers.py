@@ -1,4 +1,4 @@
-"""A text with a passage unlike the rest: the step that reads it spikes, and its samples are passed over."""
+"""A text with a passage unlike the rest: the step that reads it spikes, and its samples are skipped."""
 
 import random
 
@@ -38,11 +38,11 @@ def rolled_back(manta, odd_corpus):
 
 
 def told(manta, job):
-    """What the job passed over, in order."""
+    """What the job skipped, in order."""
     return [(event.step, event.data["samples"]) for event in manta.events(job, "rolled_back")]
 
 
-def test_spike_is_passed_over(manta, rolled_back):
+def test_samples_of_a_spike_are_skipped(manta, rolled_back):
     events = manta.events(rolled_back, "rolled_back")
     assert events, manta.story(rolled_back)
     first = events[0]

@@ -115,12 +115,12 @@ def manifest_of(path: Path) -> Manifest:
         manifest = Manifest(**document)
     except TypeError as error:
         raise damaged(file, "is no manifest") from error
-    if not _makes_sense(manifest):
+    if not _is_valid(manifest):
         raise damaged(file, "is no manifest")
     return manifest
 
 
-def _makes_sense(manifest: Manifest) -> bool:
+def _is_valid(manifest: Manifest) -> bool:
     """Whether the fields of a manifest, which may be without a checksum, have values of the right types."""
     if not isinstance(manifest.files, dict) or not isinstance(manifest.spec, dict):
         return False

@@ -64,7 +64,7 @@ class Checkpointer:
         self.failure = None
         parts = {kind: part.to("cpu", copy=True) for kind, part in self._parts().items()}
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
-        self._tell("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
+        self._report("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
         loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
         # Of this generation: by the time the thread looks, the rank may have left it.
         ranks = self.comm.shared_work
@@ -83,7 +83,7 @@ class Checkpointer:
     def undo_after(self, step: int) -> None:
         """Delete the checkpoints of later steps, which are going to be done again. No rank is saving one."""
         for old in catalog.remove_after(self.folder, step) if self.comm.rank == 0 else ():
-            self._tell("checkpoint_deleted", step, f"deleted {old.name}, which was undone", {"path": str(old)})
+            self._report("checkpoint_deleted", step, f"deleted {old.name}, which was undone", {"path": str(old)})
 
     def restore(self, path: str) -> dict[str, Any] | None:
         """Load this rank's part of the state from the checkpoint at `path`; returns the manifest's numbers.
@@ -122,7 +122,9 @@ class Checkpointer:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             self.failure = reason
             then = "training goes on" if step < self.spec.train.steps else "it is tried again"
-            self._tell("checkpoint_failed", step, f"checkpoint of step {step} failed: {reason}; {then}", {"path": path})
+            self._report(
+                "checkpoint_failed", step, f"checkpoint of step {step} failed: {reason}; {then}", {"path": path}
+            )
             if self.comm.rank == 0:
                 shutil.rmtree(path, ignore_errors=True)  # what is left of it would keep a full disk full
 
@@ -141,12 +143,12 @@ class Checkpointer:
         manifest = Manifest(self.job, generation, step, files, spec, loss_scale, blocks, block_bytes, numbers)
         catalog.seal(Path(path), manifest)
         data = {"path": path, "bytes": manifest.bytes}
-        self._tell("checkpoint_saved", step, f"checkpoint of step {step} is complete", data)
+        self._report("checkpoint_saved", step, f"checkpoint of step {step} is complete", data)
         recovery = self.spec.recovery
         undoes = 2 * recovery.roll_back_steps if recovery.rolls_back else 0
         for old in catalog.prune(self.folder, self.spec.checkpoint.keep, self.comm.generation, undoes):
-            self._tell("checkpoint_deleted", step, f"deleted {old.name}", {"path": str(old)})
+            self._report("checkpoint_deleted", step, f"deleted {old.name}", {"path": str(old)})
 
-    def _tell(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
+    def _report(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
         if self.comm.rank == 0:
             self.event(kind, step, message, data)
