@@ -7,9 +7,10 @@ import pytest
 
 from service.job.reports import ReportWriter
 from service.recovery.timeline import RecoveryTimeline
+from service.states import JobState
 from service.store import checkpoints, events, generations, jobs, metrics, ranks, recoveries
 from service.store.recoveries import Beginning
-from workers.reports import Report, payload_of
+from workers.reports import Metrics, Report, payload_of
 
 
 @pytest.fixture
@@ -26,8 +27,8 @@ def take(store, started, generation):
     """Hands one report to the writer of generation 1."""
     writer = ReportWriter(store, started.id, generation, resume_step=4)
 
-    def give(kind, sequence, **data):
-        asyncio.run(writer.take(Report(payload_of(kind, data), 1, 0, time.time(), sequence)))
+    def give(kind, sequence, rank=0, **data):
+        asyncio.run(writer.take(Report(payload_of(kind, data), 1, rank, time.time(), sequence)))
 
     return give
 
@@ -112,6 +113,36 @@ def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_pha
     assert (found.steps_redone, found.first_step_at) == (2, 105.0)
 
 
+def test_first_step_after_a_change_of_size_ends_the_change(store, started, take):
+    store.write(lambda s: jobs.transition(s, started.id, JobState.RUNNING))
+    store.write(lambda s: jobs.transition(s, started.id, JobState.RESIZING))
+    take("metrics", 1, rows=[row(5)])
+    assert read(store, lambda s: jobs.get(s, started.id)).state == "RUNNING"
+
+
+def test_a_generation_that_resumes_past_what_was_reported_has_redone_nothing(store, started, generation):
+    """What a killed rank 0 had committed and not shipped: the job's row is behind the state."""
+
+    def recover(session):
+        number = generations.begin(session, started.id, "rank 0 was killed", True, "snapshot", 4)
+        known = Beginning("killed", 0, "rank 0 was killed", RecoveryTimeline(noticed_at=101.0, failed_at=100.0))
+        recoveries.begin(session, started.id, number, known)
+        return number
+
+    number = store.write(recover)
+    writer = ReportWriter(store, started.id, number, resume_step=4)
+    asyncio.run(writer.take(Report(Metrics(({**row(5), "time": 105.0},)), number, 0, 105.0, 1)))
+    (recovery,) = read(store, lambda s: recoveries.of_job(s, started.id))
+    assert (recovery.first_step_at, recovery.steps_redone) == (105.0, 0)
+
+
+def test_only_the_reporting_rank_says_what_followed_the_last_step(store, started, take):
+    take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
+    take("finished", 1, rank=1, step=5, seconds={"wall": 9.0})
+    (of_job,) = read(store, lambda s: generations.of_job(s, started.id))
+    assert of_job.compute_seconds == 2.0
+
+
 def test_what_follows_the_last_step_belongs_to_the_training_once(store, started, take):
     take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
     for _ in range(2):
@@ -141,6 +172,15 @@ def test_checkpoints_become_rows(store, started, take):
     assert saved(store, started) == {5: "complete", 6: "failed", 7: "saving"}
     take("event", 8, type="checkpoint_deleted", step=7, message="deleted", data={"path": "/c/5"})
     assert saved(store, started)[5] == "deleted"
+
+
+def test_a_deleted_checkpoint_is_the_one_at_its_path_and_no_other(store, started, take):
+    for sequence, step in ((1, 5), (3, 6)):
+        take("event", sequence, type="checkpoint_saving", step=step, message="saving", data={"path": f"/c/{step}"})
+        data = {"path": f"/c/{step}", "bytes": 10}
+        take("event", sequence + 1, type="checkpoint_saved", step=step, message="saved", data=data)
+    take("event", 5, type="checkpoint_deleted", step=6, message="deleted", data={"path": "/c/5"})
+    assert saved(store, started) == {5: "deleted", 6: "complete"}
 
 
 def test_rows_are_brought_in_line_with_the_disk(store, started, take):

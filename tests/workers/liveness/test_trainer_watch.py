@@ -171,7 +171,6 @@ def test_the_record_that_another_process_left_is_not_believed(tmp_path):
         watch = TrainerWatch(other.pid, 2, tmp_path, False, lambda status: None)
         assert watch.look()
         assert watch.describe().record is None
-        assert TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None).look()
     finally:
         other.kill()
         other.wait()
