@@ -1,0 +1,151 @@
+"""Launching a generation: what each agent is told, what is written, and who is to blame when it fails."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from service.job.actions import Launch, launch_after
+from service.job.context import JobContext
+from service.job.incident import Incident
+from service.job.launch import LaunchFailed, launch_generation, order_for
+from service.recovery.budgets import Fault
+from service.recovery.decisions import Death
+from service.recovery.timeline import RecoveryTimeline
+from service.store import events, generations, ranks
+from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.supervised_job import story
+from workers.messages import AgentDescription, Resume
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return FakeCluster(tmp_path, one=2, two=2)
+
+
+@pytest.fixture
+def job(store, submit, cluster):
+    """A job with its agents started, and nothing launched."""
+    context = JobContext.of(store, cluster, submit(parallel={"tensor": 2, "data": 2}))
+    asyncio.run(context.gang.place(1, context.submitted, ()))
+    return context
+
+
+def read(job, query):
+    with job.record.store.read() as session:
+        return query(session)
+
+
+def test_order_says_where_the_rank_is_and_what_its_device_can_do(job, cluster):
+    cluster.peak_flops["one"] = 1e12
+    at = AgentDescription("host", "127.0.0.1", 1, "one")
+    order = order_for(job, 3, at, job.submitted, 7, Resume("snapshot", 5), None, [{"step": 4}])
+    assert (order.job, order.rank, order.generation, order.resume.step) == (job.id, 3, 7, 5)
+    assert (order.device, order.in_place, order.peak_flops) == ("cpu", True, 1e12)
+    assert (order.store_host, order.store_port) == (None, None)
+    assert order.roll_backs == ({"step": 4},)
+    assert job.id in order.snapshot_folder and job.id in order.checkpoint_folder
+
+
+def test_rank_with_a_gpu_computes_there_and_does_not_rest_in_place(job):
+    at = AgentDescription("host", "127.0.0.1", 1, "one")
+    order = order_for(job, 0, dataclasses.replace(at, devices=["3"]), job.submitted, 1)
+    assert (order.device, order.in_place, order.peak_flops) == ("cuda:0", False, None)
+
+
+def test_launch_writes_who_runs_where(job, cluster):
+    async def body():
+        running = await launch_generation(job, Launch("submitted", counts=False))
+        await running.close()
+
+    story(body)
+    rows = read(job, lambda s: ranks.of_job(s, job.id))
+    assert [(row.rank, row.tensor, row.data, row.node) for row in rows] == [
+        (0, 0, 0, "one"), (1, 1, 0, "one"), (2, 0, 1, "two"), (3, 1, 1, "two")
+    ]  # fmt: skip
+    assert [row.actor for row in rows] == job.gang.names
+    assert all(row.pid and row.state == "running" for row in rows)
+    assert cluster.daemons._daemon("one").stores == [(job.id, 1)], "on the node of rank 0"
+    assert all(agent.backs_up_to is not None for agent in job.gang.agents)
+
+
+def test_agent_that_does_not_say_where_it_is_fails_the_launch_before_it_began(job):
+    job.gang.agents[2].lose()
+
+    async def body():
+        with pytest.raises(LaunchFailed, match=r"rank 2 could not be launched \(the actor is dead\)") as caught:
+            await launch_generation(job, Launch("submitted", counts=False))
+        assert list(caught.value.silent) == [2]
+
+    story(body)
+    assert read(job, lambda s: generations.of_job(s, job.id)) == []
+    assert job.gang.nodes == {0: "one", 1: "one", 2: "two", 3: "two"}, "a place is known of those that are silent too"
+
+
+def test_daemon_that_does_not_answer_fails_the_ranks_on_its_node(job, cluster):
+    cluster.daemons.silent.add("one")
+
+    async def body():
+        with pytest.raises(LaunchFailed, match=r"rank 0 and 1 others .*the daemon of node one does not answer"):
+            await launch_generation(job, Launch("submitted", counts=False))
+
+    story(body)
+
+
+def test_agent_that_refuses_its_order_is_a_death_and_nobody_keeps_backups(job):
+    job.gang.agents[1].refuse("launch", "no")
+
+    async def body():
+        running = await launch_generation(job, Launch("submitted", counts=False))
+        assert [(death.rank, death.kind, death.message) for death in running.deaths] == [
+            (1, "agent_lost", "could not be launched (no)")
+        ]
+        await running.close()
+
+    story(body)
+    assert [row.state for row in read(job, lambda s: ranks.of_job(s, job.id))] == [
+        "running",
+        "exited",
+        "running",
+        "running",
+    ]
+    assert all(agent.backs_up_to is None for agent in job.gang.agents)
+
+
+def test_nothing_listens_any_more_when_a_launch_breaks_off(job, monkeypatch):
+    async def broken(*arguments):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(job.record, "launched", broken)
+
+    async def body():
+        with pytest.raises(OSError, match="disk"):
+            await launch_generation(job, Launch("submitted", counts=False))
+        assert len(asyncio.all_tasks()) == 1
+
+    story(body)
+    assert [event.type for event in read(job, lambda s: events.page(s, job.id).items)][-1] == "generation_started"
+
+
+def incident(kind="killed"):
+    return Incident(Death(1, kind), Fault(kind, 1.0), RecoveryTimeline(1.0))
+
+
+def test_launch_after_a_death_counts_as_a_restart():
+    killed = incident()
+    assert launch_after(killed, "rank 1 was killed", None, first=False) == Launch("rank 1 was killed", True, killed)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_launch_that_failed_is_tried_again_as_it_was(first):
+    failed = Launch("rank 1 was killed", True, incident())
+    assert launch_after(incident("agent_lost"), "silent", failed, first) is failed
+    fresh = Launch("submitted", counts=False)
+    assert launch_after(incident("agent_lost"), "silent", fresh, first=True) is fresh
+
+
+def test_launch_for_a_change_that_fails_is_both():
+    change, lost = Launch("resized from 1 to 2 replicas", counts=False), incident("agent_lost")
+    assert launch_after(lost, "rank 0 was silent", change, first=False) == Launch(
+        "resized from 1 to 2 replicas, and rank 0 was silent", True, lost
+    )

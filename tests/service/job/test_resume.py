@@ -1,0 +1,137 @@
+"""From which state a generation goes on: memory of processes, shared memory here and elsewhere, checkpoints."""
+
+import asyncio
+
+import pytest
+
+from service.job import resume
+from service.job.context import JobContext
+from service.job.gang import AgentSet
+from service.job.resume import newest_state
+from service.store import checkpoints, generations
+from tests.service.support.fake_cluster import FakeCluster
+from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
+from workers.messages import Resume
+from workers.snapshot.snapshots import layout_tag
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return FakeCluster(tmp_path, one=1, two=1, three=1)
+
+
+@pytest.fixture
+def job(store, submit, cluster):
+    """A job of two ranks with the same state, one on each of two nodes; its first generation has ended."""
+    context = JobContext.of(store, cluster, submit(parallel={"data": 2, "zero": 0}, elastic={"min_data": 1}))
+    asyncio.run(context.gang.place(1, context.submitted, ()))
+    store.write(lambda s: generations.begin(s, context.id, "test", False))
+    for agent in context.gang.agents:
+        agent.layout = context.gang.tag
+    return context
+
+
+def holds(job, rank, *steps):
+    """What is in the rank's own shared memory."""
+    job.gang.agents[rank].steps = list(steps)
+
+
+def saved(job, step):
+    """A durable checkpoint of `step`; its folder."""
+    path = checkpoint_path(job.checkpoint_folder, step, 1)
+    path.mkdir(parents=True)
+    seal(path, Manifest(job.id, 1, step, {}, {}))
+    return str(path)
+
+
+def found(job, last_kind=None):
+    start = asyncio.run(newest_state(job, last_kind))
+    return start.resume, start.source
+
+
+def test_job_of_which_nothing_is_left_begins_at_the_start(job):
+    assert found(job) == (Resume(), "start")
+
+
+def test_newest_step_that_all_ranks_have_in_shared_memory(job):
+    holds(job, 0, 3, 4)
+    holds(job, 1, 2, 3)
+    assert found(job) == (Resume("snapshot", 3), "snapshot")
+
+
+def test_step_that_a_process_still_holds_counts_as_its_own(job):
+    holds(job, 0, 3, 4)
+    holds(job, 1, 2, 3)
+    job.gang.held_steps = {1: 4}
+    assert found(job) == (Resume("snapshot", 4), "memory and snapshot")
+
+
+def test_process_at_rest_without_a_state_adds_nothing(job):
+    holds(job, 0, 3)
+    holds(job, 1, 3)
+    job.gang.held_steps = {1: None}
+    assert found(job) == (Resume("snapshot", 3), "snapshot")
+
+
+@pytest.mark.parametrize(("step", "source"), [(4, "checkpoint"), (3, "snapshot"), (2, "snapshot")])
+def test_checkpoint_is_used_only_where_it_is_newer_than_what_is_in_memory(job, step, source):
+    saved(job, 1)
+    newest = saved(job, step)
+    holds(job, 0, 3)
+    holds(job, 1, 3)
+    expected = Resume("checkpoint", step, newest) if source == "checkpoint" else Resume("snapshot", 3)
+    assert found(job) == (expected, source)
+
+
+def test_rows_of_checkpoints_follow_what_the_folder_holds(job, store):
+    paths = [saved(job, 2), str(checkpoint_path(job.checkpoint_folder, 1, 1))]
+    for step, path in zip((2, 1), paths, strict=True):
+        row = store.write(lambda s, step=step, path=path: checkpoints.begin(s, job.id, 1, step, path).id)
+        store.write(lambda s, row=row: checkpoints.complete(s, row, 100))
+    found(job)
+    with store.read() as session:
+        assert [row.path for row in checkpoints.complete_ones(session, job.id)] == paths[:1]
+
+
+def test_rank_that_lost_its_snapshots_fetches_those_of_a_peer(job):
+    holds(job, 0, 2, 3)
+    assert found(job) == (Resume("snapshot", 3), "peer")
+    assert job.gang.agents[1].fetched == [(1, job.gang.tag, 0)]
+
+
+def test_what_a_departing_agent_holds_is_brought_from_its_node(job, cluster):
+    cluster.agents.memory["three"] = {(job.gang.tag, rank): [5] for rank in (0, 1)}
+    (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
+    assert found(job) == (Resume(), "start"), "nobody asks it"
+    job.departing.append(AgentSet([holder]))
+    assert found(job) == (Resume("snapshot", 5), "snapshot")
+
+
+@pytest.mark.parametrize("trouble", ["silence", "lose"])
+def test_departing_agent_that_does_not_answer_is_done_without(job, cluster, monkeypatch, trouble):
+    monkeypatch.setattr(resume, "DEPARTING_SECONDS", 0.001)
+    (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
+    getattr(holder, trouble)()
+    job.departing.append(AgentSet([holder]))
+    holds(job, 0, 2)
+    holds(job, 1, 2)
+    assert found(job) == (Resume("snapshot", 2), "snapshot")
+
+
+def test_state_that_ranks_of_another_layout_left_is_as_good(job, cluster):
+    alone = job.submitted.model_copy(update={"parallel": job.submitted.parallel.model_copy(update={"data": 1})})
+    cluster.agents.memory["one"] = {(layout_tag(alone.model_dump(mode="json")), 0): [6]}
+    start, source = found(job)
+    assert (start.source, start.step, source) == ("memory", 6, "memory")
+    assert len(start.paths) == 1
+    assert 6 in cluster.agents.memory["two"].popitem()[1], "it is on every node of the gang"
+
+
+def test_state_that_could_not_be_read_is_not_tried_again(job):
+    newest = saved(job, 5)
+    older = saved(job, 4)
+    job.record.store.write(
+        lambda s: generations.begin(s, job.id, "test", False, "checkpoint", 5, {"resume_path": newest})
+    )
+    assert found(job) == (Resume("checkpoint", 5, newest), "checkpoint")
+    assert found(job, "bad_checkpoint") == (Resume("checkpoint", 4, older), "checkpoint")
