@@ -13,7 +13,7 @@ from service.cluster.nodes import RayNode
 from service.cluster.placement import Capacity, agent_name, placement_group_name, replica_bundles
 from service.cluster.placement_groups import NotPlaced
 from tests.service.support.fake_agents import FakeAgent
-from workers.messages import BackupAddress, Launched, LaunchOrder, StoreAddress, StoredSnapshot
+from workers.messages import BackupAddress, Launched, LaunchOrder, NodeDescription, StoreAddress, StoredSnapshot
 from workers.paths import Paths
 from workers.reports import Report
 from workers.snapshot.files import layout_tag
@@ -250,6 +250,20 @@ class FakeDaemon:
     stores: list[tuple[str, int]] = field(default_factory=list)
     ended_jobs: list[str] = field(default_factory=list)
     on_end: Callable[[str], None] = lambda job: None
+    kept_jobs: list[list[str]] = field(default_factory=list)
+    """What each sweep was told to leave alone."""
+    peak_flops: float | None = 1e12
+    drains: list[float] = field(default_factory=list)
+
+    async def describe(self):
+        return NodeDescription(self.node, self.node, "127.0.0.1", 1, 2, peak_flops=self.peak_flops)
+
+    async def sweep(self, live_jobs):
+        self.kept_jobs.append(list(live_jobs))
+        return []
+
+    async def drain(self, seconds):
+        self.drains.append(seconds)
 
     async def start_store(self, job, generation):
         self.stores.append((job, generation))
@@ -278,6 +292,15 @@ class FakeDaemons:
 
     async def kill(self, node):
         self.silent.add(node)
+
+    async def drain(self, node, seconds):
+        if node in self.silent:
+            return False
+        await self._daemon(node).drain(seconds)
+        return True
+
+    async def end_all(self):
+        self.silent.update(self._nodes.slots)
 
 
 class FakeCluster(Cluster):

@@ -1,0 +1,290 @@
+"""The control plane on its thread: jobs go through it, are taken over by the next one, and fail alone."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from service import control_plane
+from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
+from service.control_plane import ControlPlane
+from service.faults import FaultNotPossible, FaultsNotAllowed
+from service.job.supervisor import Supervisor
+from service.store import JobNotFound, events, jobs
+from tests.service.support.fake_cluster import FakeCluster
+from workers.config import JobSpec
+from workers.messages import Fault
+
+SECONDS = 20.0
+
+
+class IdleNodeWatch:
+    """Says nothing of its own accord."""
+
+    def __init__(self, cluster, lost, draining):
+        self.lost, self.draining = lost, draining
+
+    async def run(self):
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    made = FakeCluster(tmp_path, node_a=4, node_b=4)
+    monkeypatch.setattr(control_plane.Cluster, "connected", classmethod(lambda cls, ray, home: made))
+    monkeypatch.setattr(control_plane, "NodeWatch", IdleNodeWatch)
+    return made
+
+
+@pytest.fixture
+def start(cluster, tmp_path):
+    """Starts a control plane on the database of `store`."""
+    started = []
+
+    def make(**options):
+        head = SimpleNamespace(connect=lambda: None)
+        plane = ControlPlane(tmp_path, head, **options)
+        plane.start()
+        started.append(plane)
+        return plane
+
+    yield make
+    for plane in started:
+        plane.stop()
+
+
+def train_to_the_end(agent):
+    """What a trainer does that nothing happens to."""
+    agent.begin()
+    if agent.rank == 0:
+        agent.commit(*range(1, 11))
+    agent.finish(10)
+
+
+def start_training(agent):
+    """What a trainer does that goes on for ever."""
+    agent.begin()
+    if agent.rank == 0:
+        agent.commit(1)
+
+
+def behave(cluster, how):
+    """All trainers that are launched from now on do this."""
+    cluster.agents.on_start = lambda agent: setattr(agent, "on_launch", how)
+
+
+def until(plane, job, *states):
+    """The job, once it is in one of these states and, where that is final, has no supervisor any more."""
+
+    async def reached():
+        async with asyncio.timeout(SECONDS):
+            while (row := plane._job(job.id)).state not in states or (row.state != "RUNNING" and plane._supervisors):
+                await asyncio.sleep(0)
+            return row
+
+    return plane._call(reached())
+
+
+def log(store, job):
+    with store.read() as session:
+        found = events.page(session, job.id, limit=1000).items
+    return [event.data["to"] if event.type == "state_changed" else event.type for event in found[1:]]
+
+
+def test_submitted_job_is_scheduled_supervised_and_over(start, cluster, submit, store):
+    plane = start()
+    behave(cluster, train_to_the_end)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    assert until(plane, job, "SUCCEEDED").step == 10
+    assert log(store, job) == ["STARTING", "generation_started", "RUNNING", "first_step", "SUCCEEDED"]
+    assert cluster.nothing_held
+
+
+def test_jobs_run_on_when_it_stops_and_the_next_one_takes_them_over(start, cluster, submit, store):
+    first = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    first.submitted(job.id)
+    until(first, job, "RUNNING")
+    first.stop()
+    assert all(agent.running for agent in cluster.agents.living.values())
+
+    second = start()
+    assert cluster.daemons._daemon("node_a").kept_jobs[-1] == [job.id]
+
+    async def end():
+        for agent in cluster.agents.living.values():
+            agent.finish(10)
+
+    second._call(end())
+    until(second, job, "SUCCEEDED")
+    assert log(store, job)[-2:] == ["adopted", "SUCCEEDED"]
+
+
+def test_what_belongs_to_no_living_job_is_released_at_the_start(start, cluster, submit):
+    job = submit()
+    asyncio.run(cluster.groups.acquire("job_of_nobody", 1, JobSpec.model_validate(job.spec).layout, "manta_slot"))
+    start()
+    assert cluster.nothing_held
+    assert cluster.daemons._daemon("node_b").kept_jobs == [[job.id]], "a queued job may have left snapshots"
+
+
+def test_running_job_is_cancelled(start, cluster, submit, store):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit()
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    store.write(lambda s: jobs.request_cancel(s, job.id))
+    plane.cancel(job.id)
+    until(plane, job, "CANCELLED")
+    assert cluster.nothing_held
+
+
+def test_what_a_job_cancelled_in_the_queue_has_left_is_removed(start, cluster, submit, store):
+    plane = start()
+    job = submit(parallel={"tensor": 2, "data": 2})
+    cluster.agents.memory["node_a"] = {("layout", 0): [3]}
+    store.write(lambda s: jobs.request_cancel(s, job.id))
+    plane.cancel(job.id)
+
+    async def idle():
+        while plane._background_tasks:
+            await asyncio.sleep(0)
+
+    plane._call(idle())
+    assert cluster.daemons._daemon("node_a").ended_jobs == [job.id]
+    assert cluster.nothing_held
+
+
+def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, store):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"data": 2}, elastic={"min_data": 1})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    behave(cluster, train_to_the_end)
+    for agent in cluster.agents.living.values():
+        agent.on_launch = train_to_the_end
+    store.write(lambda s: jobs.request_resize(s, job.id, 1))
+    plane.resize(job.id)
+    assert until(plane, job, "SUCCEEDED").replicas == 1
+
+
+def test_stored_spec_that_is_no_longer_taken_fails_its_job(start, cluster, started, store):
+    store.write(lambda s: setattr(jobs.get(s, started.id), "spec", {"name": "old"}))
+    plane = start()
+    row = until(plane, started, "FAILED")
+    assert row.reason == "invalid_spec" and "submit the job again" in row.message
+
+
+def test_error_of_our_own_fails_one_job_and_says_so(start, cluster, submit, monkeypatch):
+    plane = start()
+
+    async def broken(self, action):
+        raise RuntimeError("nobody expected this")
+
+    monkeypatch.setattr(Supervisor, "_perform", broken)
+    job = submit()
+    plane.submitted(job.id)
+    row = until(plane, job, "FAILED")
+    assert (row.reason, row.message) == ("internal_error", "internal error: RuntimeError: nobody expected this")
+    assert cluster.nothing_held
+    assert plane.ready() == []
+
+
+FAULT = Fault("f1", "kill", 0, 5)
+
+
+def test_faults_are_for_services_that_allow_them_and_jobs_that_run(start, cluster, submit):
+    cluster.nodes.used["node_a"] = 4
+    job = submit(parallel={"tensor": 2, "data": 4})
+    with pytest.raises(FaultsNotAllowed):
+        start().inject(job.id, FAULT)
+    plane = start(allow_faults=True)
+    with pytest.raises(FaultNotPossible, match="the job is QUEUED"):
+        plane.inject(job.id, FAULT)
+    with pytest.raises(JobNotFound):
+        plane.inject("job_000000000000", FAULT)
+
+
+def test_fault_is_armed_at_the_agent_of_its_rank(start, cluster, submit, store):
+    plane = start(allow_faults=True)
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    plane.inject(job.id, FAULT)
+    assert [len(agent.faults) for agent in cluster.agents.living.values()] == [1, 0]
+    next(iter(cluster.agents.living.values())).refuse("arm", "no")
+    with pytest.raises(FaultNotPossible, match="does not answer"):
+        plane.inject(job.id, FAULT)
+    assert log(store, job)[-2:] == ["fault_injected", "fault_injected"]
+
+
+def test_cluster_shows_nodes_slots_and_ranks(start, cluster, submit):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    found = plane.cluster()
+    assert found["totals"] == {"total": 8, "free": 6}
+    assert [(node["id"], node["free"], len(node["ranks"])) for node in found["nodes"]] == [
+        ("node_a", 2, 2), ("node_b", 4, 0)
+    ]  # fmt: skip
+
+
+def test_node_that_is_drained_is_told_once_and_left(start, cluster):
+    plane = start()
+    assert plane.drain("node_a", 60.0)["draining"]
+    assert cluster.daemons._daemon("node_a").drains == [60.0]
+    assert cluster.nodes.draining == {"node_a"}
+    with pytest.raises(NodeNotFound, match="2 nodes"):
+        plane.drain("node", 60.0)
+    with pytest.raises(NodeNotFound, match="no node x"):
+        plane.drain("x", 60.0)
+    cluster.daemons.silent.add("node_b")
+    with pytest.raises(NodeUnreachable):
+        plane.drain("node_b", 60.0)
+
+
+def test_it_is_ready_as_long_as_ray_answers(start, cluster, tmp_path):
+    assert ControlPlane(tmp_path, SimpleNamespace()).ready() == ["the control plane is starting"]
+    plane = start()
+    assert plane.ready() == []
+
+    async def broken():
+        raise ClusterUnavailable(ConnectionResetError("gone"))
+
+    cluster.nodes.has_gpus = broken
+    assert plane.ready() == ["Ray does not answer (ConnectionResetError)"]
+
+
+def test_end_of_everything_leaves_no_agent_and_no_daemon(start, cluster, submit):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit()
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    plane.end_everything()
+    assert not cluster.agents.living and not cluster.groups.held
+    assert cluster.daemons.silent == {"node_a", "node_b"}
+
+
+def test_peaks_are_asked_for_until_all_nodes_know_them(start, cluster, monkeypatch):
+    monkeypatch.setattr(control_plane, "RETRY_SECONDS", 0.0)
+    daemon = cluster.daemons._daemon("node_b")
+    daemon.peak_flops = None
+    plane = start()
+
+    async def learned():
+        while "node_a" not in cluster.peak_flops:
+            await asyncio.sleep(0)
+        daemon.peak_flops = 2e12
+        while "node_b" not in cluster.peak_flops:
+            await asyncio.sleep(0)
+
+    plane._call(learned())
+    assert cluster.peak_flops == {"node_a": 1e12, "node_b": 2e12}
