@@ -25,6 +25,7 @@ from workers.parallel.pipeline.runtime import Pipeline
 from workers.parallel.pipeline.schedules import schedule
 from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
 from workers.parallel.pipeline.stages import virtual_stage
+from workers.parallel.tensor.products import TorchProducts
 from workers.parallel.tensor.weight_gradients import WeightGradients
 
 STAGES = 4
@@ -116,7 +117,7 @@ class TimedStage(nn.Module):
     def __init__(self, spec: JobSpec, rank: int, wait: float):
         super().__init__()
         layout = spec.layout
-        self.weight_gradients = WeightGradients()
+        self.weight_gradients = WeightGradients(TorchProducts())
         self.chunks = nn.ModuleList(
             TimedChunk(
                 spec,

@@ -36,12 +36,13 @@ from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
 from workers.host_memory import keep_freed_memory
-from workers.model.gpt import GPTStage, Layer
-from workers.parallel.data.flat import FlatParameters, Sharing
+from workers.model.gpt import Layer
+from workers.model.parallelize import GPTStage
+from workers.parallel.data.flat import FlatParameters
 from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.tensor.linear import Region
+from workers.parallel.tensor.products import TorchProducts
+from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.shards import fill_initial, named_shards
-from workers.parallel.tensor.weight_gradients import WeightGradients
 from workers.spec.reading import parse_job_spec
 
 LEARNING_RATE = 1e-4
@@ -224,9 +225,9 @@ def _layers() -> dict[str, Step]:
     parallel = {"tensor": 2, "sequence_parallel": True}
     document = {"model": model, "data": {"source": "python-stdlib"}, "train": {"steps": 1}, "parallel": parallel}
     spec = parse_job_spec(document)
-    region = Region(FakedComm(RankGrid(spec.layout), 0, torch.device("cpu")), True, WeightGradients())
+    region = Region(FakedComm(RankGrid(spec.layout), 0, torch.device("cpu")), True, TorchProducts())
     layer = Layer(spec, region, 0)
-    FlatParameters(named_shards(layer), Sharing(1, False), torch.device("cpu"))
+    FlatParameters(named_shards(layer), 1, torch.device("cpu"))
     plain = PlainLayer(spec.model)
     x_sbh = torch.randn(8 // 2, 1, 32, requires_grad=True)
     x_bsh = torch.randn(1, 8, 32, requires_grad=True)

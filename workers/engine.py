@@ -11,55 +11,58 @@ from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.host_memory import keep_freed_memory
-from workers.model.gpt import GPTStage
-from workers.parallel.data.elastic_sums import ElasticOptimizer, ElasticReduction
-from workers.parallel.data.flat import FlatParameters, Sharing
+from workers.model.parallelize import GPTStage, compile_layers
+from workers.parallel.data.agreement import StepSums
+from workers.parallel.data.elastic_sums import ElasticReduction, ElasticStepSums
+from workers.parallel.data.flat import FlatParameters
+from workers.parallel.data.gradient_norm import CountedNorm
 from workers.parallel.data.loss_scaling import LossScale
 from workers.parallel.data.reduction import GradientReduction
-from workers.parallel.data.zero import Loss, StepStatistics, ZeroOptimizer
+from workers.parallel.data.shared_gradients import SharedGradients
+from workers.parallel.data.step_statistics import Loss, StepStatistics
+from workers.parallel.data.zero import ZeroOptimizer
 from workers.parallel.pipeline.runtime import Pipeline
+from workers.parallel.tensor.products import Products
 from workers.parallel.tensor.shards import fill_initial
 
 
 class Engine:
     """What trains one rank of a job; knows nothing of data, checkpoints or reports."""
 
-    def __init__(self, spec: JobSpec, comm: Comm, dtype: torch.dtype | None = None):
-        """`dtype` overrides the precision of compute: fp64 checks the arithmetic."""
+    def __init__(self, spec: JobSpec, comm: Comm, dtype: torch.dtype | None = None, products: Products | None = None):
+        """`dtype` overrides the precision of compute: fp64 checks the arithmetic. `products` computes the linear
+        layers; default: torch."""
         self.spec, self.comm = spec, comm
         layout = spec.layout
         if comm.device.type == "cpu":
             keep_freed_memory()
         dtype = dtype or getattr(torch, spec.train.dtype)
         with torch.device(comm.device):
-            self.model = GPTStage(spec, comm)
-        tied_across_stages = spec.model.tie_embeddings and comm.size("embedding") > 1
-        sharing = Sharing(layout.data, tied_across_stages)
-        self.flat = FlatParameters(
-            self.model.named_shards(), sharing, comm.device, dtype, layout.bucket_megabytes * 1e6
-        )
-        self.pipeline = Pipeline(spec, self.model, comm)
+            self.model = GPTStage(spec, comm, products)
+        bucket_bytes = layout.bucket_megabytes * 1e6
+        self.flat = FlatParameters(self.model.named_shards(), layout.data, comm.device, dtype, bucket_bytes)
+        shared = SharedGradients(self.flat, comm, layout.sequence_parallel_on)
         self.reduction: GradientReduction
-        self.optimizer: ZeroOptimizer
-        zero = (layout.sequence_parallel_on, 1 if layout.zero else 0)
+        sums: StepSums
         if spec.train.deterministic == "elastic":
-            elastic = ElasticReduction(self.flat, comm, spec, self.model.chunks)
-            self.pipeline.when_done = elastic.done
-            self.reduction = elastic
-            self.optimizer = ElasticOptimizer(self.flat, spec.train.optimizer, comm, elastic, *zero)
+            elastic = ElasticReduction(self.flat, comm, shared, spec, self.model.chunks)
+            self.reduction, sums = elastic, ElasticStepSums(comm, elastic)
+            self.pipeline = Pipeline(spec, self.model, comm, when_done=elastic.done)
         else:
-            self.reduction = GradientReduction(self.flat, comm, self._uses())
-            if self.reduction.overlaps:
-                self.model.weight_gradients.when_added = self.reduction.added
-            self.optimizer = ZeroOptimizer(self.flat, spec.train.optimizer, comm, self.reduction, *zero)
+            self.reduction = GradientReduction(self.flat, comm, shared, self._uses())
+            sums = StepSums(comm, CountedNorm(self.flat, self.reduction.parts, comm.index("tensor")))
+            when_added = self.reduction.added if self.reduction.overlaps else None
+            self.pipeline = Pipeline(spec, self.model, comm, when_added=when_added)
+        zero_stage = 1 if layout.zero else 0
+        self.optimizer = ZeroOptimizer(self.flat, spec.train.optimizer, comm, self.reduction, sums, zero_stage)
         if spec.train.compile:
-            self.model.compile_layers()
+            compile_layers(self.model)
         self.loss_scale = LossScale(spec.train.precision == "fp16")
 
     def _uses(self) -> dict[torch.nn.Parameter, int]:
         """How often a micro-batch adds to the gradient of each weight of the flat buffer's head."""
         return {
-            slot.entry.parameter: 2 if slot.entry.parameter is self.model.tied_here else 1 for slot in self.flat.head()
+            slot.entry.parameter: 2 if slot.entry.parameter is self.model.used_twice else 1 for slot in self.flat.head()
         }
 
     def initialise(self, seed: int) -> None:

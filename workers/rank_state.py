@@ -24,7 +24,7 @@ from workers.events import announce, named_samples, sample_data
 from workers.messages import Resume
 from workers.numerics.bad_numbers import BadStep, NumericsHistory, RollBack
 from workers.numerics.guard import NumberGuard
-from workers.parallel.data.zero import StepStatistics
+from workers.parallel.data.step_statistics import StepStatistics
 from workers.reporter import Reporter
 from workers.snapshot.files import fingerprint, layout_tag, remove_other_layouts
 from workers.snapshot.interval import SnapshotInterval

@@ -19,7 +19,7 @@ from workers.messages import Resume
 from workers.numerics.bad_numbers import BadStep
 from workers.numerics.guard import error_of
 from workers.parallel.data.replica_check import ReplicaCheck
-from workers.parallel.data.zero import StepStatistics
+from workers.parallel.data.step_statistics import StepStatistics
 from workers.rank_state import NO_PLACES, Places, RankState
 from workers.reporter import Reporter
 from workers.step_row import StepRows, mean_part_seconds, memory_in_use

@@ -14,9 +14,9 @@ from collections.abc import Collection
 
 from workers.accounting.flops import padded_vocabulary
 from workers.config import JobSpec, ModelConfig
-from workers.parallel.pipeline.recompute import recomputed
 from workers.parallel.pipeline.schedules import schedule
 from workers.parallel.pipeline.stages import stage_layers, virtual_stage
+from workers.parallel.recompute.policy import recomputed
 
 WIDE = 4
 """Bytes of an element of what kernels keep in fp32 beside 16-bit activations: statistics of norms, log-sums of

@@ -25,9 +25,9 @@ from functools import lru_cache
 from workers.config import JobSpec, ModelConfig, ParallelConfig
 from workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
 from workers.parallel.data.tree_sum import buffers
-from workers.parallel.pipeline.recompute import recomputed
 from workers.parallel.pipeline.schedules import schedule
 from workers.parallel.pipeline.stages import stage_layers, virtual_stage
+from workers.parallel.recompute.policy import recomputed
 
 
 @dataclass(frozen=True)

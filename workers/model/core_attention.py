@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from workers.comm.comm import Comm
+from workers.parallel.recompute.modules import checkpointed, in_backward
 from workers.parallel.tensor.dropout import derived_keys, kept
 
 
@@ -30,15 +30,9 @@ def fused_attention(
     grouped = q.shape[1] != k.shape[1]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        with comm.step.forward_work():
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
-    if recompute and torch.is_grad_enabled():
-        context = checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
-    else:
-        context = attend(q, k, v)
+    context = checkpointed(comm, attend, q, k, v) if recompute else attend(q, k, v)
     return context.permute(back)
 
 
@@ -90,8 +84,7 @@ class _ExplicitAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, keys_n, softmax, mask, weights = ctx.saved_tensors
         if ctx.recompute:
-            with ctx.comm.step.phase("recompute"):
-                softmax, mask, weights = _attention_weights(q, k, ctx.rate, keys_n)
+            softmax, mask, weights = in_backward(lambda: _attention_weights(q, k, ctx.rate, keys_n), ctx.comm)
         rows = (*q.shape[:2], k.shape[1])
         grad_v = torch.bmm(weights.view(rows).transpose(1, 2), grads[0])
         grad = torch.bmm(grads[0], v.transpose(1, 2)).view_as(softmax)

@@ -11,14 +11,12 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from workers.comm.comm import Comm
 from workers.config import JobSpec, ModelConfig
 from workers.model.core_attention import explicit_attention, fused_attention
 from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.pipeline.stages import stage_layers, virtual_stage
-from workers.parallel.tensor import compiled_operators
+from workers.parallel.pipeline.stages import stage_layers
+from workers.parallel.recompute.modules import Again, again, checkpointed
 from workers.parallel.tensor.dropout import derived_keys, dropout
 from workers.parallel.tensor.layers import (
     ColumnParallelLinear,
@@ -27,11 +25,10 @@ from workers.parallel.tensor.layers import (
     RowParallelLinear,
     VocabularyParallelEmbedding,
     VocabularyParallelOutput,
-    first_position,
 )
-from workers.parallel.tensor.linear import Again, Region, column_parallel_pair
-from workers.parallel.tensor.shards import NamedShard, named_shards
-from workers.parallel.tensor.weight_gradients import WeightGradients
+from workers.parallel.tensor.linear import column_parallel_pair
+from workers.parallel.tensor.region import Region
+from workers.parallel.tensor.sequence_parallel import first_position
 
 INIT_STD = 0.02
 
@@ -77,27 +74,27 @@ class Attention(nn.Module):
         self.output = RowParallelLinear(h, h, region, model.bias, residual_std(model))
 
     def forward(
-        self, x: torch.Tensor, run: ForwardPass, again: Again | None, residual: torch.Tensor | None
+        self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual where it is given."""
-        q, k, v = self._projections(x, again)
-        recompute = "core_attention" in run.recompute
+        q, k, v = self._projections(x, norm_again)
+        recompute = run.recompute.core_attention
         if self.explicit:
             context = self._explicit(q, k, v, run, recompute)
         else:
             context = fused_attention(q, k, v, run.batch_first, recompute, self.region.comm)
         return self.output(context.flatten(2), residual)
 
-    def _projections(self, x: torch.Tensor, again: Again | None) -> tuple[torch.Tensor, ...]:
+    def _projections(self, x: torch.Tensor, norm_again: Again | None) -> tuple[torch.Tensor, ...]:
         """q [s, b, a/t, d], k and v [s, b, g/t, d]; [b, s, ...] where x is [b, s, h]."""
         if self.fused:
-            qkv = self.qkv(x, again)
+            qkv = self.qkv(x, norm_again)
             return qkv.view(*qkv.shape[:2], self.heads, 3, self.head_size).unbind(3)
         if torch.compiler.is_compiling():
             q, kv = self.q(x), self.kv(x)
         else:
             first, second = (self.q.weight, self.q.bias), (self.kv.weight, self.kv.bias)
-            q, kv = column_parallel_pair(x, first, second, self.region, again)
+            q, kv = column_parallel_pair(x, first, second, self.region, norm_again)
         k, v = kv.view(*kv.shape[:2], self.key_value_heads, 2, self.head_size).unbind(3)
         return q.view(*q.shape[:2], self.heads, self.head_size), k, v
 
@@ -125,10 +122,10 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(f, h, region, model.bias, residual_std(model), gelu=True)
 
     def forward(
-        self, x: torch.Tensor, run: ForwardPass, again: Again | None, residual: torch.Tensor | None
+        self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual where it is given."""
-        return self.down(self.up(x, again), residual, "mlp_activation" in run.recompute)
+        return self.down(self.up(x, norm_again), residual, run.recompute.mlp_activation)
 
 
 class Layer(nn.Module):
@@ -148,19 +145,15 @@ class Layer(nn.Module):
         """[s or s/t, b, h] -> the same."""
         # Dropout lies between a block and the residual; without it the block's last product adds the residual itself.
         residual = x if run.keys_b is None else None
-        found = self.attention(self.attention_norm(x), run, self._again(self.attention_norm, x, run), residual)
-        x = found if run.keys_b is None else x + self.attention_dropout(found, run.keys_b)
+        y = self.attention(self.attention_norm(x), run, self._norm_again(self.attention_norm, x, run), residual)
+        x = y if run.keys_b is None else x + self.attention_dropout(y, run.keys_b)
         residual = x if run.keys_b is None else None
-        found = self.mlp(self.mlp_norm(x), run, self._again(self.mlp_norm, x, run), residual)
-        return found if run.keys_b is None else x + self.mlp_dropout(found, run.keys_b)
+        y = self.mlp(self.mlp_norm(x), run, self._norm_again(self.mlp_norm, x, run), residual)
+        return y if run.keys_b is None else x + self.mlp_dropout(y, run.keys_b)
 
     @staticmethod
-    def _again(norm: LayerNorm, x: torch.Tensor, run: ForwardPass) -> Again | None:
-        """How to have norm(x) again in backward, where it is not kept."""
-        if "norm" not in run.recompute:
-            return None
-        kept = x.detach()
-        return lambda: norm(kept)
+    def _norm_again(norm: LayerNorm, x: torch.Tensor, run: ForwardPass) -> Again | None:
+        return again(norm, x) if run.recompute.norm else None
 
 
 class Embedding(nn.Module):
@@ -194,9 +187,7 @@ class GPTChunk(nn.Module):
         self.final_norm = LayerNorm(model.hidden_size, model.bias) if self.is_last else None
         self.output: VocabularyParallelOutput | None = None
         if self.is_last:
-            self.output = VocabularyParallelOutput(
-                model.hidden_size, spec.vocabulary_size, region, INIT_STD, model.tie_embeddings
-            )
+            self.output = VocabularyParallelOutput(model.hidden_size, spec.vocabulary_size, region, INIT_STD)
 
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """Tokens [s, b] in the first virtual stage, else [s or s/t, b, h]; logits [s, b, v/t] in the last one, perhaps
@@ -207,71 +198,11 @@ class GPTChunk(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, run)
         for name, layer in self.layers.items():
-            if run.recompute_layers and int(name) % run.recompute_layers == 0 and torch.is_grad_enabled():
-                x = checkpoint(self._again, layer, x, run, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = layer(x, run)
+            whole = run.recompute.whole_layer(int(name))
+            x = checkpointed(self.region.comm, layer, x, run) if whole else layer(x, run)
         if self.final_norm is not None and self.output is not None:
             x = self.output(self.final_norm(x))
         return x.transpose(0, 1) if run.batch_first else x
-
-    def _again(self, layer: Layer, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
-        with self.region.comm.step.forward_work():
-            return layer(x, run)
-
-
-class GPTStage(nn.Module):
-    """All virtual stages of a rank; parameter names are those of the whole model."""
-
-    def __init__(self, spec: JobSpec, comm: Comm):
-        super().__init__()
-        layout = spec.layout
-        self.weight_gradients = WeightGradients()
-        region = Region(comm, layout.sequence_parallel_on, self.weight_gradients)
-        count = layout.pipeline * layout.virtual_stages
-        chunks = [
-            GPTChunk(
-                spec,
-                region,
-                virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, comm.index("pipeline"), chunk),
-                count,
-            )
-            for chunk in range(layout.virtual_stages)
-        ]
-        self.chunks = nn.ModuleList(chunks)
-        self._tie(chunks, spec.model.tie_embeddings)
-
-    def _tie(self, chunks: list[GPTChunk], tied: bool) -> None:
-        """Share one weight where the first and the last virtual stage live on the same rank."""
-        embeddings = [chunk.embedding for chunk in chunks if chunk.embedding is not None]
-        outputs = [chunk.output for chunk in chunks if chunk.output is not None]
-        self.has_tied_copy = tied and bool(outputs) and not embeddings
-        self.tied_here: nn.Parameter | None = None
-        if tied and embeddings and outputs:
-            self.tied_here = outputs[0].weight = embeddings[0].token.weight
-            outputs[0].shards.clear()
-
-    def compile_layers(self, backend: str = "inductor") -> None:
-        """Compile each layer as a block of its own; equal ones share the result. Parameters must not move any more."""
-        # Training and evaluation, whole and smaller micro-batches, recomputed or not: each is a variant of its own.
-        torch._dynamo.config.recompile_limit = 32
-        for chunk in self.chunks:
-            assert isinstance(chunk, GPTChunk)
-            for layer in chunk.layers.values():
-                for module in layer.modules():
-                    if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                        compiled_operators.enter(module)
-                layer.compile(backend=backend)
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether the rank needs the text: it embeds tokens or computes the loss."""
-        return any(chunk.is_first or chunk.is_last for chunk in self.chunks)
-
-    def named_shards(self) -> list[NamedShard]:
-        """This rank's parameters under the names of the whole model."""
-        renamed = {"output.weight": "embedding.token.weight"} if self.has_tied_copy else None
-        return [shard for chunk in self.chunks for shard in named_shards(chunk, renamed)]
 
 
 def residual_std(model: ModelConfig) -> float:

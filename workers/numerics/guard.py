@@ -18,7 +18,7 @@ from workers.numerics.bad_numbers import (
     merged_histories,
     roll_back_target,
 )
-from workers.parallel.data.zero import StepStatistics
+from workers.parallel.data.step_statistics import StepStatistics
 from workers.snapshot.host_copies import HostCopies
 
 

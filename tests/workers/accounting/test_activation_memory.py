@@ -16,6 +16,7 @@ from workers.accounting.activation_bytes import chunk_bytes, layer_bytes, layer_
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.recompute.policy import Recompute
 from workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
 from workers.parallel.tensor.dropout import sample_keys
 
@@ -168,8 +169,7 @@ def test_every_chunk_keeps_what_the_arithmetic_says(layout, recompute):
         parallel={"recompute": recompute, "recompute_every": 2, **layout},
     )
     keys = sample_keys(0, range(2), torch.device("cpu"))
-    modules = frozenset({"core_attention"} if recompute == "selective" else ())
-    run = ForwardPass(keys, modules, 2 if recompute == "full" else 0)
+    run = ForwardPass(keys, Recompute.of(found.layout))
     stages, virtual_stages, tensor = found.layout.pipeline, found.layout.virtual_stages, found.layout.tensor
     for rank in range(stages):
         for chunk in range(virtual_stages):

@@ -23,7 +23,7 @@ from workers.accounting.flops import (
 )
 from workers.config import JobSpec
 from workers.engine import Engine
-from workers.model import gpt
+from workers.model.parallelize import GPTStage
 
 SHAPES = list(itertools.product([True, False], [True, False], [None, 72], [None, 300], [None, 2]))
 FIELDS = ("tied", "bias", "ffn", "vocabulary", "groups")
@@ -83,7 +83,7 @@ def test_parameters_of_each_rank_are_those_that_it_holds(groups, tied, bias, lay
     found = uneven(groups, tied, bias, **layout)
     held = []
     for stage in range(found.layout.pipeline):
-        model = gpt.GPTStage(found, lone_rank(found, stage * found.layout.tensor))
+        model = GPTStage(found, lone_rank(found, stage * found.layout.tensor))
         held.append(sum(parameter.numel() for parameter in model.parameters()))
     assert rank_parameters(found) == tuple(held)
     if layout == {}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from hypothesis import given, settings
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from workers.checkpoint.rectangles import rectangles_of
-from workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range, Sharing
-from workers.parallel.tensor.shards import NamedShard, ParameterShard, as_shared_copy
+from workers.parallel.data.flat import ALIGNMENT, FlatParameters, Range
+from workers.parallel.tensor.shards import NamedShard, ParameterShard
 
 CPU = torch.device("cpu")
 sizes = st.integers(1, 40)
@@ -45,7 +46,7 @@ def model_of(described: list, tensor_size: int, index: int) -> list[NamedShard]:
         whole[tuple(slice(0, size) for size in shape)] = torch.arange(math.prod(shape)).view(shape).float()
         mine = whole if split is None else whole.narrow(split, start, local[split])
         parameter = nn.Parameter(mine.clone())
-        placed = as_shared_copy(shard) if copy else shard
+        placed = replace(shard, shared_copy=copy)
         entries.append((NamedShard(f"p{number}", parameter, placed, by_autograd=False), mine))
     flat_order = [entry for entry, _ in entries]
     values = {entry.name: mine for entry, mine in entries}
@@ -57,7 +58,7 @@ def model_of(described: list, tensor_size: int, index: int) -> list[NamedShard]:
 def flat_of(entries: list[NamedShard], replicas: int) -> FlatParameters:
     """Flat buffers, in small buckets, that hold the parameters' values."""
     values = {entry.name: entry.parameter.detach().clone() for entry in entries}
-    flat = FlatParameters(entries, Sharing(replicas, False), CPU, bucket_bytes=1024)
+    flat = FlatParameters(entries, replicas, CPU, bucket_bytes=1024)
     for slot in flat.slots:
         slot.entry.parameter.data.copy_(values[slot.entry.name])
     return flat

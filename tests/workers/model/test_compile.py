@@ -12,6 +12,7 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
+from workers.model.parallelize import compile_layers
 from workers.spec.reading import parse_job_spec
 
 
@@ -34,7 +35,7 @@ def compiled(comm: Comm, job: dict, steps: int) -> tuple[list[tuple[float, float
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     engine = Engine(parse_job_spec(job), comm)
-    engine.model.compile_layers(backend="aot_eager")
+    compile_layers(engine.model, backend="aot_eager")
     found = train(engine, steps)
     counters = torch._dynamo.utils.counters
     return found, counters["stats"]["unique_graphs"], len(counters["graph_break"])

@@ -9,7 +9,7 @@ import torch
 
 from workers.comm.comm import Comm
 from workers.messages import Resume
-from workers.parallel.data.zero import StepStatistics
+from workers.parallel.data.step_statistics import StepStatistics
 from workers.reporter import Reporter
 from workers.snapshot.files import steps_kept
 from workers.spec.reading import parse_job_spec
@@ -109,7 +109,7 @@ def flip(comm: Comm, document: dict[str, Any], culprit: int, name: str, at_step:
             trainer.guard.finish()
             if trainer.state.snapshots is not None:
                 trainer.state.snapshots.finish()
-            start, _ = trainer.engine.flat.range_of(name)
+            start = next(slot.start for slot in trainer.engine.flat.slots if slot.entry.name == name)
             bits = trainer.engine.flat.parameters.view(torch.uint8)
             bits[start * trainer.engine.flat.parameters.element_size()] ^= 1
         return usual(*arguments)

@@ -14,19 +14,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from benchmarks.support.faked_comm import FakedComm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.model.gpt import Layer
-from workers.parallel.data.flat import FlatParameters, Sharing
+from workers.parallel.data.flat import FlatParameters
 from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.recompute.modules import checkpointed
+from workers.parallel.recompute.policy import Recompute
 from workers.parallel.tensor.dropout import sample_keys
-from workers.parallel.tensor.linear import Region
+from workers.parallel.tensor.products import TorchProducts
+from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.shards import named_shards
-from workers.parallel.tensor.weight_gradients import WeightGradients
 
 CPU = torch.device("cpu")
 
@@ -63,10 +64,9 @@ class OneLayer:
 
     def __init__(self, spec: JobSpec):
         self.spec, self.comm = spec, lone_rank(spec)
-        self.layer = Layer(spec, Region(self.comm, spec.layout.sequence_parallel_on, WeightGradients()), 0)
+        self.layer = Layer(spec, Region(self.comm, spec.layout.sequence_parallel_on, TorchProducts()), 0)
         self.dtype = getattr(torch, spec.train.dtype)
-        sharing = Sharing(1, False)
-        self.flat = FlatParameters(named_shards(self.layer), sharing, CPU, self.dtype)
+        self.flat = FlatParameters(named_shards(self.layer), 1, CPU, self.dtype)
         self.flat.parameters.normal_(0.0, 0.02)
         self.keys: torch.Tensor | None = None
         """Dropout keys of the micro-batch, which all layers share."""
@@ -82,12 +82,8 @@ class OneLayer:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer under the layout's policy, as GPTChunk runs it."""
-        layout = self.spec.layout
-        modules = frozenset(layout.recompute_modules if layout.recompute == "selective" else ())
-        run = ForwardPass(self.keys, modules)
-        if layout.recompute == "full":
-            return checkpoint(self.layer, x, run, use_reentrant=False, preserve_rng_state=False)
-        return self.layer(x, run)
+        run = ForwardPass(self.keys, Recompute.of(self.spec.layout))
+        return checkpointed(self.comm, self.layer, x, run) if run.recompute.whole_layer(0) else self.layer(x, run)
 
 
 class _Births(TorchDispatchMode):

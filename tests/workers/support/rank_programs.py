@@ -23,7 +23,7 @@ from workers.data.batches import MicroBatch
 from workers.engine import Engine
 from workers.learning_rate import learning_rate
 from workers.messages import Resume
-from workers.parallel.data.zero import StepStatistics
+from workers.parallel.data.step_statistics import StepStatistics
 from workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec

@@ -37,16 +37,6 @@ class Slot:
     """One past its last element, alignment not included."""
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """How a stage's parameters are shared, which decides where they lie."""
-
-    replicas: int
-    """Data-parallel size (d)."""
-    tied_across_stages: bool
-    """Whether the token embedding's gradient is the sum of two ranks' of the pipeline."""
-
-
 class FlatParameters:
     """Moves a stage's parameters, and their gradients, into flat buffers; the parameters become views.
 
@@ -58,14 +48,15 @@ class FlatParameters:
     def __init__(
         self,
         shards: list[NamedShard],
-        sharing: Sharing,
+        replicas: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         bucket_bytes: float = 25e6,
     ):
-        self.sharing = sharing
+        """`replicas`: data-parallel size (d)."""
+        self.replicas = replicas
         self.slots: list[Slot] = []
-        unit = ALIGNMENT * sharing.replicas
+        unit = ALIGNMENT * replicas
         position, head_end = 0, None
         for entry in sorted(shards, key=self._class_of):  # stable: the model's order within a class
             if self._class_of(entry) > 0 and head_end is None:
@@ -79,7 +70,7 @@ class FlatParameters:
         self.gradients = torch.zeros(self.size, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.buckets = [(0, self.size)]
         """Ranges that are reduced as one; the last one holds the tail."""
-        if sharing.replicas > 1 and head_end is not None:
+        if replicas > 1 and head_end is not None:
             self.buckets = _buckets(head_end, self.size, unit, int(bucket_bytes / self.gradients.element_size()))
         for slot in self.slots:
             self._move(slot)
@@ -95,21 +86,18 @@ class FlatParameters:
         else:
             parameter.register_post_accumulate_grad_hook(_widen)
 
-    def _class_of(self, entry: NamedShard) -> int:
+    @staticmethod
+    def _class_of(entry: NamedShard) -> int:
         """0: head; 1 and 2: tail with decay; 3: tail without."""
         shard = entry.shard
         if not shard.decay:
             return 3
-        if self.sharing.tied_across_stages and entry.name == "embedding.token.weight":
+        if shard.tied_across_stages:
             return 1
         return 0 if shard.split_dim is not None and shard.copies == 1 else 2
 
     def _cover(self, chosen: list[Slot]) -> Range:
         return (chosen[0].start, _aligned(chosen[-1].end, ALIGNMENT)) if chosen else (0, 0)
-
-    def range_of(self, name: str) -> Range | None:
-        """Range of the parameter with the layout-free name `name`, or None when it lives on another stage."""
-        return next(((slot.start, slot.end) for slot in self.slots if slot.entry.name == name), None)
 
     def head(self) -> list[Slot]:
         """Parameters whose gradients need nothing but the data group."""
@@ -123,6 +111,10 @@ class FlatParameters:
         """Parameters of which some neighbouring tensor ranks hold the same part."""
         return [slot for slot in self.slots if slot.entry.shard.copies > 1]
 
+    def tied(self) -> list[Slot]:
+        """The token embedding where another stage holds it too, as its output layer."""
+        return [slot for slot in self.slots if slot.entry.shard.tied_across_stages]
+
     def not_answered_for(self, tensor_index: int) -> list[Range]:
         """Ranges (alignment included) of parameters that another rank of the same replica counts and saves, so that
         over all ranks every element of the model appears once: copies of the tied embedding, and all but the first
@@ -132,7 +124,7 @@ class FlatParameters:
 
     def parts(self, replica: int) -> list[Range]:
         """The part of each bucket that `replica` answers for."""
-        count = self.sharing.replicas
+        count = self.replicas
         return [
             (start + replica * (end - start) // count, start + (replica + 1) * (end - start) // count)
             for start, end in self.buckets

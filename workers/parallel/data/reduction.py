@@ -7,23 +7,22 @@ bits depend neither on the buckets nor on when they were started.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from workers.comm.backend import Handle
 from workers.comm.comm import Comm
 from workers.parallel.data.flat import FlatParameters
+from workers.parallel.data.shared_gradients import SharedGradients
 from workers.parallel.tensor.weight_gradients import clear_forgotten, forget, main_grad
 
 
 class GradientReduction:
     """The gradients of one rank's part of each bucket, summed over the data group."""
 
-    def __init__(self, flat: FlatParameters, comm: Comm, uses: dict[nn.Parameter, int]):
+    def __init__(self, flat: FlatParameters, comm: Comm, shared: SharedGradients, uses: dict[nn.Parameter, int]):
         """`uses`: how often a micro-batch adds to the gradient of each weight of the head."""
-        self.flat, self.comm, self.uses = flat, comm, uses
+        self.flat, self.comm, self.shared, self.uses = flat, comm, shared, uses
         self.parts = flat.parts(comm.index("data"))
         self.reduced = flat.gradients
         """This rank's parts, one after the other."""
@@ -68,11 +67,11 @@ class GradientReduction:
                 self._start(self._next)
                 self._next -= 1
 
-    def finish(self, complete_tail: Callable[[], None]) -> torch.Tensor:
-        """Reduce what is left, and return this rank's parts of the sum, one after the other. `complete_tail` adds, in
-        the flat buffer, what other ranks of the replica have computed of the tail."""
+    def finish(self) -> torch.Tensor:
+        """Sum up the tail within the replica, reduce what is left, and return this rank's parts of the sum, one after
+        the other."""
         clear_forgotten(self._written_over)
-        complete_tail()
+        self.shared.sum()
         if self.overlaps:
             for number in range(self._next, -1, -1):
                 self._start(number)

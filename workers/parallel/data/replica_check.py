@@ -68,10 +68,9 @@ class ReplicaCheck:
     def __init__(self, optimizer: ZeroOptimizer, comm: Comm):
         self.optimizer, self.flat, self.comm = optimizer, optimizer.flat, comm
         self._weights: torch.Tensor | None = None
-        tied = [slot for slot in self.flat.slots if slot.entry.name == "embedding.token.weight"]
         self._shared: dict[Axis, list[Range]] = {
             "tensor": merged(self.flat.replicated()),
-            "embedding": merged(tied) if self.flat.sharing.tied_across_stages else [],
+            "embedding": merged(self.flat.tied()),
         }
 
     def differing(self, kept: Sequence[torch.Tensor] | None) -> tuple[list[int], bool]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.parallel.recompute.policy import NOTHING, Recompute
+
 
 @dataclass(frozen=True)
 class ForwardPass:
@@ -13,9 +15,7 @@ class ForwardPass:
 
     keys_b: torch.Tensor | None = None
     """Dropout keys of the samples (workers/parallel/tensor/dropout.py); None: no dropout."""
-    recompute: frozenset[str] = frozenset()
-    """Modules that are recomputed in backward: core_attention, norm, mlp_activation."""
-    recompute_layers: int = 0
-    """k: every k-th layer is recomputed as a whole; 0: none is."""
+    recompute: Recompute = NOTHING
+    """What is dropped, and recomputed in backward."""
     batch_first: bool = False
     """Whether the residual stream is [b, s, h]: then attention finds the tokens of a sample side by side."""

@@ -20,10 +20,10 @@ from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import NO_TARGET, MicroBatch
 from workers.parallel.pipeline.forward_pass import ForwardPass
-from workers.parallel.pipeline.recompute import recomputed
 from workers.parallel.pipeline.schedules import forward_only, schedule
 from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.stages import neighbours
+from workers.parallel.recompute.policy import Recompute, recomputed
 from workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
 from workers.parallel.tensor.dropout import sample_keys
 from workers.parallel.tensor.weight_gradients import Task, WeightGradients
@@ -85,7 +85,16 @@ class Stage(Protocol):
 class Pipeline:
     """One rank's end of the pipeline of its replica."""
 
-    def __init__(self, spec: JobSpec, model: Stage, comm: Comm):
+    def __init__(
+        self,
+        spec: JobSpec,
+        model: Stage,
+        comm: Comm,
+        when_done: Callable[[Action], None] | None = None,
+        when_added: Callable[[nn.Parameter], None] | None = None,
+    ):
+        """`when_done` is called with each action once it is done, `when_added` with a parameter each time a
+        micro-batch's gradient has been added to it."""
         self.spec, self.model, self.comm = spec, model, comm
         self.rank, layout = comm.index("pipeline"), spec.layout
         self.split = layout.tensor if layout.sequence_parallel_on else 1
@@ -97,8 +106,7 @@ class Pipeline:
             for chunk in range(layout.virtual_stages)
         ]
         self.dtype = next(model.parameters()).dtype
-        self.when_done: Callable[[Action], None] | None = None
-        """Called with each action once it is done."""
+        self._when_done, self._when_added = when_done, when_added
         self._known: dict[tuple[bool, int], _Plan] = {}
 
     def _plan(self, micro_batches: int, training: bool) -> _Plan:
@@ -119,7 +127,8 @@ class Pipeline:
         zero except on one tensor rank of the last stage.
         """
         actions, again = self._plan(len(batch), training=True)
-        return self._run(actions, self._step(batch, loss_scale, again))
+        with self.model.weight_gradients.reported(self._when_added):
+            return self._run(actions, self._step(batch, loss_scale, again))
 
     @torch.no_grad()
     def evaluate(self, batch: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,8 +162,8 @@ class Pipeline:
             self.comm.raise_if_over()
             with step.phase(action.kind if training else "validation", action.micro_batch):
                 runners[action.kind](action, held)
-                if self.when_done is not None:
-                    self.when_done(action)
+                if self._when_done is not None:
+                    self._when_done(action)
         for send, _ in held.sends:
             send.wait()
         return held.losses_m, held.valid_tokens
@@ -188,13 +197,11 @@ class Pipeline:
         return held.inputs[key]
 
     def _forward_pass(self, action: Action, held: _Step) -> ForwardPass:
-        training, layout, rate = torch.is_grad_enabled(), self.spec.layout, self.spec.model.dropout
+        training, rate = torch.is_grad_enabled(), self.spec.model.dropout
         keys = held.dropout_keys[action.micro_batch] if training and rate > 0.0 else None
         if (action.micro_batch, action.chunk) not in held.recomputed:
             return ForwardPass(keys)
-        if layout.recompute == "full":
-            return ForwardPass(keys, recompute_layers=layout.recompute_every)
-        return ForwardPass(keys, frozenset(layout.recompute_modules))
+        return ForwardPass(keys, Recompute.of(self.spec.layout))
 
     def _loss(self, logits: torch.Tensor, micro_batch: int, held: _Step) -> torch.Tensor:
         """Sum of the micro-batch's losses, for backward; also counts it."""

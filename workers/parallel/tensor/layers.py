@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from workers.parallel.recompute.modules import Again
 from workers.parallel.tensor import compiled_operators
-from workers.parallel.tensor.linear import Again, Region, column_parallel, gelu_row_parallel, look_up, row_parallel
-from workers.parallel.tensor.mappings import leave_tensor_region
-from workers.parallel.tensor.shards import ParameterShard, ShardedModule, as_shared_copy
+from workers.parallel.tensor.linear import column_parallel, gelu_row_parallel, look_up, row_parallel
+from workers.parallel.tensor.region import Region
+from workers.parallel.tensor.sequence_parallel import first_position, leave
+from workers.parallel.tensor.shards import ParameterShard, ShardedModule
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -111,7 +113,7 @@ class VocabularyParallelEmbedding(ShardedModule):
         foreign_sb = (local_sb < 0) | (local_sb >= self.rows)
         x_sbh = look_up(local_sb.masked_fill(foreign_sb, 0), self.weight, region)
         x_sbh = x_sbh.masked_fill(foreign_sb.unsqueeze(-1), 0.0)
-        return leave_tensor_region(x_sbh, region.comm, region.sequence_parallel)
+        return leave(x_sbh, region)
 
 
 class PositionEmbedding(ShardedModule):
@@ -133,20 +135,15 @@ class PositionEmbedding(ShardedModule):
         return x + self.weight[start : start + x.shape[0]].unsqueeze(1)
 
 
-def first_position(region: Region, length: int) -> int:
-    """Place in the sequence of the first of the `length` rows that this rank holds outside of the parallel blocks."""
-    return region.comm.index("tensor") * length if region.sequence_parallel else 0
-
-
 class VocabularyParallelOutput(ShardedModule):
-    """Logits: [s or s/t, b, h] -> [s, b, v/t]. `tied` makes its weight the last stage's copy of the embedding."""
+    """Logits: [s or s/t, b, h] -> [s, b, v/t]."""
 
-    def __init__(self, hidden_size: int, vocabulary_size: int, region: Region, std: float, tied: bool):
+    def __init__(self, hidden_size: int, vocabulary_size: int, region: Region, std: float):
         super().__init__()
         self.region = region
         rows = vocabulary_rows(vocabulary_size, region.tensor_size)
         shard = ParameterShard((vocabulary_size, hidden_size), 0, region.comm.index("tensor") * rows, std=std)
-        self.weight = self.add_parameter("weight", (rows, hidden_size), as_shared_copy(shard) if tied else shard)
+        self.weight = self.add_parameter("weight", (rows, hidden_size), shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s or s/t, b, h] -> [s, b, v/t]."""

@@ -14,33 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from workers.comm.comm import Comm
+from workers.parallel.recompute.modules import Again, in_backward
+from workers.parallel.tensor.region import Region
+from workers.parallel.tensor.sequence_parallel import gather, start_gather, start_sum, sum_partial
 from workers.parallel.tensor.weight_gradients import WeightGradients
-
-Again = Callable[[], torch.Tensor]
-"""Computes a product's input once more in backward, instead of keeping it."""
 
 Weights = Sequence[nn.Parameter]
 Biases = Sequence[nn.Parameter | None]
-
-
-class Region:
-    """What a parallel layer needs to know about its stage."""
-
-    def __init__(self, comm: Comm, sequence_parallel: bool, weight_gradients: WeightGradients):
-        self.comm, self.sequence_parallel, self.weight_gradients = comm, sequence_parallel, weight_gradients
-        self.tensor_size = comm.size("tensor")
-        """Ranks that share each layer (t)."""
-        self.sequence_split = self.tensor_size if sequence_parallel else 1
-        """Ranks over which the sequence is split outside of the parallel blocks."""
 
 
 def column_forward(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], region: Region
 ) -> tuple[torch.Tensor, ...]:
     """x W^T + b for one or more W that are split over their rows; x is gathered once."""
-    whole = region.comm.all_gather("tensor", x.contiguous()) if region.sequence_parallel else x
-    return tuple([F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
+    whole, output = gather(x, region), region.products.output
+    return tuple([output(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
 
 
 def column_backward(
@@ -55,29 +43,18 @@ def column_backward(
     Under sequence parallelism the gathered input was not kept: it is gathered again while the input's gradient is
     computed, whose reduction in turn runs while the weights' gradients are.
     """
-    comm, store = region.comm, region.weight_gradients
+    store = region.weight_gradients
     if region.tensor_size == 1 and len(weights) == 1:
-        return _backward_alone(grads[0], x, weights[0], biases[0], store)
+        return _backward_alone(grads[0], x, weights[0], biases[0], region)
     grads_no = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-    gathering = None
-    if region.sequence_parallel and not store.keeping:
-        gathering = comm.start_all_gather("tensor", x.contiguous())
-    grad_ni = grads_no[0] @ weights[0]
-    for number in range(1, len(weights)):
-        grad_ni.addmm_(grads_no[number], weights[number])
-    grad_x = grad_ni.view(*grads[0].shape[:-1], -1)
-    reducing = None
-    if region.sequence_parallel:
-        if gathering is not None:
-            gathering[1].wait()
-        grad_x, reducing = comm.start_reduce_scatter("tensor", grad_x)
-    elif region.tensor_size > 1:
-        reducing = comm.start_all_reduce("tensor", grad_x)
+    gathered = None if store.keeping else start_gather(x, region)
+    grad_x = region.products.input_gradient(grads_no, weights).view(*grads[0].shape[:-1], -1)
+    if gathered is not None and gathered[1] is not None:
+        gathered[1].wait()
+    grad_x, reducing = start_sum(grad_x, region)
 
     def add_weight_gradients() -> None:
-        whole = x
-        if region.sequence_parallel:
-            whole = gathering[0] if gathering is not None else comm.all_gather("tensor", x.contiguous())
+        whole = gathered[0] if gathered is not None else gather(x, region)
         whole_ni = whole.reshape(-1, whole.shape[-1])
         for grad_no, weight, bias in zip(grads_no, weights, biases, strict=True):
             store.add_product(weight, grad_no, whole_ni)
@@ -98,18 +75,12 @@ def row_forward(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sum over ranks of x W^T, with W split over its columns, plus b and the residual once."""
+    products = region.products
     if region.tensor_size == 1:
-        if residual is None:
-            return F.linear(x, weight, bias)
-        # The product is added to what is there: one pass over the result less.
-        y = (residual.clone() if bias is None else residual + bias).contiguous()
-        y.view(-1, y.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
-        return y
-    y = F.linear(x, weight)
-    if region.sequence_parallel:
-        y = region.comm.reduce_scatter("tensor", y)
-    else:
-        region.comm.all_reduce("tensor", y)
+        return (
+            products.output(x, weight, bias) if residual is None else products.output_added(x, weight, bias, residual)
+        )
+    y = sum_partial(products.output(x, weight), region)
     if bias is not None:
         y.add_(bias)
     return y if residual is None else y.add_(residual)
@@ -124,16 +95,15 @@ def row_backward(
 ) -> torch.Tensor:
     """The gradient of the input, which `input_of` gives (it may have to be computed again, beside the gathering of
     the gradient); those of weight and bias go to `region.weight_gradients`."""
-    store, grad, gathering = region.weight_gradients, local_grad, None
+    store = region.weight_gradients
     if region.tensor_size == 1:
-        return _backward_alone(grad, input_of(), weight, bias, store)
-    if region.sequence_parallel:
-        grad, gathering = region.comm.start_all_gather("tensor", local_grad)
+        return _backward_alone(local_grad, input_of(), weight, bias, region)
+    grad, gathering = start_gather(local_grad, region)
     x = input_of()
     if gathering is not None:
         gathering.wait()
     grad_no = grad.view(-1, weight.shape[0])
-    grad_x = (grad_no @ weight).view(*grad.shape[:-1], weight.shape[1])
+    grad_x = region.products.input_gradient([grad_no], [weight]).view(*grad.shape[:-1], weight.shape[1])
 
     def add_weight_gradient() -> None:
         store.add_product(weight, grad_no, x.reshape(-1, weight.shape[1]))
@@ -145,14 +115,14 @@ def row_backward(
 
 
 def _backward_alone(
-    grad: torch.Tensor, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, store: WeightGradients
+    grad: torch.Tensor, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, region: Region
 ) -> torch.Tensor:
     """The gradient of the input of a whole product, with nobody to talk to. A product of matrices leaves the caches
     without a trace of the interpreter, so as much as possible is done before the first one."""
-    grad_no, x_ni = grad.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
+    store, grad_no, x_ni = region.weight_gradients, grad.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
     if bias is not None:
         store.submit(lambda: store.add_sum(bias, grad_no))
-    grad_ni = grad_no @ weight
+    grad_ni = region.products.input_gradient([grad_no], [weight])
     store.submit(lambda: store.add_product(weight, grad_no, x_ni))
     return grad_ni.view(x.shape)
 
@@ -174,7 +144,7 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         again, ctx.again = ctx.again, None  # it holds what nobody needs any more
-        x = ctx.saved_tensors[0] if again is None else _recomputed(again, ctx.region.comm)
+        x = ctx.saved_tensors[0] if again is None else in_backward(again, ctx.region.comm)
         grad_x = column_backward(grads, x, ctx.weights, ctx.biases, ctx.region)
         return grad_x, None, None, None, None
 
@@ -213,7 +183,7 @@ class _GeluRowParallel(torch.autograd.Function):
         recompute: bool,
     ) -> torch.Tensor:
         ctx.region, ctx.parameters, ctx.added = region, parameters, residual is not None
-        active = F.gelu(x)
+        active = region.products.gelu(x)
         ctx.save_for_backward(x, None if recompute else active)
         return row_forward(active, *parameters, region, residual)
 
@@ -222,11 +192,10 @@ class _GeluRowParallel(torch.autograd.Function):
         (x, active), (weight, bias), region = ctx.saved_tensors, ctx.parameters, ctx.region
 
         def input_of() -> torch.Tensor:
-            return _recomputed(lambda: F.gelu(x), region.comm) if active is None else active
+            return in_backward(lambda: region.products.gelu(x), region.comm) if active is None else active
 
         grad_x = row_backward(grads[0].contiguous(), input_of, weight, bias, region)
-        torch.ops.aten.gelu_backward.grad_input(grad_x, x, grad_input=grad_x)
-        return grad_x, grads[0] if ctx.added else None, None, None, None
+        return region.products.gelu_gradient(grad_x, x), grads[0] if ctx.added else None, None, None, None
 
 
 class _LookUp(torch.autograd.Function):
@@ -244,11 +213,6 @@ class _LookUp(torch.autograd.Function):
         store, weight, grad = ctx.store, ctx.weight, grads[0]
         store.submit(lambda: store.add_rows(weight, rows_sb.reshape(-1), grad.reshape(-1, grad.shape[-1])))
         return None, None, None
-
-
-def _recomputed(again: Again, comm: Comm) -> torch.Tensor:
-    with comm.step.phase("recompute"), torch.no_grad():
-        return again()
 
 
 def column_parallel(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -24,8 +24,13 @@ class ParameterShard:
     """Neighbouring tensor ranks that hold the same part (key-value heads fewer than tensor ranks)."""
     decay: bool = True
     """Whether weight decay applies; not to norms and biases."""
+    tied_across_stages: bool = False
+    """Whether another stage holds the same parameter, so that its gradient is the sum of both: the token embedding that
+    is tied to the output layer."""
     shared_copy: bool = False
-    """Whether this is the last stage's copy of the tied token embedding; the first stage's is the original."""
+    """Whether this is the last stage's copy of it; the first stage's is the original."""
+    name: str | None = None
+    """Layout-free name; None: the parameter's path in the model."""
     std: float | None = None
     """Standard deviation of its normal initialisation; None: constant."""
     constant: float = 0.0
@@ -62,19 +67,15 @@ class NamedShard:
     """Whether autograd adds its gradient; else WeightGradients does."""
 
 
-def named_shards(model: nn.Module, renamed: dict[str, str] | None = None) -> list[NamedShard]:
-    """All parameters below `model` with their descriptions, in the order of registration.
-
-    `renamed` gives other layout-free names to some of them, such as the tied copy of the token embedding.
-    """
-    found = []
+def named_shards(model: nn.Module) -> list[NamedShard]:
+    """All parameters below `model` with their descriptions, in the order of registration."""
+    entries = []
     for prefix, module in model.named_modules():
         if isinstance(module, ShardedModule):
             for local, shard in module.shards.items():
-                name = f"{prefix}.{local}" if prefix else local
-                parameter = module.get_parameter(local)
-                found.append(NamedShard((renamed or {}).get(name, name), parameter, shard, module.by_autograd))
-    return found
+                name = shard.name or (f"{prefix}.{local}" if prefix else local)
+                entries.append(NamedShard(name, module.get_parameter(local), shard, module.by_autograd))
+    return entries
 
 
 def fill_initial(entry: NamedShard, local: torch.Tensor, seed: int) -> None:
@@ -99,8 +100,3 @@ def _cut(whole: torch.Tensor, dim: int, start: int, local: torch.Tensor) -> torc
 def _name_seed(seed: int, name: str) -> int:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def as_shared_copy(shard: ParameterShard) -> ParameterShard:
-    """The description of a second copy of the same parameter on another stage."""
-    return replace(shard, shared_copy=True)

@@ -13,17 +13,18 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from workers.parallel.tensor.products import Products
+
 Task = Callable[[], None]
 
 
 class WeightGradients:
     """The weight gradients of one rank's stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, products: Products) -> None:
+        self._products = products
         self._kept: list[Task] | None = None
-        self._ones: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self.when_added: Callable[[nn.Parameter], None] | None = None
-        """Called with a parameter each time a micro-batch's gradient has been added to it."""
+        self._when_added: Callable[[nn.Parameter], None] | None = None
 
     def submit(self, task: Task) -> None:
         """Run `task`, which adds weight gradients; now, or when the pass that it was kept for comes."""
@@ -47,31 +48,30 @@ class WeightGradients:
         finally:
             self._kept = None
 
+    @contextmanager
+    def reported(self, when_added: Callable[[nn.Parameter], None] | None) -> Iterator[None]:
+        """Within the block, `when_added` is called with a parameter each time a micro-batch's gradient has been added
+        to it."""
+        self._when_added = when_added
+        try:
+            yield
+        finally:
+            self._when_added = None
+
     def add_product(self, weight: nn.Parameter, grads_no: torch.Tensor, inputs_ni: torch.Tensor) -> None:
         """Add grads^T inputs, [out, in], to the gradient of `weight`: n tokens."""
-        total_oi, kept = main_grad(weight), _factor_of_what_is_there(weight)
-        if total_oi.dtype == grads_no.dtype:
-            total_oi.addmm_(grads_no.t(), inputs_ni, beta=kept)
-        else:
-            product_oi = _wide_product(grads_no.t(), inputs_ni, total_oi.dtype)
-            total_oi.add_(product_oi) if kept else total_oi.copy_(product_oi)
+        self._products.add_weight_gradient(main_grad(weight), grads_no, inputs_ni, _take_up(weight))
         self._added(weight)
 
     def add_sum(self, bias: nn.Parameter, grads_no: torch.Tensor) -> None:
         """Add the sum over tokens, [out], to the gradient of `bias`."""
-        total_o, kept = main_grad(bias), _factor_of_what_is_there(bias)
-        if total_o.is_cuda or total_o.dtype != grads_no.dtype:
-            sum_o = grads_no.sum(0, dtype=total_o.dtype)
-            total_o.add_(sum_o) if kept else total_o.copy_(sum_o)
-        else:
-            # On a CPU a product with ones reads the rows twice as fast as a sum over dimension 0.
-            total_o.addmv_(grads_no.t(), self._ones_like_rows(grads_no), beta=kept)
+        self._products.add_bias_gradient(main_grad(bias), grads_no, _take_up(bias))
         self._added(bias)
 
     def add_rows(self, weight: nn.Parameter, rows_n: torch.Tensor, grads_nh: torch.Tensor) -> None:
         """Add each token's gradient to its row of `weight` [v, h]."""
         total_vh = main_grad(weight)
-        if not _factor_of_what_is_there(weight):
+        if not _take_up(weight):
             total_vh.zero_()
         if total_vh.is_cuda:
             # index_add_ adds in no fixed order there; this one sorts first.
@@ -81,15 +81,9 @@ class WeightGradients:
             total_vh.index_add_(0, rows_n, grads_nh.to(total_vh.dtype))
         self._added(weight)
 
-    def _ones_like_rows(self, grads_no: torch.Tensor) -> torch.Tensor:
-        key = (len(grads_no), grads_no.dtype)
-        if key not in self._ones:
-            self._ones[key] = grads_no.new_ones(len(grads_no))
-        return self._ones[key]
-
     def _added(self, parameter: nn.Parameter) -> None:
-        if self.when_added is not None:
-            self.when_added(parameter)
+        if self._when_added is not None:
+            self._when_added(parameter)
 
 
 def forget(parameters: Sequence[nn.Parameter]) -> None:
@@ -102,21 +96,16 @@ def forget(parameters: Sequence[nn.Parameter]) -> None:
 def clear_forgotten(parameters: Sequence[nn.Parameter]) -> None:
     """Clear the gradients of those `parameters` to which nothing has been added since they were forgotten."""
     for parameter in parameters:
-        if not _factor_of_what_is_there(parameter):
+        if not _take_up(parameter):
             main_grad(parameter).zero_()
 
 
-def _wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A product of 16-bit matrices, to be added in `dtype`: on a GPU it leaves the tensor cores like that, so no
-    rounding lies between it and the sum."""
-    return torch.mm(left, right, out_dtype=dtype) if left.is_cuda else left @ right
-
-
-def _factor_of_what_is_there(parameter: nn.Parameter) -> int:
-    """0 where the next gradient of `parameter` takes the place of what is there, else 1."""
+def _take_up(parameter: nn.Parameter) -> bool:
+    """Whether the next gradient of `parameter` is added to what is there, instead of taking its place; from then on it
+    is."""
     held: bool = parameter.holds_gradient  # type: ignore[attr-defined]
     parameter.holds_gradient = True  # type: ignore[attr-defined]
-    return 1 if held else 0
+    return held
 
 
 def main_grad(parameter: nn.Parameter) -> torch.Tensor:

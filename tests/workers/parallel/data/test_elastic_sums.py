@@ -215,7 +215,7 @@ def test_memory_is_what_the_arithmetic_says(size, parallel):
         for _ in range(2):
             engine.reduction.begin(len(batch), len(windows))
             engine.pipeline.train(batch, 1.0)
-        used.append(engine.reduction.waiting_buffers)
+        used.append(len(engine.reduction.waiting))
     assert waiting_gradient_buffers(spec) == max(used)
 
 

@@ -1,0 +1,88 @@
+"""What parallel training makes of the model, in one place: which parts of it a rank holds, which weights are tied, what
+is compiled. What is recomputed differs between micro-batches, so the pipeline passes it with each forward
+(`ForwardPass.recompute`; workers/parallel/recompute).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from workers.comm.comm import Comm
+from workers.config import JobSpec
+from workers.model.gpt import GPTChunk
+from workers.parallel.pipeline.stages import virtual_stage
+from workers.parallel.tensor import compiled_operators
+from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from workers.parallel.tensor.products import Products, TorchProducts
+from workers.parallel.tensor.region import Region
+from workers.parallel.tensor.shards import NamedShard, named_shards
+
+TOKEN_EMBEDDING = "embedding.token.weight"
+"""Layout-free name of the weight that the output layer may share."""
+
+
+class GPTStage(nn.Module):
+    """All virtual stages of a rank; parameter names are those of the whole model."""
+
+    def __init__(self, spec: JobSpec, comm: Comm, products: Products | None = None):
+        """`products` computes the linear layers; default: torch."""
+        super().__init__()
+        layout = spec.layout
+        region = Region(comm, layout.sequence_parallel_on, products or TorchProducts())
+        self.weight_gradients = region.weight_gradients
+        count = layout.pipeline * layout.virtual_stages
+        indices = [
+            virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, comm.index("pipeline"), chunk)
+            for chunk in range(layout.virtual_stages)
+        ]
+        chunks = [GPTChunk(spec, region, index, count) for index in indices]
+        self.chunks = nn.ModuleList(chunks)
+        self.used_twice = tie_embeddings(chunks) if spec.model.tie_embeddings else None
+        """The weight of the token embedding where it is the output layer's too, on this rank."""
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the rank needs the text: it embeds tokens or computes the loss."""
+        return any(chunk.is_first or chunk.is_last for chunk in self.chunks)
+
+    def named_shards(self) -> list[NamedShard]:
+        """This rank's parameters under the names of the whole model."""
+        return [shard for chunk in self.chunks for shard in named_shards(chunk)]
+
+
+def tie_embeddings(chunks: Sequence[GPTChunk]) -> nn.Parameter | None:
+    """Make the output layer's weight the token embedding's (arXiv:1909.08053, section 3).
+
+    Where a rank's `chunks` hold both ends of the model it is one parameter with two uses, which is returned. Else each
+    end has a copy, whose gradients are summed once a step (workers/parallel/data/shared_gradients.py).
+    """
+    embedding = next((chunk.embedding.token for chunk in chunks if chunk.embedding is not None), None)
+    output = next((chunk.output for chunk in chunks if chunk.output is not None), None)
+    if embedding is not None and output is not None:
+        output.weight = embedding.weight
+        output.shards.clear()
+        return embedding.weight
+    if embedding is not None:
+        embedding.shards["weight"] = replace(embedding.shards["weight"], tied_across_stages=True)
+    if output is not None:
+        output.shards["weight"] = replace(
+            output.shards["weight"], tied_across_stages=True, shared_copy=True, name=TOKEN_EMBEDDING
+        )
+    return None
+
+
+def compile_layers(stage: GPTStage, backend: str = "inductor") -> None:
+    """Compile each layer as a block of its own; equal ones share the result. Parameters must not move any more."""
+    # Training and evaluation, whole and smaller micro-batches, recomputed or not: each is a variant of its own.
+    torch._dynamo.config.recompile_limit = 32
+    for chunk in stage.chunks:
+        assert isinstance(chunk, GPTChunk)
+        for layer in chunk.layers.values():
+            for module in layer.modules():
+                if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                    compiled_operators.enter(module)
+            layer.compile(backend=backend)

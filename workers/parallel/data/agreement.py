@@ -1,0 +1,55 @@
+"""What all ranks agree on in a step: one sum over all of them, after which the step counts.
+
+Each rank writes what it alone knows into its own elements of one vector and leaves the others zero, so the sum is an
+exchange at the same time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from workers.comm.comm import Comm
+from workers.parallel.data.gradient_norm import SquaredNorm
+from workers.parallel.data.step_statistics import Loss
+
+
+class Agreement:
+    """One fp64 vector, and named views of its slices."""
+
+    def __init__(self, comm: Comm, replica_ranks: int = 0, micro_batches: int = 0):
+        """`replica_ranks`, `micro_batches`: lengths of the slices that only elastic sums need."""
+        self._comm, world = comm, comm.size("world")
+        sizes = (world, world, replica_ranks, micro_batches)
+        self._values = torch.zeros(3 + sum(sizes), dtype=torch.float64, device=comm.device)
+        self.loss, self.tokens, self.square = self._values[:3].unbind()
+        """Scalars: loss summed over tokens, tokens that have a target, squared norm of the summed gradients."""
+        self.memory_bytes, self.own_seconds, self.rank_squares, self.micro_batch_losses = self._values[3:].split(sizes)
+        """[world]: each rank's memory in use, and its time of the step that it did not wait for others. [p t]: squared
+        norm by rank of a replica. [micro-batches of the global batch]: the loss of each."""
+
+    def sum(self) -> None:
+        """Sum over all ranks. Raises PeerLost."""
+        self._comm.all_reduce("world", self._values)
+
+
+class StepSums:
+    """Makes a step's agreement."""
+
+    def __init__(self, comm: Comm, norm: SquaredNorm):
+        self.comm, self.norm = comm, norm
+
+    def agree(self, gradient: torch.Tensor, loss: Loss, memory_bytes: int) -> Agreement:
+        """The sums over all ranks, of this rank's reduced `gradient` [elements of its parts] among others."""
+        agreed = Agreement(self.comm)
+        self._write_own(agreed, loss, memory_bytes)
+        agreed.loss.copy_(loss.losses_m.sum())
+        agreed.square.copy_(self.norm.square(gradient))
+        agreed.sum()
+        return agreed
+
+    def _write_own(self, agreed: Agreement, loss: Loss, memory_bytes: int) -> None:
+        """Everything but loss and norm."""
+        index = self.comm.index("world")
+        agreed.tokens.copy_(loss.tokens)
+        agreed.memory_bytes[index] = memory_bytes
+        agreed.own_seconds[index] = self.comm.own_seconds

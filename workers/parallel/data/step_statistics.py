@@ -1,0 +1,41 @@
+"""What is known about a step: a rank's share of its loss before the ranks agree, the step's statistics afterwards."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One rank's share of a step's loss: zero on ranks that do not know it."""
+
+    losses_m: torch.Tensor
+    """Sum over tokens of each micro-batch, fp64 [m]."""
+    tokens: torch.Tensor
+    """Tokens that have a target, fp64 scalar."""
+    scale: float
+    """Factor on the loss in backward."""
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """Numbers about one step, the same on every rank."""
+
+    loss: float
+    """Mean loss over the tokens of the global batch, in nats a token."""
+    grad_norm: float
+    """Global L2 norm of the mean loss's gradient before clipping."""
+    memory_bytes: int
+    """Largest memory use of any rank."""
+    own_seconds: tuple[float, ...] = ()
+    """Of each rank: time of the step, up to its agreement, that it did not wait for others; 0 where it cannot know."""
+    updated: bool = True
+    """Whether the step has updated anything: not where its numbers are not finite, or above the limits."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradients are finite; where they are not, nothing has been updated."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)

@@ -1,0 +1,68 @@
+"""What is recomputed in backward, and of which micro-batches. Pure Python.
+
+- `none`: everything is kept.
+- `selective`: in every layer the outputs of `recompute_modules` are dropped: those that are large for what they cost
+  to compute (arXiv:2205.05198, section 5, which drops core attention only).
+- `full`: of every `recompute_every`-th layer, from layer 0, only the input is kept; of the others everything.
+
+Either applies to the micro-batches that do not fit into the window of `recompute_keep` (appendix C).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workers.config import ParallelConfig
+from workers.parallel.pipeline.schedules.action import Action
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What of one micro-batch is dropped in forward and recomputed in backward; by default nothing."""
+
+    core_attention: bool = False
+    """Softmax, dropout mask and dropped-out weights of every layer; with fused kernels their log-sums."""
+    norm: bool = False
+    """Outputs of every layer's norms."""
+    mlp_activation: bool = False
+    """Output of every layer's GELU."""
+    every: int = 0
+    """k: every k-th layer is recomputed as a whole; 0: none is."""
+
+    @classmethod
+    def of(cls, layout: ParallelConfig) -> Recompute:
+        """The policy of `layout`, for a micro-batch that it applies to."""
+        if layout.recompute == "full":
+            return cls(every=layout.recompute_every)
+        if layout.recompute == "selective":
+            return cls(**dict.fromkeys(layout.recompute_modules, True))
+        return NOTHING
+
+    def whole_layer(self, index: int) -> bool:
+        """Whether layer `index` of the model is recomputed as a whole."""
+        return self.every > 0 and index % self.every == 0
+
+
+NOTHING = Recompute()
+
+
+def recomputed(actions: list[Action], layout: ParallelConfig) -> frozenset[tuple[int, int]]:
+    """(micro-batch, chunk) pairs of one rank's `actions` to which the policy of `layout` applies (arXiv:2205.05198,
+    appendix C).
+
+    A rank keeps everything of at most `layout.recompute_keep` micro-batches at any time (each has as many pairs as
+    the rank has chunks): a pair whose forward finds that many kept is recomputed, so the kept ones move through the
+    step like a window.
+    """
+    if layout.recompute == "none":
+        return frozenset()
+    room = layout.recompute_keep * layout.virtual_stages
+    kept: set[tuple[int, int]] = set()
+    dropped: set[tuple[int, int]] = set()
+    for action in actions:
+        pair = (action.micro_batch, action.chunk)
+        if action.kind == "forward":
+            (kept if len(kept) < room else dropped).add(pair)
+        elif action.kind in ("backward", "backward_weight"):
+            kept.discard(pair)
+    return frozenset(dropped)

@@ -1,0 +1,118 @@
+"""The matrix products of a linear layer, behind one seam: other kernels (fp8, fused, of a library) take the place of
+`TorchProducts` by implementing `Products`, of which an engine has one (`Engine(..., products=...)`). Communication,
+autograd and when a gradient is computed are not theirs.
+
+Shapes: n tokens, i input width, o output width of this rank's part of W [o, i]; where n is not written, inputs may
+have several leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+class Products(Protocol):
+    """What a linear layer computes, forward and backward."""
+
+    def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b: [..., i] -> [..., o], a tensor of its own."""
+        ...
+
+    def output_added(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """x W^T + b + residual [..., o], which is not changed."""
+        ...
+
+    def input_gradient(self, grads_no: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum over layers that share their input of grad W: [n, i]."""
+        ...
+
+    def add_weight_gradient(
+        self, total_oi: torch.Tensor, grads_no: torch.Tensor, inputs_ni: torch.Tensor, keep: bool
+    ) -> None:
+        """Add grads^T inputs to `total_oi`, which may be wider than they are; without `keep`, put it there instead."""
+        ...
+
+    def add_bias_gradient(self, total_o: torch.Tensor, grads_no: torch.Tensor, keep: bool) -> None:
+        """The same with the sum of the gradients over tokens."""
+        ...
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """GELU, exact by erf: the input of a product."""
+        ...
+
+    def gelu_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The gradient of GELU's input x from that of its output, whose memory may be used for it."""
+        ...
+
+
+class TorchProducts:
+    """torch's own kernels."""
+
+    def __init__(self) -> None:
+        self._ones: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def output(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b."""
+        return F.linear(x, weight, bias)
+
+    def output_added(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """x W^T + b + residual."""
+        # The product is added to what is there: one pass over the result less.
+        y = (residual.clone() if bias is None else residual + bias).contiguous()
+        y.view(-1, y.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+        return y
+
+    def input_gradient(self, grads_no: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of grad W."""
+        total_ni = grads_no[0] @ weights[0]
+        for number in range(1, len(weights)):
+            total_ni.addmm_(grads_no[number], weights[number])
+        return total_ni
+
+    def add_weight_gradient(
+        self, total_oi: torch.Tensor, grads_no: torch.Tensor, inputs_ni: torch.Tensor, keep: bool
+    ) -> None:
+        """Add grads^T inputs."""
+        if total_oi.dtype == grads_no.dtype:
+            total_oi.addmm_(grads_no.t(), inputs_ni, beta=int(keep))
+        else:
+            product_oi = _wide_product(grads_no.t(), inputs_ni, total_oi.dtype)
+            total_oi.add_(product_oi) if keep else total_oi.copy_(product_oi)
+
+    def add_bias_gradient(self, total_o: torch.Tensor, grads_no: torch.Tensor, keep: bool) -> None:
+        """Add the sum over tokens."""
+        if total_o.is_cuda or total_o.dtype != grads_no.dtype:
+            sum_o = grads_no.sum(0, dtype=total_o.dtype)
+            total_o.add_(sum_o) if keep else total_o.copy_(sum_o)
+        else:
+            # On a CPU a product with ones reads the rows twice as fast as a sum over dimension 0.
+            total_o.addmv_(grads_no.t(), self._ones_like_rows(grads_no), beta=int(keep))
+
+    def _ones_like_rows(self, grads_no: torch.Tensor) -> torch.Tensor:
+        key = (len(grads_no), grads_no.dtype)
+        if key not in self._ones:
+            self._ones[key] = grads_no.new_ones(len(grads_no))
+        return self._ones[key]
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """GELU."""
+        return F.gelu(x)
+
+    def gelu_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """In the memory of `grad`."""
+        torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=grad)
+        return grad
+
+
+def _wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A product of 16-bit matrices, to be added in `dtype`: on a GPU it leaves the tensor cores like that, so no
+    rounding lies between it and the sum."""
+    return torch.mm(left, right, out_dtype=dtype) if left.is_cuda else left @ right

@@ -1,0 +1,20 @@
+"""What a parallel layer knows about the ranks that share it, and how it computes."""
+
+from __future__ import annotations
+
+from workers.comm.comm import Comm
+from workers.parallel.tensor.products import Products
+from workers.parallel.tensor.weight_gradients import WeightGradients
+
+
+class Region:
+    """A tensor-parallel region (arXiv:1909.08053, section 3): between its two ends every rank has a part of the width
+    of a layer."""
+
+    def __init__(self, comm: Comm, sequence_parallel: bool, products: Products):
+        self.comm, self.sequence_parallel, self.products = comm, sequence_parallel, products
+        self.weight_gradients = WeightGradients(products)
+        self.tensor_size = comm.size("tensor")
+        """Ranks that share each layer (t)."""
+        self.sequence_split = self.tensor_size if sequence_parallel else 1
+        """Ranks over which the sequence is split outside of the region."""

@@ -1,0 +1,86 @@
+"""Sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2): norms, dropout and residuals, which lie
+outside of the tensor-parallel regions, are split along the sequence over the same t ranks.
+
+What enters a region is gathered (the paper's g: all-gather forward, reduce-scatter backward), what leaves it is summed
+and scattered (g-bar: reduce-scatter forward, all-gather backward). Without sequence parallelism these are the f and g
+of arXiv:1909.08053, section 3: nothing on entering, an all-reduce on leaving. The products of `linear` call these
+functions in their own forward and backward; `leave` is for what leaves a region without a product. Parameters that
+every rank holds whole have seen only a part of the sequence, so their gradients are summed once a step.
+
+Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size; the sequence is dimension 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from workers.comm.backend import Handle
+from workers.comm.comm import Comm
+from workers.parallel.tensor.region import Region
+
+
+def gather(x: torch.Tensor, region: Region) -> torch.Tensor:
+    """What enters a region: [s/t, b, h] -> [s, b, h]; without sequence parallelism x itself."""
+    return region.comm.all_gather("tensor", x.contiguous()) if region.sequence_parallel else x
+
+
+def start_gather(x: torch.Tensor, region: Region) -> tuple[torch.Tensor, Handle | None]:
+    """Begin to `gather`: (result, handle to wait for, None where it is there)."""
+    return region.comm.start_all_gather("tensor", x.contiguous()) if region.sequence_parallel else (x, None)
+
+
+def start_sum(partial: torch.Tensor, region: Region) -> tuple[torch.Tensor, Handle | None]:
+    """Begin to sum the ranks' partial results, where they leave a region or their gradients enter it: [s, b, h] ->
+    [s/t, b, h] with sequence parallelism, else in place: (result, handle to wait for, None where it is there)."""
+    if region.sequence_parallel:
+        return region.comm.start_reduce_scatter("tensor", partial)
+    return partial, region.comm.start_all_reduce("tensor", partial) if region.tensor_size > 1 else None
+
+
+def sum_partial(partial: torch.Tensor, region: Region) -> torch.Tensor:
+    """The sum of the ranks' partial results: [s, b, h] -> [s/t, b, h] with sequence parallelism, else in place."""
+    total, summing = start_sum(partial, region)
+    if summing is not None:
+        summing.wait()
+    return total
+
+
+class _Leave(torch.autograd.Function):
+    """g of arXiv:1909.08053, or g-bar of arXiv:2205.05198."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: Region) -> torch.Tensor:
+        ctx.region = region
+        x = x.contiguous()
+        return sum_partial(x if region.sequence_parallel else x.clone(), region)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gather(grads[0], ctx.region), None
+
+
+def leave(x: torch.Tensor, region: Region) -> torch.Tensor:
+    """Sum the ranks' partial results: [s, b, h] -> [s/t, b, h] with sequence parallelism, else [s, b, h]. The gradient
+    goes back to each."""
+    if region.tensor_size == 1:
+        return x
+    left: torch.Tensor = _Leave.apply(x, region)
+    return left
+
+
+def first_position(region: Region, length: int) -> int:
+    """Place in the sequence of the first of the `length` rows that this rank holds outside of the regions."""
+    return region.comm.index("tensor") * length if region.sequence_parallel else 0
+
+
+def sum_replicated_gradients(gradients: Sequence[torch.Tensor], comm: Comm) -> None:
+    """Sum, in place, the gradients [n] of parameters of which every tensor rank holds all (norms, positions, biases of
+    row-parallel products) and has seen only its part of the sequence; in one message for all."""
+    if gradients:
+        together = torch.cat(list(gradients))
+        comm.all_reduce("tensor", together)
+        for gradient, total in zip(gradients, together.split([len(each) for each in gradients]), strict=True):
+            gradient.copy_(total)
