@@ -12,7 +12,7 @@ from service.store import checkpoints, generations
 from tests.service.support.fake_cluster import FakeCluster
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
 from workers.messages import Resume
-from workers.snapshot.snapshots import layout_tag
+from workers.snapshot.files import layout_tag
 
 
 @pytest.fixture
