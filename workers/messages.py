@@ -58,6 +58,10 @@ BETWEEN_STEPS = ("start", "recovery")
 """Phases of the beginning of a generation, where the number of a step means nothing."""
 
 
+FAULT_STRUCK = "fault_struck"
+"""Type of the event with which a rank says, in its last words, that a fault strikes now."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """One fault that is injected into one rank."""

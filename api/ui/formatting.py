@@ -23,21 +23,6 @@ _TONES = {
     "SUCCEEDED": "good",
     "FAILED": "bad",
 }
-_RANK_TONES = {
-    "running": "active",
-    "training": "active",
-    "starting": "busy",
-    "placing": "busy",
-    "placed": "busy",
-    "forking": "busy",
-    "restoring": "busy",
-    "stopping": "warn",
-    "failed": "bad",
-    "dead": "bad",
-    "died": "bad",
-    "killed": "bad",
-    "lost": "bad",
-}
 _FINE = frozenset({JobState.RUNNING, JobState.SUCCEEDED})
 
 
@@ -84,7 +69,7 @@ def state_tone(state: str) -> str:
 
 def rank_tone(state: str) -> str:
     """The colour class of a rank's state."""
-    return _RANK_TONES.get(state.lower(), "idle")
+    return "active" if state == "running" else "idle"
 
 
 def share_of(job: Job) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 from workers.errors import MantaError
 from workers.json_codec import JsonObject, from_json, to_json
 from workers.messages import NodeDescription, PeakRate, StoreAddress, StoreArgument, StorePort
-from workers.node.heartbeat import Pulse
+from workers.node.heartbeat import HeartbeatServer
 from workers.node.host import this_host
 from workers.node.preemption import NOTICE_SECONDS, on_termination
 from workers.paths import SHARED_MEMORY, Paths, zygote_socket
@@ -62,7 +62,7 @@ class NodeDaemon:
         self._stores: dict[str, _Store] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._peak: asyncio.Task[PeakRate | None] | None = None
-        self._pulse = Pulse(this_host().address, node)
+        self._heartbeat = HeartbeatServer(this_host().address, node)
 
     async def call(self, method: str, arguments: JsonObject) -> Any:
         """A method of this class for other processes: arguments and answer as JSON (`remote_call.py`)."""
@@ -73,7 +73,7 @@ class NodeDaemon:
         if self._peak is None:
             self._paths.make_runtime_folder()
             await self._zygote.start()
-            on_termination(lambda: self._pulse.drain(NOTICE_SECONDS))
+            on_termination(lambda: self._heartbeat.drain(NOTICE_SECONDS))
             self._peak = asyncio.create_task(self._measure_peak(), name="peak rate")
         return await self.describe()
 
@@ -81,7 +81,7 @@ class NodeDaemon:
         """This node."""
         host, memory = this_host(), shutil.disk_usage(SHARED_MEMORY)
         peak = self._peak.result() if self._peak is not None and self._peak.done() else None
-        address, port = self._pulse.address
+        address, port = self._heartbeat.address
         return NodeDescription(
             node=self._node,
             host=host.name,
@@ -97,7 +97,7 @@ class NodeDaemon:
     async def drain(self, seconds: float) -> None:
         """This node is to be left within `seconds`: tell the control plane, now and whenever it connects. SIGTERM does
         the same, with NOTICE_SECONDS."""
-        self._pulse.drain(seconds)
+        self._heartbeat.drain(seconds)
 
     async def start_store(self, job: str, generation: int) -> StoreAddress:
         """Serve a rendezvous store for `job`: the one that it has here, where it still runs, since every generation
@@ -163,7 +163,7 @@ class NodeDaemon:
             self._peak.cancel()
         await self.sweep([])
         await self._zygote.close()
-        self._pulse.close()
+        self._heartbeat.close()
 
     async def _end_store(self, job: str) -> None:
         store = self._stores.pop(job, None)

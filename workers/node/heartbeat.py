@@ -1,4 +1,4 @@
-"""A node's pulse: a port on which its daemon answers every beat, and says at once when the node is to be left.
+"""A node's heartbeat: a port on which its daemon answers every ping, and says at once when the node is to be left.
 
 The answers come from a thread of their own, so that they do not wait for the daemon's event loop; and when the daemon
 is gone, the kernel says so by closing the connection.
@@ -21,7 +21,7 @@ BACKLOG = 64
 CHUNK_BYTES = 4096
 
 
-class Pulse:
+class HeartbeatServer:
     """Answers each line that it receives, on any connection, with a Heartbeat as one JSON line."""
 
     def __init__(self, host: str, node: str):
@@ -35,7 +35,7 @@ class Pulse:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._connections: set[socket.socket] = set()
-        self._thread = threading.Thread(target=self._serve, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="heartbeat", daemon=True)
         self._thread.start()
 
     @property

@@ -13,18 +13,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 from workers.liveness.progress import Phase
 from workers.messages import BETWEEN_STEPS, Fault, FaultPhase
 
-STRUCK = "fault_struck"
-"""Type of the event with which a rank says, in its last words, that a fault strikes now."""
-
 _REACHED: dict[FaultPhase, tuple[Phase, ...]] = {"start": ("connecting", "restoring"), "recovery": ("restoring",)}
 _FOREVER_SECONDS = 10**6
 _OOM_BYTES, _CHUNK_BYTES = 64 * 1024 * 1024, 8 * 1024 * 1024
-_LISTENING = "0A"
 
 
 class InjectedError(RuntimeError):
@@ -90,8 +87,7 @@ def run_out_of_memory() -> None:
     """Raise MemoryError as a process does that gets no more memory. The limit is this process's own and is lifted
     again: the machine and its other processes never lack anything."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + _OOM_BYTES, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + _OOM_BYTES, hard))
     held = []
     try:
         while True:
@@ -107,14 +103,14 @@ def run_out_of_memory() -> None:
 def kill_node() -> None:
     """SIGKILL to all that Manta runs on this Ray node: agents, the node's daemon, its zygote, and with that every
     trainer. Only for a process that was forked from the node's zygote."""
-    zygote = os.getppid()
+    zygote = psutil.Process(os.getppid())
     daemon = _parent_of(zygote)
-    agents = [pid for pid in _children_of(_parent_of(daemon)) if _name_of(pid).startswith("ray::Agent")]
+    agents = [process.pid for process in _parent_of(daemon).children() if _name_of(process).startswith("ray::Agent")]
     # This process, and its group, end with its agent, or with its zygote: a child that has left it sees it through.
     child = os.fork()
     if child == 0:
         os.setsid()
-        for pid in (*agents, daemon, zygote):
+        for pid in (*agents, daemon.pid, zygote.pid):
             os.kill(pid, signal.SIGKILL)
         os._exit(0)
     os.waitpid(child, 0)
@@ -122,56 +118,27 @@ def kill_node() -> None:
 
 def kill_store(port: int) -> bool:
     """SIGKILL to the process that listens on `port`, if the zygote of this node forked it; whether it did."""
-    inodes = _listening_inodes(port)
-    for pid in _children_of(os.getppid()):
-        if pid != os.getpid() and inodes & _socket_inodes(pid):
-            os.kill(pid, signal.SIGKILL)
+    for sibling in psutil.Process(os.getppid()).children():
+        if sibling.pid != os.getpid() and port in _listening_ports(sibling):
+            sibling.kill()
             return True
     return False
 
 
-def _parent_of(pid: int) -> int:
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return int(stat.rpartition(")")[2].split()[1])
+def _parent_of(process: psutil.Process) -> psutil.Process:
+    return psutil.Process(process.ppid())
 
 
-def _name_of(pid: int) -> str:
+def _name_of(process: psutil.Process) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return str(process.name())
+    except psutil.NoSuchProcess:  # it has ended meanwhile
         return ""
 
 
-def _children_of(parent: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                is_child = _parent_of(int(entry.name)) == parent
-            except OSError:  # it has ended meanwhile
-                continue
-            if is_child:
-                found.append(int(entry.name))
-    return found
-
-
-def _listening_inodes(port: int) -> set[str]:
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        if (table := Path(f"/proc/net/{name}")).exists()
-        for line in table.read_text(encoding="ascii").splitlines()[1:]
-    ]
-    return {row[9] for row in rows if row[3] == _LISTENING and int(row[1].rpartition(":")[2], 16) == port}
-
-
-def _socket_inodes(pid: int) -> set[str]:
-    found = set()
+def _listening_ports(process: psutil.Process) -> set[int]:
     try:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            target = str(descriptor.readlink())
-            if target.startswith("socket:["):
-                found.add(target[len("socket:[") : -1])
-    except OSError:  # it has ended meanwhile, or closed one
-        pass
-    return found
+        connections = process.net_connections(kind="tcp")
+    except psutil.NoSuchProcess:  # it has ended meanwhile
+        return set()
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from workers.json_codec import MalformedMessage
-from workers.messages import Fault, LaunchOrder
+from workers.messages import FAULT_STRUCK, Fault, LaunchOrder
 from workers.rank.commands import Arm, Command, Go, Rest, command_line
-from workers.rank.faults import STRUCK
 from workers.rank.rank_log import LineSplitter, RankLog
 from workers.rank.report_buffer import ReportBuffer
 from workers.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
@@ -178,7 +177,7 @@ class TrainerHandle:
                 return
         self._reports.add(report.payload, self.generation, self._rank, report.time)
         match report.payload:
-            case Event(type=kind, data=data) if kind == STRUCK:
+            case Event(type=kind, data=data) if kind == FAULT_STRUCK:
                 self._struck.add(str(data.get("fault")))
             case Resting():
                 self._resting.set()

@@ -37,10 +37,9 @@ from workers.errors import (
 from workers.json_codec import JsonObject, from_json, to_json
 from workers.liveness.progress import Progress
 from workers.liveness.stacks import answer_with_stacks
-from workers.messages import Fault, LaunchOrder, TrainerArgument
+from workers.messages import FAULT_STRUCK, Fault, LaunchOrder, TrainerArgument
 from workers.rank.command_reader import CommandReader, exit_orphaned
 from workers.rank.faults import (
-    STRUCK,
     Faults,
     InjectedError,
     hang,
@@ -258,7 +257,7 @@ class TrainerProcess:
 
     def _strike(self, fault: Fault, step: int) -> None:
         """Say so, ahead of whatever the reporter has not shipped yet, and do it."""
-        last_words = Event(STRUCK, f"{fault.kind} in {fault.phase}", step, {"fault": fault.id})
+        last_words = Event(FAULT_STRUCK, f"{fault.kind} in {fault.phase}", step, {"fault": fault.id})
         self._send([Report(last_words, self.order.generation, self.order.rank, time.time())])
         if fault.kind in ("kill", "stop"):
             signal_self(signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP, fault.delay)

@@ -87,9 +87,9 @@ def test_ranks_lie_by_replica_then_tensor_then_stage():
     assert (cells[0].pid, cells[0].details) == ("pid 7", "node n1, device cpu, generation 3")
 
 
-def test_a_rank_that_is_nowhere_yet_has_dashes():
-    (cell,) = formatting.rank_cells([make_rank(0, node=None, device=None, pid=None, state="starting")])
-    assert (cell.pid, cell.tone, cell.details) == ("pid –", "busy", "node –, device –, generation 3")
+def test_a_rank_that_is_nowhere_has_dashes():
+    (cell,) = formatting.rank_cells([make_rank(0, node=None, device=None, pid=None, state="exited")])
+    assert (cell.pid, cell.tone, cell.details) == ("pid –", "idle", "node –, device –, generation 3")
 
 
 def test_context_ranks_have_lines_of_their_own():

@@ -8,7 +8,7 @@ import pytest
 
 from service.cluster.node_watch import NodeWatch, anybody
 from service.cluster.nodes import RayNode
-from workers.node.heartbeat import Pulse
+from workers.node.heartbeat import HeartbeatServer
 
 SECONDS = 30.0
 
@@ -20,7 +20,7 @@ class FakeCluster:
         self.nodes = self.daemons = self
         self.lost, self.draining, self.failed = set(), set(), []
         self.raylet = socket.create_server(("127.0.0.1", 0))
-        self.pulse = Pulse("127.0.0.1", "n1")
+        self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
         self.asked = 0
 
     async def known(self):
@@ -28,7 +28,7 @@ class FakeCluster:
 
     async def heartbeat_address(self, node):
         self.asked += 1
-        return self.pulse.address
+        return self.heartbeat.address
 
     async def fail_calls_to(self, node):
         self.failed.append(node)
@@ -40,7 +40,7 @@ def cluster():
     made.raylet_address = made.raylet.getsockname()
     yield made
     with contextlib.suppress(OSError):
-        made.pulse.close()
+        made.heartbeat.close()
     made.raylet.close()
 
 
@@ -70,7 +70,7 @@ def test_node_of_which_nothing_answers_is_lost_and_calls_to_it_fail(cluster):
     async def story(told):
         await until(lambda: cluster.asked)
         cluster.raylet.close()
-        cluster.pulse.close()
+        cluster.heartbeat.close()
         node, why = await told.get()
         await until(lambda: cluster.failed)
         return node, why
@@ -82,10 +82,10 @@ def test_node_of_which_nothing_answers_is_lost_and_calls_to_it_fail(cluster):
 def test_daemon_that_was_restarted_is_no_loss(cluster):
     async def story(told):
         await until(lambda: cluster.asked)
-        cluster.pulse.close()
-        cluster.pulse = Pulse("127.0.0.1", "n1")
+        cluster.heartbeat.close()
+        cluster.heartbeat = HeartbeatServer("127.0.0.1", "n1")
         await until(lambda: cluster.asked >= 2)
-        cluster.pulse.drain(60)  # heard: the new one is listened to
+        cluster.heartbeat.drain(60)  # heard: the new one is listened to
         node, seconds = await told.get()
         return node, 0 < seconds <= 60
 
@@ -103,8 +103,8 @@ def test_process_too_busy_to_accept_still_takes_connections():
 def test_stranger_at_the_old_port_is_not_taken_for_the_node(cluster):
     async def story(told):
         await until(lambda: cluster.asked)
-        cluster.pulse.close()
-        cluster.pulse = Pulse("127.0.0.1", "somebody else")
+        cluster.heartbeat.close()
+        cluster.heartbeat = HeartbeatServer("127.0.0.1", "somebody else")
         await until(lambda: cluster.asked >= 3)  # it hangs up and asks again
         return told.empty()
 

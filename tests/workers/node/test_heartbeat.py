@@ -1,4 +1,4 @@
-"""A node's pulse answers every beat, says at once when the node is to be left, and ends with its process."""
+"""A node's heartbeat answers every ping, says at once when the node is to be left, and ends with its process."""
 
 import json
 import signal
@@ -8,43 +8,43 @@ import sys
 
 import pytest
 
-from workers.node.heartbeat import Pulse
+from workers.node.heartbeat import HeartbeatServer
 
 
 @pytest.fixture
-def pulse():
-    started = Pulse("127.0.0.1", "n1")
+def heartbeat():
+    started = HeartbeatServer("127.0.0.1", "n1")
     yield started
     started.close()
 
 
-def connected(pulse):
+def connected(heartbeat):
     """A connection to it, as a file of lines."""
-    connection = socket.create_connection(pulse.address, 5)
+    connection = socket.create_connection(heartbeat.address, 5)
     return connection, connection.makefile("r")
 
 
-def test_greets_and_answers_each_beat(pulse):
-    connection, lines = connected(pulse)
+def test_greets_and_answers_each_beat(heartbeat):
+    connection, lines = connected(heartbeat)
     assert json.loads(lines.readline()) == {"node": "n1", "drain_seconds": None}
     connection.sendall(b"\n")
     assert json.loads(lines.readline()) == {"node": "n1", "drain_seconds": None}
 
 
-def test_tells_everybody_at_once_that_the_node_is_to_be_left(pulse):
-    first, second = connected(pulse), connected(pulse)
+def test_tells_everybody_at_once_that_the_node_is_to_be_left(heartbeat):
+    first, second = connected(heartbeat), connected(heartbeat)
     for _, lines in (first, second):
         lines.readline()
-    pulse.drain(60)
+    heartbeat.drain(60)
     assert all(0 < json.loads(lines.readline())["drain_seconds"] <= 60 for _, lines in (first, second))
-    _, late = connected(pulse)
+    _, late = connected(heartbeat)
     assert json.loads(late.readline())["drain_seconds"] is not None
 
 
-def test_one_that_hangs_up_does_not_disturb_the_others(pulse):
-    gone, _ = connected(pulse)
+def test_one_that_hangs_up_does_not_disturb_the_others(heartbeat):
+    gone, _ = connected(heartbeat)
     gone.close()
-    connection, lines = connected(pulse)
+    connection, lines = connected(heartbeat)
     lines.readline()
     connection.sendall(b"\n")
     assert json.loads(lines.readline())["node"] == "n1"
