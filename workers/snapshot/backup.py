@@ -67,7 +67,7 @@ class BackupSender:
         of it, the same for all ranks, so that slow backups still have steps in common."""
         self._path = snapshot_path(folder, rank, layout)
         self._partner, self._token, self._every = partner, token, every
-        self._request = {"do": "put", "rank": rank, "layout": layout, "generation": generation}
+        self._request = wire.BackupRequest("put", rank, layout, generation)
         self._notifications = NotificationPipe(notification_path(folder, rank))
         self._stopped = threading.Event()
         self._connection: socket.socket | None = None
@@ -197,22 +197,19 @@ class BackupServer:
     def _answer(self, connection: socket.socket) -> None:
         try:
             request = wire.challenge(connection, self._token)
-            rank, layout, generation = int(request["rank"]), str(request["layout"]), int(request["generation"])
+            rank, layout, generation = request.rank, request.layout, request.generation
             if generation < self._generation:
                 raise BackupError(f"generation {generation} was replaced by {self._generation}")
             own, backup = snapshot_path(self.folder, rank, layout), backup_path(self.folder, rank, layout)
-            if request["do"] == "put":
+            if request.do == "put":
                 self._claim((rank, layout), generation, connection)
             elif not (committed_steps(own) or committed_steps(backup)):
                 raise BackupError(f"there is no snapshot of rank {rank} in layout {layout} here")
-        except (KeyError, ValueError, TypeError) as error:
-            wire.send_message(connection, {"refused": f"that is no request: {error}"})
-            return
         except BackupError as error:
-            wire.send_message(connection, {"refused": str(error)})
+            wire.refuse(connection, str(error))
             return
-        wire.send_message(connection, {})
-        if request["do"] == "put":
+        wire.agree(connection)
+        if request.do == "put":
             self._take((rank, layout), backup, connection)
         else:
             _give(max((own, backup), key=lambda path: max(committed_steps(path), default=-1)), connection)
@@ -233,9 +230,9 @@ class BackupServer:
         try:
             opened = wire.file_of(path, form)
         except SharedMemoryError as error:
-            wire.send_message(connection, {"refused": str(error)})
+            wire.refuse(connection, str(error))
             raise
-        wire.send_message(connection, {})
+        wire.agree(connection)
         with contextlib.closing(opened) as file, contextlib.suppress(EOFError):
             while self._writers[key][1] is connection:
                 connection.settimeout(None)  # a step may take as long as it likes
@@ -275,7 +272,7 @@ def fetch(
     """
     path = snapshot_path(folder, rank, layout)
     arriving = path.with_name(f"{path.name}.arriving")
-    request = {"do": "get", "rank": rank if of is None else of, "layout": layout, "generation": generation}
+    request = wire.BackupRequest("get", rank if of is None else of, layout, generation)
     with socket.create_connection(holder, CONNECT_SECONDS) as connection:
         wire.prepare(connection)
         wire.introduce(connection, token, request)

@@ -17,11 +17,13 @@ import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeVar
 
 from workers.errors import CheckpointError, MantaError
+from workers.json_codec import JsonObject, MalformedMessage, from_json, to_json
 from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
 
+T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
 _SLOT = struct.Struct("<QQ")  # step + 1 (0: no more), bytes of the note with its length
 _FORM = struct.Struct("<16sQQ")  # identity, bytes of payload, bytes of table
@@ -35,6 +37,33 @@ SILENCE_SECONDS = 20.0
 
 class BackupError(MantaError):
     """The other end refused, went away, or says what makes no sense."""
+
+
+@dataclass(frozen=True)
+class BackupRequest:
+    """What one agent asks of another."""
+
+    do: Literal["put", "get"]
+    """put: take a backup from now on; get: give out the snapshots that are there."""
+    rank: int
+    """Whose snapshots."""
+    layout: str
+    """Tag of the layout."""
+    generation: int
+    """Of the caller."""
+
+
+@dataclass(frozen=True)
+class _Introduction:
+    wish: JsonObject
+    """The BackupRequest as it was sent, which is what the MAC is of."""
+    mac: str
+
+
+@dataclass(frozen=True)
+class _Answer:
+    refused: str | None = None
+    """Why the request is not granted; None: it is."""
 
 
 def prepare(connection: socket.socket) -> None:
@@ -67,13 +96,13 @@ def _bytes(connection: socket.socket, count: int) -> bytes:
     return bytes(content)
 
 
-def send_message(connection: socket.socket, message: dict[str, Any]) -> None:
+def send_message(connection: socket.socket, message: JsonObject) -> None:
     """One JSON object."""
     text = json.dumps(message, sort_keys=True).encode()
     connection.sendall(_LENGTH.pack(len(text)) + text)
 
 
-def receive_message(connection: socket.socket) -> dict[str, Any]:
+def receive_message(connection: socket.socket) -> JsonObject:
     """One JSON object. Raises BackupError for anything else."""
     length = _LENGTH.unpack(_bytes(connection, _LENGTH.size))[0]
     if length > MESSAGE_BYTES:
@@ -87,34 +116,51 @@ def receive_message(connection: socket.socket) -> dict[str, Any]:
     return message
 
 
-def _mac(token: str, nonce: bytes, request: dict[str, Any]) -> str:
+def _mac(token: str, nonce: bytes, request: JsonObject) -> str:
     return hmac.new(token.encode(), nonce + json.dumps(request, sort_keys=True).encode(), "sha256").hexdigest()
 
 
-def introduce(connection: socket.socket, token: str, request: dict[str, Any]) -> None:
+def introduce(connection: socket.socket, token: str, request: BackupRequest) -> None:
     """Prove to know `token` and say what is asked for. Raises BackupError with the other end's reason when it
     refuses."""
-    nonce = _bytes(connection, NONCE_BYTES)
-    send_message(connection, {"wish": request, "mac": _mac(token, nonce, request)})
+    nonce, wish = _bytes(connection, NONCE_BYTES), to_json(request)
+    send_message(connection, to_json(_Introduction(wish, _mac(token, nonce, wish))))
     expect_agreement(connection)
 
 
 def expect_agreement(connection: socket.socket) -> None:
     """Raise BackupError with the other end's reason where it refuses."""
-    answer = receive_message(connection)
-    if "refused" in answer:
-        raise BackupError(str(answer["refused"]))
+    answer = _read(_Answer, receive_message(connection))
+    if answer.refused is not None:
+        raise BackupError(answer.refused)
 
 
-def challenge(connection: socket.socket, token: str) -> dict[str, Any]:
-    """What the caller asks for, who has proved to know `token`. Raises BackupError for any other."""
+def agree(connection: socket.socket) -> None:
+    """Grant what the other end asks for."""
+    send_message(connection, to_json(_Answer()))
+
+
+def refuse(connection: socket.socket, reason: str) -> None:
+    """Do not grant what the other end asks for."""
+    send_message(connection, to_json(_Answer(reason)))
+
+
+def challenge(connection: socket.socket, token: str) -> BackupRequest:
+    """What the caller asks for, who has proved to know `token`. Raises BackupError for any other, and for what is no
+    request."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(nonce)
-    introduction = receive_message(connection)
-    request, mac = introduction.get("wish"), str(introduction.get("mac"))
-    if not isinstance(request, dict) or not hmac.compare_digest(mac, _mac(token, nonce, request)):
+    introduction = _read(_Introduction, receive_message(connection))
+    if not hmac.compare_digest(introduction.mac, _mac(token, nonce, introduction.wish)):
         raise BackupError("the caller does not know the token of this job's generation")
-    return request
+    return _read(BackupRequest, introduction.wish)
+
+
+def _read(kind: type[T], document: JsonObject) -> T:
+    try:
+        return from_json(kind, document)
+    except MalformedMessage as error:
+        raise BackupError(f"that is no request: {error}") from error
 
 
 def send_form(connection: socket.socket, form: Form) -> None:

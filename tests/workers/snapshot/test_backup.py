@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from workers.errors import SharedMemoryError
-from workers.rank.agent import Agent, StaleGeneration
+from workers.rank.agent import Agent
+from workers.rank.trainer_slot import StaleGeneration
 from workers.snapshot import backup_transport as wire
 from workers.snapshot.backup import BackupError, BackupSender, BackupServer, fetch
 from workers.snapshot.files import backup_path, snapshot_path
@@ -171,7 +172,7 @@ def test_a_slot_that_is_overwritten_on_its_way_is_dropped_and_the_older_backup_s
     rank.snapshots._slots[newest.slot][0][1000] = 99.0
     with socket.create_connection(server.address) as connection:
         wire.prepare(connection)
-        wire.introduce(connection, TOKEN, {"do": "put", "rank": 0, "layout": LAYOUT, "generation": 3})
+        wire.introduce(connection, TOKEN, wire.BackupRequest("put", 0, LAYOUT, 3))
         wire.send_form(connection, file.form)
         wire.expect_agreement(connection)
         assert wire.send_slot(connection, file, newest) is False
@@ -190,7 +191,7 @@ def test_a_sender_that_dies_in_the_middle_of_a_slot_leaves_the_older_backup(tmp_
     file = SnapshotFile.open(snapshot_path(tmp_path / "here", 0, LAYOUT))
     with socket.create_connection(server.address) as connection:
         wire.prepare(connection)
-        wire.introduce(connection, TOKEN, {"do": "put", "rank": 0, "layout": LAYOUT, "generation": 3})
+        wire.introduce(connection, TOKEN, wire.BackupRequest("put", 0, LAYOUT, 3))
         wire.send_form(connection, file.form)
         wire.expect_agreement(connection)
         connection.sendall(wire._SLOT.pack(9, 17) + b"x" * 5000)
@@ -331,7 +332,7 @@ def test_agents_keep_each_others_snapshots(tmp_path, go):
         assert await replacement.snapshot_steps(LAYOUT) == [1, 2]
         with pytest.raises(BackupError):
             await replacement.fetch_snapshot(0, address, "a guess", 1, LAYOUT)
-        mine._generation = 5
+        mine._slot.generation = 5
         with pytest.raises(StaleGeneration, match="Generation 4 of rank 0 was replaced by 5"):
             await mine.send_backups(address, TOKEN, 4, LAYOUT)
         for each in (mine, partner, replacement):
