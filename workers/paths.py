@@ -98,8 +98,8 @@ class Paths:
         """Create the runtime folder with mode 0700. Raises UnsafePath when somebody else was there first."""
         folder = self.runtime_folder
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise UnsafePath(f"{folder} must be a folder of mode 0700 that is yours; remove it and try again.")
         return folder
 

@@ -1,7 +1,8 @@
-"""The control plane's part in a hang: hear that somebody stands still, ask everybody, name the culprit, end it.
+"""The control plane's part in a hang: when an agent reports that its rank stands still, all agents are asked, and the
+culprit is killed.
 
-While all is well this does nothing and asks nobody: it wakes with an agent's `stalled` report. What it ends dies as
-`hung`, and recovery takes it from there like any other death.
+Nothing is asked while no agent reports a rank that is overdue. A rank that is killed here dies as `hung`, and recovery
+takes it from there like any other death.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from workers.reports import Event, Report
 ASK_SECONDS = 2.0
 """An agent that takes longer to say where its trainer stands is silent."""
 CONFIRM_SECONDS = 0.3
-"""Between the two looks that must agree before anybody is accused."""
+"""Between the two looks that must agree before a rank is killed."""
 AGAIN_SECONDS = 1.0
-"""Between two looks while those who stand still may yet go on."""
+"""Between two looks while ranks that stand still may yet go on."""
 STACKS_SECONDS = 5.0
 REPLACE_SECONDS = 600.0
 """A rank is replaced as a straggler at most once in this time."""
@@ -33,7 +34,7 @@ MOST_NAMED = 16
 Answers = dict[int, TrainerStatus | None]
 
 
-class Tell(Protocol):
+class WriteEvent(Protocol):
     """Writes an event of the job."""
 
     def __call__(
@@ -42,25 +43,25 @@ class Tell(Protocol):
 
 
 class HangWatch:
-    """Watches over one generation of one gang."""
+    """Ends hangs and replaces stragglers in one generation of a job."""
 
     def __init__(
         self,
         agents: Sequence[AgentClient | None],
         group: Group,
-        tell: Tell,
+        write_event: WriteEvent,
         lose: Callable[[int, str], None],
         stragglers: str,
         replaced: dict[int, float],
     ):
         """`group`: ranks that share an axis with a rank; `lose` takes a rank whose agent is silent, and why;
         `stragglers`: the spec's policy; `replaced`: when each rank was last replaced as one, over all generations."""
-        self._agents, self._group, self._tell, self._lose = list(agents), group, tell, lose
+        self._agents, self._group, self._write_event, self._lose = list(agents), group, write_event, lose
         self._policy, self._replaced = stragglers, replaced
         self._alarm = asyncio.Event()
         self._slow: asyncio.Queue[int] = asyncio.Queue()
 
-    def heard(self, report: Report) -> None:
+    def note(self, report: Report) -> None:
         """Take note of one report of this generation."""
         match report.payload:
             case TrainerStatus(overdue=True):
@@ -69,7 +70,8 @@ class HangWatch:
                 self._slow.put_nowait(data["straggler"])
 
     async def run(self, look_first: bool = False) -> None:
-        """Act on what is heard, until cancelled. `look_first`: what was said before may have gone unheard."""
+        """Act on what is reported, until cancelled. `look_first`: an earlier report may have gone to another control
+        plane."""
         if look_first:
             self._alarm.set()
         async with asyncio.TaskGroup() as tasks:
@@ -83,36 +85,36 @@ class HangWatch:
             await self._investigate()
 
     async def _investigate(self) -> None:
-        """Look again and again, until somebody is accused twice in a row of the same standstill, or all move on."""
-        suspicion: tuple[Any, ...] | None = None
+        """Look again and again, until two looks in a row find the same culprit at the same place, or all move on."""
+        suspects: tuple[Any, ...] | None = None
         while True:
             answers, looks = await self._ask()
             if not any(look.overdue for look in looks):
                 return
             verdict = find_culprits(looks, self._group)
             if verdict.kind == "nobody":
-                suspicion = None
+                suspects = None
                 await asyncio.sleep(AGAIN_SECONDS)
                 continue
             seen = (verdict.kind, verdict.ranks, tuple(looks[rank].heartbeat for rank in verdict.ranks))
-            if seen == suspicion:
+            if seen == suspects:
                 await self._end(verdict, answers, looks)
                 return
-            suspicion = seen
+            suspects = seen
             await asyncio.sleep(CONFIRM_SECONDS)
 
     async def _ask(self) -> tuple[Answers, list[Look]]:
         """Where all ranks stand."""
-        found = await asyncio.gather(*(self._progress(agent) for agent in self._agents))
+        answers = await asyncio.gather(*(self._progress(agent) for agent in self._agents))
         looks = [
             Look.of(rank, answer) if answered and answer is not None else Look(rank, answered=answered)
-            for rank, (answered, answer) in enumerate(found)
+            for rank, (answered, answer) in enumerate(answers)
         ]
-        return {rank: answer for rank, (_, answer) in enumerate(found)}, looks
+        return {rank: answer for rank, (_, answer) in enumerate(answers)}, looks
 
     async def _progress(self, agent: AgentClient | None) -> tuple[bool, TrainerStatus | None]:
-        """Whether the agent answers, and what; None where no trainer runs. An agent that is gone is no hang: whoever
-        watches it hears of that."""
+        """Whether the agent answers, and what; None where no trainer runs. An agent that is gone is no hang: that
+        is a death, which is noticed elsewhere."""
         if agent is None:
             return True, None
         try:
@@ -123,13 +125,13 @@ class HangWatch:
             return True, None
 
     async def _end(self, verdict: Verdict, answers: Answers, looks: list[Look]) -> None:
-        """Say who hangs, with the evidence, and end it."""
+        """Write down who hangs, with the evidence, and have it killed."""
         running = [rank for rank in verdict.ranks if answers[rank] is not None]
         shown = running[:MOST_NAMED]
         stacks = dict(zip(shown, await asyncio.gather(*(self._stacks(rank, answers) for rank in shown)), strict=True))
         if verdict.kind == "gang":
             evidence = [_evidence(rank, answers[rank], stacks.get(rank, "")) for rank in shown]
-            await self._tell(
+            await self._write_event(
                 "gang_hung", f"the whole gang is started anew: {verdict.why}", None, None, {"ranks": evidence}
             )
         for rank in verdict.ranks if verdict.kind == "ranks" else ():
@@ -140,7 +142,8 @@ class HangWatch:
                 "waiting_ranks": waiting[:64],
                 "waiting": len(waiting),
             }
-            await self._tell("rank_hung", f"rank {rank} {_standing(answers[rank])}", rank, _step(answers[rank]), data)
+            message = f"rank {rank} {_standing(answers[rank])}"
+            await self._write_event("rank_hung", message, rank, _step(answers[rank]), data)
         await asyncio.gather(*(self._kill(rank, "hung", answers[rank]) for rank in running))
         for rank in verdict.ranks:
             if not looks[rank].answered:

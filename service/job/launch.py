@@ -79,7 +79,7 @@ def watch_generation(job: JobContext, generation: int, resume_step: int, taken_o
     writer = ReportWriter(record.store, record.id, generation, resume_step)
 
     async def take(report: Report) -> None:
-        hangs.heard(report)
+        hangs.note(report)
         await writer.take(report)
 
     running = RunningGeneration(gang.agents, generation, gang.after, take)

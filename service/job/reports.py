@@ -1,4 +1,4 @@
-"""Writes a gang's reports into the database: metrics, events, checkpoints, the state of ranks and of the job."""
+"""Writes the reports of a job's ranks into the database: metrics, events, checkpoints, the state of ranks and of the job."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class ReportWriter:
         redone = max(0, committed - self._resume_step)
         over = recoveries.end(session, self._job_id, self._generation, at, redone)
         if over is not None:
-            self._tell_recovered(session, over, step)
+            self._append_recovered(session, over, step)
 
-    def _tell_recovered(self, session: Session, over: Recovery, step: int) -> None:
+    def _append_recovered(self, session: Session, over: Recovery, step: int) -> None:
         timeline = recoveries.timeline(over)
         phases = timeline.phases()
-        told = ", ".join(f"{phase.replace('_', '-')} {seconds or 0.0:.2f}" for phase, seconds in phases.items())
+        durations = ", ".join(f"{phase.replace('_', '-')} {seconds or 0.0:.2f}" for phase, seconds in phases.items())
         message = (
-            f"recovered in {timeline.total_seconds or 0.0:.2f} s ({told}), {over.steps_redone} committed steps are "
+            f"recovered in {timeline.total_seconds or 0.0:.2f} s ({durations}), {over.steps_redone} committed steps are "
             "done again"
         )
         data = {
@@ -104,7 +104,7 @@ class ReportWriter:
         )
 
     def _finished(self, session: Session, report: Report, finished: Finished) -> None:
-        """The last step was committed before; what came after it, such as the last checkpoint, is told here."""
+        """The last step was committed before; what came after it, such as the last checkpoint, is reported here."""
         if finished.seconds is None or report.rank != REPORTING_RANK:
             return
         if jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):

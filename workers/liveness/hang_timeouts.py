@@ -20,7 +20,7 @@ LEAST_SECONDS = 1.5
 STEPS = 6
 """An ordinary phase may take as long as so many of the slowest ordinary steps."""
 BURNING_FACTOR = 10
-"""A process that uses the processor gets so many times the patience."""
+"""A process that uses the processor gets so many times that."""
 WAITING_FACTOR = 3
 """So does a rank that waits for another one, whose own agent looks too."""
 STOPPED_SECONDS = 1.0
@@ -42,7 +42,7 @@ COMPILED = frozenset({"forward", "backward", "validation"})
 """Phases in which a compiled model may be compiled, also again."""
 
 
-def patience(phase: Phase, step_seconds: Collection[float], compiles: bool, burning: bool, waiting: bool) -> float:
+def hang_timeout(phase: Phase, step_seconds: Collection[float], compiles: bool, burning: bool, waiting: bool) -> float:
     """Seconds that a rank may stand still in `phase`.
 
     `step_seconds`: durations of the process's last steps, none before its first; `compiles`: the job's model is

@@ -80,7 +80,7 @@ def _state_letter(pid: int) -> str:
 
 def from_kernel(pid: int) -> str:
     """What /proc tells about process `pid` and may be read: its state, and where in the kernel it waits."""
-    found = []
+    facts = []
     for name in ("status", "wchan", "stack", "syscall"):
         with contextlib.suppress(OSError):
             text = Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace").strip()
@@ -88,5 +88,5 @@ def from_kernel(pid: int) -> str:
                 kept = ("State", "Threads", "SigPnd", "ShdPnd", "SigBlk", "voluntary_ctxt", "nonvoluntary_ctxt")
                 text = "\n".join(line for line in text.splitlines() if line.startswith(kept))
             if text and text != "0":
-                found.append(f"{name}: {text}" if "\n" not in text else text)
-    return "\n".join(found)
+                facts.append(f"{name}: {text}" if "\n" not in text else text)
+    return "\n".join(facts)

@@ -68,9 +68,9 @@ class Stragglers:
         self._slow.append(frozenset(rank for stage in self._stages for rank in _slow_ones(stage, own_seconds)))
         counts = {rank: sum(rank in slow for slow in self._slow) for rank in {*self._slow[-1], *self._named}}
         self._named = {rank for rank in self._named if counts[rank] > WINDOW // 2}
-        found = sorted(rank for rank, count in counts.items() if count >= SLOW_STEPS and rank not in self._named)
-        self._named.update(found)
-        return [self._straggler(rank, counts[rank]) for rank in found]
+        stragglers = sorted(rank for rank, count in counts.items() if count >= SLOW_STEPS and rank not in self._named)
+        self._named.update(stragglers)
+        return [self._straggler(rank, counts[rank]) for rank in stragglers]
 
     def _straggler(self, rank: int, slow_steps: int) -> Straggler:
         stage = next(stage for stage in self._stages if rank in stage)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from workers.liveness.hang_timeouts import STOPPED_SECONDS, Standstill, patience
+from workers.liveness.hang_timeouts import STOPPED_SECONDS, Standstill, hang_timeout
 from workers.liveness.process_state import ProcessState, process_state
 from workers.liveness.progress import ProgressReader, Record, progress_path
 from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
@@ -88,8 +88,8 @@ class TrainerWatch:
         """Seconds that the process may stand still where it is now."""
         record, burning = self._record, self._still.burning
         if record is None:
-            return patience("starting", (), self._compiles, burning, waiting=False)
-        return patience(record.phase, record.step_seconds, self._compiles, burning, record.waits_for is not None)
+            return hang_timeout("starting", (), self._compiles, burning, waiting=False)
+        return hang_timeout(record.phase, record.step_seconds, self._compiles, burning, record.waits_for is not None)
 
     @property
     def overdue(self) -> bool:

@@ -24,7 +24,7 @@ from workers.node.preemption import NOTICE_SECONDS, on_termination
 from workers.paths import SHARED_MEMORY, Paths, zygote_socket
 from workers.remote_call import serve
 from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
-from workers.zygote.keeper import ZygoteKeeper
+from workers.zygote.owner import ZygoteOwner
 
 PEAK_SECONDS = 60.0
 """Bound on measuring the device's peak rate; it includes the zygote's warm-up."""
@@ -58,7 +58,7 @@ class NodeDaemon:
         """
         self._node, self._paths = node, Paths.of(home)
         self._socket_path = zygote_socket(self._paths.runtime_folder, this_host().node)
-        self._zygote = ZygoteKeeper(self._socket_path, self._paths.zygote_log(node), zygote_options, zygote_environment)
+        self._zygote = ZygoteOwner(self._socket_path, self._paths.zygote_log(node), zygote_options, zygote_environment)
         self._stores: dict[str, _Store] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._peak: asyncio.Task[PeakRate | None] | None = None

@@ -37,7 +37,7 @@ class TrainerHandle:
         prepared: bool = False,
         struck: set[str] | None = None,
     ):
-        """`prepared`: the process has been told to get ready for such an order, and waits for one; `struck`: takes the
+        """`prepared`: the process was forked to get ready for such an order, and waits for one; `struck`: takes the
         ids of faults that have struck."""
         self._struck = set() if struck is None else struck
         self.process, self.generation = process, 0 if prepared else order.generation
@@ -52,8 +52,8 @@ class TrainerHandle:
         self._stderr = LineSplitter()
         self._killed_for: KillReason | None = None
         self._failure: Failure | None = None
-        """What it said that it fails with; told with its end, since a reader who is replaced in between knows only what
-        comes after."""
+        """What it reported that it fails with. It goes into the exit report: a reader who is replaced in between knows
+        only what comes after."""
         self._ending = asyncio.create_task(self._until_ended(), name=f"trainer {process.pid}")
 
     @property

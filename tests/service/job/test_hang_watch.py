@@ -68,7 +68,7 @@ def watch(monkeypatch):
                 replaced if replaced is not None else {},
             )
             for report in reports:
-                watching.heard(report)
+                watching.note(report)
             task = asyncio.create_task(watching.run(look_first))
             async with asyncio.timeout(20):
                 while not done(events, lost):

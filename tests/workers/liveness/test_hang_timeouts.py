@@ -12,7 +12,7 @@ from workers.liveness.hang_timeouts import (
     LONG,
     STEPS,
     Standstill,
-    patience,
+    hang_timeout,
     slowest_ordinary,
 )
 from workers.liveness.process_state import ProcessState
@@ -24,7 +24,7 @@ durations = st.lists(st.floats(0.001, 100.0), min_size=1, max_size=32)
 
 
 def allowed(phase, steps, compiles=False, burning=False, waiting=False):
-    return patience(phase, steps, compiles, burning, waiting)
+    return hang_timeout(phase, steps, compiles, burning, waiting)
 
 
 @given(st.sampled_from(ORDINARY), durations)

@@ -18,7 +18,7 @@ RESTART_SECONDS = 1.0
 END_SECONDS = 10.0
 
 
-class ZygoteKeeper:
+class ZygoteOwner:
     """Owns the zygote that listens on `socket_path`. It ends with this process, by the pipe between the two."""
 
     def __init__(
@@ -29,7 +29,7 @@ class ZygoteKeeper:
         self._options, self._environment = tuple(options), dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._owner_pipe: int | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._restarting: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -38,17 +38,17 @@ class ZygoteKeeper:
 
     async def start(self) -> None:
         """Start the zygote, unless it was started before. Does not wait until it is warm: requests do."""
-        if self._keeping is None:
+        if self._restarting is None:
             self._spawn()
-            self._keeping = asyncio.create_task(self._keep(), name="zygote keeper")
+            self._restarting = asyncio.create_task(self._restart_when_it_dies(), name="zygote owner")
 
     async def close(self) -> None:
         """End the zygote and all its children, and wait until they are gone."""
-        if self._keeping is not None:
-            self._keeping.cancel()
+        if self._restarting is not None:
+            self._restarting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._keeping
-        self._let_go()
+                await self._restarting
+        self._close_pipe()
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_SECONDS):
@@ -56,11 +56,11 @@ class ZygoteKeeper:
             self._process.kill()
             self._process.wait()
 
-    async def _keep(self) -> None:
+    async def _restart_when_it_dies(self) -> None:
         while self._process is not None:
             await ended(self._process.pid)
             self._process.wait()
-            self._let_go()
+            self._close_pipe()
             await asyncio.sleep(RESTART_SECONDS)
             self._spawn()
 
@@ -88,7 +88,7 @@ class ZygoteKeeper:
         finally:
             os.close(read)
 
-    def _let_go(self) -> None:
+    def _close_pipe(self) -> None:
         if self._owner_pipe is not None:
             os.close(self._owner_pipe)
             self._owner_pipe = None
