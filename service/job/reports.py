@@ -1,4 +1,4 @@
-"""Writes the reports of a job's ranks into the database: metrics, events, checkpoints, the state of ranks and of the job."""
+"""Writes the reports of a job's ranks into the database: metrics, events, checkpoints, states of ranks and job."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class ReportWriter:
         phases = timeline.phases()
         durations = ", ".join(f"{phase.replace('_', '-')} {seconds or 0.0:.2f}" for phase, seconds in phases.items())
         message = (
-            f"recovered in {timeline.total_seconds or 0.0:.2f} s ({durations}), {over.steps_redone} committed steps are "
-            "done again"
+            f"recovered in {timeline.total_seconds or 0.0:.2f} s ({durations}), "
+            f"{over.steps_redone} committed steps are done again"
         )
         data = {
             "seconds": phases,

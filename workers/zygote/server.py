@@ -11,9 +11,9 @@ its Unix socket is one child:
                           one, with an error, for a request that makes no sense
 
 Why not multiprocessing's forkserver, which also forks from a warm process: its children belong to the one process that
-started it, while a node's zygote serves the agents of all jobs there, each of them a process of its own; it does
-not notice that a requester died, so a trainer would outlive its agent; and a child gets its work as a pickle and keeps the
-parent's standard output, while a trainer here gets descriptors and JSON, a session of its own and a death signal.
+started it, while a node's zygote serves the agents of all jobs there, each of them a process of its own; it does not
+notice that a requester died, so a trainer would outlive its agent; and a child gets its work as a pickle and keeps the
+parent's standard output, while a trainer gets descriptors and JSON, a session of its own and a death signal.
 
 When the requester's connection closes, its child is killed. When the owner's pipe closes (the node daemon is gone),
 all children are killed and the zygote ends.
