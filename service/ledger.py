@@ -41,7 +41,7 @@ PATIENCE_STEPS = 10
 
 
 @dataclass(frozen=True)
-class Change:
+class StateEntry:
     """A job's entry into a state."""
 
     at: float
@@ -119,7 +119,7 @@ class _Layer:
         return self._labels[place] if place >= 0 else None
 
 
-def ledger(changes: Sequence[Change], trainings: Sequence[Training], now: float) -> Ledger:
+def ledger(changes: Sequence[StateEntry], trainings: Sequence[Training], now: float) -> Ledger:
     """The ledger of a job with these state changes, its submission first, and these generations, in order.
 
     `now` is Unix seconds; it is the end of a ledger whose job is not over. Raises ValueError without any change.
@@ -155,7 +155,7 @@ def _above(generation: Label, state: Label) -> LedgerClass | int:
     return generation
 
 
-def _state_layer(changes: Sequence[Change], trainings: Sequence[Training], until: float) -> _Layer:
+def _state_layer(changes: Sequence[StateEntry], trainings: Sequence[Training], until: float) -> _Layer:
     layer = _Layer(until)
     first = min((training.began_at for training in trainings), default=None)
     for change in changes:
@@ -175,7 +175,7 @@ def _class_of_state(state: JobState, has_run: bool) -> LedgerClass:
     return "pause" if is_final(state) or state.value in ("CANCELLING", "PAUSING", "PAUSED") else "re_form"
 
 
-def _generation_layer(trainings: Sequence[Training], changes: Sequence[Change], until: float) -> _Layer:
+def _generation_layer(trainings: Sequence[Training], changes: Sequence[StateEntry], until: float) -> _Layer:
     layer = _Layer(until)
     for place, training in enumerate(trainings):
         recovery = training.recovery
@@ -196,7 +196,7 @@ def _generation_layer(trainings: Sequence[Training], changes: Sequence[Change], 
 
 
 def _after_training(
-    training: Training, changes: Sequence[Change], length: float, after: Training | None
+    training: Training, changes: Sequence[StateEntry], length: float, after: Training | None
 ) -> list[tuple[float, Label]]:
     """What the time after a generation's last commit is, until the next generation says more."""
     done = training.trained_until

@@ -126,8 +126,8 @@ def decode_position(cursor: str) -> Position:
 def _ranks_in(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
-    found = (_FILE.fullmatch(entry.name) for entry in folder.iterdir())
-    return sorted(int(match.group(1)) for match in found if match)
+    matches = (_FILE.fullmatch(entry.name) for entry in folder.iterdir())
+    return sorted(int(match.group(1)) for match in matches if match)
 
 
 def _read_chunk(folder: Path, rank: int, start: int, size: int) -> _Chunk:

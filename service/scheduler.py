@@ -108,8 +108,8 @@ class Scheduler:
         allows it: the job grows when there is more."""
         wanted = job.wanted_replicas or spec.layout.data
         unit = unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
-        found = fitting(shapes_of(spec), wanted, await self._cluster.nodes.capacity(unit))
-        return found or resized(spec, wanted)
+        largest = fitting(shapes_of(spec), wanted, await self._cluster.nodes.capacity(unit))
+        return largest or resized(spec, wanted)
 
     async def _try_to_place(self, job: Job, spec: JobSpec) -> bool:
         spec = await self._sized(job, spec)

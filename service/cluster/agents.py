@@ -83,8 +83,8 @@ class Agents:
 
     async def find(self, names: Sequence[str]) -> list[AgentClient | None]:
         """The agents with these names; None for one that is gone."""
-        found = await self._ray.find(list(names))
-        return [RayAgent(self._ray.module, actor) if actor is not None else None for actor in found]
+        actors = await self._ray.find(list(names))
+        return [RayAgent(self._ray.module, actor) if actor is not None else None for actor in actors]
 
     async def node_of(self, agent: AgentClient) -> str | None:
         """The node that Ray has put `agent` on; None when it has not yet."""

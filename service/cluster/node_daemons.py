@@ -59,8 +59,8 @@ class NodeDaemons:
         """Shut down the daemons of all nodes but lost ones: no process and no shared memory of ours is left on them."""
         lost = {node_daemon_name(node) for node in self._nodes.lost}
         names = [name for name in await self._ray.actor_names() if name.startswith(node_daemon_name(""))]
-        found = await self._ray.find([name for name in names if name not in lost])
-        await asyncio.gather(*(self._end(actor) for actor in found if actor is not None))
+        actors = await self._ray.find([name for name in names if name not in lost])
+        await asyncio.gather(*(self._end(actor) for actor in actors if actor is not None))
 
     async def kill(self, node: str) -> None:
         """Let calls to the daemon of `node` fail from now on."""

@@ -1,9 +1,10 @@
 """Which nodes live: our own heartbeat, since Ray takes a quarter of a minute to miss one.
 
-The control plane holds a connection to the pulse of every node's daemon. When the connection breaks, or nothing comes
-for a while, that alone proves nothing: a daemon may have been killed, and a busy machine answers late. A node is lost
-when neither its daemon nor its Ray takes a fresh connection. Kernels take those for processes that are far too busy to
-do it themselves, so load raises no false alarm, and the kernel of a living machine says at once that a process is gone.
+The control plane holds a connection to every node's daemon, which sends heartbeats. When the connection breaks, or
+nothing comes for a while, that alone proves nothing: a daemon may have been killed, and a busy machine answers late. A
+node is lost when neither its daemon nor its Ray takes a fresh connection. Kernels take those for processes that are far
+too busy to do it themselves, so load raises no false alarm, and the kernel of a living machine says at once that a
+process is gone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class NodeWatch:
         """`lost` is called with a node that is lost, and why; `draining` with one that is to be left, and within how
         many seconds."""
         self._cluster, self._lost, self._draining = cluster, lost, draining
-        self._minders: dict[str, asyncio.Task[None]] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -50,66 +51,67 @@ class NodeWatch:
                 await self._look()
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
-            for minder in self._minders.values():
-                minder.cancel()
-            await asyncio.gather(*self._minders.values(), return_exceptions=True)
+            for watcher in self._watchers.values():
+                watcher.cancel()
+            await asyncio.gather(*self._watchers.values(), return_exceptions=True)
 
     async def _look(self) -> None:
         try:
             living = {node.id: node for node in await self._cluster.nodes.known() if node.alive}
-        except Exception:  # Ray may be restarting: it is minded elsewhere
+        except Exception:  # Ray may be restarting: somebody else watches over it
             log.exception("Ray did not tell its nodes")
             return
-        for node in living.keys() - self._minders.keys():
-            self._minders[node] = asyncio.create_task(self._mind(living[node]), name=node)
-        for node in self._minders.keys() - living.keys():
-            self._minders.pop(node).cancel()
+        for node in living.keys() - self._watchers.keys():
+            self._watchers[node] = asyncio.create_task(self._watch(living[node]), name=node)
+        for node in self._watchers.keys() - living.keys():
+            self._watchers.pop(node).cancel()
             await self._lose(node, "Ray says that it is gone")
             for known in (self._cluster.nodes.lost, self._cluster.nodes.draining):
                 known.discard(node)  # ids of nodes never come again
 
-    async def _mind(self, node: RayNode) -> None:
+    async def _watch(self, node: RayNode) -> None:
         """Until Ray itself gives the node up."""
         while True:
-            door = await self._door(node)
-            if door is not None:
-                await self._listen(node.id, door)
-            doors = [node.raylet] if door is None else [door, node.raylet]
-            if await asyncio.to_thread(anybody, doors):
+            address = await self._heartbeat_address(node)
+            if address is not None:
+                await self._listen(node.id, address)
+            addresses = [node.raylet] if address is None else [address, node.raylet]
+            if await asyncio.to_thread(any_listens, addresses):
                 await asyncio.sleep(BEAT_SECONDS)
                 continue
             await self._lose(node.id, "neither its daemon nor its Ray can be reached")
-            while not await asyncio.to_thread(anybody, [node.raylet]):
+            while not await asyncio.to_thread(any_listens, [node.raylet]):
                 await asyncio.sleep(LOOK_SECONDS)
             log.warning("node %s is back", node.id)
             self._cluster.nodes.lost.discard(node.id)
 
-    async def _door(self, node: RayNode) -> Address | None:
-        """Where the node's daemon, which is started where there is none, answers beats. None when it cannot be had."""
+    async def _heartbeat_address(self, node: RayNode) -> Address | None:
+        """Where the node's daemon sends heartbeats from; it is started where there is none. None when it does not
+        answer."""
         asking = asyncio.create_task(self._cluster.daemons.heartbeat_address(node.id))
         try:
             while not asking.done():
                 await asyncio.wait({asking}, timeout=BEAT_SECONDS)
-                if not asking.done() and not await asyncio.to_thread(anybody, [node.raylet]):
+                if not asking.done() and not await asyncio.to_thread(any_listens, [node.raylet]):
                     return None
-            door = asking.result()
+            address = asking.result()
         except Exception:  # whatever it is, the node is looked at again
             log.exception("the daemon of node %s did not say where it answers", node.id)
-            door = None
+            address = None
         finally:
             asking.cancel()
-        if door is None:
+        if address is None:
             await asyncio.sleep(LOOK_SECONDS)
-        return door
+        return address
 
-    async def _listen(self, node: str, door: Address) -> None:
-        """Hear the node's pulse for as long as it has one."""
+    async def _listen(self, node: str, address: Address) -> None:
+        """Hear the node's heartbeats for as long as they come."""
         writer: asyncio.StreamWriter | None = None
-        beats: asyncio.Task[None] | None = None
+        requests: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                reader, writer = await asyncio.open_connection(*door)
-            beats = asyncio.create_task(_beat(writer))
+                reader, writer = await asyncio.open_connection(*address)
+            requests = asyncio.create_task(_request_heartbeats(writer))
             while True:
                 line = await asyncio.wait_for(reader.readline(), SILENT_SECONDS)
                 if not line or (heartbeat := from_json(Heartbeat, json.loads(line))).node != node:
@@ -118,8 +120,8 @@ class NodeWatch:
         except (OSError, TimeoutError, ValueError, MalformedMessage):
             return
         finally:
-            if beats is not None:
-                beats.cancel()
+            if requests is not None:
+                requests.cancel()
             if writer is not None:
                 writer.close()
 
@@ -139,7 +141,7 @@ class NodeWatch:
             log.exception("Ray could not be told that node %s is lost", node)
 
 
-async def _beat(writer: asyncio.StreamWriter) -> None:
+async def _request_heartbeats(writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
         while True:
             await asyncio.sleep(BEAT_SECONDS)
@@ -147,12 +149,12 @@ async def _beat(writer: asyncio.StreamWriter) -> None:
             await writer.drain()
 
 
-def anybody(doors: list[Address]) -> bool:
-    """Whether a fresh connection to one of `doors` is taken within CONNECT_SECONDS.
+def any_listens(addresses: list[Address]) -> bool:
+    """Whether a fresh connection to one of `addresses` is taken within CONNECT_SECONDS.
 
     On a thread and with the kernel's own timeout: one that counts in an event loop passes when that loop is held up.
     """
-    for door in doors:
-        with contextlib.suppress(OSError), socket.create_connection(door, CONNECT_SECONDS):
+    for address in addresses:
+        with contextlib.suppress(OSError), socket.create_connection(address, CONNECT_SECONDS):
             return True
     return False

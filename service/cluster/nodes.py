@@ -40,7 +40,7 @@ class Nodes:
 
     async def known(self) -> list[RayNode]:
         """All nodes that Ray knows, dead ones too."""
-        found = await self._ray.run(self._ray.module.nodes)
+        nodes = await self._ray.run(self._ray.module.nodes)
         return [
             RayNode(
                 node["NodeID"],
@@ -48,7 +48,7 @@ class Nodes:
                 node["NodeManagerHostname"],
                 node["Alive"],
             )
-            for node in found
+            for node in nodes
         ]
 
     async def living(self) -> list[str]:

@@ -27,14 +27,14 @@ def end_all(mark: tuple[str, str], leader: int | None) -> None:
 
     Returns when all are gone.
     """
-    found = {*_family(leader), *_marked(mark)}
-    while found:
-        for process in found:
+    alive = {*_family(leader), *_marked(mark)}
+    while alive:
+        for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        if not wait_until_ended(found, KILL_SECONDS):
+        if not wait_until_ended(alive, KILL_SECONDS):
             return  # in the hands of the kernel, which ends them when their last system call returns
-        found = set(_marked(mark))  # born meanwhile
+        alive = set(_marked(mark))  # born meanwhile
 
 
 def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> bool:

@@ -76,7 +76,7 @@ Action = Watch | Launch | Reacquire | Recover | Rearrange | Requeue | End
 
 
 def launch_after(incident: Incident, cause: str, failed: Launch | None, first: bool) -> Launch:
-    """The launch that follows `incident`, whose `cause` is told in words. `failed`: the launch that failed by it, which
+    """The launch that follows `incident`, whose `cause` is in words. `failed`: the launch that failed by it, which
     is tried again; `first`: the job had no generation yet."""
     if failed is None:
         return Launch(cause, True, incident)

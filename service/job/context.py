@@ -12,7 +12,7 @@ from service.cluster.sizes import in_use
 from service.job.gang import AgentSet, Gang
 from service.job.incident import Incident
 from service.job.record import JobRecord
-from service.recovery.budgets import Fault, faults_of
+from service.recovery.budgets import PastFailure, past_failures
 from service.store import Store
 from service.store.tables import Generation, Job
 from workers.config import JobSpec
@@ -32,7 +32,7 @@ class JobContext:
     """Its size or place may have to change, or be able to."""
     departing: list[AgentSet] = field(default_factory=list)
     """No longer of the gang, to be dismissed; their nodes may hold the state that the next generation needs."""
-    failed_launches: list[Fault] = field(default_factory=list)
+    failed_launches: list[PastFailure] = field(default_factory=list)
     """Since the last launch that did not fail: such failures have no rows."""
     stragglers_replaced: dict[int, float] = field(default_factory=dict)
     """When each rank was last replaced as a straggler, Unix seconds."""
@@ -57,10 +57,10 @@ class JobContext:
         """The number of replicas that the user wants."""
         return (await self.record.job()).wanted_replicas or self.submitted.layout.data
 
-    def failures(self, lives: Sequence[Generation], incident: Incident | None = None) -> list[Fault]:
+    def failures(self, lives: Sequence[Generation], incident: Incident | None = None) -> list[PastFailure]:
         """What the job has survived: `lives` are its generations; `incident` made the launch necessary that is to be
         tried again, and has no row either."""
-        known = [*faults_of(lives), *self.failed_launches]
-        if incident is not None and incident.fault not in known:
-            known.append(incident.fault)
+        known = [*past_failures(lives), *self.failed_launches]
+        if incident is not None and incident.failure not in known:
+            known.append(incident.failure)
         return known

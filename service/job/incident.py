@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.recovery.budgets import Fault
+from service.recovery.budgets import PastFailure
 from service.recovery.decisions import Death
 from service.recovery.timeline import RecoveryTimeline
 from service.store.recoveries import Beginning
@@ -16,7 +16,7 @@ class Incident:
 
     culprit: Death
     """The death behind it all."""
-    fault: Fault
+    failure: PastFailure
     """The same, as later failures are judged by it."""
     timeline: RecoveryTimeline
     """When its phases ended, so far."""
@@ -30,7 +30,7 @@ class Incident:
             rank=self.culprit.rank,
             cause=self.culprit.sentence,
             timeline=self.timeline,
-            node=self.fault.node,
+            node=self.failure.node,
             source=source,
             resume_step=resume_step,
             wait_seconds=self.wait_seconds,

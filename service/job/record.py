@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service.job.incident import Incident
-from service.recovery.budgets import avoided_nodes, faults_of
+from service.recovery.budgets import avoided_nodes, past_failures
 from service.states import JobState, can
 from service.store import Store, checkpoints, events, generations, jobs, ranks, recoveries
 from service.store.tables import Generation, Job
@@ -33,12 +33,12 @@ class JobRecord:
 
     async def generations(self) -> list[Generation]:
         """All of them, in order."""
-        found: list[Generation] = await self.read(lambda s: generations.of_job(s, self.id))
-        return found
+        rows: list[Generation] = await self.read(lambda s: generations.of_job(s, self.id))
+        return rows
 
     async def avoided_nodes(self) -> set[str]:
         """Nodes on which the machine keeps failing the job."""
-        return avoided_nodes(faults_of(await self.generations()), time.time())
+        return avoided_nodes(past_failures(await self.generations()), time.time())
 
     async def current_generation(self) -> Generation | None:
         """The newest one; None before the first."""
@@ -68,14 +68,14 @@ class JobRecord:
             lambda s: events.append(s, self.id, kind, message, rank=rank, step=step, data=data, generation=generation)
         )
 
-    async def say(self, state: JobState) -> None:
+    async def note_state(self, state: JobState) -> None:
         """Note that the job is in `state`, unless it is where no way leads there."""
 
-        def say(session: Any) -> None:
+        def note(session: Any) -> None:
             if can(JobState(jobs.get(session, self.id, lock=True).state), state):
                 jobs.transition(session, self.id, state)
 
-        await self.write(say)
+        await self.write(note)
 
     async def begin(
         self, cause: str, counts: bool, resume: Resume, source: str, layout: ParallelConfig, incident: Incident | None
@@ -88,9 +88,9 @@ class JobRecord:
             "memory": "from the shared memory of another layout",
             "checkpoint": f"from {resume.path}",
         }
-        failure = None if incident is None else incident.fault.to_json()
+        failure = None if incident is None else incident.failure.to_json()
         data = {"failure": failure, "resume_path": resume.path}
-        told = {"resume_source": resume.source, "resume_step": resume.step}
+        data_of_event = {"resume_source": resume.source, "resume_step": resume.step}
 
         def begin(session: Any) -> int:
             reached = jobs.get(session, self.id).step
@@ -100,7 +100,7 @@ class JobRecord:
                 recoveries.begin(session, self.id, number, incident.beginning(source, resume.step))
             message = f"generation {number} resumes at step {resume.step} {words[resume.source]}: {cause}"
             about = {"generation": number, "step": resume.step}
-            events.append(session, self.id, "generation_started", message, data=told, **about)
+            events.append(session, self.id, "generation_started", message, data=data_of_event, **about)
             if resume.source == "start" and reached:
                 lost = f"no state of any of the {reached} steps that were taken is left: it begins again at step 0"
                 events.append(session, self.id, "state_lost", lost, data={"steps": reached}, **about)

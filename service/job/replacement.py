@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from service.cluster.placement import avoidable
 from service.cluster.sizes import fitting, room_for, shapes_of, sizes_of
 from service.job.context import JobContext
-from service.recovery.budgets import Fault, avoided_nodes
+from service.recovery.budgets import PastFailure, avoided_nodes
 
 
-async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, failures: Sequence[Fault]) -> bool:
+async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, failures: Sequence[PastFailure]) -> bool:
     """Find agents of `generation` for the ranks `lost`: in their own places, else by placing their replicas elsewhere,
     else by going on without those replicas, where `elastic` allows it. False when the whole gang must be placed anew.
     `failures`: all that the job has survived, and this one."""
@@ -35,7 +35,7 @@ async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, fa
     return True
 
 
-async def place_all(job: JobContext, generation: int, failures: Sequence[Fault]) -> None:
+async def place_all(job: JobContext, generation: int, failures: Sequence[PastFailure]) -> None:
     """Place the whole gang, which has no places, for `generation`: in the largest layout that there is room for, away
     from nodes that keep failing. Raises NotPlaced."""
     gang = job.gang

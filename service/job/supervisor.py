@@ -29,7 +29,7 @@ from service.job.generation import RunningGeneration
 from service.job.incident import Incident
 from service.job.launch import LaunchFailed, launch_generation, watch_generation
 from service.job.replacement import place_all, replace_lost
-from service.recovery.decisions import Death, GiveUp, decide, fault_of
+from service.recovery.decisions import Death, GiveUp, decide, failure_of
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import Store, ranks
@@ -169,7 +169,7 @@ class Supervisor:
         about = await self._gang.adopt([row.actor or "" for row in rows], after)
         if about is None:
             if job.state == JobState.RUNNING:
-                await self._record.say(JobState.RECOVERING)
+                await self._record.note_state(JobState.RECOVERING)
             lost_too = " and its agents were lost" if rows else ""
             return Reacquire(Launch(f"the control plane was restarted{lost_too}", counts=job.generation > 0))
         lost = [rank for rank in range(len(rows)) if rank not in about]
@@ -208,7 +208,7 @@ class Supervisor:
             return Watch() if change is None else Rearrange(change)
         timeline = RecoveryTimeline(noticed_at=time.time())
         await running.wait_for_culprit()
-        await asyncio.gather(self._record.say(JobState.RECOVERING), running.rest(REST_SECONDS))
+        await asyncio.gather(self._record.note_state(JobState.RECOVERING), running.rest(REST_SECONDS))
         return self._after_deaths(running, timeline)
 
     def _after_deaths(self, ended: RunningGeneration, timeline: RecoveryTimeline) -> Recover:
@@ -221,28 +221,28 @@ class Supervisor:
 
     async def _recover(self, action: Recover) -> Action:
         """Another generation, with other agents for the ranks whose own were lost, or the job is given up."""
-        await self._record.say(JobState.RECOVERING)  # again: a last report may have told of the first step
+        await self._record.note_state(JobState.RECOVERING)  # again: a last report may have been of the first step
         job, lives = await self._record.job(), await self._record.generations()
         culprit, failed = action.culprit, action.failed_launch
         progressed = bool(lives) and lives[-1].first_step_at is not None and failed is None
-        fault = fault_of(culprit, time.time(), job.step, progressed, self._gang.nodes.get(culprit.rank))
-        data = {**fault.to_json(), "traceback": culprit.traceback}
+        failure = failure_of(culprit, time.time(), job.step, progressed, self._gang.nodes.get(culprit.rank))
+        data = {**failure.to_json(), "traceback": culprit.traceback}
         await self._record.event("rank_lost", culprit.sentence, rank=culprit.rank, step=culprit.step, data=data)
         history = self._job.failures(lives, failed.incident if failed is not None else None)
         if failed is not None:
-            self._job.failed_launches.append(fault)
+            self._job.failed_launches.append(failure)
         policy, in_a_row = self._job.submitted.recovery, len(self._job.failed_launches)
-        decision = decide(culprit, fault, history, policy.max_restarts, policy.restart_window_seconds, in_a_row)
+        decision = decide(culprit, failure, history, policy.max_restarts, policy.restart_window_seconds, in_a_row)
         if isinstance(decision, GiveUp):
             return End(JobState.FAILED, decision.reason, decision.message)
         if decision.wait_seconds:
             await self._hold_back(decision.wait_seconds, culprit)
         if self._job.cancelled.is_set():
             return End(JobState.CANCELLED)
-        incident = Incident(culprit, fault, action.timeline, decision.wait_seconds)
+        incident = Incident(culprit, failure, action.timeline, decision.wait_seconds)
         launch = launch_after(incident, decision.cause, failed, first=not lives)
         lost, generation = action.agents_lost, job.generation + 1
-        if lost and not await replace_lost(self._job, lost, generation, [*history, fault]):
+        if lost and not await replace_lost(self._job, lost, generation, [*history, failure]):
             return Reacquire(launch)
         return launch
 
@@ -269,7 +269,7 @@ class Supervisor:
         something happens before that, it is not made, and that is dealt with."""
         running = self._running
         assert running is not None
-        await self._record.say(JobState.RESIZING)
+        await self._record.note_state(JobState.RESIZING)
         noticed = time.time()
         await running.rest(REST_SECONDS, PATIENCE_SECONDS)
         # Who took too long to rest was killed, and its rank goes on from its snapshot.

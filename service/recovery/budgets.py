@@ -1,7 +1,7 @@
 """How often a job may fail, how long it is held back when nothing helps, and which nodes are not trusted any more.
 
-Pure functions of the faults that the job has survived, which are rows: a control plane that is restarted decides as
-the one before it would have. What is asked for (a resize, a drain, a pause) is no fault and costs nothing.
+Pure functions of the failures that the job has survived, which are rows: a control plane that is restarted decides as
+the one before it would have. What is asked for (a resize, a drain, a pause) is no failure and costs nothing.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, Protocol
 
 FIRST_WAIT_SECONDS = 0.25
 LONGEST_WAIT_SECONDS = 60.0
-AVOID_FAULTS = 3
-"""Faults of the machine on one node that make it avoided."""
+AVOID_FAILURES = 3
+"""Failures of the machine on one node that make it avoided."""
 AVOID_SECONDS = 3600.0
-"""How long such a fault is held against its node."""
-USERS_FAULTS = frozenset({"exception", "bad_data", "not_finite", "spike"})
-CHECKPOINT_FAULTS = frozenset({"bad_checkpoint", "not_saved"})
+"""How long such a failure is held against its node."""
+USER_KINDS = frozenset({"exception", "bad_data", "not_finite", "spike"})
+CHECKPOINT_KINDS = frozenset({"bad_checkpoint", "not_saved"})
 
 
 @dataclass(frozen=True)
-class Fault:
+class PastFailure:
     """One failure that a job survived, or is about to be judged for."""
 
     kind: str
@@ -41,21 +41,21 @@ class Fault:
     committed: int = 0
     """The job's last committed step then."""
     progressed: bool = True
-    """Whether a step had been committed since the fault before, or since the job's start."""
+    """Whether a step had been committed since the failure before, or since the job's start."""
 
     @property
     def cause(self) -> str:
-        """Whose fault it was: machine, user or checkpoint."""
-        if self.kind in USERS_FAULTS:
+        """What was to blame: machine, user or checkpoint."""
+        if self.kind in USER_KINDS:
             return "user"
-        return "checkpoint" if self.kind in CHECKPOINT_FAULTS else "machine"
+        return "checkpoint" if self.kind in CHECKPOINT_KINDS else "machine"
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
         return asdict(self)
 
 
-class Started(Protocol):
+class GenerationRow(Protocol):
     """What is read of a generation, such as its row."""
 
     started_at: float
@@ -64,61 +64,61 @@ class Started(Protocol):
     data: dict[str, Any]
 
 
-def faults_of(generations: Sequence[Started]) -> list[Fault]:
-    """The faults that led from one generation to the next, oldest first; `generations` are in order."""
-    known = [field for field in Fault.__dataclass_fields__ if field not in ("at", "progressed")]
-    faults = []
+def past_failures(generations: Sequence[GenerationRow]) -> list[PastFailure]:
+    """The failures that led from one generation to the next, oldest first; `generations` are in order."""
+    known = [field for field in PastFailure.__dataclass_fields__ if field not in ("at", "progressed")]
+    failures = []
     for before, row in pairwise(generations):
-        told = (row.data or {}).get("failure")
-        if told is not None:
-            said = {name: told[name] for name in known if name in told}
-            at = float(told.get("at") or row.started_at)
-            faults.append(Fault(**said, at=at, progressed=before.first_step_at is not None))
-    return faults
+        stored = (row.data or {}).get("failure")
+        if stored is not None:
+            values = {name: stored[name] for name in known if name in stored}
+            at = float(stored.get("at") or row.started_at)
+            failures.append(PastFailure(**values, at=at, progressed=before.first_step_at is not None))
+    return failures
 
 
-def within(faults: Iterable[Fault], now: float, window_seconds: float) -> list[Fault]:
-    """Those of `faults` that still count against the budget at `now`; a window of 0 forgets none."""
-    return [fault for fault in faults if window_seconds <= 0 or fault.at > now - window_seconds]
+def within(failures: Iterable[PastFailure], now: float, window_seconds: float) -> list[PastFailure]:
+    """Those of `failures` that still count against the budget at `now`; a window of 0 forgets none."""
+    return [failure for failure in failures if window_seconds <= 0 or failure.at > now - window_seconds]
 
 
-def told_by_kind(faults: Iterable[Fault]) -> str:
+def count_by_kind(failures: Iterable[PastFailure]) -> str:
     """Such as `3 killed, 1 exception`."""
     return ", ".join(
-        f"{count} {kind.replace('_', ' ')}" for kind, count in Counter(f.kind for f in faults).most_common()
+        f"{count} {kind.replace('_', ' ')}" for kind, count in Counter(f.kind for f in failures).most_common()
     )
 
 
-def wait_seconds(history: Sequence[Fault], fault: Fault) -> float:
-    """How long to hold back the next generation after `fault`.
+def wait_seconds(history: Sequence[PastFailure], failure: PastFailure) -> float:
+    """How long to hold back the next generation after `failure`.
 
-    Nothing, if a step was committed since the fault before, or if that was of another kind: the first repair is
+    Nothing, if a step was committed since the failure before, or if that was of another kind: the first repair is
     immediate, and repairs that help never wait. Otherwise twice as long each time the same comes again without any
     progress, up to a minute. There is no jitter: one control plane owns the job, so nobody is to be kept out of step.
     """
-    repeats, later = 0, fault
+    repeats, later = 0, failure
     for earlier in reversed(history):
-        if later.progressed or earlier.kind != fault.kind:
+        if later.progressed or earlier.kind != failure.kind:
             break
         repeats, later = repeats + 1, earlier
     return min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** (repeats - 1)) if repeats else 0.0
 
 
-def avoided_nodes(history: Iterable[Fault], now: float) -> set[str]:
-    """Nodes on which machine faults keep happening to this job: three in an hour."""
+def avoided_nodes(history: Iterable[PastFailure], now: float) -> set[str]:
+    """Nodes on which machine failures keep happening to this job: three in an hour."""
     recent = [f.node for f in within(history, now, AVOID_SECONDS) if f.cause == "machine" and f.node is not None]
-    return {node for node, count in Counter(recent).items() if count >= AVOID_FAULTS}
+    return {node for node, count in Counter(recent).items() if count >= AVOID_FAILURES}
 
 
-def comes_again(history: Sequence[Fault], fault: Fault) -> bool:
+def comes_again(history: Sequence[PastFailure], failure: PastFailure) -> bool:
     """Whether an exception has been raised at the same step before, in another process since every exception ends
-    its own, however many other faults lay in between. Not if the job got past that step in the meantime: then the
+    its own, however many other failures lay in between. Not if the job got past that step in the meantime: then the
     exception is not sure to come."""
-    if fault.kind != "exception":
+    if failure.kind != "exception":
         return False
     for earlier in reversed(history):
-        if (earlier.kind, earlier.step, earlier.exception) == (fault.kind, fault.step, fault.exception):
+        if (earlier.kind, earlier.step, earlier.exception) == (failure.kind, failure.step, failure.exception):
             return True
-        if fault.step is not None and earlier.committed >= fault.step:
+        if failure.step is not None and earlier.committed >= failure.step:
             return False
     return False

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from service.recovery.budgets import Fault, Started, comes_again, told_by_kind, wait_seconds, within
+from service.recovery.budgets import GenerationRow, PastFailure, comes_again, count_by_kind, wait_seconds, within
 from workers.messages import Resume
 
 # Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
@@ -81,15 +81,15 @@ class GiveUp:
 
 def decide(
     culprit: Death,
-    fault: Fault,
-    history: Sequence[Fault],
+    failure: PastFailure,
+    history: Sequence[PastFailure],
     max_restarts: int,
     window_seconds: float,
     failed_launches: int = 0,
 ) -> Restart | GiveUp:
-    """Restart or give up after `culprit`'s death, which is `fault`, the job having survived `history`.
+    """Restart or give up after `culprit`'s death, which is `failure`, the job having survived `history`.
 
-    An exception that comes back at the same step is the user's error, not the machine's. `max_restarts` faults are
+    An exception that comes back at the same step is the user's error, not the machine's. `max_restarts` failures are
     allowed within `window_seconds` (0: ever), and as many launches may fail in a row, however long ago the first of
     them was; `failed_launches`: how many have, this one included.
     """
@@ -98,23 +98,23 @@ def decide(
         return GiveUp("restarts_exhausted", message)
     if culprit.kind in HOPELESS:
         return GiveUp(HOPELESS[culprit.kind], culprit.message)
-    if comes_again(history, fault):
+    if comes_again(history, failure):
         return GiveUp("user_error", f"{culprit.sentence}, twice at the same step\n{culprit.traceback}".strip())
-    counted = within(history, fault.at, window_seconds)
+    counted = within(history, failure.at, window_seconds)
     if len(counted) >= max_restarts:
-        kinds = f" ({told_by_kind(counted)})" if counted else ""
+        kinds = f" ({count_by_kind(counted)})" if counted else ""
         recently = f" in {window_seconds:g} s" if counted and window_seconds else ""
         tail = f"\n{culprit.traceback}" if culprit.traceback else ""
-        told = f"restarted {len(counted)} times{recently}{kinds}; last: {culprit.sentence}{tail}"
-        return GiveUp("restarts_exhausted", told.strip())
-    return Restart(culprit.sentence, wait_seconds(history, fault))
+        message = f"restarted {len(counted)} times{recently}{kinds}; last: {culprit.sentence}{tail}"
+        return GiveUp("restarts_exhausted", message.strip())
+    return Restart(culprit.sentence, wait_seconds(history, failure))
 
 
-def fault_of(death: Death, at: float, committed: int, progressed: bool, node: str | None = None) -> Fault:
+def failure_of(death: Death, at: float, committed: int, progressed: bool, node: str | None = None) -> PastFailure:
     """A death with what else is known: the job's last committed step, whether its generation had committed one, and
     the node. `at` (Unix seconds) holds where the death itself does not say when it was."""
     when = at if death.at is None else min(at, death.at)
-    return Fault(death.kind, when, death.step, death.exception, death.rank, node, committed, progressed)
+    return PastFailure(death.kind, when, death.step, death.exception, death.rank, node, committed, progressed)
 
 
 def snapshot_source(step: int) -> str:
@@ -152,7 +152,7 @@ def choose_resume(
     return Resume()
 
 
-def unusable_sources(generations: Sequence[Started], last_kind: str | None) -> set[str]:
+def unusable_sources(generations: Sequence[GenerationRow], last_kind: str | None) -> set[str]:
     """What no generation can resume from, as `choose_resume` takes it.
 
     That is what a generation resumed from that ended because it could not read it; `last_kind` is the kind of death

@@ -100,9 +100,9 @@ def waiting_for(looks: Sequence[Look], culprit: int, group: Group) -> list[int]:
 
 
 def _edges(looks: Sequence[Look], group: Group) -> dict[int, int]:
-    told = {look.rank: look.waits_for for look in looks if look.waits_for is not None and not look.stopped}
-    if told:
-        return told
+    known = {look.rank: look.waits_for for look in looks if look.waits_for is not None and not look.stopped}
+    if known:
+        return known
     return {look.rank: to for look in looks if look.overdue and (to := _behind(look, looks, group)) is not None}
 
 

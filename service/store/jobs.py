@@ -109,9 +109,9 @@ def transition(
     if is_final(to):
         job.finished_at = now
     state_changes.append(session, job_id, to, now)
-    told = f"{state} -> {to}" + (f": {message}" if message else "")
+    text = f"{state} -> {to}" + (f": {message}" if message else "")
     data = {"from": state.value, "to": to.value, "reason": reason}
-    events.append(session, job_id, "state_changed", told, generation=job.generation, step=job.step, data=data, at=now)
+    events.append(session, job_id, "state_changed", text, generation=job.generation, step=job.step, data=data, at=now)
     return job
 
 
@@ -140,8 +140,8 @@ def request_resize(session: Session, job_id: str, replicas: int) -> Job:
     if replicas not in sizes:
         raise SizeOutOfBounds(job_id, replicas, sizes)
     job.wanted_replicas, job.updated_at = replicas, time.time()
-    told = f"the user asked for {replicas} replicas"
-    events.append(session, job_id, "resize_requested", told, generation=job.generation, data={"data": replicas})
+    sentence = f"the user asked for {replicas} replicas"
+    events.append(session, job_id, "resize_requested", sentence, generation=job.generation, data={"data": replicas})
     return job
 
 
@@ -157,8 +157,8 @@ def set_waiting(
     A job that is no longer QUEUED stays as it is. Raises JobNotFound.
     """
     job = get(session, job_id, lock=True)
-    told = (job.waiting_for, job.reason, job.message)
-    if job.state == JobState.QUEUED and told != (waiting_for, reason, message):
+    stored = (job.waiting_for, job.reason, job.message)
+    if job.state == JobState.QUEUED and stored != (waiting_for, reason, message):
         job.waiting_for, job.reason, job.message, job.updated_at = waiting_for, reason, message, time.time()
     return job
 

@@ -74,7 +74,7 @@ def note_latest(session: Session, job_id: str, generation: int, **times: float |
 
 
 def note_replaced(session: Session, job_id: str, generation: int, forked: Sequence[int], kept: int) -> None:
-    """Note which ranks got a new process and how many kept theirs, once the launches have told."""
+    """Note which ranks got a new process and how many kept theirs, once the agents have answered."""
     row = session.get(Recovery, (job_id, generation))
     if row is not None:
         row.forked, row.kept = list(forked), kept

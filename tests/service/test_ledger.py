@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.ledger import CLASSES, PATIENCE_STEPS, STEP_CLASSES, Change, Training, ledger
+from service.ledger import CLASSES, PATIENCE_STEPS, STEP_CLASSES, StateEntry, Training, ledger
 from service.recovery.timeline import RecoveryTimeline
 from service.states import TRANSITIONS, JobState
 
@@ -13,7 +13,7 @@ NOW = 1000.0
 
 def states(**times):
     """Changes from names and times, such as `QUEUED=0, STARTING=5`; a number behind a name is left out."""
-    return [Change(at, name.rstrip("0123456789")) for name, at in times.items()]
+    return [StateEntry(at, name.rstrip("0123456789")) for name, at in times.items()]
 
 
 def spent(changes, trainings, now=NOW):
@@ -125,12 +125,12 @@ maybe = st.one_of(st.none(), st.floats(-200, 1200, allow_nan=False))
 def histories(draw):
     """Any walk through the states, and generations with times that need make no sense at all."""
     at, state = draw(pauses), JobState.QUEUED
-    changes = [Change(at, state)]
+    changes = [StateEntry(at, state)]
     for _ in range(draw(st.integers(0, 12))):
         if not TRANSITIONS[state]:
             break
         at, state = at + draw(pauses), draw(st.sampled_from(sorted(TRANSITIONS[state])))
-        changes.append(Change(at, state))
+        changes.append(StateEntry(at, state))
     trainings = []
     for _ in range(draw(st.integers(0, 6))):
         timeline = RecoveryTimeline(draw(st.floats(0, 1000)), *(draw(maybe) for _ in range(6)))
@@ -163,14 +163,14 @@ lengths = st.floats(0.01, 30, allow_nan=False)
 def test_orderly_history_is_told_to_the_second(queue, start, lives, share):
     """Generations that each train, lose a step, are noticed, rest, form anew and restore: no second is misplaced."""
     now, expected = queue + start, {"queue": queue, "start": start, "compute": 0.0, "data_wait": 0.0}
-    changes, trainings, timeline, began = [Change(0, "QUEUED"), Change(queue, "STARTING")], [], None, queue
+    changes, trainings, timeline, began = [StateEntry(0, "QUEUED"), StateEntry(queue, "STARTING")], [], None, queue
     for train, lost, unseen, rest, order, connect, restore, silent in lives:
         done = now + train
-        changes.append(Change(min(now + silent, done), "RUNNING"))
+        changes.append(StateEntry(min(now + silent, done), "RUNNING"))
         sums = {"compute": train * share, "data_wait": train * (1 - share)}
         noticed = done + lost + unseen
         trainings.append(Training(began, noticed + rest, now, done, 3, sums, timeline))
-        changes.append(Change(noticed, "RECOVERING"))
+        changes.append(StateEntry(noticed, "RECOVERING"))
         began = noticed + rest
         now = began + order + connect + restore
         timeline = RecoveryTimeline(noticed, done + lost, began, began + order, began + order + connect, now)

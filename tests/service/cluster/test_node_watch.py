@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from service.cluster.node_watch import NodeWatch, anybody
+from service.cluster.node_watch import NodeWatch, any_listens
 from service.cluster.nodes import RayNode
 from workers.node.heartbeat import HeartbeatServer
 
@@ -95,9 +95,9 @@ def test_daemon_that_was_restarted_is_no_loss(cluster):
 
 def test_process_too_busy_to_accept_still_takes_connections():
     with socket.create_server(("127.0.0.1", 0)) as nobody_accepts:
-        assert anybody([nobody_accepts.getsockname()])
+        assert any_listens([nobody_accepts.getsockname()])
         address = nobody_accepts.getsockname()
-    assert not anybody([address])
+    assert not any_listens([address])
 
 
 def test_stranger_at_the_old_port_is_not_taken_for_the_node(cluster):

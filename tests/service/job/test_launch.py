@@ -9,7 +9,7 @@ from service.job.actions import Launch, launch_after
 from service.job.context import JobContext
 from service.job.incident import Incident
 from service.job.launch import LaunchFailed, launch_generation, order_for
-from service.recovery.budgets import Fault
+from service.recovery.budgets import PastFailure
 from service.recovery.decisions import Death
 from service.recovery.timeline import RecoveryTimeline
 from service.store import events, generations, ranks
@@ -128,7 +128,7 @@ def test_nothing_listens_any_more_when_a_launch_breaks_off(job, monkeypatch):
 
 
 def incident(kind="killed"):
-    return Incident(Death(1, kind), Fault(kind, 1.0), RecoveryTimeline(1.0))
+    return Incident(Death(1, kind), PastFailure(kind, 1.0), RecoveryTimeline(1.0))
 
 
 def test_launch_after_a_death_counts_as_a_restart():

@@ -1,4 +1,4 @@
-"""How often a job may fail, how long it is held back, what it does not trust: pure functions of its faults."""
+"""How often a job may fail, how long it is held back, what it does not trust: pure functions of its failures."""
 
 from dataclasses import dataclass, field, replace
 
@@ -7,22 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.recovery.budgets import (
-    AVOID_FAULTS,
+    AVOID_FAILURES,
     AVOID_SECONDS,
     FIRST_WAIT_SECONDS,
     LONGEST_WAIT_SECONDS,
-    Fault,
+    PastFailure,
     avoided_nodes,
     comes_again,
-    faults_of,
-    told_by_kind,
+    count_by_kind,
+    past_failures,
     wait_seconds,
     within,
 )
 
 KINDS = ("killed", "agent_lost", "hung", "exception", "bad_checkpoint", "peer_lost")
-faults = st.builds(
-    Fault,
+failures = st.builds(
+    PastFailure,
     kind=st.sampled_from(KINDS),
     at=st.floats(0, 10_000),
     step=st.one_of(st.none(), st.integers(1, 20)),
@@ -31,30 +31,30 @@ faults = st.builds(
     committed=st.integers(0, 20),
     progressed=st.booleans(),
 )
-histories = st.lists(faults, max_size=20)
+histories = st.lists(failures, max_size=20)
 
 
 def stuck(kind="killed", **known):
-    """A fault before any step was committed since the one before."""
-    return Fault(kind, 0.0, progressed=False, **known)
+    """A failure before any step was committed since the one before."""
+    return PastFailure(kind, 0.0, progressed=False, **known)
 
 
-@given(histories, faults)
-def test_repairs_that_make_progress_never_wait(history, fault):
-    assert wait_seconds(history, replace(fault, progressed=True)) == 0
+@given(histories, failures)
+def test_repairs_that_make_progress_never_wait(history, failure):
+    assert wait_seconds(history, replace(failure, progressed=True)) == 0
 
 
-@given(faults)
-def test_the_first_repair_is_immediate(fault):
-    assert wait_seconds([], fault) == 0
+@given(failures)
+def test_the_first_repair_is_immediate(failure):
+    assert wait_seconds([], failure) == 0
 
 
-@given(histories, faults)
-def test_a_wait_is_bounded_and_only_for_what_comes_again_without_progress(history, fault):
-    waits = wait_seconds(history, fault)
+@given(histories, failures)
+def test_a_wait_is_bounded_and_only_for_what_comes_again_without_progress(history, failure):
+    waits = wait_seconds(history, failure)
     assert waits == 0 or FIRST_WAIT_SECONDS <= waits <= LONGEST_WAIT_SECONDS
     if waits:
-        assert history[-1].kind == fault.kind and not fault.progressed
+        assert history[-1].kind == failure.kind and not failure.progressed
 
 
 def test_waits_double_while_the_same_keeps_happening():
@@ -64,7 +64,7 @@ def test_waits_double_while_the_same_keeps_happening():
         waits.append(wait_seconds(history, stuck()))
         history.append(stuck())
     assert waits == [0.25, 0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
-    assert wait_seconds(history, stuck("hung")) == 0, "another fault is another matter"
+    assert wait_seconds(history, stuck("hung")) == 0, "another failure is another matter"
     assert wait_seconds([*history, replace(stuck(), progressed=True)], stuck()) == FIRST_WAIT_SECONDS
 
 
@@ -75,12 +75,12 @@ def test_faults_are_forgotten_when_the_window_has_passed(history, now, window):
     if window == 0:
         assert counted == history
     else:
-        assert all(fault.at > now - window for fault in counted)
-        assert within(history, max(fault.at for fault in history) + window + 1, window) == [] if history else True
+        assert all(failure.at > now - window for failure in counted)
+        assert within(history, max(failure.at for failure in history) + window + 1, window) == [] if history else True
 
 
 def on_node(node, *times, kind="killed"):
-    return [Fault(kind, at, node=node) for at in times]
+    return [PastFailure(kind, at, node=node) for at in times]
 
 
 def test_node_on_which_a_job_keeps_failing_is_avoided_for_an_hour():
@@ -97,36 +97,36 @@ def test_nodes_are_not_blamed_for_the_users_errors_or_for_checkpoints():
 @given(histories, st.floats(0, 20_000))
 def test_only_nodes_with_enough_recent_faults_are_avoided(history, now):
     for node in avoided_nodes(history, now):
-        assert sum(fault.node == node and fault.at > now - AVOID_SECONDS for fault in history) >= AVOID_FAULTS
+        assert sum(failure.node == node and failure.at > now - AVOID_SECONDS for failure in history) >= AVOID_FAILURES
 
 
 def raised(step=7, exception="ValueError", **known):
-    return Fault("exception", 0.0, step, exception, **known)
+    return PastFailure("exception", 0.0, step, exception, **known)
 
 
 def test_same_exception_at_the_same_step_comes_again_whatever_lay_between():
-    between = [Fault("killed", 1.0, committed=6), Fault("hung", 2.0, committed=6), raised(6, committed=5)]
+    between = [PastFailure("killed", 1.0, committed=6), PastFailure("hung", 2.0, committed=6), raised(6, committed=5)]
     assert comes_again([raised(committed=6), *between], raised(committed=6))
 
 
 @pytest.mark.parametrize("committed", [7, 9])
 def test_an_exception_that_the_job_got_past_is_not_sure_to_come(committed):
-    got_past = Fault("killed", 1.0, committed=committed)  # step 7 raised, so 7 committed is past it
+    got_past = PastFailure("killed", 1.0, committed=committed)  # step 7 raised, so 7 committed is past it
     assert not comes_again([raised(7, committed=6), got_past], raised(7, committed=committed))
 
 
 def test_an_exception_comes_again_while_the_step_before_it_is_the_last_one_committed():
-    assert comes_again([raised(7, committed=6), Fault("killed", 1.0, committed=6)], raised(7, committed=6))
+    assert comes_again([raised(7, committed=6), PastFailure("killed", 1.0, committed=6)], raised(7, committed=6))
 
 
 def test_other_exceptions_other_steps_and_kills_do_not_come_again():
-    history = [raised(6), raised(exception="KeyError"), Fault("killed", 0.0, 7)]
+    history = [raised(6), raised(exception="KeyError"), PastFailure("killed", 0.0, 7)]
     assert not comes_again(history, raised())
-    assert not comes_again([Fault("killed", 0.0, 7)], Fault("killed", 0.0, 7))
+    assert not comes_again([PastFailure("killed", 0.0, 7)], PastFailure("killed", 0.0, 7))
 
 
 def test_faults_are_counted_by_kind_for_the_message():
-    assert told_by_kind([stuck(), stuck("agent_lost"), stuck()]) == "2 killed, 1 agent lost"
+    assert count_by_kind([stuck(), stuck("agent_lost"), stuck()]) == "2 killed, 1 agent lost"
 
 
 @dataclass
@@ -144,10 +144,10 @@ def test_faults_are_read_from_the_generations_that_they_led_to():
     second = Life(10.0, data={"failure": raised(node="a", committed=6, rank=3).to_json() | {"at": 9.5}})
     resized = Life(20.0, data={})
     older = Life(30.0, data={"failure": {"kind": "killed", "step": None, "exception": None}})
-    found = faults_of([first, second, resized, older])
+    found = past_failures([first, second, resized, older])
     assert found == [
-        Fault("exception", 9.5, 7, "ValueError", 3, "a", 6, progressed=True),
-        Fault("killed", 30.0, progressed=False),
+        PastFailure("exception", 9.5, 7, "ValueError", 3, "a", 6, progressed=True),
+        PastFailure("killed", 30.0, progressed=False),
     ]
 
 

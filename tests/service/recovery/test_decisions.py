@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.recovery.budgets import FIRST_WAIT_SECONDS, Fault
+from service.recovery.budgets import FIRST_WAIT_SECONDS, PastFailure
 from service.recovery.decisions import (
     Death,
     GiveUp,
@@ -15,7 +15,7 @@ from service.recovery.decisions import (
     culprit_of,
     decide,
     describe_exit,
-    fault_of,
+    failure_of,
     snapshot_source,
     unusable_sources,
 )
@@ -68,7 +68,7 @@ def test_culprit_is_the_first_that_is_neither_a_consequence_nor_our_doing(found)
     assert culprit == (guilty[0] if guilty else found[0])
 
 
-def failure(**changes):
+def died(**changes):
     known = {
         "rank": 2,
         "kind": "exception",
@@ -80,26 +80,26 @@ def failure(**changes):
     return Death(**{**known, **changes})
 
 
-def fault(death, **changes):
-    return replace(fault_of(death, at=100.0, committed=(death.step or 1) - 1, progressed=True), **changes)
+def failure(death, **changes):
+    return replace(failure_of(death, at=100.0, committed=(death.step or 1) - 1, progressed=True), **changes)
 
 
 def judge(death, history=(), max_restarts=20, window=0.0):
-    return decide(death, fault(death), history, max_restarts, window)
+    return decide(death, failure(death), history, max_restarts, window)
 
 
 def test_exception_that_comes_back_at_the_same_step_is_the_users():
-    killed = Fault("killed", 50.0, committed=6)
-    decision = judge(failure(), [fault(failure(rank=0)), killed])
+    killed = PastFailure("killed", 50.0, committed=6)
+    decision = judge(died(), [failure(died(rank=0)), killed])
     assert isinstance(decision, GiveUp)
     assert decision.reason == "user_error"
     assert decision.message.endswith("\nT")
 
 
 def test_another_step_or_another_exception_is_tried_again():
-    for before in (failure(step=6), failure(exception="KeyError"), failure(kind="killed", exception=None)):
-        assert isinstance(judge(failure(), [fault(before)]), Restart)
-    assert isinstance(judge(failure()), Restart)
+    for before in (died(step=6), died(exception="KeyError"), died(kind="killed", exception=None)):
+        assert isinstance(judge(died(), [failure(before)]), Restart)
+    assert isinstance(judge(died()), Restart)
 
 
 KILLED = Death(1, "killed", message="was killed by SIGKILL")
@@ -107,7 +107,7 @@ KILLED = Death(1, "killed", message="was killed by SIGKILL")
 
 @given(st.integers(0, 5), st.integers(0, 5))
 def test_kills_are_survived_as_often_as_the_job_allows(before, allowed):
-    decision = judge(KILLED, [fault(KILLED)] * before, allowed)
+    decision = judge(KILLED, [failure(KILLED)] * before, allowed)
     if before < allowed:
         assert decision == Restart("rank 1 was killed by SIGKILL")
     else:
@@ -117,7 +117,7 @@ def test_kills_are_survived_as_often_as_the_job_allows(before, allowed):
 
 
 def test_the_budget_fills_up_again_as_time_goes_by():
-    old, new = fault(KILLED, at=10.0), fault(KILLED, at=90.0)
+    old, new = failure(KILLED, at=10.0), failure(KILLED, at=90.0)
     assert isinstance(judge(KILLED, [old, old, new], 2, 50.0), Restart)
     decision = judge(KILLED, [old, new, new], 2, 50.0)
     assert decision == GiveUp(
@@ -126,20 +126,20 @@ def test_the_budget_fills_up_again_as_time_goes_by():
 
 
 def test_what_keeps_happening_without_progress_is_held_back():
-    assert judge(KILLED, [fault(KILLED)] * 3).wait_seconds == 0
-    again = decide(KILLED, fault(KILLED, progressed=False), [fault(KILLED)], 20, 0.0)
+    assert judge(KILLED, [failure(KILLED)] * 3).wait_seconds == 0
+    again = decide(KILLED, failure(KILLED, progressed=False), [failure(KILLED)], 20, 0.0)
     assert again == Restart("rank 1 was killed by SIGKILL", FIRST_WAIT_SECONDS)
 
 
 def test_a_fault_happened_when_its_agent_saw_it_but_never_in_the_future():
-    assert fault_of(KILLED, 100.0, 3, True).at == 100.0
-    assert fault_of(replace(KILLED, at=99.5), 100.0, 3, True).at == 99.5
-    assert fault_of(replace(KILLED, at=120.0), 100.0, 3, True).at == 100.0
+    assert failure_of(KILLED, 100.0, 3, True).at == 100.0
+    assert failure_of(replace(KILLED, at=99.5), 100.0, 3, True).at == 99.5
+    assert failure_of(replace(KILLED, at=120.0), 100.0, 3, True).at == 100.0
 
 
 def test_what_no_restart_cures_is_given_up_at_once_with_its_own_sentence():
     for kind in ("no_shared_memory", "bad_data"):
-        assert judge(failure(kind=kind, message="why")) == GiveUp(kind, "why")
+        assert judge(died(kind=kind, message="why")) == GiveUp(kind, "why")
 
 
 def test_exits_in_words():
