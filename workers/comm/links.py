@@ -163,16 +163,16 @@ class Links:
         """Take the calls of all `awaited` peers. Whoever says something else is turned away; whoever says nothing,
         or half of it, holds nobody up."""
         heard: dict[socket.socket, bytes] = {}
-        with selectors.DefaultSelector() as doors:
-            doors.register(listener, selectors.EVENT_READ)
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
             while awaited:
                 self._raise_if_over()
                 self._progress.waits_for(min(awaited), CONNECTING_CHANNEL, sending=False)
-                for key, _ in doors.select(_LOOK.total_seconds()):
+                for key, _ in selector.select(_LOOK.total_seconds()):
                     if key.fileobj is listener:
                         connection = listener.accept()[0]
                         heard[connection] = b""
-                        doors.register(connection, selectors.EVENT_READ)
+                        selector.register(connection, selectors.EVENT_READ)
                         continue
                     assert isinstance(key.fileobj, socket.socket)
                     connection = key.fileobj
@@ -180,7 +180,7 @@ class Links:
                     heard[connection] += more
                     if more and len(heard[connection]) < _HELLO.size:
                         continue
-                    doors.unregister(connection)
+                    selector.unregister(connection)
                     peer = self._peer_of(heard.pop(connection))
                     if peer in awaited:
                         awaited.remove(peer)

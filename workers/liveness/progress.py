@@ -294,16 +294,16 @@ class ProgressReader:
 
 
 def _parse(memory: bytes, torn: bool) -> Record | None:
-    found = _Layout.from_buffer_copy(memory)
-    if found.magic != _MAGIC:
+    layout = _Layout.from_buffer_copy(memory)
+    if layout.magic != _MAGIC:
         return None
-    position, waiting = found.position, found.waiting
+    position, waiting = layout.position, layout.waiting
     waits = waiting.peer_plus_1 > 0
-    kept = found.step_times[: min(found.commits, RECENT)]
-    counts = dict(zip(COUNTED, found.counts, strict=True))
+    kept = layout.step_times[: min(layout.commits, RECENT)]
+    counts = dict(zip(COUNTED, layout.counts, strict=True))
     return Record(
-        pid=found.pid,
-        generation=found.generation,
+        pid=layout.pid,
+        generation=layout.generation,
         phase=PHASES[position.phase],
         step=position.step,
         micro_batch=position.micro_batch_plus_1 - 1 if position.micro_batch_plus_1 else None,
@@ -311,12 +311,12 @@ def _parse(memory: bytes, torn: bool) -> Record | None:
         channel=waiting.channel if waits else None,
         sending=bool(waiting.sending),
         counts=counts,
-        committed=found.committed,
-        commits=found.commits,
-        changed_at=found.changed_at / 1e9,
-        committed_at=found.committed_at / 1e9,
+        committed=layout.committed,
+        commits=layout.commits,
+        changed_at=layout.changed_at / 1e9,
+        committed_at=layout.committed_at / 1e9,
         step_seconds=tuple(times.all / 1e9 for times in kept),
         own_seconds=tuple(times.own / 1e9 for times in kept),
-        heartbeat=found.moves + found.sequence // 2 + sum(counts.values()),
+        heartbeat=layout.moves + layout.sequence // 2 + sum(counts.values()),
         torn=torn,
     )
