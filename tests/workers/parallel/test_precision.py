@@ -1,7 +1,12 @@
 """16-bit compute keeps fp32 master weights, moments and gradient sums; fp16 scales the loss; and where a step's numbers
 are not finite, nothing is updated anywhere.
 
-bf16 has 8 significant bits and fp16 11: a rounding is off by 2^-9 and 2^-12 at most, relatively.
+bf16 has 8 significant bits and fp16 11: a rounding is off by u = 2^-8 and 2^-11 at most, relatively.
+
+A gradient norm is off by no more than the gradient. That has passed some 64 roundings: in each of four layers two
+blocks, each of a norm, two products and what lies between them, forward and backward. Their signs are random, and each
+is off by 0.29 u to 0.58 u (uniform within half a unit in the last place, relative to a number between 2 and 1), in the
+mean 0.43 u: sqrt(64) 0.43 u = 3.5 u together, and sqrt(2) times as much between two runs that are both rounded.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from workers.spec.reading import parse_job_spec
 
 STEPS = 20
 PRECISIONS = ("bf16", "fp16")
+UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
     ((2, 1, 1), {}),
@@ -101,7 +107,7 @@ def test_sixteen_bits_follow_the_curve_of_fp32(curves, precision, tolerance):
     assert expected[-1] < expected[0] - 1.0, "the job learns"
     assert curves[precision].losses == pytest.approx(expected, rel=tolerance)
     assert curves[precision].losses != expected
-    assert curves[precision].grad_norms == pytest.approx(curves["fp32"].grad_norms, rel=20 * tolerance)
+    assert curves[precision].grad_norms == pytest.approx(curves["fp32"].grad_norms, rel=4 * UNIT[precision])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -112,7 +118,10 @@ def test_layouts_agree_within_the_precision(ranks, curves, precision):
         for rank in found:
             assert rank.losses == found[0].losses, "all ranks say the same"
             assert rank.losses == pytest.approx(expected.losses[:10], rel=tolerance), (layout, parallel)
-            assert rank.grad_norms == pytest.approx(expected.grad_norms[:10], rel=20 * tolerance), (layout, parallel)
+            assert rank.grad_norms == pytest.approx(expected.grad_norms[:10], rel=5 * UNIT[precision]), (
+                layout,
+                parallel,
+            )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -1,0 +1,72 @@
+"""An agreement's slices do not overlap; clipping and refusal follow from what was agreed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from engine_specs import layout_of
+
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.parallel.data.agreement import Agreement
+from workers.parallel.data.gradient_clipping import clip
+
+NO_LIMITS = (math.inf, math.inf)
+
+
+def agreement(loss: float = 6.0, tokens: float = 3.0, square: float = 36.0) -> Agreement:
+    """Loss 2 a token, and a gradient of length 2 for a loss scale of 1."""
+    agreed = Agreement(Comm(RankGrid(layout_of()), 0, torch.device("cpu")))
+    for name, value in (("loss", loss), ("tokens", tokens), ("square", square)):
+        getattr(agreed, name).fill_(value)
+    return agreed
+
+
+def test_slices_are_views_of_one_vector_and_do_not_overlap():
+    comm = Comm(RankGrid(layout_of(tensor=2, data=3)), 4, torch.device("cpu"))
+    sent = []
+    comm.all_reduce = lambda axis, tensor: sent.append((axis, tensor.tolist()))  # type: ignore[method-assign]
+    agreed = Agreement(comm, replica_ranks=2, micro_batches=5)
+    slices = [agreed.loss, agreed.tokens, agreed.square, agreed.memory_bytes, agreed.own_seconds]
+    slices += [agreed.rank_squares, agreed.micro_batch_losses]
+    assert [each.numel() for each in slices] == [1, 1, 1, 6, 6, 2, 5]
+    for number, each in enumerate(slices):
+        each.fill_(number)
+    agreed.sum()
+    expected = [float(number) for number, each in enumerate(slices) for _ in range(each.numel())]
+    assert sent == [("world", expected)], "one sum of all"
+
+
+@pytest.mark.parametrize(("clip_norm", "scale", "factor"), [(0.0, 1.0, 1 / 3), (4.0, 1.0, 1 / 3), (0.5, 1.0, 1 / 12)])
+def test_gradients_become_the_mean_over_tokens_and_no_longer_than_the_limit(clip_norm, scale, factor):
+    found = clip(agreement(), scale, clip_norm, NO_LIMITS)
+    assert found.norm.item() == 2.0
+    assert found.factor.item() == pytest.approx(factor, rel=1e-5)
+    assert not found.refused
+
+
+def test_the_loss_scale_is_taken_out():
+    found = clip(agreement(square=36.0 * 2.0**20), 2.0**10, 0.0, NO_LIMITS)
+    assert (found.norm.item(), found.factor.item()) == (2.0, 1 / 3 / 2**10)
+
+
+@pytest.mark.parametrize(
+    ("agreed", "limits"),
+    [
+        (agreement(loss=math.nan), NO_LIMITS),
+        (agreement(square=math.inf), NO_LIMITS),
+        (agreement(square=math.nan), NO_LIMITS),
+        (agreement(), (1.9, math.inf)),
+        (agreement(), (math.inf, 1.9)),
+    ],
+)
+def test_bad_numbers_refuse_the_update_and_leave_no_gradient(agreed, limits):
+    found = clip(agreed, 1.0, 1.0, limits)
+    assert found.refused
+    assert found.factor.item() == 0.0
+
+
+def test_numbers_at_their_limits_are_not_refused():
+    assert not clip(agreement(), 1.0, 1.0, (2.0, 2.0)).refused

@@ -1,0 +1,103 @@
+"""Leaves are added in the tree's order whatever passes make them, and nothing of a broken step is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_specs import spec
+from rank_programs import micro_batches
+
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.engine import Engine
+from workers.errors import PeerLost
+from workers.parallel.data.leaf_sums import LeafSum, WaitingBuffers
+from workers.parallel.data.tree_sum import Node, TreeSum, buffers
+from workers.parallel.pipeline.schedules import schedule
+
+RANGES = [(0, 3), (5, 8)]
+
+
+def leaf(number: int) -> torch.Tensor:
+    """A micro-batch's gradient: [8]."""
+    return torch.randn(8, generator=torch.Generator().manual_seed(number))
+
+
+def total_of(leaves: int) -> torch.Tensor:
+    """The sum of the leaves in the tree's order."""
+    tree: TreeSum[torch.Tensor] = TreeSum(leaves, lambda left, right: left + right)
+    for number in range(leaves):
+        tree.push(Node(0, number), leaf(number))
+    return tree.total()
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 3, 5, 8])
+def test_the_last_leaf_ends_with_the_trees_sum_in_the_flat_buffer(leaves):
+    flat = torch.zeros(8)
+    waiting = WaitingBuffers(flat)
+    found = LeafSum(RANGES, 1, flat, waiting)
+    for _ in range(2):
+        flat.zero_()
+        found.begin(leaves, range(leaves))
+        for number in range(leaves):
+            assert not found.complete
+            flat += leaf(number)
+            found.finished(number)
+            flat[3:5] = 0.0  # of no range
+        assert found.complete
+        for start, end in RANGES:
+            assert torch.equal(flat[start:end], total_of(leaves)[start:end])
+    assert len(waiting) == buffers(leaves, 0, leaves)
+
+
+def test_halves_of_a_step_that_broke_off_are_forgotten():
+    """Two passes add to the parameter; the step ends between them."""
+    flat = torch.zeros(8)
+    found = LeafSum([(0, 8)], 2, flat, WaitingBuffers(flat))
+    found.begin(2, range(2))
+    flat += 100.0
+    found.finished(0)
+    flat.zero_()
+    found.begin(2, range(2))
+    for number in (0, 1):
+        flat += 0.5 * leaf(number)
+        found.finished(number)
+        assert not found.complete
+    for number in (0, 1):
+        flat += 0.5 * leaf(number)
+        found.finished(number)
+    assert torch.equal(flat, total_of(2))
+
+
+def test_a_step_after_one_that_broke_off_in_backward_has_the_same_gradients():
+    """Both ends of the tied model are on this rank (zb-v), so the embedding's leaves are made in two passes."""
+    parallel = {"schedule": "zb-v", "virtual_stages": 2}
+    job = spec(train={"deterministic": "elastic", "micro_batch_size": 2}, parallel=parallel)
+    windows = torch.randint(256, (8, 9), generator=torch.Generator().manual_seed(1))
+
+    def gradients(engine: Engine) -> torch.Tensor:
+        batch = micro_batches(job, 0, windows)
+        engine.reduction.begin(len(batch), len(windows))
+        engine.pipeline.train(batch, 1.0)
+        return engine.reduction.finish().clone()
+
+    def engine() -> Engine:
+        made = Engine(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")))
+        made.initialise(1)
+        return made
+
+    expected = gradients(engine())
+    actions = schedule("zb-v", 1, 2, 4)[0]
+    for broken in (index for index, action in enumerate(actions) if action.kind == "backward_weight"):
+        found = engine()
+        left = iter(range(broken))
+
+        def leave(left=left):
+            if next(left, None) is None:
+                raise PeerLost("a peer is gone")
+
+        usual, found.comm.raise_if_over = found.comm.raise_if_over, leave
+        with pytest.raises(PeerLost):
+            gradients(found)
+        found.comm.raise_if_over = usual
+        assert torch.equal(gradients(found), expected), broken

@@ -1,0 +1,40 @@
+"""A layout's policy says which modules and layers are recomputed, and the window of which micro-batches."""
+
+from __future__ import annotations
+
+from engine_specs import spec
+
+from workers.parallel.pipeline.schedules.action import Action
+from workers.parallel.recompute.policy import NOTHING, Recompute, recomputed
+
+
+def layout(**parallel):
+    return spec(parallel=parallel).layout
+
+
+def test_each_policy_drops_what_its_name_says():
+    assert Recompute.of(layout()) == NOTHING == Recompute()
+    assert Recompute.of(layout(recompute="selective")) == Recompute(core_attention=True)
+    modules = ["norm", "mlp_activation"]
+    assert Recompute.of(layout(recompute="selective", recompute_modules=modules)) == Recompute(
+        norm=True, mlp_activation=True
+    )
+    assert Recompute.of(layout(recompute="full", recompute_every=3)) == Recompute(every=3)
+
+
+def test_every_kth_layer_is_recomputed_from_the_first():
+    every_third = Recompute(every=3)
+    assert [index for index in range(8) if every_third.whole_layer(index)] == [0, 3, 6]
+    assert not any(NOTHING.whole_layer(index) for index in range(8))
+
+
+def test_a_rank_recomputes_what_does_not_fit_into_its_window():
+    """arXiv:2205.05198, appendix C: two in flight, one of which is kept as a whole."""
+    actions = [Action("forward", 0), Action("forward", 1)]
+    for number in range(2, 5):
+        actions += [Action("backward", number - 2), Action("forward", number)]
+    actions += [Action("backward", 3), Action("backward", 4)]
+    policy = {"recompute": "full", "recompute_keep": 1}
+    assert recomputed(actions, layout(**policy)) == {(1, 0), (3, 0)}
+    assert recomputed(actions, layout(recompute="full")) == {(number, 0) for number in range(5)}
+    assert recomputed(actions, layout()) == frozenset()
