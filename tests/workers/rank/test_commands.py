@@ -1,0 +1,23 @@
+"""Commands survive the way over the control socket."""
+
+import pytest
+
+from workers.json_codec import MalformedMessage
+from workers.messages import Fault, LaunchOrder, Resume
+from workers.rank.commands import Arm, Go, Rest, command_line, read_command
+
+ORDER = LaunchOrder("job-1", 2, 1, {"any": [1]}, resume=Resume("memory", 3, paths=("/a", "/b")), in_place=True)
+
+
+@pytest.mark.parametrize("command", [Go(ORDER), Rest(4, after_step=True), Arm(Fault("f", "hang", 1, hold_gil=True))])
+def test_a_command_comes_back_as_it_was(command):
+    line = command_line(command)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert read_command(line) == command
+
+
+@pytest.mark.parametrize("line", [b"[]\n", b"{}\n", b'{"do": "sing"}\n', b'{"do": "rest"}\n'])
+def test_what_is_no_command_is_malformed(line):
+    with pytest.raises(MalformedMessage):
+        read_command(line)

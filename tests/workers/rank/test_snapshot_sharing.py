@@ -1,0 +1,61 @@
+"""What an agent shares of its job's snapshots, and what it does where there is no shared memory."""
+
+import asyncio
+
+import pytest
+import torch
+
+from workers.messages import BackupAddress, StoredSnapshot
+from workers.rank.snapshot_sharing import SnapshotSharing
+from workers.snapshot.backup import BackupError
+from workers.snapshot.files import snapshot_path
+from workers.snapshot.snapshots import Snapshots
+
+LAYOUT = "0a0a0a0a"
+NOWHERE = BackupAddress("127.0.0.1", 1)
+
+
+def test_without_shared_memory_there_is_nothing_to_share():
+    async def body():
+        sharing = SnapshotSharing(None)
+        assert (sharing.steps(0), sharing.files(), sharing.receive("token", 1)) == ([], [], None)
+        await sharing.send(0, NOWHERE, "token", 1, LAYOUT)
+        assert sharing.progress is None
+        with pytest.raises(BackupError, match="without a folder"):
+            await sharing.fetch(0, NOWHERE, "token", 1, LAYOUT)
+        await sharing.close(0)
+
+    asyncio.run(body())
+
+
+def test_files_and_steps_are_those_in_the_folder_and_close_removes_only_the_own_ones(tmp_path):
+    async def body():
+        for rank in (0, 1):
+            snapshots = Snapshots(tmp_path, rank, [torch.zeros(8)], b"0" * 16, LAYOUT)
+            snapshots.save(rank + 4)
+            snapshots.close()
+        sharing = SnapshotSharing(str(tmp_path))
+        assert sharing.steps(1) == sharing.steps(1, LAYOUT) == [5]
+        assert sharing.steps(1, "ffffffff") == []
+        of_rank_0, of_rank_1 = sharing.files()
+        path = str(snapshot_path(tmp_path, 0, LAYOUT))
+        assert of_rank_0 == StoredSnapshot(path, 0, LAYOUT, is_backup=False, steps=(4,))
+        assert (of_rank_1.rank, of_rank_1.steps) == (1, (5,))
+        await sharing.close(0)
+        assert [file.rank for file in sharing.files()] == [1]
+        await sharing.close(1)
+        assert not tmp_path.exists()
+
+    asyncio.run(body())
+
+
+def test_the_same_server_takes_later_generations_and_refuses_earlier_ones(tmp_path):
+    async def body():
+        sharing = SnapshotSharing(str(tmp_path))
+        address = sharing.receive("token", 2)
+        assert sharing.receive("another", 3) == address
+        with pytest.raises(BackupError, match="generation 1 was replaced by 3"):
+            sharing.receive("token", 1)
+        await sharing.close(0)
+
+    asyncio.run(body())
