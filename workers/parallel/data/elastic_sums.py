@@ -90,10 +90,10 @@ class ElasticReduction(GradientReduction):
         incoming = [[out.new_empty(len(out)) for _ in nodes] for nodes in covers]
         incoming[me] = outgoing[me]
         self.comm.start_all_to_all("data", outgoing, incoming).wait()
-        tree: TreeSum[torch.Tensor] = TreeSum(self.leaves, lambda left, right: left.add_(right))
+        tree: TreeSum[torch.Tensor] = TreeSum(self.leaves)
         for nodes, values in zip(covers, incoming, strict=True):
             for node, value in zip(nodes, values, strict=True):
-                tree.push(node, value)
+                tree.push(node, value, torch.Tensor.add_)
         out.copy_(tree.total())
 
     def _own_nodes(self, count: int) -> list[torch.Tensor]:

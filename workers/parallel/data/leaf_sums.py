@@ -47,7 +47,7 @@ class LeafSum:
         self._ranges, self._uses, self._waiting = ranges, uses, waiting
         self._leaf = self._parts(gradients)
         self._waiting_parts: list[Parts] = []
-        self._tree: TreeSum[Parts] = TreeSum(0, self._add)
+        self._tree: TreeSum[Parts] = TreeSum(0)
         self._leaves = range(0)
         self._next = 0
         self._halves: dict[int, Parts] = {}
@@ -58,7 +58,7 @@ class LeafSum:
     def begin(self, leaves: int, mine: range) -> None:
         """A step begins in which this replica makes the leaves `mine` out of `leaves`, whatever became of the step
         before."""
-        self._tree, self._leaves, self._next = TreeSum(leaves, self._add), mine, mine.start
+        self._tree, self._leaves, self._next = TreeSum(leaves), mine, mine.start
         self._halves.clear()
 
     def finished(self, micro_batch: int) -> None:
@@ -68,7 +68,7 @@ class LeafSum:
         leaf = self._leaves.start + micro_batch
         assert leaf == self._next, "schedules finish the micro-batches of a chunk in order"
         self._next += 1
-        self._tree.push(Node(0, leaf), self._leaf)
+        self._tree.push(Node(0, leaf), self._leaf, self._add)
         if not self.complete:
             self._free_flat_buffer()
 

@@ -34,19 +34,20 @@ class Node:
 class TreeSum(Generic[Value]):
     """Adds nodes that are pushed in their order, as far as the tree allows."""
 
-    def __init__(self, leaves: int, add: Callable[[Value, Value], Value]):
-        """A tree of `leaves`; `add` takes the values of a left and a right node."""
-        self.leaves, self.add = leaves, add
+    def __init__(self, leaves: int):
+        """A tree of `leaves`."""
+        self.leaves = leaves
         self.nodes: list[tuple[Node, Value]] = []
         """What could not be added to anything yet: the fewest nodes that cover what was pushed."""
 
-    def push(self, node: Node, value: Value) -> None:
-        """Take the node right behind the last one."""
+    def push(self, node: Node, value: Value, add: Callable[[Value, Value], Value]) -> None:
+        """Take the node right behind the last one; `add` takes the values of a left and a right node. It is not kept:
+        as a method of whoever holds this sum it would keep its buffers from being freed at once."""
         while True:
             if node.index % 2:
                 if not self.nodes or self.nodes[-1][0] != Node(node.level, node.index - 1):
                     break  # its left neighbour is elsewhere
-                value = self.add(self.nodes.pop()[1], value)
+                value = add(self.nodes.pop()[1], value)
             elif (node.index + 1) << node.level < self.leaves or self._is_root(node):
                 break  # its right neighbour is still to come
             node = node.parent
@@ -65,9 +66,9 @@ class TreeSum(Generic[Value]):
 @cache
 def cover(leaves: int, first: int, stop: int) -> tuple[Node, ...]:
     """The fewest nodes of a tree of `leaves` that hold leaves `first` to `stop` - 1 and no others, in order."""
-    found: TreeSum[None] = TreeSum(leaves, lambda left, right: None)
+    found: TreeSum[None] = TreeSum(leaves)
     for leaf in range(first, stop):
-        found.push(Node(0, leaf), None)
+        found.push(Node(0, leaf), None, lambda left, right: None)
     return tuple(node for node, _ in found.nodes)
 
 
@@ -75,9 +76,9 @@ def cover(leaves: int, first: int, stop: int) -> tuple[Node, ...]:
 def buffers(leaves: int, first: int, stop: int) -> int:
     """Most nodes that wait at once while leaves `first` to `stop` - 1 are pushed one by one, but for the last one's:
     how many buffers it takes to add them, beside the one that each leaf is made in. At most 2 log2(stop - first)."""
-    found: TreeSum[None] = TreeSum(leaves, lambda left, right: None)
+    found: TreeSum[None] = TreeSum(leaves)
     most = 0
     for leaf in range(first, stop - 1):
-        found.push(Node(0, leaf), None)
+        found.push(Node(0, leaf), None, lambda left, right: None)
         most = max(most, len(found.nodes))
     return most

@@ -37,14 +37,14 @@ def partitions(draw: st.DrawFn) -> tuple[int, list[range]]:
 
 def added(leaves: int, ranges: list[range], values: list, add) -> object:
     """Each range added as far as it goes, then the ranges."""
-    tree = TreeSum(leaves, add)
+    tree = TreeSum(leaves)
     for mine in ranges:
-        part = TreeSum(leaves, add)
+        part = TreeSum(leaves)
         for leaf in mine:
-            part.push(Node(0, leaf), values[leaf])
+            part.push(Node(0, leaf), values[leaf], add)
         assert tuple(node for node, _ in part.nodes) == cover(leaves, mine.start, mine.stop)
         for node, value in part.nodes:
-            tree.push(node, value)
+            tree.push(node, value, add)
     return tree.total()
 
 
@@ -101,8 +101,8 @@ def test_one_replica_needs_a_buffer_for_each_doubling(alone, expected):
 
 
 def test_a_sum_with_leaves_missing_is_refused():
-    tree = TreeSum(4, lambda a, b: a + b)
+    tree = TreeSum(4)
     for leaf in range(3):
-        tree.push(Node(0, leaf), 1.0)
+        tree.push(Node(0, leaf), 1.0, lambda a, b: a + b)
     with pytest.raises(ValueError, match="the sum of 4 leaves is not complete"):
         tree.total()
