@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from service.cluster.placement import Capacity
 from workers.config import JobSpec, ParallelConfig
 from workers.errors import MantaError
-from workers.spec.rules import find_problems
+from workers.spec.rules import divisors, find_problems
 
 
 class SizeOutOfBounds(MantaError):
@@ -44,7 +44,7 @@ def shapes_of(spec: JobSpec) -> list[JobSpec]:
     own = spec.layout
     if not spec.elastic.reshape:
         return [spec]
-    pairs = [(t, p) for t in _divisors(own.tensor) for p in _divisors(own.pipeline)]
+    pairs = [(t, p) for t in divisors(own.tensor) for p in divisors(own.pipeline)]
     largest_first = sorted(pairs, key=lambda pair: (-pair[0] * pair[1], -pair[0]))
     layouts = [_reshaped(own, *pair) for pair in largest_first[1:]]
     smaller = [spec.model_copy(update={"parallel": layout}) for layout in layouts]
@@ -117,7 +117,3 @@ def given_back(capacity: Capacity, nodes: Iterable[str | None]) -> Capacity:
             free[node] += 1
     held = {node: (total, min(total, free[node])) for node, (total, _) in capacity.nodes.items()}
     return replace(capacity, free=sum(count for _, count in held.values()), nodes=held)
-
-
-def _divisors(of: int) -> list[int]:
-    return [each for each in range(1, of + 1) if of % each == 0]

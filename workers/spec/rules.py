@@ -28,13 +28,13 @@ def find_problems(spec: JobSpec) -> list[Problem]:
 
 def nearest_divisor(of: int, to: int) -> int:
     """The divisor of `of` that lies nearest to `to` (the smaller one when two are as near)."""
-    return min(_divisors(of), key=lambda d: (abs(d - to), d))
+    return min(divisors(of), key=lambda d: (abs(d - to), d))
 
 
-def _divisors(of: int) -> list[int]:
-    """All divisors of `of`."""
+def divisors(of: int) -> list[int]:
+    """All divisors of `of`, from 1 up."""
     small = [d for d in range(1, math.isqrt(of) + 1) if of % d == 0]
-    return small + [of // d for d in small]
+    return sorted({*small, *(of // d for d in small)})
 
 
 def nearest_multiple(of: int, to: int) -> int:
@@ -129,7 +129,7 @@ def _key_value_heads_fit(spec: JobSpec) -> Iterator[Problem]:
         nearest = unit * nearest_divisor(model.heads // unit, max(1, round(groups / unit)))
         yield Problem("model.kv_heads", f"kv_heads ({groups}) must divide heads ({model.heads})", str(nearest))
     elif groups % tensor and tensor % groups and model.heads % tensor == 0:
-        fitting = [d for d in _divisors(model.heads) if d % tensor == 0 or tensor % d == 0]
+        fitting = [d for d in divisors(model.heads) if d % tensor == 0 or tensor % d == 0]
         nearest = min(fitting, key=lambda d: (abs(d - groups), d))
         yield Problem(
             "model.kv_heads",
@@ -223,7 +223,7 @@ def _ramp_reaches_the_batch(spec: JobSpec) -> Iterator[Problem]:
     elif (batch - ramp.start) // ramp.increment > MOST_INCREMENTS:
         unit = _interleaving_unit(spec)
         least = -(-(batch - ramp.start) // (MOST_INCREMENTS * unit))
-        fitting = min(d for d in _divisors((batch - ramp.start) // unit) if d >= least)
+        fitting = min(d for d in divisors((batch - ramp.start) // unit) if d >= least)
         yield Problem(
             "train.batch_ramp.increment",
             f"increments of {ramp.increment} make more than {MOST_INCREMENTS} of them",

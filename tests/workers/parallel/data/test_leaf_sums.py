@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from engine_specs import spec
@@ -48,6 +51,22 @@ def test_the_last_leaf_ends_with_the_trees_sum_in_the_flat_buffer(leaves):
         for start, end in RANGES:
             assert torch.equal(flat[start:end], total_of(leaves)[start:end])
     assert len(waiting) == buffers(leaves, 0, leaves)
+
+
+def test_buffers_are_freed_without_the_garbage_collector():
+    flat = torch.zeros(8)
+    waiting = WaitingBuffers(flat)
+    found = LeafSum(RANGES, 1, flat, waiting)
+    found.begin(4, range(4))
+    for number in range(3):
+        found.finished(number)
+    freed = weakref.ref(waiting)
+    gc.disable()
+    try:
+        del found, waiting
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_halves_of_a_step_that_broke_off_are_forgotten():
