@@ -28,9 +28,9 @@ def leaf(number: int) -> torch.Tensor:
 
 def total_of(leaves: int) -> torch.Tensor:
     """The sum of the leaves in the tree's order."""
-    tree: TreeSum[torch.Tensor] = TreeSum(leaves, lambda left, right: left + right)
+    tree: TreeSum[torch.Tensor] = TreeSum(leaves)
     for number in range(leaves):
-        tree.push(Node(0, number), leaf(number))
+        tree.push(Node(0, number), leaf(number), torch.add)
     return tree.total()
 
 
