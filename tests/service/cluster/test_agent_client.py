@@ -70,7 +70,10 @@ def test_orders_reports_and_answers_cross_with_their_types():
     asyncio.run(body())
 
 
-@pytest.mark.parametrize(("protocol", "real"), [(AgentClient, Agent), (NodeClient, NodeDaemon)])
+@pytest.mark.parametrize(
+    ("protocol", "real"),
+    [(AgentClient, Agent), (AgentClient, RayAgent), (AgentClient, FakeAgent), (NodeClient, NodeDaemon)],
+)
 def test_agents_and_daemons_have_what_their_clients_ask_for(protocol, real):
     for name in (name for name in vars(protocol) if not name.startswith("_")):
         asked, there = getattr(protocol, name).__annotations__, getattr(real, name).__annotations__
