@@ -99,7 +99,7 @@ class Manta:
         self.until(f"step {step} of {job}", reached, every=2 * POLL_SECONDS)
 
     def inject(self, job: str, kind: Any, rank: int, **more: Any) -> Any:
-        """Ask for a fault as soon as the job takes one, which is before its first step."""
+        """Ask for a fault as soon as the job has processes, which is before their first step."""
 
         def taken() -> Any:
             try:
@@ -108,6 +108,7 @@ class Manta:
                 assert error.problem.status == 409 and not is_final(self.client.job(job).state), self.story(job)
                 return None
 
+        self.pids(job)  # an agent that still starts would take a fault without saying so in time
         return self.until("the fault being taken", taken)
 
     def hold(self, job: str, rank: int, step: int = MIDDLE) -> None:
