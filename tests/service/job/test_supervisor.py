@@ -265,6 +265,24 @@ def test_launch_that_always_fails_is_given_up(two_replicas, cluster):
     assert cluster.nothing_held
 
 
+def test_launch_that_fails_counts_from_the_last_one_that_did_not(two_replicas, cluster):
+    job = two_replicas(cluster, recovery={"max_restarts": 2})
+
+    async def body():
+        cluster.agents.on_start = refusing("snapshot_steps", 2 * job.world_size)
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        job.ranks[0].refuse("snapshot_steps", "broken")
+        job.ranks[2].die()
+        await job.watched(2)
+        await job.finish()
+
+    story(body)
+    assert job.log.count("rank_lost") == 4
+    assert job.row.state == "SUCCEEDED"
+
+
 def test_agent_that_does_not_take_its_order_is_a_death_of_the_new_generation(two_replicas, cluster):
     job = two_replicas(cluster)
 
@@ -358,6 +376,19 @@ def test_job_cancelled_while_it_is_launched(two_replicas, cluster):
     assert cluster.nothing_held
 
 
+def test_job_cancelled_before_its_launch_gets_no_generation(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        cluster.agents.on_start = lambda agent: job.cancel() if agent.rank == 3 else None
+        await job.start()
+        await job.task
+
+    story(body)
+    assert job.log == ["STARTING", "CANCELLING", "CANCELLED"]
+    assert cluster.nothing_held
+
+
 def test_running_job_is_cancelled(two_replicas, cluster):
     job = two_replicas(cluster)
 
@@ -368,7 +399,7 @@ def test_running_job_is_cancelled(two_replicas, cluster):
         agents = list(job.ranks)
         job.cancel()
         await job.task
-        assert all(agent.stops for agent in agents)
+        assert all(agent.stops > agent.closes for agent in agents), "trainers end before their places are given back"
 
     story(body)
     assert job.log == [*UP, "CANCELLING", "CANCELLED"]
