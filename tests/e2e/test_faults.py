@@ -76,7 +76,12 @@ def test_faults_of_a_beginning_strike_in_the_next_generation(manta, undisturbed)
     inject(manta, job, "kill", 1, phase="start")
     inject(manta, job, "kill", 1, at_step=3)
     ended = manta.until_state(job, "SUCCEEDED")
-    assert sorted(entry[2] for entry in struck(manta, job)) == ["kill in data", "kill in recovery", "kill in start"]
+    assert sorted(entry[2] for entry in struck(manta, job)) == [
+        "kill in data",
+        "kill in recovery",
+        "kill in start",
+        "slow in data",
+    ]
     assert manta.curve(job) == undisturbed
     assert ended.restarts >= 2
 
