@@ -37,7 +37,7 @@ from api.schemas import (
 )
 from api.sse import EventParser
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
-from workers.messages import FaultKind
+from workers.protocol.messages import FaultKind
 
 __all__ = ["ApiError", "AsyncMantaClient", "MantaClient", "Problem", "ServiceUnreachable", "find_url"]
 

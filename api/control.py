@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from service.store import Store
-from workers.messages import Fault
+from workers.protocol.messages import Fault
 
 
 class ControlPlane(Protocol):

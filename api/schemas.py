@@ -15,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from workers.messages import FaultKind, FaultPhase
 from workers.nonfinite import number, spell
+from workers.protocol.messages import FaultKind, FaultPhase
 
 T = TypeVar("T")
 

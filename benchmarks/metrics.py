@@ -27,8 +27,8 @@ from benchmarks.support.jobs import quickstart
 from benchmarks.support.report import Report, deliver, parser, percentile
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
-from workers.messages import LaunchOrder, Resume
 from workers.paths import SHARED_MEMORY
+from workers.protocol.messages import LaunchOrder, Resume
 from workers.rank.report_lines import report_lines, reports_of
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec

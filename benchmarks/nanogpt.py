@@ -25,8 +25,8 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import Batches
 from workers.learning_rate import learning_rate
-from workers.messages import Resume
 from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Trainer

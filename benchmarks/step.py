@@ -35,7 +35,6 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
-from workers.host_memory import keep_freed_memory
 from workers.model.gpt import Layer
 from workers.model.parallelize import GPTStage
 from workers.parallel.data.flat import FlatParameters
@@ -44,6 +43,7 @@ from workers.parallel.tensor.products import TorchProducts
 from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.shards import fill_initial, named_shards
 from workers.spec.reading import parse_job_spec
+from workers.system.host_memory import keep_freed_memory
 
 LEARNING_RATE = 1e-4
 LIMITS = {"plain": 1 / 0.97, "transformers": 1.0}

@@ -30,9 +30,9 @@ from service.states import JobState, is_final
 from service.store import IllegalTransition, Store, jobs, ranks
 from service.store.tables import Job
 from service.stored_specs import stored_spec_problem
-from workers.messages import Fault
 from workers.paths import Paths
-from workers.process_end import ended
+from workers.protocol.messages import Fault
+from workers.system.process_end import ended
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.errors import MantaError
-from workers.messages import BETWEEN_STEPS, Fault
+from workers.protocol.messages import BETWEEN_STEPS, Fault
 
 
 class FaultsNotAllowed(MantaError):

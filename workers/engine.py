@@ -10,7 +10,6 @@ import torch
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
-from workers.host_memory import keep_freed_memory
 from workers.model.parallelize import GPTStage, compile_layers
 from workers.parallel.data.agreement import StepSums
 from workers.parallel.data.elastic_sums import ElasticReduction, ElasticStepSums
@@ -24,6 +23,7 @@ from workers.parallel.data.zero import ZeroOptimizer
 from workers.parallel.pipeline.runtime import Pipeline
 from workers.parallel.tensor.products import Products
 from workers.parallel.tensor.shards import fill_initial
+from workers.system.host_memory import keep_freed_memory
 
 
 class Engine:

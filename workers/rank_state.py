@@ -21,10 +21,10 @@ from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointNotSaved
 from workers.events import announce, named_samples, sample_data
-from workers.messages import Resume
 from workers.numerics.bad_numbers import BadStep, NumericsHistory, RollBack
 from workers.numerics.guard import NumberGuard
 from workers.parallel.data.step_statistics import StepStatistics
+from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.snapshot.files import fingerprint, layout_tag, remove_other_layouts
 from workers.snapshot.interval import SnapshotInterval

@@ -21,8 +21,8 @@ from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.errors import CheckpointError, MantaError
-from workers.messages import Resume
 from workers.nonfinite import spell
+from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.settings import Launcher, read_launcher
 from workers.spec.problems import SpecError

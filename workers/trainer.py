@@ -15,11 +15,11 @@ from workers.errors import PeerLost, ReplicaDiffers
 from workers.events import announce, named_samples, sample_data
 from workers.learning_rate import learning_rate
 from workers.liveness.stragglers import Stragglers
-from workers.messages import Resume
 from workers.numerics.bad_numbers import BadStep
 from workers.numerics.guard import error_of
 from workers.parallel.data.replica_check import ReplicaCheck
 from workers.parallel.data.step_statistics import StepStatistics
+from workers.protocol.messages import Resume
 from workers.rank_state import NO_PLACES, Places, RankState
 from workers.reporter import Reporter
 from workers.step_row import StepRows, mean_part_seconds, memory_in_use

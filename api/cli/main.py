@@ -20,7 +20,7 @@ from api.schemas import FaultRequest, FieldProblem
 from service.settings import Settings
 from service.states import STATE_NAMES, JobState
 from workers.errors import MantaError
-from workers.messages import FAULT_KINDS, FAULT_PHASES
+from workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
 from workers.spec.problems import SpecError
 from workers.spec.reading import read_document
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from api import schemas
 from api.parameters import Control, JobId
 from service.store import jobs
-from workers.messages import Fault
+from workers.protocol.messages import Fault
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/faults", tags=["faults"])
 

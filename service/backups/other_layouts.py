@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from service.backups.transfer import address_of
 from service.cluster.agent_client import AgentClient
-from workers.messages import StoredSnapshot
+from workers.protocol.messages import StoredSnapshot
 from workers.snapshot.files import BACKUP_PREFIX
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from service.backups.other_layouts import FilesByHost
 from service.backups.partners import partners, reachable
 from service.backups.transfer import address_of
 from service.cluster.agent_client import AgentClient
-from workers.messages import BackupAddress
+from workers.protocol.messages import BackupAddress
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping
 
 from service.cluster.agent_client import AgentClient, AgentError
-from workers.messages import BackupAddress
+from workers.protocol.messages import BackupAddress
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What the control plane asks of agents and node daemons, and how it reaches them over Ray.
 
 The rest of the service knows `AgentClient` and `NodeClient` only, and their errors: where a call goes, and what Ray
-raises on the way, is known here. Calls cross as JSON (`workers/remote_call.py`).
+raises on the way, is known here. Calls cross as JSON (`workers/protocol/remote_call.py`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from workers.errors import MantaError
-from workers.json_codec import JsonObject
 from workers.liveness.trainer_status import TrainerStatus
-from workers.messages import (
+from workers.protocol.json_codec import JsonObject
+from workers.protocol.messages import (
     AgentDescription,
     BackupAddress,
     Fault,
@@ -24,8 +24,8 @@ from workers.messages import (
     StoredSnapshot,
     check_protocol,
 )
-from workers.remote_call import call
-from workers.reports import Report
+from workers.protocol.remote_call import call
+from workers.protocol.reports import Report
 from workers.snapshot.backup import BackupProgress
 from workers.zygote.client import Exit
 

@@ -12,8 +12,8 @@ from service.cluster.connection import RayConnection, detached
 from service.cluster.nodes import Nodes
 from service.cluster.placement import Seat, Unit, agent_name, job_of
 from service.cluster.ray_private import node_of_actor
-from workers.messages import AgentDescription
 from workers.paths import Paths
+from workers.protocol.messages import AgentDescription
 from workers.rank.agent import Agent
 
 T = TypeVar("T")

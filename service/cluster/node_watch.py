@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 from service.cluster.cluster import Cluster
 from service.cluster.nodes import RayNode
-from workers.json_codec import MalformedMessage, from_json
-from workers.messages import Heartbeat
+from workers.protocol.json_codec import MalformedMessage, from_json
+from workers.protocol.messages import Heartbeat
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from service.states import JobState
 from service.store import jobs
 from service.store.tables import Job
 from workers.config import JobSpec
-from workers.messages import LaunchOrder
+from workers.protocol.messages import LaunchOrder
 
 log = logging.getLogger(__name__)
 

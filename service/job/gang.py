@@ -16,7 +16,7 @@ from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import given_back, resized
 from workers.comm.grid import state_peers
 from workers.config import JobSpec, ParallelConfig
-from workers.messages import AgentDescription
+from workers.protocol.messages import AgentDescription
 from workers.snapshot.files import layout_tag
 
 REPLICA_SECONDS = 10.0

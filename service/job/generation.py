@@ -14,7 +14,7 @@ from typing import Any
 from service.cluster.agent_client import AgentClient, AgentError, within
 from service.recovery.decisions import Death, culprit_of, describe_exit
 from workers.liveness.trainer_status import TrainerStatus
-from workers.reports import Exited, Finished, Report, Resting
+from workers.protocol.reports import Exited, Finished, Report, Resting
 
 POLL_SECONDS = 30.0
 # After the first rank that merely lost a peer, how long to wait for the death that explains it.

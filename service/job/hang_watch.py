@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from service.cluster.agent_client import AgentClient, AgentError, AgentSilent, within
 from service.recovery.hangs import AXES, Group, Look, Verdict, find_culprits, waiting_for
-from workers.json_codec import JsonObject, to_json
 from workers.liveness.trainer_status import TrainerStatus
-from workers.reports import Event, Report
+from workers.protocol.json_codec import JsonObject, to_json
+from workers.protocol.reports import Event, Report
 
 ASK_SECONDS = 2.0
 """An agent that takes longer to say where its trainer stands is silent."""

@@ -18,8 +18,8 @@ from service.job.resume import newest_state
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.errors import MantaError
-from workers.messages import AgentDescription, Launched, LaunchOrder, Resume, StoreAddress
-from workers.reports import Report
+from workers.protocol.messages import AgentDescription, Launched, LaunchOrder, Resume, StoreAddress
+from workers.protocol.reports import Report
 
 # A launch that takes longer has an agent in it that does not answer; a node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0

@@ -15,7 +15,7 @@ from service.states import JobState, can
 from service.store import Store, checkpoints, events, generations, jobs, ranks, recoveries
 from service.store.tables import Generation, Job
 from workers.config import ParallelConfig
-from workers.messages import Resume
+from workers.protocol.messages import Resume
 
 Outcome = Mapping[str, Any]
 """How a job ends: `state`, `reason`, `message`."""

@@ -12,8 +12,8 @@ from service.states import JobState
 from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks, recoveries
 from service.store.generations import TrainedStep
 from service.store.tables import Recovery
-from workers.json_codec import JsonObject
-from workers.reports import Event, Exited, Finished, Metrics, Report, Started
+from workers.protocol.json_codec import JsonObject
+from workers.protocol.reports import Event, Exited, Finished, Metrics, Report, Started
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from service.recovery.decisions import choose_resume, unusable_sources
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm.grid import state_groups
 from workers.config import JobSpec
-from workers.messages import Resume, StoredSnapshot
+from workers.protocol.messages import Resume, StoredSnapshot
 from workers.snapshot.files import layout_tag
 
 log = logging.getLogger(__name__)

@@ -35,8 +35,8 @@ from service.states import JobState
 from service.store import Store, ranks
 from service.store.tables import Job, Rank
 from workers.checkpoint.catalog import whole_checkpoints
-from workers.json_codec import to_json
-from workers.messages import BETWEEN_STEPS, Fault
+from workers.protocol.json_codec import to_json
+from workers.protocol.messages import BETWEEN_STEPS, Fault
 
 log = logging.getLogger(__name__)
 

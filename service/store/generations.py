@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from service.store import jobs
 from service.store.tables import Generation
-from workers.step_clock import WAITS, Wait
+from workers.timing.step_clock import WAITS, Wait
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class TrainedStep:
 
     @classmethod
     def of(cls, seconds: dict[str, Any], at: float, redone: bool = False, counts: bool = True) -> TrainedStep:
-        """The step of which a report says `seconds`, as `workers.step_clock` makes them."""
+        """The step of which a report says `seconds`, as `workers.timing.step_clock` makes them."""
         wall = left = max(0.0, float(seconds.get("wall", 0.0)))
         waits: dict[Wait, float] = {}
         for name in WAITS:

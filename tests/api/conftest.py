@@ -17,7 +17,7 @@ from service.cluster.errors import NodeNotFound
 from service.faults import FaultsNotAllowed, refuse_impossible
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
-from workers.messages import Fault
+from workers.protocol.messages import Fault
 
 DOCUMENT: dict[str, Any] = {
     "name": "small",

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from api.cli.main import app
 from api.client import MantaClient
-from workers.json_codec import to_json
+from workers.protocol.json_codec import to_json
 
 
 @pytest.fixture

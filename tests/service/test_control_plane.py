@@ -13,7 +13,7 @@ from service.job.supervisor import Supervisor
 from service.store import JobNotFound, events, jobs
 from tests.service.support.fake_cluster import FakeCluster
 from workers.config import JobSpec
-from workers.messages import Fault
+from workers.protocol.messages import Fault
 
 SECONDS = 20.0
 

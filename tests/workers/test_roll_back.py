@@ -8,7 +8,7 @@ from number_programs import train
 
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.config import ParallelConfig
-from workers.messages import Resume
+from workers.protocol.messages import Resume
 
 LAYOUTS = ((2, 1, 1), (1, 2, 1), (1, 1, 2))
 BAD_STEP, STEPS, BATCH = 8, 12, 8

@@ -15,12 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
-from workers.comm.step_parts import PARTS
 from workers.errors import NonFiniteError
 from workers.liveness.progress import Progress, ProgressReader, progress_path
-from workers.messages import Resume
+from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.snapshot.files import steps_kept
+from workers.timing.step_parts import PARTS
 from workers.trainer import Places, Trainer
 
 

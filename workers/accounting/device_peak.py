@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 
 from workers.accounting.device_table import known_peak
-from workers.json_codec import JsonObject, to_json
-from workers.messages import PeakRate
+from workers.protocol.json_codec import JsonObject, to_json
+from workers.protocol.messages import PeakRate
 
 MEASURE_SECONDS = 0.2
 CPU_SIZE, CUDA_SIZE = 768, 8192

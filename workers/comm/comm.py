@@ -22,10 +22,10 @@ from workers.comm.links import Links
 from workers.comm.links_backend import LinksBackend, linked_through_first
 from workers.comm.process_groups import ProcessGroups
 from workers.comm.shared_work import SharedWork
-from workers.comm.step_phases import StepPhase, StepPhases
 from workers.errors import PeerLost
 from workers.liveness.progress import Progress
-from workers.own_address import address_towards
+from workers.system.own_address import address_towards
+from workers.timing.step_phases import StepPhase, StepPhases
 
 BackendKind = Literal["links", "process_groups"]
 

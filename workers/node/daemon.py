@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.errors import MantaError
-from workers.json_codec import JsonObject, from_json, to_json
-from workers.messages import NodeDescription, PeakRate, StoreAddress, StoreArgument, StorePort
 from workers.node.heartbeat import HeartbeatServer
 from workers.node.host import this_host
 from workers.node.preemption import NOTICE_SECONDS, on_termination
 from workers.paths import SHARED_MEMORY, Paths, zygote_socket
-from workers.remote_call import serve
+from workers.protocol.json_codec import JsonObject, from_json, to_json
+from workers.protocol.messages import NodeDescription, PeakRate, StoreAddress, StoreArgument, StorePort
+from workers.protocol.remote_call import serve
 from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from workers.zygote.owner import ZygoteOwner
 

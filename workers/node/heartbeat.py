@@ -14,8 +14,8 @@ import threading
 import time
 from typing import Any
 
-from workers.json_codec import to_json
-from workers.messages import Heartbeat
+from workers.protocol.json_codec import to_json
+from workers.protocol.messages import Heartbeat
 
 BACKLOG = 64
 CHUNK_BYTES = 4096

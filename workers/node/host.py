@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from workers.own_address import outward_address
+from workers.system.own_address import outward_address
 
 
 @dataclass(frozen=True)

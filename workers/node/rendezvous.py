@@ -7,8 +7,8 @@ import socket
 
 from torch.distributed import TCPStore
 
-from workers.json_codec import JsonObject, from_json, to_json
-from workers.messages import StoreArgument, StorePort
+from workers.protocol.json_codec import JsonObject, from_json, to_json
+from workers.protocol.messages import StoreArgument, StorePort
 
 BACKLOG = 1024
 

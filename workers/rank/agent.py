@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from workers.json_codec import JsonObject
 from workers.liveness.trainer_status import TrainerStatus
-from workers.messages import (
+from workers.node.host import this_host
+from workers.protocol.json_codec import JsonObject
+from workers.protocol.messages import (
     AgentDescription,
     BackupAddress,
     Fault,
@@ -20,12 +21,11 @@ from workers.messages import (
     StoredSnapshot,
     check_protocol,
 )
-from workers.node.host import this_host
+from workers.protocol.remote_call import serve
+from workers.protocol.reports import KillReason, Report
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.snapshot_sharing import SnapshotSharing
 from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
-from workers.remote_call import serve
-from workers.reports import KillReason, Report
 from workers.snapshot.backup import BackupProgress
 from workers.zygote.client import Exit
 

@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from workers.messages import Fault, LaunchOrder
+from workers.protocol.messages import Fault, LaunchOrder
 from workers.rank.commands import Arm, Go, Rest, read_command
 
 EXIT_ORPHANED = 76

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from workers.json_codec import MalformedMessage, from_json, to_json
-from workers.messages import Fault, LaunchOrder
+from workers.protocol.json_codec import MalformedMessage, from_json, to_json
+from workers.protocol.messages import Fault, LaunchOrder
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import psutil  # type: ignore[import-untyped]
 
 from workers.liveness.progress import Phase
-from workers.messages import BETWEEN_STEPS, Fault, FaultPhase
+from workers.protocol.messages import BETWEEN_STEPS, Fault, FaultPhase
 
 _REACHED: dict[FaultPhase, tuple[Phase, ...]] = {"start": ("connecting", "restoring"), "recovery": ("restoring",)}
 _FOREVER_SECONDS = 10**6

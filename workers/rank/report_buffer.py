@@ -7,7 +7,7 @@ import time
 from collections import deque
 from dataclasses import replace
 
-from workers.reports import Metrics, Payload, Report
+from workers.protocol.reports import Metrics, Payload, Report
 
 REPORTS_PER_READ = 2000
 MOST_ROWS = 50_000

@@ -6,8 +6,8 @@ import json
 import time
 from typing import Any
 
-from workers.messages import LaunchOrder
-from workers.reports import Event, Metrics, Payload, Report, payload_of
+from workers.protocol.messages import LaunchOrder
+from workers.protocol.reports import Event, Metrics, Payload, Report, payload_of
 
 
 def reports_of(order: LaunchOrder, messages: list[dict[str, Any]]) -> list[Report]:

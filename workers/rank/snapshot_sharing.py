@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from workers.messages import BackupAddress, StoredSnapshot
 from workers.node.host import this_host
 from workers.paths import rank_stem
+from workers.protocol.messages import BackupAddress, StoredSnapshot
 from workers.snapshot.backup import BackupError, BackupProgress, BackupSender, BackupServer, fetch
 from workers.snapshot.files import snapshot_files, steps_kept
 from workers.snapshot.snapshot_file import committed_steps

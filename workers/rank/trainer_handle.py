@@ -9,12 +9,12 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
 
-from workers.json_codec import MalformedMessage
-from workers.messages import FAULT_STRUCK, Fault, LaunchOrder
+from workers.protocol.json_codec import MalformedMessage
+from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
+from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
 from workers.rank.commands import Arm, Command, Go, Rest, command_line
 from workers.rank.rank_log import LineSplitter, RankLog
 from workers.rank.report_buffer import ReportBuffer
-from workers.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
 from workers.zygote.client import Exit, ForkedProcess
 
 DRAIN_SECONDS = 2.0

@@ -34,10 +34,21 @@ from workers.errors import (
     SharedMemoryError,
     SpikeError,
 )
-from workers.json_codec import JsonObject, from_json, to_json
 from workers.liveness.progress import Progress
 from workers.liveness.stacks import answer_with_stacks
-from workers.messages import FAULT_STRUCK, Fault, LaunchOrder, TrainerArgument
+from workers.protocol.json_codec import JsonObject, from_json, to_json
+from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TrainerArgument
+from workers.protocol.reports import (
+    Event,
+    Failure,
+    Finished,
+    Payload,
+    Prepared,
+    Report,
+    Resting,
+    Started,
+    kind_of,
+)
 from workers.rank.command_reader import CommandReader, exit_orphaned
 from workers.rank.faults import (
     Faults,
@@ -51,17 +62,6 @@ from workers.rank.faults import (
 from workers.rank.priority import give_way
 from workers.rank.report_lines import report_lines, reports_of
 from workers.reporter import Reporter
-from workers.reports import (
-    Event,
-    Failure,
-    Finished,
-    Payload,
-    Prepared,
-    Report,
-    Resting,
-    Started,
-    kind_of,
-)
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
 

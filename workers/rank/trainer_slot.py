@@ -8,17 +8,17 @@ import contextlib
 from dataclasses import dataclass, replace
 
 from workers.errors import MantaError
-from workers.json_codec import to_json
 from workers.liveness.stacks import stacks_path, take_stacks
 from workers.liveness.trainer_status import TrainerStatus
 from workers.liveness.trainer_watch import TrainerWatch
-from workers.messages import Fault, Launched, LaunchOrder, TrainerArgument
 from workers.node.host import this_host
 from workers.paths import Paths, zygote_socket
+from workers.protocol.json_codec import to_json
+from workers.protocol.messages import Fault, Launched, LaunchOrder, TrainerArgument
+from workers.protocol.reports import KillReason
 from workers.rank.rank_log import RankLog
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.trainer_handle import TrainerHandle
-from workers.reports import KillReason
 from workers.zygote.client import Exit, ZygoteUnavailable, fork
 
 ZYGOTE_WAIT_SECONDS = 60.0

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from workers.errors import CheckpointError, MantaError
-from workers.json_codec import JsonObject, MalformedMessage, from_json, to_json
+from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
 from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
 
 T = TypeVar("T")

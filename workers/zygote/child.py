@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TextIO
 
-from workers.json_codec import JsonObject
+from workers.protocol.json_codec import JsonObject
 
 Entry = Callable[[JsonObject, socket.socket], int]
 """What a child runs: argument and control socket in, exit code out."""

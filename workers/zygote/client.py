@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.errors import MantaError
-from workers.json_codec import JsonObject, from_json, to_json
-from workers.messages import ForkAnswer, ForkRequest, check_protocol
-from workers.process_end import ended, kill_group
+from workers.protocol.json_codec import JsonObject, from_json, to_json
+from workers.protocol.messages import ForkAnswer, ForkRequest, check_protocol
+from workers.system.process_end import ended, kill_group
 
 CONTROL_LINE_BYTES = 64 * 1024 * 1024
 """Longest JSON line that a child may send on its control socket."""

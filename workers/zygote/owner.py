@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from workers.process_end import ended
+from workers.system.process_end import ended
 from workers.zygote.server import ONE_THREAD
 
 RESTART_SECONDS = 1.0

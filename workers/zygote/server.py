@@ -35,9 +35,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workers.json_codec import MalformedMessage, from_json, to_json
-from workers.messages import ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
-from workers.process_end import kill_group
+from workers.protocol.json_codec import MalformedMessage, from_json, to_json
+from workers.protocol.messages import ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
+from workers.system.process_end import kill_group
 from workers.zygote.child import Entry, ParentDeathSignal, reset_signals, run_child
 
 DEFAULT_ENTRIES = {

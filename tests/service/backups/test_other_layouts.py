@@ -4,7 +4,7 @@ import asyncio
 
 from service.backups.other_layouts import spread, whole_states
 from tests.service.support.fake_agents import FakeAgent
-from workers.messages import StoredSnapshot
+from workers.protocol.messages import StoredSnapshot
 
 
 def file(rank, *steps, layout="aaaa", backup=False):

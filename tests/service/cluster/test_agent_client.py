@@ -17,10 +17,10 @@ from service.cluster.agent_client import (
     within,
 )
 from tests.service.support.fake_agents import FakeAgent
-from workers.messages import AgentDescription, Fault, Launched, LaunchOrder, NodeDescription, ProtocolMismatch
 from workers.node.daemon import NodeDaemon
+from workers.protocol.messages import AgentDescription, Fault, Launched, LaunchOrder, NodeDescription, ProtocolMismatch
+from workers.protocol.remote_call import serve
 from workers.rank.agent import Agent
-from workers.remote_call import serve
 
 
 class RayError(Exception):

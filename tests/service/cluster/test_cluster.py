@@ -11,8 +11,8 @@ from service.cluster.agent_client import AgentFailed
 from service.cluster.placement import agent_name, placement_group_name, seats_of
 from service.cluster.placement_groups import NotPlaced
 from workers.config import ParallelConfig
-from workers.messages import LaunchOrder
 from workers.paths import Paths
+from workers.protocol.messages import LaunchOrder
 
 LAYOUT = ParallelConfig(tensor=2, pipeline=2, data=2)
 

@@ -5,7 +5,7 @@ import asyncio
 from service.job.generation import RunningGeneration
 from tests.service.support.fake_agents import FakeAgent
 from workers.liveness.trainer_status import TrainerStatus
-from workers.reports import Exited, Failure, Finished, KillReason, Metrics
+from workers.protocol.reports import Exited, Failure, Finished, KillReason, Metrics
 
 
 def agent_of(rank):

@@ -9,7 +9,7 @@ from service.job import hang_watch
 from service.job.hang_watch import HangWatch
 from tests.service.support.fake_agents import FakeAgent
 from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
-from workers.reports import Event, KillReason, Report
+from workers.protocol.reports import Event, KillReason, Report
 
 COUNTS = {"tensor": 5, "pipeline": 0, "data": 3, "embedding": 0, "world": 2, "sent": 0, "received": 0}
 

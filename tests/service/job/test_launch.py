@@ -15,7 +15,7 @@ from service.recovery.timeline import RecoveryTimeline
 from service.store import events, generations, ranks
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
-from workers.messages import AgentDescription, Resume
+from workers.protocol.messages import AgentDescription, Resume
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from service.job.record import JobRecord
 from service.store import events, jobs
 from workers.config import ParallelConfig
-from workers.messages import Resume
+from workers.protocol.messages import Resume
 
 
 @pytest.fixture

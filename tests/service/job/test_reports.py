@@ -10,7 +10,7 @@ from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import checkpoints, events, generations, jobs, metrics, ranks, recoveries
 from service.store.recoveries import Beginning
-from workers.reports import Metrics, Report, payload_of
+from workers.protocol.reports import Metrics, Report, payload_of
 
 
 @pytest.fixture

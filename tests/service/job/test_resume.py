@@ -11,7 +11,7 @@ from service.job.resume import newest_state
 from service.store import checkpoints, generations
 from tests.service.support.fake_cluster import FakeCluster
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
-from workers.messages import Resume
+from workers.protocol.messages import Resume
 from workers.snapshot.files import layout_tag
 
 

@@ -8,8 +8,19 @@ from collections.abc import Callable
 
 from service.cluster.agent_client import AgentFailed, AgentLost
 from workers.liveness.trainer_status import TrainerStatus
-from workers.messages import AgentDescription, BackupAddress, Fault, Launched, LaunchOrder, StoredSnapshot
-from workers.reports import Event, Exited, Failure, Finished, KillReason, Metrics, Payload, Report, Resting, Started
+from workers.protocol.messages import AgentDescription, BackupAddress, Fault, Launched, LaunchOrder, StoredSnapshot
+from workers.protocol.reports import (
+    Event,
+    Exited,
+    Failure,
+    Finished,
+    KillReason,
+    Metrics,
+    Payload,
+    Report,
+    Resting,
+    Started,
+)
 from workers.snapshot.backup import BackupProgress
 from workers.zygote.client import Exit
 

@@ -13,9 +13,16 @@ from service.cluster.nodes import RayNode
 from service.cluster.placement import Capacity, agent_name, placement_group_name, replica_bundles
 from service.cluster.placement_groups import NotPlaced
 from tests.service.support.fake_agents import FakeAgent
-from workers.messages import BackupAddress, Launched, LaunchOrder, NodeDescription, StoreAddress, StoredSnapshot
 from workers.paths import Paths
-from workers.reports import Report
+from workers.protocol.messages import (
+    BackupAddress,
+    Launched,
+    LaunchOrder,
+    NodeDescription,
+    StoreAddress,
+    StoredSnapshot,
+)
+from workers.protocol.reports import Report
 from workers.snapshot.files import layout_tag
 
 

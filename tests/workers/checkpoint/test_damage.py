@@ -35,7 +35,7 @@ from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFil
 from workers.comm.shared_work import SharedWork
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError
-from workers.messages import Resume
+from workers.protocol.messages import Resume
 from workers.trainer import Trainer
 
 BLOCK = 4096

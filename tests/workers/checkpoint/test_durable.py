@@ -21,7 +21,7 @@ from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
 from workers.errors import CheckpointError
-from workers.messages import Resume
+from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer

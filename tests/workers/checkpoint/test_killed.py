@@ -14,7 +14,7 @@ import yaml
 from checkpoint_programs import job, lone
 
 from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
-from workers.messages import Resume
+from workers.protocol.messages import Resume
 
 ROOT = Path(__file__).parents[3]
 

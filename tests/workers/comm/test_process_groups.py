@@ -15,7 +15,7 @@ from rank_programs import train_job
 from workers.comm.comm import Comm
 from workers.config import ParallelConfig
 from workers.errors import PeerLost
-from workers.messages import Resume
+from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from workers.json_codec import to_json
-from workers.messages import Fault, Launched, LaunchOrder
 from workers.paths import Paths
+from workers.protocol.json_codec import to_json
+from workers.protocol.messages import Fault, Launched, LaunchOrder
+from workers.protocol.reports import Exited, Failure, KillReason
 from workers.rank.agent import Agent
 from workers.rank.trainer_handle import TrainerHandle
 from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
-from workers.reports import Exited, Failure, KillReason
 from workers.zygote.client import Exit
 
 ROOT = Path(__file__).parents[3]
@@ -217,8 +217,8 @@ def test_close_removes_the_snapshots_of_this_rank_only(make_agent, go, tmp_path)
 def test_stopped_trainer_dies_with_its_agent(zygote, tmp_path, gone):
     script = (
         "import asyncio, json, os, signal, sys\n"
-        "from workers.json_codec import from_json\n"
-        "from workers.messages import LaunchOrder\n"
+        "from workers.protocol.json_codec import from_json\n"
+        "from workers.protocol.messages import LaunchOrder\n"
         "from workers.rank.agent import Agent\n"
         "async def main():\n"
         "    agent = Agent('job-1', 3, sys.argv[1], sys.argv[2], None)\n"

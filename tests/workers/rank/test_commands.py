@@ -2,8 +2,8 @@
 
 import pytest
 
-from workers.json_codec import MalformedMessage
-from workers.messages import Fault, LaunchOrder, Resume
+from workers.protocol.json_codec import MalformedMessage
+from workers.protocol.messages import Fault, LaunchOrder, Resume
 from workers.rank.commands import Arm, Go, Rest, command_line, read_command
 
 ORDER = LaunchOrder("job-1", 2, 1, {"any": [1]}, resume=Resume("memory", 3, paths=("/a", "/b")), in_place=True)

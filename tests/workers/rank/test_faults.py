@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.comm.step_phases import StepPhases
 from workers.liveness.progress import Progress
-from workers.messages import Fault
+from workers.protocol.messages import Fault
 from workers.rank.faults import Faults, kill_store, run_out_of_memory
+from workers.timing.step_phases import StepPhases
 
 ROOT = Path(__file__).parents[3]
 

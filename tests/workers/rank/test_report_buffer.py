@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
+from workers.protocol.reports import Exited, Metrics
 from workers.rank.report_buffer import ReportBuffer
-from workers.reports import Exited, Metrics
 
 
 def read_all(buffer):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from workers.messages import BackupAddress, StoredSnapshot
+from workers.protocol.messages import BackupAddress, StoredSnapshot
 from workers.rank.snapshot_sharing import SnapshotSharing
 from workers.snapshot.backup import BackupError
 from workers.snapshot.files import snapshot_path

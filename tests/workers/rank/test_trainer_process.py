@@ -19,13 +19,13 @@ from workers.errors import (
     SharedMemoryError,
     SpikeError,
 )
-from workers.json_codec import to_json
 from workers.liveness.progress import Progress
-from workers.messages import Fault, LaunchOrder, Resume, TrainerArgument
+from workers.protocol.json_codec import to_json
+from workers.protocol.messages import Fault, LaunchOrder, Resume, TrainerArgument
+from workers.protocol.reports import Event, Failure, Finished, Metrics, Prepared, Report, Resting, Started
 from workers.rank import trainer_process
 from workers.rank.commands import Arm, Go, Rest, command_line
 from workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST, TrainerProcess
-from workers.reports import Event, Failure, Finished, Metrics, Prepared, Report, Resting, Started
 
 SECONDS = 20.0
 

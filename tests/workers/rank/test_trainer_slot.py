@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from workers.messages import Fault, Launched, LaunchOrder
 from workers.paths import Paths
+from workers.protocol.messages import Fault, Launched, LaunchOrder
+from workers.protocol.reports import KillReason
 from workers.rank import trainer_slot
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
-from workers.reports import KillReason
 from workers.zygote.client import Exit, ZygoteUnavailable
 
 

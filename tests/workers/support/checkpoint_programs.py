@@ -20,8 +20,8 @@ from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.engine import Engine
 from workers.errors import CheckpointError
-from workers.messages import Resume
 from workers.parallel.data.flat import Range
+from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.snapshot.files import snapshot_files
 from workers.spec.reading import parse_job_spec

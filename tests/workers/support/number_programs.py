@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from workers.comm.comm import Comm
-from workers.messages import Resume
 from workers.parallel.data.step_statistics import StepStatistics
+from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.snapshot.files import steps_kept
 from workers.spec.reading import parse_job_spec

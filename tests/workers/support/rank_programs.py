@@ -22,9 +22,9 @@ from workers.data.batch_plan import replica_micro_batches
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
 from workers.learning_rate import learning_rate
-from workers.messages import Resume
 from workers.parallel.data.step_statistics import StepStatistics
 from workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
+from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer

@@ -13,7 +13,7 @@ from rank_processes import HOST
 from workers.comm.comm import Comm
 from workers.comm.links_backend import LinksBackend
 from workers.errors import PeerLost
-from workers.messages import Resume
+from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.snapshot.snapshot_file import committed_steps
 from workers.spec.reading import parse_job_spec

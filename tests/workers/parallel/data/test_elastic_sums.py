@@ -20,9 +20,9 @@ from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
 from workers.engine import Engine
-from workers.messages import Resume
 from workers.parallel.data.elastic_sums import ElasticReduction, row_squares, sum_of_halves
 from workers.parallel.pipeline.schedules import KINDS, schedule
+from workers.protocol.messages import Resume
 from workers.spec.reading import parse_job_spec
 
 STEPS = 3

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from number_programs import flip, train
 
 from workers.config import ParallelConfig
-from workers.messages import Resume
 from workers.parallel.data.replica_check import BLOCK_WORDS, SOUND, UNKNOWN, UNSOUND, hash_of, multipliers, odd_ones
+from workers.protocol.messages import Resume
 
 WEIGHTS = multipliers(torch.device("cpu"))
 STEP = 3

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from workers.json_codec import JsonObject, MalformedMessage, codec_of, from_json, to_json
+from workers.protocol.json_codec import JsonObject, MalformedMessage, codec_of, from_json, to_json
 
 
 @dataclass(frozen=True)

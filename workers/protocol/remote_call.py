@@ -12,7 +12,7 @@ import typing
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from workers.json_codec import Codec, JsonObject, MalformedMessage, codec_of
+from workers.protocol.json_codec import Codec, JsonObject, MalformedMessage, codec_of
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.messages import PROTOCOL, ProtocolMismatch, check_protocol
+from workers.protocol.messages import PROTOCOL, ProtocolMismatch, check_protocol
 
 
 def test_another_protocol_is_refused_with_a_sentence():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from workers.errors import MantaError
-from workers.json_codec import JsonObject
+from workers.protocol.json_codec import JsonObject
 
 PROTOCOL = 1
 """Version of all messages between processes. Raised by a change that the other end must know of."""

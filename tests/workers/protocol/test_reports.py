@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from workers.json_codec import MalformedMessage
 from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
-from workers.reports import (
+from workers.protocol.json_codec import MalformedMessage
+from workers.protocol.reports import (
     PAYLOADS,
     Event,
     Exited,

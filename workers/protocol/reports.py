@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from workers.json_codec import JsonObject, MalformedMessage, from_json, to_json
 from workers.liveness.trainer_status import TrainerStatus
+from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from workers.json_codec import MalformedMessage
-from workers.remote_call import call, serve
+from workers.protocol.json_codec import MalformedMessage
+from workers.protocol.remote_call import call, serve
 
 
 @dataclass(frozen=True)

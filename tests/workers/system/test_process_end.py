@@ -8,7 +8,7 @@ import sys
 
 import psutil
 
-from workers.process_end import ended, kill_group
+from workers.system.process_end import ended, kill_group
 
 PARENT = "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); input()"
 

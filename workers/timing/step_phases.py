@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from workers.comm.step_parts import Part, StepParts
 from workers.liveness.progress import Phase, Progress
-from workers.step_clock import StepClock, Wait
+from workers.timing.step_clock import StepClock, Wait
+from workers.timing.step_parts import Part, StepParts
 
 State = Literal["starting", "connecting", "restoring", "resting", "done"]
 """Phases outside of steps, which last until the next one."""
