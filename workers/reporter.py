@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from workers.protocol.reports import Event, Message, Metrics, Payload
+
 BATCH_SECONDS = 0.1
 
-Sink = Callable[[list[dict[str, Any]]], None]
-"""Takes messages `{"kind", "time", "data"}` in order; may block, may raise OSError when the other side is gone."""
+Sink = Callable[[list[Message]], None]
+"""Takes messages in order; may block, may raise OSError when the other side is gone."""
 
 
 class Reporter:
@@ -19,26 +21,26 @@ class Reporter:
 
     def __init__(self, sink: Sink):
         self._sink = sink
-        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._urgent = threading.Event()
         self._thread = threading.Thread(target=self._ship, name="reporter", daemon=True)
         self._thread.start()
 
     def metrics(self, row: dict[str, Any]) -> None:
         """One committed step's numbers, by the names of the REST contract."""
-        self._put("metrics", row)
+        self._put(Metrics((row,)))
 
     def event(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
         """Something worth telling the user."""
-        self._put("event", {"type": kind, "step": step, "message": message, **data})
+        self._put(Event(kind, message, step, data))
 
-    def send(self, kind: str, data: dict[str, Any]) -> None:
-        """A message of another kind, which somebody waits for: it does not wait for a batch."""
-        self._put(kind, data)
+    def send(self, payload: Payload) -> None:
+        """Something else, for which somebody waits: it does not wait for a batch."""
+        self._put(payload)
         self._urgent.set()
 
-    def _put(self, kind: str, data: dict[str, Any]) -> None:
-        self._queue.put({"kind": kind, "time": time.time(), "data": data})
+    def _put(self, payload: Payload) -> None:
+        self._queue.put(Message(payload, time.time()))
 
     def close(self, timeout: float = 5.0) -> None:
         """Ship what is queued and stop. Gives up after `timeout` seconds."""

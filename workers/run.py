@@ -23,6 +23,7 @@ from workers.config import JobSpec
 from workers.errors import CheckpointError, MantaError
 from workers.nonfinite import spell
 from workers.protocol.messages import Resume
+from workers.protocol.reports import Event, Message, Metrics
 from workers.reporter import Reporter
 from workers.settings import Launcher, read_launcher
 from workers.spec.problems import SpecError
@@ -155,14 +156,14 @@ class MetricsFile:
         if self._file is not None:
             self._file.close()
 
-    def write(self, messages: list[dict[str, Any]]) -> None:
+    def write(self, messages: list[Message]) -> None:
         """Take a batch of the reporter's messages."""
-        for message in messages:
-            data = message["data"]
-            if message["kind"] == "metrics":
-                self._metrics(data)
-            elif message["kind"] == "event":
-                print(data["message"], flush=True)
+        for payload in (message.payload for message in messages):
+            if isinstance(payload, Metrics):
+                for row in payload.rows:
+                    self._metrics(row)
+            elif isinstance(payload, Event):
+                print(payload.message, flush=True)
 
     def _metrics(self, row: dict[str, Any]) -> None:
         if self._file is not None:

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from engine_specs import spec
+from reported import events_of, rows_of
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from workers.checkpoint.catalog import whole_checkpoints
@@ -82,10 +83,10 @@ def test_a_step_that_is_not_finite_fails_the_job_and_names_its_samples(tmp_path)
 
 
 def test_a_step_that_is_not_finite_can_pass_without_an_update(tmp_path):
-    told = []
+    messages = []
     job = _two_step_job(tmp_path, nonfinite="skip")
     comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"))
-    reporter = Reporter(told.extend)
+    reporter = Reporter(messages.extend)
     trainer = Trainer(job, comm, reporter, 1e9, Places())
     trainer.restore(Resume())
     trainer.train_step()
@@ -97,23 +98,23 @@ def test_a_step_that_is_not_finite_can_pass_without_an_update(tmp_path):
     trainer.engine.flat.parameters.copy_(good)
     assert trainer.train_step().finite
     reporter.close()
-    (event,) = (message["data"] for message in told if message["kind"] == "event")
+    (event,) = events_of(messages)
     assert (event["type"], event["step"]) == ("step_skipped", 2)
     assert (event["first_sample"], event["last_sample"]) == (8, 15)
-    losses = [message["data"]["loss"] for message in told if message["kind"] == "metrics"]
+    losses = [row["loss"] for row in rows_of(messages)]
     assert [math.isfinite(loss) for loss in losses] == [True, False, True]
 
 
 def test_every_kth_row_says_where_the_time_went(tmp_path):
-    told = []
+    messages = []
     job = _two_step_job(tmp_path).model_copy(deep=True)
     job = job.model_copy(update={"train": job.train.model_copy(update={"time_parts_every": 2})})
-    reporter = Reporter(told.extend)
+    reporter = Reporter(messages.extend)
     trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, Places())
     trainer.restore(Resume())
     trainer.train()
     reporter.close()
-    rows = [message["data"] for message in told if message["kind"] == "metrics"]
+    rows = rows_of(messages)
     assert [("forward_seconds" in row) for row in rows] == [False, True, False]
     parts = {name: value for name, value in rows[1].items() if name.endswith("_seconds") and name != "step_seconds"}
     assert set(parts) == {f"{part}_seconds" for part in (*PARTS, "snapshot")}
@@ -149,13 +150,13 @@ def test_the_snapshot_of_a_step_is_whole_before_the_next_update_and_only_then(tm
 
 
 def _rows(job, places):
-    told = []
-    reporter = Reporter(told.extend)
+    messages = []
+    reporter = Reporter(messages.extend)
     trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, places)
     trainer.restore(Resume())
     trainer.train()
     reporter.close()
-    return [message["data"] for message in told if message["kind"] == "metrics"], trainer.engine.state()
+    return rows_of(messages), trainer.engine.state()
 
 
 def test_snapshots_change_no_bit_and_their_cost_is_in_every_row(tmp_path):

@@ -120,6 +120,17 @@ class Exited:
 
 
 Payload = Prepared | Started | Metrics | Event | TrainerStatus | Resting | Finished | Failure | Exited
+
+
+@dataclass(frozen=True)
+class Message:
+    """A payload on its way to become a report."""
+
+    payload: Payload
+    time: float
+    """Unix time in seconds at which it was said."""
+
+
 PAYLOADS: dict[str, Any] = {
     "prepared": Prepared,
     "started": Started,

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,18 +35,18 @@ from workers.errors import (
 )
 from workers.liveness.progress import Progress
 from workers.liveness.stacks import answer_with_stacks
-from workers.protocol.json_codec import JsonObject, from_json, to_json
+from workers.protocol.json_codec import JsonObject, from_json
 from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TrainerArgument
 from workers.protocol.reports import (
     Event,
     Failure,
     Finished,
+    Message,
     Payload,
     Prepared,
     Report,
     Resting,
     Started,
-    kind_of,
 )
 from workers.rank.command_reader import CommandReader, exit_orphaned
 from workers.rank.faults import (
@@ -235,12 +234,12 @@ class TrainerProcess:
             self._comm.end(generation)
 
     def _report(self, payload: Payload) -> None:
-        self.reporter.send(kind_of(payload), to_json(payload))
+        self.reporter.send(payload)
 
     def _print(self, what: str) -> None:
         print(f"generation {self.order.generation}: rank {self.order.rank} {what}", flush=True)
 
-    def _sink(self, messages: list[dict[str, Any]]) -> None:
+    def _sink(self, messages: list[Message]) -> None:
         self._send(reports_of(self.order, messages))
 
     def _send(self, reports: list[Report]) -> None:

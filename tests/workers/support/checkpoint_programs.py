@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 from engine_specs import document
+from reported import events_of, rows_of
 
 from workers.checkpoint import durable
 from workers.checkpoint.checksums import SummingFile
@@ -22,6 +23,7 @@ from workers.engine import Engine
 from workers.errors import CheckpointError
 from workers.parallel.data.flat import Range
 from workers.protocol.messages import Resume
+from workers.protocol.reports import Message
 from workers.reporter import Reporter
 from workers.snapshot.files import snapshot_files
 from workers.spec.reading import parse_job_spec
@@ -39,7 +41,7 @@ def job(corpus: str, parallel: dict[str, Any], **sections: dict[str, Any]) -> di
 
 
 def trainer_of(
-    comm: Comm, document: dict[str, Any], folder: str | Path, tell: Callable[[list[dict[str, Any]]], None] | None = None
+    comm: Comm, document: dict[str, Any], folder: str | Path, tell: Callable[[list[Message]], None] | None = None
 ) -> Trainer:
     """A rank's trainer that keeps its checkpoints in `folder`."""
     reporter = Reporter(tell or (lambda messages: None))
@@ -138,9 +140,9 @@ def train_and_snapshot(comm: Comm, document: dict[str, Any], folder: str, steps:
     return _look(trainer)
 
 
-def snapshotted(comm: Comm, document: dict[str, Any], folder: str, told: list[Any] | None = None) -> Trainer:
+def snapshotted(comm: Comm, document: dict[str, Any], folder: str, messages: list[Message] | None = None) -> Trainer:
     """A rank's trainer that keeps snapshots in `folder` and no checkpoints."""
-    reporter = Reporter((told if told is not None else []).extend)
+    reporter = Reporter((messages if messages is not None else []).extend)
     return Trainer(parse_job_spec(document), comm, reporter, 1e12, Places("test", folder))
 
 
@@ -158,8 +160,8 @@ def load_from_memory(
     comm: Comm, document: dict[str, Any], paths: tuple[str, ...], step: int, folder: str, more: int
 ) -> Resharded:
     """Go on from the snapshot files `paths` of another layout, with snapshots in `folder`, for `more` steps."""
-    told: list[dict[str, Any]] = []
-    trainer = snapshotted(comm, document, folder, told)
+    messages: list[Message] = []
+    trainer = snapshotted(comm, document, folder, messages)
     trainer.restore(Resume("memory", step, paths=paths))
     found = _look(trainer)
     comm.barrier()
@@ -170,7 +172,7 @@ def load_from_memory(
     trainer.state.snapshots.wait_for_sums()
     comm.barrier()
     trainer.reporter.close()
-    rows = [each["data"]["step"] for each in told if each["kind"] == "metrics"]
+    rows = [row["step"] for row in rows_of(messages)]
     return Resharded(found.loaded, found.computing, found.loss_scale, found.statistics, left, rows)
 
 
@@ -202,8 +204,8 @@ def load_damaged(comm: Comm, document: dict[str, Any], path: str) -> tuple[str, 
 
 def save_on_a_full_disk(comm: Comm, document: dict[str, Any], folder: str) -> list[tuple[str, str]]:
     """Save two steps; at the first one the last rank's disk is full. (type, message) of all events."""
-    told: list[dict[str, Any]] = []
-    trainer = trainer_of(comm, document, folder, told.extend)
+    messages: list[Message] = []
+    trainer = trainer_of(comm, document, folder, messages.extend)
     trainer.restore(Resume())
 
     def full(*_: object) -> int:
@@ -218,4 +220,4 @@ def save_on_a_full_disk(comm: Comm, document: dict[str, Any], folder: str) -> li
             save(trainer)
     comm.barrier()
     trainer.reporter.close()
-    return [(each["data"]["type"], each["data"]["message"]) for each in told if each["kind"] == "event"]
+    return [(event["type"], event["message"]) for event in events_of(messages)]

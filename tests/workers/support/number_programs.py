@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from reported import events_of, rows_of
 
 from workers.comm.comm import Comm
 from workers.parallel.data.step_statistics import StepStatistics
@@ -49,8 +50,8 @@ def train(
 ) -> Run:
     """Train a job whose last rank adds to its gradient the number of `bad` where a step uses such a sample; `once`: at
     the first time only. `until`: stop when that step is committed."""
-    spec, told = parse_job_spec(document), []
-    reporter = Reporter(told.extend)
+    spec, messages = parse_job_spec(document), []
+    reporter = Reporter(messages.extend)
     trainer = Trainer(spec, comm, reporter, 1e12, Places("test", snapshots, checkpoints))
     _harm(trainer, dict(bad or {}), once)
     trainer.restore(resume, roll_backs)
@@ -70,8 +71,8 @@ def train(
     run.numbers = trainer.guard.history.to_json()
     trainer.close()
     reporter.close()
-    run.rows = [message["data"] for message in told if message["kind"] == "metrics"]
-    run.events = [message["data"] for message in told if message["kind"] == "event"]
+    run.rows = rows_of(messages)
+    run.events = events_of(messages)
     return run
 
 
@@ -98,8 +99,8 @@ def _harm(trainer: Trainer, bad: dict[int, float], once: bool) -> None:
 def flip(comm: Comm, document: dict[str, Any], culprit: int, name: str, at_step: int, snapshots: str | None) -> Any:
     """Train until `culprit` finds one bit of its parameter `name` flipped while it computes step `at_step`: (what was
     raised, its message, the events, the last committed step)."""
-    spec, told = parse_job_spec(document), []
-    reporter = Reporter(told.extend)
+    spec, messages = parse_job_spec(document), []
+    reporter = Reporter(messages.extend)
     trainer = Trainer(spec, comm, reporter, 1e12, Places("test", snapshots))
     trainer.restore(Resume())
     usual = trainer.engine.optimizer.step
@@ -122,5 +123,5 @@ def flip(comm: Comm, document: dict[str, Any], culprit: int, name: str, at_step:
     except Exception as error:  # noqa: BLE001 - the test shall see which
         raised = (type(error).__name__, str(error))
     reporter.close()
-    events = [message["data"] for message in told if message["kind"] == "event"]
+    events = events_of(messages)
     return raised, events, trainer.step, trainer.settled_step

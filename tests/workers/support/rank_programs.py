@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from plain_gpt import PlainGPT, PlainStage
 from rank_processes import join_default_group
+from reported import events_of, rows_of
 
 from workers.checkpoint.rectangles import Rectangle, rectangles_of
 from workers.comm.comm import Comm
@@ -183,8 +184,8 @@ def train_job(
     until: int | None = None,
 ) -> Trained:
     """Train a job with the real trainer, from `resume` to step `until` (or its end)."""
-    spec, told = parse_job_spec(document), []
-    reporter = Reporter(told.extend)
+    spec, messages = parse_job_spec(document), []
+    reporter = Reporter(messages.extend)
     trainer = Trainer(spec, comm, reporter, 1e12, Places("test", snapshots, checkpoints))
     trainer.restore(resume)
     statistics = []
@@ -201,8 +202,8 @@ def train_job(
     held = optimizer.held
     rectangles = rectangles_of(optimizer.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
     return Trained(
-        [message["data"] for message in told if message["kind"] == "metrics"],
-        [message["data"] for message in told if message["kind"] == "event"],
+        rows_of(messages),
+        events_of(messages),
         statistics,
         {kind: part.clone() for kind, part in state.items()},
         optimizer.flat.parameters.clone(),

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 from rank_processes import HOST
+from reported import rows_of
 
 from workers.comm.comm import Comm
 from workers.comm.links_backend import LinksBackend
 from workers.errors import PeerLost
 from workers.protocol.messages import Resume
+from workers.protocol.reports import Message
 from workers.reporter import Reporter
 from workers.snapshot.snapshot_file import committed_steps
 from workers.spec.reading import parse_job_spec
@@ -48,10 +50,9 @@ def train_through(comm: Comm, document: dict[str, Any], folder: str, port: int, 
     """Train to the end of the job through all `cuts`."""
     lived, rows, first = Lived(), {}, comm.generation
 
-    def take(messages: list[dict[str, Any]]) -> None:
-        for message in messages:
-            if message["kind"] == "metrics":
-                rows[message["data"]["step"]] = (message["data"]["loss"], message["data"]["grad_norm"])
+    def take(messages: list[Message]) -> None:
+        for row in rows_of(messages):
+            rows[row["step"]] = (row["loss"], row["grad_norm"])
 
     reporter = Reporter(take)
     store = dist.TCPStore(HOST, port, is_master=False)
