@@ -67,9 +67,11 @@ def state_tone(state: str) -> str:
     return _TONES.get(state, "idle")
 
 
-def rank_tone(state: str) -> str:
-    """The colour class of a rank's state."""
-    return "active" if state == "running" else "idle"
+def rank_tone(state: str, others_run: bool) -> str:
+    """The colour class of a rank's state: one that has exited while `others_run` is missing."""
+    if state == "running":
+        return "active"
+    return "bad" if others_run else "idle"
 
 
 def share_of(job: Job) -> float:
@@ -174,6 +176,7 @@ def rank_cells(ranks: Sequence[Rank]) -> list[RankCell]:
     """The ranks as cells, in order of replica, line and column."""
     tensor_size = 1 + max((rank.tensor for rank in ranks), default=0)
     with_context = any(rank.context for rank in ranks)
+    some_run = any(rank.state == "running" for rank in ranks)
     cells = [
         RankCell(
             rank=rank.rank,
@@ -183,7 +186,7 @@ def rank_cells(ranks: Sequence[Rank]) -> list[RankCell]:
             title=f"rank {rank.rank}",
             place=f"stage {rank.pipeline}, tensor {rank.tensor}" + (f", ctx {rank.context}" if with_context else ""),
             state=rank.state,
-            tone=rank_tone(rank.state),
+            tone=rank_tone(rank.state, some_run),
             pid=f"pid {UNKNOWN if rank.pid is None else rank.pid}",
             details=f"node {rank.node or UNKNOWN}, device {rank.device or UNKNOWN}, generation {rank.generation}",
         )

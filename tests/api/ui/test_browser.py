@@ -118,7 +118,7 @@ def test_a_job_is_followed_live(serve, browser):
     expect(page.get_by_text("step 201 of 400")).to_be_visible()
     _commit(sample, 202, loss=float("nan"))
     expect(page.locator(".figure", has_text="Train loss")).to_contain_text("nan")
-    sample.store.write(lambda session: ranks.set_state(session, sample.job, 2, 5, "dead"))
+    sample.store.write(lambda session: ranks.set_state(session, sample.job, 2, 5, "exited"))
     expect(page.locator(".rank.tone-bad")).to_contain_text("rank 5")
     page.get_by_label("Rank of the log").click()
     page.get_by_role("option", name="Rank 3").click()

@@ -92,6 +92,11 @@ def test_a_rank_that_is_nowhere_has_dashes():
     assert (cell.pid, cell.tone, cell.details) == ("pid –", "idle", "node –, device –, generation 3")
 
 
+def test_a_rank_that_is_missing_while_others_train_stands_out():
+    cells = formatting.rank_cells([make_rank(0), make_rank(1, state="exited")])
+    assert [cell.tone for cell in cells] == ["active", "bad"]
+
+
 def test_context_ranks_have_lines_of_their_own():
     first, second = formatting.rank_cells([make_rank(0), make_rank(1, tensor=0, context=1)])
     assert (first.line, second.line, second.place) == (0, 1, "stage 0, tensor 0, ctx 1")

@@ -61,7 +61,7 @@ def together(found: list) -> dict[str, torch.Tensor]:
     }
     whole = {}
     for rank in found:
-        for kind, name, offsets, values in rank.pieces:
+        for kind, name, offsets, values in rank.rectangles:
             key = f"{kind}.{name}"
             tensor = whole.setdefault(key, torch.full(shapes[name], float("nan")))
             where = tuple(slice(a, a + n) for a, n in zip(offsets, values.shape, strict=True))

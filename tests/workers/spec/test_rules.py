@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from engine_specs import document
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from workers.spec.problems import Problem, SpecError
@@ -287,11 +287,26 @@ ramps = st.none() | st.fixed_dictionaries({"start": small, "increment": small, "
     split=st.sampled_from([None, True, False]),
     most=st.none() | small,
 )
+@example(  # one mistake after the other
+    model={"layers": 1, "heads": 3, "kv_heads": 3, "sequence_length": 1},
+    width=1,
+    train={
+        "micro_batch_size": 1,
+        "global_batch_size": 1,
+        "batch_ramp": {"start": 1, "increment": 1, "samples": 1},
+        "deterministic": "layout",
+    },
+    axes={"tensor": 3, "pipeline": 2, "data": 2},
+    schedule="gpipe",
+    virtual_stages=2,
+    split=True,
+    most=1,
+)
 def test_following_the_advice_always_leads_to_a_spec(model, width, train, axes, schedule, virtual_stages, split, most):
     model = {**model, "hidden_size": 8 * width}
     layout = {**axes, "schedule": schedule, "virtual_stages": virtual_stages, "sequence_parallel": split}
     spec = document(model=model, train=train, parallel=layout, elastic={"max_data": most})
-    for _ in range(12):
+    for _ in range(20):  # more than there are keys that advice may change
         problems = found(spec)
         if not problems:
             return

@@ -109,7 +109,9 @@ def outcome(found: list[Trained], document: dict[str, Any]) -> Outcome:
     shapes = {name: tuple(values.shape) for name, values in random_weights(parse_job_spec(document)).items()}
     state = {}
     for kind in ("model", "exp_avg", "exp_avg_sq"):
-        placed = [(name, where, values) for rank in found for each, name, where, values in rank.pieces if each == kind]
+        placed = [
+            (name, where, values) for rank in found for each, name, where, values in rank.rectangles if each == kind
+        ]
         state |= {f"{kind}.{name}": values for name, values in assemble(shapes, placed).items()}
     validation = [row.get("validation_loss") for row in found[0].rows]
     return [*found[0].statistics, *validation], state
