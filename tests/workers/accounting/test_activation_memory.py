@@ -54,9 +54,9 @@ def test_whoever_holds_a_storage_it_counts_once():
 
 
 def paper_layer(tensor: int, sequence_parallel: bool, recompute: str) -> JobSpec:
-    """The layer of the measurement: s = h = 1024, 16 heads, bf16, attention written out, dropout."""
+    """The layer of the measurement: s = h = 512, 8 heads, bf16, attention written out, dropout."""
     return spec(
-        model={"hidden_size": 1024, "heads": 16, "sequence_length": 1024, "dropout": 0.1},
+        model={"hidden_size": 512, "heads": 8, "sequence_length": 512, "dropout": 0.1},
         train={"precision": "bf16", "attention": "explicit"},
         parallel={"tensor": tensor, "sequence_parallel": sequence_parallel, "recompute": recompute},
     )
@@ -70,14 +70,14 @@ def test_a_layer_holds_what_table_2_says(row, tensor):
     sequence_parallel, recompute = TABLE_2[row]
     job = paper_layer(tensor, sequence_parallel and tensor > 1, recompute)
     formula = papers.LAYER_BYTES[row]
-    expected = eval(formula, {}, {"s": 1024, "b": 1, "h": 1024, "a": 16, "t": tensor})
+    expected = eval(formula, {}, {"s": 512, "b": 1, "h": 512, "a": 8, "t": tensor})
     assert measured(job) == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_full_recomputation_keeps_a_part_of_the_input_under_sequence_parallelism(tensor):
     """2 s b h / t, where the table has 2 s b h: the layer's input is split already, and is gathered again anyhow."""
-    assert measured(paper_layer(tensor, True, "full")) == 2 * 1024 * 1024 // tensor
+    assert measured(paper_layer(tensor, True, "full")) == 2 * 512 * 512 // tensor
 
 
 def job(

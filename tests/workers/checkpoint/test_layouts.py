@@ -138,18 +138,24 @@ def test_what_every_layout_loads_and_saves_is_bit_equal(first, resaved, layout):
     assert_kept(first, resaved[layout])
 
 
-def test_any_layout_reads_what_any_other_wrote_to_the_bit(first, resaved, corpus):
-    """All 144 pairs. The writers are those of the test above, where each wrote in its own processes what it had
-    loaded; here each rank of each reader loads all that it would need, by itself, as it does in a restore."""
-    documents = [job(corpus, parallel, model=TIED) for parallel in LAYOUTS.values()]
-    readers = {reader for document in documents for reader in readers_of(document)}
-    for each in resaved.values():
-        for rectangles, length in readers:
-            _, parts = durable.load(str(each.path), list(rectangles), length)
-            for kind, part in parts.items():
-                for rectangle in rectangles:
-                    where = tuple(slice(a, a + n) for a, n in zip(rectangle.offsets, rectangle.sizes, strict=True))
-                    assert torch.equal(rectangle.view(part), first.content[f"{kind}.{rectangle.name}"][where])
+@pytest.mark.parametrize(
+    "distances", [pytest.param((1, 5), id="neighbours"), pytest.param(range(12), id="all", marks=pytest.mark.soak)]
+)
+def test_any_layout_reads_what_any_other_wrote_to_the_bit(first, resaved, corpus, distances):
+    """Each layout reads what those so far behind it in the list wrote; `all` are 144 pairs. The writers are those of
+    the test above, where each wrote in its own processes what it had loaded; here each rank of each reader loads all
+    that it would need, by itself, as it does in a restore."""
+    names = list(LAYOUTS)
+    assert len(names) == 12
+    for place, name in enumerate(names):
+        readers = set(readers_of(job(corpus, LAYOUTS[name], model=TIED)))
+        for writer in (names[place - distance] for distance in distances):
+            for rectangles, length in readers:
+                _, parts = durable.load(str(resaved[writer].path), list(rectangles), length)
+                for kind, part in parts.items():
+                    for rectangle in rectangles:
+                        where = tuple(slice(a, a + n) for a, n in zip(rectangle.offsets, rectangle.sizes, strict=True))
+                        assert torch.equal(rectangle.view(part), first.content[f"{kind}.{rectangle.name}"][where])
 
 
 def test_untied_embeddings_and_biases_too(ranks, corpus, tmp_path):

@@ -11,7 +11,7 @@ from rank_programs import START, assemble, run_steps, train_job
 from workers.config import ParallelConfig
 from workers.spec.reading import parse_job_spec
 
-STEPS = 30
+STEPS = 16
 
 
 @pytest.fixture(scope="module")
@@ -23,11 +23,11 @@ def corpus(tmp_path_factory) -> str:
 
 
 def training_job(corpus: str, layout: tuple[int, int, int], **train) -> dict:
-    """A job of 30 steps with validation every 10."""
+    """A job with validation every 8 steps."""
     optimizer = {"learning_rate": 3e-3, "warmup_steps": 5}
     return document(
         data={"paths": [corpus], "validation_fraction": 0.1},
-        train={"steps": STEPS, "validate_every": 10, "validation_batches": 3, "optimizer": optimizer, **train},
+        train={"steps": STEPS, "validate_every": 8, "validation_batches": 3, "optimizer": optimizer, **train},
         parallel=axes(layout),
     )
 
@@ -52,8 +52,8 @@ def test_layouts_agree_at_every_step(ranks, corpus, curve, layout):
     for step, (row, other) in enumerate(zip(curve.rows, found[0].rows, strict=True), start=1):
         assert other["loss"] == pytest.approx(row["loss"], rel=2e-6), step
         assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=2e-5), step
-        assert ("validation_loss" in other) == (step % 10 == 0)
-        if step % 10 == 0:
+        assert ("validation_loss" in other) == (step % 8 == 0)
+        if step % 8 == 0:
             assert other["validation_loss"] == pytest.approx(row["validation_loss"], rel=2e-6), step
 
 

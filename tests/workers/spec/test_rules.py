@@ -269,7 +269,7 @@ schedules = st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
 ramps = st.none() | st.fixed_dictionaries({"start": small, "increment": small, "samples": st.integers(1, 500)})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     model=st.fixed_dictionaries({"layers": small, "heads": small, "kv_heads": small, "sequence_length": small}),
     width=small,
