@@ -16,14 +16,18 @@ def soak():
         yield Soak(service, ray, seed=1234)
 
 
-def schedules():
-    """Every second of the short form; the others are for the soak, and their faults have tests of their own."""
-    for drawn in short_form():
-        marks = [pytest.mark.soak] if drawn.number % 2 else []
-        yield pytest.param(drawn, id="+".join(strike.way for strike in drawn.strikes), marks=marks)
+SHORT_FORM = [
+    # Every second one; the others are for the soak, and their faults have tests of their own.
+    pytest.param(
+        drawn,
+        id="+".join(strike.way for strike in drawn.strikes),
+        marks=[pytest.mark.soak] if drawn.number % 2 else [],
+    )
+    for drawn in short_form()
+]
 
 
-@pytest.mark.parametrize("drawn", schedules())
+@pytest.mark.parametrize("drawn", SHORT_FORM)
 def test_job_ends_as_if_nothing_had_happened(soak, drawn):
     outcome = soak.run(drawn)
     assert outcome.problems == []
