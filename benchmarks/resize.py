@@ -53,7 +53,7 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _job(seed: int, mode: str, cycles: int) -> dict[str, Any]:
-    # Joiners are made ready while the others train on, which takes them some steps more.
+    # Standby ranks are made ready while the others train on, which takes them some steps more.
     document = quickstart(LAYOUT, STEPS_BETWEEN * (2 * cycles + 1) + 25 * cycles, seed)
     document["train"]["deterministic"] = mode
     document["elastic"] = {"min_data": 1, "max_data": 2}
