@@ -108,11 +108,9 @@ def written(ranks, corpus, tmp_path_factory) -> dict[str, Written]:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [pair for pair in itertools.product(LAYOUTS, LAYOUTS) if "1" in pair or "zb-v" in "".join(pair)]
+    ("old", "new"), [pair for pair in itertools.permutations(LAYOUTS, 2) if "1" in pair or "zb-v" in "".join(pair)]
 )
 def test_parameters_and_moments_are_the_same_bits_in_every_layout(written, ranks, corpus, tmp_path, old, new):
-    if old == new:
-        pytest.skip("its own files are read as they are")
     source = written[old].copied(tmp_path / "shared")
     found = resharded(new, source, ranks, corpus)
     expected = elements(written[old].found)
