@@ -27,7 +27,7 @@ from workers.spec.reading import parse_job_spec, read_document
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / ".demo"
 SPEC = ROOT / "examples" / "quickstart.yaml"
-STEPS_BEFORE_KILL, STEPS_REPLAYED = 5, 12
+STEPS_BEFORE_KILL, STEPS_REPLAYED = 4, 8
 """Counted from the checkpoint that the steps around the failure are trained again from."""
 
 
