@@ -35,7 +35,7 @@ from api.schemas import (
     Recovery,
     Stream,
 )
-from api.sse import EventParser
+from api.sse_client import EventParser
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 from workers.protocol.messages import FaultKind
 

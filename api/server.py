@@ -118,11 +118,11 @@ def _announce(service_file: Path, url: str) -> None:
 def running_service(home: Path) -> dict[str, object] | None:
     """What the service of `home` says about itself (`url`, `pid`, `created`), or None when none runs."""
     try:
-        found = json.loads(Settings(home).service_file.read_text(encoding="utf-8"))
-        alive = same_process(int(found["pid"]), float(found["created"]))
+        announced = json.loads(Settings(home).service_file.read_text(encoding="utf-8"))
+        alive = same_process(int(announced["pid"]), float(announced["created"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if alive else None
+    return announced if alive else None
 
 
 def configure_logging() -> None:

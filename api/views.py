@@ -127,15 +127,15 @@ def rank_view(row: tables.Rank) -> schemas.Rank:
     )
 
 
-def ledger_view(found: Ledger) -> schemas.Ledger:
+def ledger_view(ledger: Ledger) -> schemas.Ledger:
     """A ledger."""
     return schemas.Ledger(
-        seconds={str(name): spent for name, spent in found.seconds.items()},
-        wall_seconds=found.wall_seconds,
-        goodput=found.goodput,
-        closed=found.closed,
-        began_at=moment(found.began_at),
-        until=moment(found.until),
+        seconds={str(name): spent for name, spent in ledger.seconds.items()},
+        wall_seconds=ledger.wall_seconds,
+        goodput=ledger.goodput,
+        closed=ledger.closed,
+        began_at=moment(ledger.began_at),
+        until=moment(ledger.until),
     )
 
 

@@ -288,7 +288,7 @@ class RecoveryConfig(Section):
     """What failures cost before the job gives up."""
 
     nonfinite: Literal["fail", "skip", "roll_back"] = "fail"
-    """What happens when a step's loss or gradient is not finite, which is found before the weights are touched. fail:
+    """What happens when a step's loss or gradient is not finite, which is noticed before the weights are touched. fail:
     the job fails and names the samples; skip: the step passes without an update; roll_back: the job goes back
     `roll_back_steps` and skips the step's samples. Each is an event."""
 

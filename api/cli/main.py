@@ -156,8 +156,8 @@ def list_jobs(
 def status(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Show one job."""
     with connect(url) as client:
-        found = client.job(job)
-    _show(found, as_json, lambda console: render.job_page(console, found))
+        answer = client.job(job)
+    _show(answer, as_json, lambda console: render.job_page(console, answer))
 
 
 @app.command()
@@ -172,8 +172,8 @@ def logs(job: JobId, rank: RankNumber = None, follow: Follow = False, url: Url =
 def events(job: JobId, follow: Follow = False, url: Url = None, as_json: Json = False) -> None:
     """Print what happened to a job."""
     with connect(url) as client:
-        found = client.follow_events(job) if follow else _all_events(client, job)
-        _show_lines(found, as_json, render.event_line)
+        answer = client.follow_events(job) if follow else _all_events(client, job)
+        _show_lines(answer, as_json, render.event_line)
 
 
 @app.command()
@@ -187,16 +187,16 @@ def metrics(
 ) -> None:
     """Show a job's metrics over its steps."""
     with connect(url) as client:
-        found = client.metrics(job, names.split(",") if names else None, after_step, max_points)
-    _show(found, as_json, lambda console: render.metric_table(console, found))
+        answer = client.metrics(job, names.split(",") if names else None, after_step, max_points)
+    _show(answer, as_json, lambda console: render.metric_table(console, answer))
 
 
 @app.command()
 def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Stop a job for good. What it has saved stays."""
     with connect(url) as client:
-        found = client.cancel(job)
-    _show(found, as_json, lambda console: console.print(f"{found.id} is {found.state}", highlight=False))
+        answer = client.cancel(job)
+    _show(answer, as_json, lambda console: console.print(f"{answer.id} is {answer.state}", highlight=False))
 
 
 @app.command()
@@ -208,8 +208,10 @@ def resize(
 ) -> None:
     """Go on with another number of replicas, at the same global batch."""
     with connect(url) as client:
-        found = client.resize(job, data)
-    _show(found, as_json, lambda console: console.print(f"{found.id} will go on with {data} replicas", highlight=False))
+        answer = client.resize(job, data)
+    _show(
+        answer, as_json, lambda console: console.print(f"{answer.id} will go on with {data} replicas", highlight=False)
+    )
 
 
 @app.command()
@@ -232,8 +234,8 @@ def ranks(job: JobId, url: Url = None, as_json: Json = False) -> None:
 def ledger(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Show where every second of a job went."""
     with connect(url) as client:
-        found = client.ledger(job)
-    _show(found, as_json, lambda console: render.ledger_page(console, found))
+        answer = client.ledger(job)
+    _show(answer, as_json, lambda console: render.ledger_page(console, answer))
 
 
 @app.command()
@@ -277,8 +279,8 @@ def drain(
 ) -> None:
     """Have all jobs leave a node before it goes away."""
     with connect(url) as client:
-        found = client.drain(node, deadline)
-    _show(found, as_json, lambda console: console.print(f"{found.id} is being left", highlight=False))
+        answer = client.drain(node, deadline)
+    _show(answer, as_json, lambda console: console.print(f"{answer.id} is being left", highlight=False))
 
 
 @app.command()

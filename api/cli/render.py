@@ -128,12 +128,12 @@ def log_line(line: schemas.LogLine) -> str:
     return f"[{line.rank}] {line.text}"
 
 
-def metric_table(console: Console, found: schemas.MetricSeries) -> None:
+def metric_table(console: Console, points: schemas.MetricSeries) -> None:
     """The table of `manta metrics`: only metrics of which something is known."""
-    shown = {name: values for name, values in found.series.items() if any(value is not None for value in values)}
+    shown = {name: values for name, values in points.series.items() if any(value is not None for value in values)}
     rows = [
         (step, *(_metric(name, values[place]) for name, values in shown.items()))
-        for place, step in enumerate(found.steps)
+        for place, step in enumerate(points.steps)
     ]
     table(console, ("STEP", *(name.upper() for name in shown)), rows, "no step is committed yet")
 
@@ -175,17 +175,17 @@ def class_name(name: str) -> str:
     return {"re_form": "re-form"}.get(name, name.replace("_", " "))
 
 
-def ledger_page(console: Console, found: schemas.Ledger) -> None:
+def ledger_page(console: Console, ledger: schemas.Ledger) -> None:
     """What `manta ledger` says: every class that has any time, the largest first."""
-    wall = found.wall_seconds
+    wall = ledger.wall_seconds
     rows = [
         (class_name(name), figure(spent, 2), percent(spent / wall) if wall > 0 else "-")
-        for name, spent in sorted(found.seconds.items(), key=lambda entry: -entry[1])
+        for name, spent in sorted(ledger.seconds.items(), key=lambda entry: -entry[1])
         if spent > 0
     ]
-    ends = "in all" if found.closed else "so far"
+    ends = "in all" if ledger.closed else "so far"
     table(console, ("CLASS", "SECONDS", "SHARE"), [*rows, (ends, figure(wall, 2), "")], "")
-    console.print(f"goodput {percent(found.goodput)} = compute / (wall - queue - pause)", highlight=False)
+    console.print(f"goodput {percent(ledger.goodput)} = compute / (wall - queue - pause)", highlight=False)
 
 
 def recovery_table(console: Console, recoveries: Sequence[schemas.Recovery]) -> None:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from api import schemas, views
 from api.parameters import Control, Cursor, Follow, JobId, LastEventId, Limit
-from api.streams import Batch, Entry, stream, wants_stream
+from api.sse_server import Batch, Entry, stream, wants_stream
 from service.states import is_final
 from service.store import InvalidCursor, Store, events, jobs
 from service.store.paging import decode_number, encode_cursor

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from api import schemas, views
 from api.parameters import Control, Cursor, Follow, JobId, LastEventId, Limit, RankNumber
-from api.streams import Batch, Entry, stream, wants_stream
+from api.sse_server import Batch, Entry, stream, wants_stream
 from service.logs import LogLine, Position, decode_position, encode_position, log_folder, read_page
 from service.states import is_final
 from service.store import Store, jobs

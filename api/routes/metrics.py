@@ -29,8 +29,8 @@ def read_metrics(
     """Metrics, thinned out to `max_points` steps: the first, the last, and the highest losses in between."""
     with control.store.read() as session:
         jobs.get(session, job_id)
-        found = metrics.series(session, job_id, _names(names), after_step, max_points)
-    return schemas.MetricSeries(steps=found.steps, series=found.series)
+        points = metrics.series(session, job_id, _names(names), after_step, max_points)
+    return schemas.MetricSeries(steps=points.steps, series=points.series)
 
 
 def _names(text: str | None) -> tuple[str, ...]:

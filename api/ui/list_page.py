@@ -78,13 +78,13 @@ class JobList:
     async def refresh(self) -> bool:
         """Bring the page up to date; it is never done."""
         state = self._state
-        found = await self._client.send(calls.jobs(state, limit=self._limit))
+        page = await self._client.send(calls.jobs(state, limit=self._limit))
         cluster = await self._client.send(calls.cluster())
         if state != self._state:  # the filter has moved meanwhile: the next refresh is under way
             return False
         now = datetime.now(UTC)
-        self._show([job_row(job, now) for job in found.items])
-        self._more.set_visibility(found.next_cursor is not None and self._limit < _MOST)
+        self._show([job_row(job, now) for job in page.items])
+        self._more.set_visibility(page.next_cursor is not None and self._limit < _MOST)
         self._cluster.show(cluster_text(cluster))
         return False
 

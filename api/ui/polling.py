@@ -31,11 +31,11 @@ class Curves:
         self.points: dict[int, dict[str, float | None]] = {}
         self.last_step = 0
 
-    def merge(self, found: MetricSeries) -> bool:
-        """Add `found`; returns whether that changed anything."""
+    def merge(self, newer: MetricSeries) -> bool:
+        """Add `newer`; returns whether that changed anything."""
         changed = False
-        for place, step in enumerate(found.steps):
-            values = {name: column[place] for name, column in found.series.items()}
+        for place, step in enumerate(newer.steps):
+            values = {name: column[place] for name, column in newer.series.items()}
             known = self.points.get(step, {})
             merged = {**known, **{name: value for name, value in values.items() if value is not None}}
             if repr(merged) != repr(known):  # repr, since nan is not equal to itself
@@ -114,8 +114,8 @@ class JobFeed:
             self.ranks = (await self._client.send(calls.ranks(self.job_id))).items
             self.checkpoints = (await self._client.send(calls.checkpoints(self.job_id))).items
             self.ledger = await self._client.send(calls.ledger(self.job_id))
-            found = await self._client.send(calls.recoveries(self.job_id, RECOVERIES_READ))
-            self.recoveries = found.items[: -RECOVERIES_SHOWN - 1 : -1]
+            page = await self._client.send(calls.recoveries(self.job_id, RECOVERIES_READ))
+            self.recoveries = page.items[: -RECOVERIES_SHOWN - 1 : -1]
         await self.log.poll(self._client, self.job_id)
         self._turn += 1
         self._complete = not (self._events_behind or self.log.behind)
@@ -126,10 +126,10 @@ class JobFeed:
         after = max(0, curves.last_step - _OVERLAP)
         changed = curves.merge(await self._client.send(calls.metrics(self.job_id, METRICS, after, MAX_POINTS)))
         if first and job.step > MAX_POINTS:  # thinned out by loss: validation, which is rare, is read in full
-            found = await self._client.send(calls.metrics(self.job_id, ("validation_loss",), 0, _ALL_POINTS))
-            known = [place for place, value in enumerate(found.series["validation_loss"]) if value is not None]
-            rare = {"validation_loss": [found.series["validation_loss"][place] for place in known]}
-            curves.merge(MetricSeries(steps=[found.steps[place] for place in known], series=rare))
+            points = await self._client.send(calls.metrics(self.job_id, ("validation_loss",), 0, _ALL_POINTS))
+            known = [place for place, value in enumerate(points.series["validation_loss"]) if value is not None]
+            rare = {"validation_loss": [points.series["validation_loss"][place] for place in known]}
+            curves.merge(MetricSeries(steps=[points.steps[place] for place in known], series=rare))
         self.curves = curves
         self.curves_version += int(changed)
 

@@ -17,10 +17,12 @@ class ClusterUnavailable(MantaError):
 class NodeNotFound(MantaError):
     """No node, or more than one, goes by this id."""
 
-    def __init__(self, node: str, found: int):
-        """`found`: how many do."""
+    def __init__(self, node: str, matches: int):
+        """`matches`: how many do."""
         many = (
-            f"{found} nodes have ids that begin with {node}: give more of it" if found else f"there is no node {node}"
+            f"{matches} nodes have ids that begin with {node}: give more of it"
+            if matches
+            else f"there is no node {node}"
         )
         super().__init__(f"{many}; `manta nodes` lists them")
 

@@ -12,8 +12,8 @@ from service.cluster.agents import ask
 from service.job.actions import Launch
 from service.job.context import JobContext
 from service.job.generation import RunningGeneration
-from service.job.hang_watch import HangWatch
-from service.job.reports import ReportWriter
+from service.job.hangs_and_stragglers import HangWatch
+from service.job.report_writer import ReportWriter
 from service.job.resume import newest_state
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec

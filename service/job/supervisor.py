@@ -24,11 +24,11 @@ from service.faults import FaultNotPossible, refuse_impossible
 from service.job.actions import Action, End, Launch, Reacquire, Rearrange, Recover, Requeue, Watch, launch_after
 from service.job.changes import Stay, carry_out, standby_of
 from service.job.context import JobContext
-from service.job.elasticity import ElasticityPlanner
 from service.job.generation import RunningGeneration
 from service.job.incident import Incident
 from service.job.launch import LaunchFailed, launch_generation, watch_generation
-from service.job.replacement import place_all, replace_lost
+from service.job.lost_agents import place_all, replace_lost
+from service.job.resize_and_drain import ElasticityPlanner
 from service.recovery.decisions import Death, GiveUp, decide, failure_of
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState

@@ -83,10 +83,10 @@ class Store:
         """Of the schema as it is; None where there is none, or no database that can be opened."""
         try:
             with self._engine.connect() as connection:
-                found = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one_or_none()
+                revision = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one_or_none()
         except SQLAlchemyError:
             return None
-        return None if found is None else str(found)
+        return None if revision is None else str(revision)
 
     @contextmanager
     def read(self) -> Iterator[Session]:

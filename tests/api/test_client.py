@@ -10,7 +10,7 @@ import pytest
 
 from api import calls
 from api.client import ApiError, AsyncMantaClient, MantaClient, ServiceUnreachable, find_url
-from api.sse import EventParser, ServerEvent
+from api.sse_client import EventParser, ServerEvent
 from service.settings import Settings
 
 

@@ -135,7 +135,7 @@ def rank_bytes(spec: JobSpec) -> tuple[int, ...]:
     """
     layout, micro_batches = spec.layout, spec.micro_batches
     kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
-    found = []
+    peaks = []
     for rank, actions in enumerate(schedule(kind, stages, virtual_stages, micro_batches)):
         again = recomputed(actions, layout)
         sizes = {
@@ -148,8 +148,8 @@ def rank_bytes(spec: JobSpec) -> tuple[int, ...]:
             size = sizes[action.chunk, (action.micro_batch, action.chunk) in again]
             held += {"forward": size, "backward": -size, "backward_weight": -size}.get(action.kind, 0)
             most = max(most, held)
-        found.append(most)
-    return tuple(found)
+        peaks.append(most)
+    return tuple(peaks)
 
 
 def _tokens(spec: JobSpec) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def known_peak(device_name: str, precision: str = "bf16") -> float | None:
     `precision`: "bf16" or "fp32".
     """
     lowered = device_name.lower()
-    found = next((peak for peak in DEVICE_PEAKS if peak.name in lowered), None)
-    if found is None:
+    known = next((peak for peak in DEVICE_PEAKS if peak.name in lowered), None)
+    if known is None:
         return None
-    return found.fp32 if precision == "fp32" else found.bf16
+    return known.fp32 if precision == "fp32" else known.bf16

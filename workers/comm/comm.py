@@ -103,7 +103,7 @@ class Comm:
     def leave_between_steps(self) -> None:
         """Raises PeerLost between two steps where the generation was to be left then."""
         if self.generation <= self._over_after_step:
-            raise PeerLost("was told to rest after the step")
+            raise PeerLost("was asked to rest after the step")
 
     def cut(self, seconds: float) -> None:
         """As if the network had failed: all connections break, and none is made again for `seconds`."""

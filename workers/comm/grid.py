@@ -29,7 +29,7 @@ class RankGrid:
         self.tensor, self.pipeline = layout.tensor, layout.pipeline
         self.data, self.context = layout.data, layout.context
         self.world_size = layout.world_size
-        # Where the first and the last virtual stage live; under zb-v both on the first rank (parallel/stages.py).
+        # Where the first and the last virtual stage live: under zb-v both on the first rank, see pipeline/stages.py.
         self._ends = sorted({0, 0 if layout.schedule == "zb-v" else layout.pipeline - 1})
 
     def coordinates(self, rank: int) -> Coordinates:

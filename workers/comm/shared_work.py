@@ -82,6 +82,6 @@ def _attempt(work: Callable[[], Any], rank: int) -> tuple[Any, str | None]:
     """(Result, None), or (None, what went wrong)."""
     try:
         return work(), None
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told to all ranks and raised there
+    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks get it and raise it
         lines = str(error).strip().splitlines()
         return None, f"rank {rank}: {type(error).__name__}" + (f": {lines[-1]}" if lines else "")

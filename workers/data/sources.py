@@ -90,7 +90,7 @@ def _files_at(path: Path) -> list[CorpusFile]:
 
 
 def _files_below(root: Path, suffixes: frozenset[str], left_out: frozenset[str]) -> list[CorpusFile]:
-    found = []
+    files = []
     for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
         for name in sorted(names):
@@ -98,8 +98,8 @@ def _files_below(root: Path, suffixes: frozenset[str], left_out: frozenset[str])
             if path.suffix.lower() in suffixes and path.is_file():
                 file = _readable(path)
                 if file.size:
-                    found.append(file)
-    return found
+                    files.append(file)
+    return files
 
 
 def _readable(path: Path) -> CorpusFile:

@@ -26,7 +26,7 @@ from workers.parallel.tensor.layers import (
     VocabularyParallelEmbedding,
     VocabularyParallelOutput,
 )
-from workers.parallel.tensor.linear import column_parallel_pair
+from workers.parallel.tensor.linear_autograd import column_parallel_pair
 from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.sequence_parallel import first_position
 

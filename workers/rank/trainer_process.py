@@ -1,4 +1,4 @@
-"""The trainer process: what the zygote's child runs for one rank of one generation.
+"""The trainer process: what the zygote's child runs for one rank.
 
 It reports over its control socket and dies with it: when the agent goes away, so does the trainer. It may live through
 several generations: the first order comes with the fork, the others as commands (`command_reader.py`).

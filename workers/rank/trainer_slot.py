@@ -8,9 +8,9 @@ import contextlib
 from dataclasses import dataclass, replace
 
 from workers.errors import MantaError
+from workers.liveness.hang_detection import TrainerWatch
 from workers.liveness.stacks import stacks_path, take_stacks
 from workers.liveness.trainer_status import TrainerStatus
-from workers.liveness.trainer_watch import TrainerWatch
 from workers.node.host import this_host
 from workers.paths import Paths, zygote_socket
 from workers.protocol.json_codec import to_json

@@ -177,12 +177,12 @@ def _section_at(path: str) -> type[Section] | None:
     section: type[Section] = JobSpec
     for part in filter(None, path.split(".")):
         field = section.model_fields.get(part)
-        found = (
+        inner = (
             next((entry for entry in _alternatives(field.annotation) if _is_section(entry)), None) if field else None
         )
-        if found is None:
+        if inner is None:
             return None
-        section = found
+        section = inner
     return section
 
 

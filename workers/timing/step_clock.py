@@ -1,7 +1,7 @@
 """Where a rank's wall time goes between two committed steps: always on, two readings of the clock a wait.
 
-`comm/step_parts.py` measures what computing consists of, now and then; this tells computing from waiting, always. The
-control plane's ledger is made of it. `comm/step_phases.py` says which phases of a step are waits.
+`timing/step_parts.py` measures what computing consists of, now and then; this tells computing from waiting, always. The
+control plane's ledger is made of it. `timing/step_phases.py` says which phases of a step are waits.
 """
 
 from __future__ import annotations

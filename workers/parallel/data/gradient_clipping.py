@@ -19,7 +19,7 @@ class Clipping:
     factor: torch.Tensor
     """What the summed gradients are multiplied by: the mean over tokens, without the loss scale, clipped."""
     refused: torch.Tensor
-    """Whether nothing must be updated: numbers that are not finite, or above their limits. AdamW is told."""
+    """Whether nothing must be updated: numbers that are not finite, or above their limits. AdamW's `found_inf`."""
 
 
 def clip(agreed: Agreement, loss_scale: float, clip_norm: float, limits: tuple[float, float]) -> Clipping:

@@ -2,7 +2,7 @@
 
 Three groups of ranks hold equal parameters: all replicas of a stage hold the same everywhere, its tensor ranks hold the
 same of what is not split over them, and the first and last stage hold the same embedding where it is tied. Each rank
-hashes what it has; who differs is told by a pure function of the hashes, so that all ranks come to the same result.
+hashes what it has; who differs is decided by a pure function of the hashes, so that all ranks come to the same result.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def hash_of(values: torch.Tensor, ranges: Sequence[Range], weights: torch.Tensor
     So any change of a single word, a flipped bit in particular, changes it for certain; other changes escape with a
     chance of about 2^-64.
     """
-    found = torch.zeros((), dtype=torch.int64, device=values.device)
+    digest = torch.zeros((), dtype=torch.int64, device=values.device)
     for start, end in ranges:
         for words in values[start:end].view(torch.int64).split(BLOCK_WORDS):
-            found = found * _MULTIPLIER + (words * weights[: len(words)]).sum()
-    return found
+            digest = digest * _MULTIPLIER + (words * weights[: len(words)]).sum()
+    return digest
 
 
 def odd_ones(hashes: Mapping[int, Hashable], sound: Mapping[int, int]) -> tuple[set[int], bool]:
@@ -99,9 +99,9 @@ class ReplicaCheck:
         ranges = self._shared[axis]
         if self.comm.size(axis) == 1 or not ranges:
             return set(), True
-        told = self.comm.all_gather(axis, self._hash(ranges).view(1)).tolist()
+        hashes = self.comm.all_gather(axis, self._hash(ranges).view(1)).tolist()
         ranks = self.comm.grid.group(axis, self.comm.rank)
-        return odd_ones(dict(zip(ranks, told, strict=True)), {})
+        return odd_ones(dict(zip(ranks, hashes, strict=True)), {})
 
     def _of_replicas(self, sound: int) -> tuple[set[int], bool]:
         """Each replica's part is compared by itself: who keeps its state can tell whether it is what it was."""
@@ -110,15 +110,15 @@ class ReplicaCheck:
             return set(), True
         hashes = [self._hash(self.flat.parts(replica)) for replica in range(size)]
         mine = torch.stack([*hashes, hashes[0].new_tensor(sound)])
-        told = self.comm.all_gather("data", mine).view(size, size + 1).tolist()
+        gathered = self.comm.all_gather("data", mine).view(size, size + 1).tolist()
         ranks = self.comm.grid.group("data", self.comm.rank)
-        found: dict[bool, set[int]] = {True: set(), False: set()}
+        by_certainty: dict[bool, set[int]] = {True: set(), False: set()}
         sharded = self.optimizer.held == self.optimizer.owned
         for part in range(size):
-            sure = {rank: told[at][size] for at, rank in enumerate(ranks) if at == part or not sharded}
-            odd, certain = odd_ones({rank: told[at][part] for at, rank in enumerate(ranks)}, sure)
-            found[certain] |= odd
-        return (found[True], True) if found[True] else (found[False], False)
+            sure = {rank: gathered[at][size] for at, rank in enumerate(ranks) if at == part or not sharded}
+            odd, certain = odd_ones({rank: gathered[at][part] for at, rank in enumerate(ranks)}, sure)
+            by_certainty[certain] |= odd
+        return (by_certainty[True], True) if by_certainty[True] else (by_certainty[False], False)
 
     def _own_part_is_sound(self, kept: Sequence[torch.Tensor] | None) -> int:
         """Whether what this rank has published of its own part is still what its state says, and that what was kept

@@ -66,19 +66,19 @@ class TreeSum(Generic[Value]):
 @cache
 def cover(leaves: int, first: int, stop: int) -> tuple[Node, ...]:
     """The fewest nodes of a tree of `leaves` that hold leaves `first` to `stop` - 1 and no others, in order."""
-    found: TreeSum[None] = TreeSum(leaves)
+    tree: TreeSum[None] = TreeSum(leaves)
     for leaf in range(first, stop):
-        found.push(Node(0, leaf), None, lambda left, right: None)
-    return tuple(node for node, _ in found.nodes)
+        tree.push(Node(0, leaf), None, lambda left, right: None)
+    return tuple(node for node, _ in tree.nodes)
 
 
 @cache
 def buffers(leaves: int, first: int, stop: int) -> int:
     """Most nodes that wait at once while leaves `first` to `stop` - 1 are pushed one by one, but for the last one's:
     how many buffers it takes to add them, beside the one that each leaf is made in. At most 2 log2(stop - first)."""
-    found: TreeSum[None] = TreeSum(leaves)
+    tree: TreeSum[None] = TreeSum(leaves)
     most = 0
     for leaf in range(first, stop - 1):
-        found.push(Node(0, leaf), None, lambda left, right: None)
-        most = max(most, len(found.nodes))
+        tree.push(Node(0, leaf), None, lambda left, right: None)
+        most = max(most, len(tree.nodes))
     return most

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from workers.parallel.tensor.linear import column_backward, column_forward, row_backward, row_forward
+from workers.parallel.tensor.linear_autograd import column_backward, column_forward, row_backward, row_forward
 from workers.parallel.tensor.region import Region
 
 

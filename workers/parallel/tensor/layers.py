@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from workers.parallel.recompute.modules import Again
 from workers.parallel.tensor import compiled_operators
-from workers.parallel.tensor.linear import column_parallel, gelu_row_parallel, look_up, row_parallel
+from workers.parallel.tensor.linear_autograd import column_parallel, gelu_row_parallel, look_up, row_parallel
 from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.sequence_parallel import first_position, leave
 from workers.parallel.tensor.shards import ParameterShard, ShardedModule

@@ -90,10 +90,10 @@ def _fill_state_changes() -> None:
         {"job_id": job_id, "time": at, "state": "QUEUED"}
         for job_id, at in connection.execute(sa.select(jobs.c.id, jobs.c.created_at))
     ]
-    told = sa.select(events.c.job_id, events.c.time, events.c.data).where(events.c.type == "state_changed")
+    transitions = sa.select(events.c.job_id, events.c.time, events.c.data).where(events.c.type == "state_changed")
     rows += [
         {"job_id": job_id, "time": at, "state": data["to"]}
-        for job_id, at, data in connection.execute(told.order_by(events.c.id))
+        for job_id, at, data in connection.execute(transitions.order_by(events.c.id))
     ]
     if rows:
         op.bulk_insert(changes, rows)

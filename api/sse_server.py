@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a look found."""
+    """What one look at the store brought."""
 
     entries: list[Entry]
     """New items, in order."""

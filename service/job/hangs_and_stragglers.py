@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from service.cluster.agent_client import AgentClient, AgentError, AgentSilent, within
-from service.recovery.hangs import AXES, Group, Look, Verdict, find_culprits, waiting_for
+from service.recovery.hang_culprits import AXES, Group, Look, Verdict, find_culprits, waiting_for
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject, to_json
 from workers.protocol.reports import Event, Report

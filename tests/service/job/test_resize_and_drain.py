@@ -6,7 +6,7 @@ import pytest
 
 from service.cluster.sizes import resized, shapes_of
 from service.job.context import JobContext
-from service.job.elasticity import ElasticityPlanner
+from service.job.resize_and_drain import ElasticityPlanner
 from service.states import JobState
 from service.store import jobs
 from tests.service.support.fake_cluster import FakeCluster

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from service.job.reports import ReportWriter
+from service.job.report_writer import ReportWriter
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import checkpoints, events, generations, jobs, metrics, ranks, recoveries

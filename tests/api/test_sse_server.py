@@ -6,7 +6,7 @@ import threading
 import httpx
 import pytest
 
-from api import streams
+from api import sse_server
 from service.logs import log_file, log_folder
 from service.store import events
 
@@ -117,13 +117,13 @@ def test_what_a_job_prints_last_is_in_the_stream(service):
 
 def test_open_streams_do_not_block_other_requests_and_notice_that_the_client_left(service, monkeypatch):
     looks = []
-    look_now = streams.run_in_threadpool
+    look_now = sse_server.run_in_threadpool
 
     async def counted(function, *arguments):
         looks.append(threading.get_ident())
         return await look_now(function, *arguments)
 
-    monkeypatch.setattr(streams, "run_in_threadpool", counted)
+    monkeypatch.setattr(sse_server, "run_in_threadpool", counted)
     job = service.submit()
     clients = [httpx.Client(base_url=service.url, timeout=20) for _ in range(60)]
     for client in clients:
@@ -136,7 +136,7 @@ def test_open_streams_do_not_block_other_requests_and_notice_that_the_client_lef
     quiet = threading.Event()
     for _ in range(50):
         before = len(looks)
-        quiet.wait(3 * streams.POLL_SECONDS)
+        quiet.wait(3 * sse_server.POLL_SECONDS)
         if len(looks) == before:
             break
     else:

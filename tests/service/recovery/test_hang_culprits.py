@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.recovery.hangs import AXES, Look, find_culprits, waiting_for
+from service.recovery.hang_culprits import AXES, Look, find_culprits, waiting_for
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.job import hang_watch
-from service.job.hang_watch import HangWatch
+from service.job import hangs_and_stragglers
+from service.job.hangs_and_stragglers import HangWatch
 from tests.service.support.fake_agents import FakeAgent
 from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
 from workers.protocol.reports import Event, KillReason, Report
@@ -48,9 +48,9 @@ STALLED = report(TrainerStatus(100, overdue=True))
 @pytest.fixture
 def watch(monkeypatch):
     """Runs a watch over agents until `done` holds, after it has heard `reports`; the events and the lost ranks."""
-    monkeypatch.setattr(hang_watch, "ASK_SECONDS", 0.05)
-    monkeypatch.setattr(hang_watch, "CONFIRM_SECONDS", 0.0)
-    monkeypatch.setattr(hang_watch, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(hangs_and_stragglers, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(hangs_and_stragglers, "CONFIRM_SECONDS", 0.0)
+    monkeypatch.setattr(hangs_and_stragglers, "AGAIN_SECONDS", 0.0)
 
     def run(agents, done, reports=(STALLED,), policy="report", replaced=None, look_first=False):
         events, lost = [], []

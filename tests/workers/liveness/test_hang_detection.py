@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from workers.liveness import trainer_watch
+from workers.liveness import hang_detection
+from workers.liveness.hang_detection import LOOK_SECONDS, TrainerWatch
 from workers.liveness.hang_timeouts import LEAST_SECONDS, STOPPED_SECONDS, WAITING_FACTOR
 from workers.liveness.process_state import ProcessState
 from workers.liveness.progress import Progress
 from workers.liveness.stacks import stacks_path, take_stacks
-from workers.liveness.trainer_watch import LOOK_SECONDS, TrainerWatch
 
 ROOT = Path(__file__).parents[3]
 BEGIN = """
@@ -144,8 +144,8 @@ def test_rest_and_computing_are_left_alone_for_longer_than_an_ordinary_phase(chi
 def look_at(tmp_path, monkeypatch):
     """A watch over a process whose record this test writes, and whose state and clock it sets: (record, look)."""
     clock, state = [100.0], ["S"]
-    monkeypatch.setattr(trainer_watch, "process_state", lambda pid: ProcessState(state[0], 1.0, 1.0, 0.0))
-    monkeypatch.setattr(trainer_watch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hang_detection, "process_state", lambda pid: ProcessState(state[0], 1.0, 1.0, 0.0))
+    monkeypatch.setattr(hang_detection.time, "monotonic", lambda: clock[0])
     progress = Progress.shared(tmp_path, 2)
     for step in range(1, 5):
         progress.begin_step(step)
