@@ -1,4 +1,4 @@
-"""The control plane: one thread with an event loop of its own, on which the scheduler and all supervisors live.
+"""The control plane: one thread with an event loop of its own, on which the scheduler and the owners of all jobs live.
 
 It owns nothing that cannot be lost: jobs are in the database, agents are named actors. Started again after a crash it
 finds both and goes on.
@@ -7,15 +7,12 @@ finds both and goes on.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from service.cluster.agent_client import AgentError
 from service.cluster.cluster import Cluster
@@ -24,12 +21,11 @@ from service.cluster.node_watch import NodeWatch
 from service.cluster.placement import unit_of
 from service.cluster.ray_head import ExistingRay, RayHead
 from service.faults import FaultNotPossible, FaultsNotAllowed
-from service.job.supervisor import Supervisor
+from service.job.owner import JobOwner
 from service.scheduler import Scheduler
 from service.states import JobState, is_final
-from service.store import IllegalTransition, Store, jobs, ranks
+from service.store import Store, jobs, ranks
 from service.store.tables import Job
-from service.stored_specs import stored_spec_problem
 from workers.paths import Paths
 from workers.protocol.messages import Fault
 from workers.system.process_end import ended
@@ -40,8 +36,8 @@ CALL_SECONDS = 30.0
 END_SECONDS = 30.0
 RETRY_SECONDS = 1.0
 RAY_WATCH = "watch over Ray"
-# How long our Ray may take to end after one of its parts was killed.
-RAY_SECONDS = 3.0
+# How often it is made sure that every job that is neither final nor queued has an owner.
+CLAIM_SECONDS = 2.0
 
 
 class ControlPlane:
@@ -60,7 +56,7 @@ class ControlPlane:
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults = allow_faults
         self._store = Store(f"sqlite:///{home / 'manta.db'}")
-        self._supervisors: dict[str, tuple[Supervisor, asyncio.Task[None]]] = {}
+        self._owners: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
@@ -99,9 +95,10 @@ class ControlPlane:
             await daemon.sweep([job.id for job in unfinished])  # one that waits again goes on from its snapshots
         for job in unfinished:
             if job.state != JobState.QUEUED:
-                self._supervise(job, None)
+                self._own(job.id, None)
         self._tasks = [
             asyncio.create_task(self._scheduler.run(), name="scheduler"),
+            asyncio.create_task(self._claim(self._scheduler), name="claims"),
             asyncio.create_task(self._learn_peaks(cluster), name="peaks"),
             asyncio.create_task(NodeWatch(cluster, self._node_lost, self._node_draining).run(), name="nodes"),
         ]
@@ -120,15 +117,15 @@ class ControlPlane:
             self._start_over()
 
     def _node_lost(self, node: str, why: str) -> None:
-        for supervisor, _ in list(self._supervisors.values()):
-            supervisor.node_lost(node, why)
+        for owner, _ in list(self._owners.values()):
+            owner.node_lost(node, why)
 
     def _node_draining(self, node: str, seconds: float) -> None:
         assert self._cluster is not None
         if node not in self._cluster.nodes.draining:
             self._cluster.nodes.draining.add(node)
-            for supervisor, _ in list(self._supervisors.values()):
-                supervisor.node_draining(node, seconds)
+            for owner, _ in list(self._owners.values()):
+                owner.node_draining(node, seconds)
 
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
         """Have all jobs leave `node`, an id or the start of one, within `seconds`; the node as in `cluster`. Raises
@@ -169,52 +166,37 @@ class ControlPlane:
         return known
 
     def _placed(self, job: Job, generation: int) -> None:
-        self._supervise(job, generation)
+        self._own(job.id, generation)
 
-    def _supervise(self, job: Job, placed_generation: int | None) -> None:
+    async def _claim(self, scheduler: Scheduler) -> None:
+        """Own every job that is neither final nor queued and has no owner: whatever happened to the one it had."""
+        while True:
+            await asyncio.sleep(CLAIM_SECONDS)
+            try:
+                unfinished = await asyncio.to_thread(self._unfinished)
+            except Exception:  # whoever is without an owner still is in a moment
+                log.exception("could not look for jobs without an owner")
+                continue
+            for job in unfinished:
+                if job.state != JobState.QUEUED and job.id not in self._owners and job.id not in scheduler.placing:
+                    log.warning("%s had no owner", job.id)
+                    self._own(job.id, None)
+
+    def _own(self, job_id: str, placed_generation: int | None) -> None:
         assert self._cluster is not None
-        try:
-            supervisor = Supervisor(self._store, self._cluster, job)
-        except ValidationError as error:
-            self._background(self._fail(job.id, stored_spec_problem(error), "invalid_spec"))
-            return
-        task = asyncio.create_task(self._run(supervisor, placed_generation), name=f"supervisor of {job.id}")
-        self._supervisors[job.id] = (supervisor, task)
+        owner = JobOwner(self._store, self._cluster, job_id)
+        task = asyncio.create_task(self._run(owner, placed_generation), name=f"owner of {job_id}")
+        self._owners[job_id] = (owner, task)
         task.add_done_callback(_log_failure)
 
-    async def _run(self, supervisor: Supervisor, placed_generation: int | None) -> None:
+    async def _run(self, owner: JobOwner, placed_generation: int | None) -> None:
         try:
-            await supervisor.run(placed_generation)
-        except Exception as error:
-            log.exception("supervisor of %s", supervisor.job_id)
-            if await self._ray_lives():  # else nothing is wrong with the job, and it is taken up again with a new Ray
-                await self._fail(supervisor.job_id, f"internal error: {type(error).__name__}: {error}")
+            await owner.run(placed_generation)
         finally:
-            if self._supervisors.get(supervisor.job_id, (None,))[0] is supervisor:
-                del self._supervisors[supervisor.job_id]
+            if self._owners.get(owner.id, (None,))[0] is owner:
+                del self._owners[owner.id]
             if self._scheduler is not None:
                 self._scheduler.wake()
-
-    async def _ray_lives(self) -> bool:
-        watching = [task for task in self._tasks if task.get_name() == RAY_WATCH]
-        done, _ = await asyncio.wait(watching, timeout=RAY_SECONDS) if watching else (set(), None)
-        return not done
-
-    async def _fail(self, job_id: str, message: str, reason: str = "internal_error") -> None:
-        assert self._cluster is not None
-        try:
-            await self._cluster.end_job(job_id)
-        except Exception:  # the job fails all the same; what is left of it is swept at the next start
-            log.exception("could not release %s", job_id)
-
-        def fail(session: Any) -> None:
-            ranks.set_all(session, job_id, "exited")
-            cancelled = jobs.get(session, job_id).state == JobState.CANCELLING
-            with contextlib.suppress(IllegalTransition):
-                target = JobState.CANCELLED if cancelled else JobState.FAILED
-                jobs.transition(session, job_id, target, reason=reason, message=message)
-
-        await self._store.write_async(fail)
 
     def submitted(self, job_id: str) -> None:
         """A job was stored: wake the scheduler."""
@@ -222,7 +204,7 @@ class ControlPlane:
             self._loop.call_soon_threadsafe(self._scheduler.wake)
 
     def cancel(self, job_id: str) -> None:
-        """A job was moved to CANCELLING or CANCELLED: wake its supervisor."""
+        """A job was moved to CANCELLING or CANCELLED: wake its owner."""
         self._loop.call_soon_threadsafe(self._cancel, job_id)
 
     def inject(self, job_id: str, fault: Fault) -> None:
@@ -230,24 +212,24 @@ class ControlPlane:
         if not self._allow_faults:
             raise FaultsNotAllowed()
         state = self._job(job_id).state
-        supervisor, _ = self._supervisors.get(job_id, (None, None))
-        if supervisor is None:
+        owner, _ = self._owners.get(job_id, (None, None))
+        if owner is None:
             raise FaultNotPossible(f"the job is {state}, and only one that runs can have a fault")
-        self._call(supervisor.inject(fault))
+        self._call(owner.inject(fault))
 
     def resize(self, job_id: str) -> None:
-        """A job shall have another size: wake its supervisor."""
+        """A job shall have another size: wake its owner."""
         self._loop.call_soon_threadsafe(self._resize, job_id)
 
     def _resize(self, job_id: str) -> None:
-        if job_id in self._supervisors:
-            self._supervisors[job_id][0].resize()
+        if job_id in self._owners:
+            self._owners[job_id][0].resize()
         elif self._scheduler is not None:
             self._scheduler.wake()
 
     def _cancel(self, job_id: str) -> None:
-        if job_id in self._supervisors:
-            self._supervisors[job_id][0].cancel()
+        if job_id in self._owners:
+            self._owners[job_id][0].cancel()
         elif self._cluster is not None:
             self._background(self._forget_if_final(job_id))
 
@@ -325,7 +307,7 @@ class ControlPlane:
         self._store.close()
 
     async def _leave(self) -> None:
-        tasks = [*self._tasks, *self._background_tasks, *(task for _, task in self._supervisors.values())]
+        tasks = [*self._tasks, *self._background_tasks, *(task for _, task in self._owners.values())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

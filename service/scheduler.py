@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,6 +23,7 @@ from service.cluster.sizes import fitting, resized, shapes_of, smallest
 from service.job.record import JobRecord
 from service.states import JobState
 from service.store import IllegalTransition, Store, jobs
+from service.store.retries import may_pass
 from service.store.tables import Job
 from service.stored_specs import stored_spec_problem
 from workers.config import JobSpec, ParallelConfig
@@ -33,6 +35,15 @@ log = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0
 PLACEMENT_SECONDS = 10.0
 
+
+class Look(Enum):
+    """What came of a look at a queued job."""
+
+    DONE = "it is placed, or no longer queued"
+    STEPS_ASIDE = "it waits, and those behind it do not wait for it"
+    WAITS = "it waits, and so do those behind it"
+
+
 Placed = Callable[[Job, int], None]
 """Called with a job that is STARTING and the generation number that its placement groups carry."""
 
@@ -43,6 +54,8 @@ class Scheduler:
     def __init__(self, store: Store, cluster: Cluster, placed: Placed):
         self._store, self._cluster, self._placed = store, cluster, placed
         self._wake = asyncio.Event()
+        self.placing: set[str] = set()
+        """Jobs that are STARTING and have no owner yet, because they are being placed."""
 
     def wake(self) -> None:
         """Something changed: a job came, or capacity went."""
@@ -65,26 +78,44 @@ class Scheduler:
         """One pass over the queue; whether jobs still wait."""
         waiting = False
         for job in await asyncio.to_thread(self._queued):
-            spec = await self._read_spec(job)
-            if spec is None or not await self._data_is_good(job, spec):
+            try:
+                outcome = await self._look_at(job)
+            except Exception as error:  # one job may not keep those behind it waiting
+                if may_pass(error) or isinstance(error, ClusterUnavailable):
+                    raise
+                log.exception("could not look at %s", job.id)
+                waiting = True
                 continue
-            if await self._try_to_place(job, spec):
-                continue
-            waiting = True
-            if not await self._never_fits(spec):
+            waiting = waiting or outcome is not Look.DONE
+            if outcome is Look.WAITS:
                 break
         return waiting
+
+    async def _look_at(self, job: Job) -> Look:
+        spec = await self._read_spec(job)
+        if spec is None:
+            return Look.STEPS_ASIDE
+        if not await self._data_is_good(job, spec):
+            return Look.DONE
+        self.placing.add(job.id)
+        try:
+            if await self._try_to_place(job, spec):
+                return Look.DONE
+        finally:
+            self.placing.discard(job.id)
+        return Look.STEPS_ASIDE if await self._never_fits(spec) else Look.WAITS
 
     def _queued(self) -> list[Job]:
         with self._store.read() as session:
             return [job for job in jobs.unfinished(session) if job.state == JobState.QUEUED]
 
     async def _read_spec(self, job: Job) -> JobSpec | None:
-        """The job's spec; None, and the job has failed, where this version no longer takes it."""
+        """The job's spec; None, and the job says so and waits, where this release does not take what another stored."""
         try:
             return JobSpec.model_validate(job.spec)
         except ValidationError as error:
-            await self._transition(job, JobState.FAILED, "invalid_spec", stored_spec_problem(error))
+            problem = stored_spec_problem(error)
+            await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, None, "invalid_spec", problem))
             return None
 
     async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:

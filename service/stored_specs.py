@@ -11,6 +11,6 @@ def stored_spec_problem(error: ValidationError) -> str:
     where = ".".join(str(part) for part in first["loc"]) or "the spec"
     more = f" and {error.error_count() - 1} more problems" if error.error_count() > 1 else ""
     return (
-        f"this version of Manta no longer takes the stored spec: {where}: {first['msg']}{more}; submit the job again "
-        "with a spec that it takes"
+        f"this release of Manta does not take the stored spec: {where}: {first['msg']}{more}; a release that does goes "
+        "on with the job, or cancel it and submit it again"
     )

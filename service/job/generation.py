@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ POLL_SECONDS = 30.0
 CULPRIT_SECONDS = 0.3
 # An agent that takes longer to stop its trainer is given up.
 STOP_SECONDS = 15.0
+HEAR_OUT_TURN_SECONDS = 0.5
 # Kinds of failure whose message is a sentence that needs no exception's name before it.
 SAY_ALL = frozenset({"no_shared_memory", "bad_data", "bad_checkpoint", "not_saved", "not_finite", "spike"})
 
@@ -46,6 +48,8 @@ class RunningGeneration:
         self._reported_finished: set[int] = set()
         self._stalled_since: dict[int, float] = {}
         self._stopping = False
+        self._handling: set[int] = set()
+        """Ranks one of whose reports is being stored: what they say next is not yet asked for."""
         self._changed = asyncio.Event()
         self._watchers = [asyncio.create_task(self._watch(rank)) for rank in range(len(self.agents))]
         self._alongside: list[asyncio.Task[None]] = []
@@ -117,12 +121,21 @@ class RunningGeneration:
         for task in self._alongside:
             task.cancel()
         await asyncio.gather(*(self._ask(ask, agent, seconds) for agent in agents))
-        await asyncio.wait(self._watchers, timeout=STOP_SECONDS)
+        await self._hear_out(STOP_SECONDS)
         self._raise_errors()
         for rank, watcher in enumerate(self._watchers):
             if not watcher.done():
                 self._note_death(Death(rank, "agent_lost", message="has an agent that does not answer"))
         await self.close()
+
+    async def _hear_out(self, seconds: float) -> None:
+        """Wait until all ranks have said their last, `seconds` at most: time in which a report is being stored, which
+        is the database's and no agent's, does not count."""
+        while seconds > 0 and self._running():
+            began, storing = time.monotonic(), bool(self._handling)
+            await asyncio.wait(self._running(), timeout=min(seconds, HEAR_OUT_TURN_SECONDS))
+            if not (storing or self._handling):
+                seconds -= time.monotonic() - began
 
     async def close(self) -> None:
         """Stop listening; trainers run on."""
@@ -163,7 +176,11 @@ class RunningGeneration:
 
     async def _take(self, rank: int, report: Report) -> bool:
         """Handle one report of this generation; True when it was the rank's last."""
-        await self._handle(report)
+        self._handling.add(rank)
+        try:
+            await self._handle(report)
+        finally:
+            self._handling.discard(rank)
         match report.payload:
             case TrainerStatus() as status:
                 self._note_stall(rank, status, report.time)

@@ -1,5 +1,6 @@
 """One running job in the database, as its supervisor reads and writes it. The rows are the truth: whatever happens is
-written here before the next thing is done, so that another control plane can take over at any point."""
+written here before the next thing is done, so that another control plane can take over at any point. A database that
+does not answer is waited for: nothing that happens to it ends a job."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from service.job.incident import Incident
 from service.recovery.budgets import avoided_nodes, past_failures
 from service.states import JobState, can
 from service.store import Store, checkpoints, events, generations, jobs, ranks, recoveries
+from service.store.retries import until_done
 from service.store.tables import Generation, Job
 from workers.config import ParallelConfig
 from workers.protocol.messages import Resume
@@ -106,7 +108,8 @@ class JobRecord:
                 events.append(session, self.id, "state_lost", lost, data={"steps": reached}, **about)
             return number
 
-        return await self.store.write_async(begin)
+        number: int = await self.write(begin)
+        return number
 
     async def launched(self, generation: int, at: float, rows: list[dict[str, Any]], kept: Sequence[int]) -> None:
         """Note the ranks of a generation that was launched `at` Unix seconds; those in `kept` kept their process."""
@@ -167,8 +170,8 @@ class JobRecord:
             with self.store.read() as session:
                 return query(session)
 
-        return await asyncio.to_thread(read)
+        return await until_done(lambda: asyncio.to_thread(read))
 
     async def write(self, operation: Any) -> Any:
         """Do `operation` with a session that is committed."""
-        return await self.store.write_async(operation)
+        return await until_done(lambda: self.store.write_async(operation))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -11,10 +12,12 @@ from sqlalchemy.orm import Session
 from service.states import JobState
 from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks, recoveries
 from service.store.generations import TrainedStep
+from service.store.retries import until_done
 from service.store.tables import Recovery
 from workers.protocol.json_codec import JsonObject
 from workers.protocol.reports import Event, Exited, Finished, Metrics, Report, Started
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # The one that ships metrics; the ledger follows its time.
@@ -30,7 +33,17 @@ class ReportWriter:
         self._resume_step, self._stepped = resume_step, False
 
     async def take(self, report: Report) -> None:
-        """Store one report. Reports seen before, and those of replaced generations, change nothing."""
+        """Store one report. Reports seen before, and those of replaced generations, change nothing.
+
+        While the database does not answer it is tried again, and the report stays unacknowledged. One that can never be
+        stored is noted as such and done without: a report ends no job."""
+        try:
+            await self._take(report)
+        except Exception as error:
+            log.exception("report %d of rank %d of %s cannot be stored", report.sequence, report.rank, self._job_id)
+            await self._write(self._refused, report, error)
+
+    async def _take(self, report: Report) -> None:
         match report.payload:
             case Metrics(rows):
                 await self._write(self._metrics, report, rows)
@@ -44,7 +57,15 @@ class ReportWriter:
                 await self._write(self._exit, report, None)
 
     async def _write(self, operation: Callable[[Session, Report, T], None], report: Report, content: T) -> None:
-        await self._store.write_async(lambda session: operation(session, report, content))
+        await until_done(lambda: self._store.write_async(lambda session: operation(session, report, content)))
+
+    def _refused(self, session: Session, report: Report, error: Exception) -> None:
+        if not jobs.accept_report(session, self._job_id, self._generation, report.rank, report.sequence):
+            return
+        kind = type(report.payload).__name__.lower()
+        message = f"a report of rank {report.rank} ({kind}) could not be stored and is left out: {_in_a_line(error)}"
+        about = {"generation": self._generation, "rank": report.rank}
+        events.append(session, self._job_id, "report_left_out", message, data={"kind": kind}, **about)
 
     def _metrics(self, session: Session, report: Report, rows: Sequence[JsonObject]) -> None:
         committed = jobs.get(session, self._job_id).step
@@ -145,3 +166,7 @@ class ReportWriter:
             checkpoints.complete(session, row.id, data["bytes"])
         elif row is not None:
             checkpoints.fail(session, row.id)
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, ForeignKey, Index, MetaData, String, Text
+from sqlalchemy import BigInteger, ForeignKey, Index, MetaData, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from service.store.types import BigKey, Document, Numbers, Real
+from service.store.types import AnyText, BigKey, Document, Numbers, Real
 
 METRIC_NAMES = (
     "loss",
@@ -56,7 +56,7 @@ class Job(Base):
     """A `JobState`."""
     reason: Mapped[str | None] = mapped_column(String(64))
     """Stable code that says why the job is in this state."""
-    message: Mapped[str | None] = mapped_column(Text)
+    message: Mapped[str | None] = mapped_column(AnyText)
     """The same for people."""
     spec: Mapped[dict[str, Any]] = mapped_column(Document)
     """The checked JobSpec with all defaults filled in."""
@@ -123,7 +123,7 @@ class Generation(Base):
     """The job."""
     generation: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     """Its number, from 1."""
-    cause: Mapped[str] = mapped_column(Text)
+    cause: Mapped[str] = mapped_column(AnyText)
     """Why the gang was started, such as `submitted` or `rank_died`."""
     resume_source: Mapped[str] = mapped_column(String(16))
     """Where the state came from: start, snapshot or checkpoint."""
@@ -170,7 +170,7 @@ class Recovery(Base):
     """Kind of the culprit's failure, such as killed, hung or exception."""
     rank: Mapped[int]
     """The culprit."""
-    cause: Mapped[str] = mapped_column(Text)
+    cause: Mapped[str] = mapped_column(AnyText)
     """What happened to it, in one sentence."""
     node: Mapped[str | None] = mapped_column(String(200))
     """Node that it ran on."""
@@ -253,7 +253,7 @@ class Event(Base):
     """Rank it is about."""
     step: Mapped[int | None] = mapped_column(BigInteger)
     """Step it is about."""
-    message: Mapped[str] = mapped_column(Text)
+    message: Mapped[str] = mapped_column(AnyText)
     """One sentence."""
     data: Mapped[dict[str, Any]] = mapped_column(Document, default=dict)
     """More about it."""
@@ -314,7 +314,7 @@ class Checkpoint(Base):
     """Committed step whose state it holds."""
     state: Mapped[str] = mapped_column(String(16))
     """saving, complete, failed or deleted."""
-    path: Mapped[str] = mapped_column(Text)
+    path: Mapped[str] = mapped_column(AnyText)
     """Folder of the checkpoint."""
     bytes: Mapped[int | None] = mapped_column(BigInteger)
     """Size on disk, once complete."""

@@ -1,11 +1,12 @@
-"""Column types that keep what databases lose: NaN in real columns, non-finite numbers in JSON."""
+"""Column types that keep what databases lose or refuse: NaN in real columns, non-finite numbers in JSON, characters
+that are none in texts."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Double, Integer
+from sqlalchemy import JSON, BigInteger, Double, Integer, Text
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
@@ -44,6 +45,17 @@ class Real(TypeDecorator[float]):
         return None if value is None else float(value)
 
 
+class AnyText(TypeDecorator[str]):
+    """A text of whatever origin: an exception's message may hold what is no character to a database."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """To the database."""
+        return None if value is None else storable(value)
+
+
 class Document(TypeDecorator[Any]):
     """A JSON value in which non-finite numbers are spelled out, since JSON has none."""
 
@@ -52,7 +64,7 @@ class Document(TypeDecorator[Any]):
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
         """To the database."""
-        return spell(value)
+        return storable(spell(value))
 
 
 class Numbers(TypeDecorator[dict[str, float | int | None]]):
@@ -68,3 +80,15 @@ class Numbers(TypeDecorator[dict[str, float | int | None]]):
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         """From the database."""
         return None if value is None else {name: number(entry) for name, entry in value.items()}
+
+
+def storable(value: Any) -> Any:
+    """`value` with texts that every database takes: NUL and halves of surrogate pairs are spelled out, here and in all
+    that it holds."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
+    if isinstance(value, dict):
+        return {storable(key): storable(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [storable(entry) for entry in value]
+    return value

@@ -10,6 +10,7 @@ from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreach
 from service.control_plane import ControlPlane
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.supervisor import Supervisor
+from service.states import JobState
 from service.store import JobNotFound, events, jobs
 from tests.service.support.fake_cluster import FakeCluster
 from workers.config import JobSpec
@@ -78,7 +79,7 @@ def until(plane, job, *states):
 
     async def reached():
         async with asyncio.timeout(SECONDS):
-            while (row := plane._job(job.id)).state not in states or (row.state != "RUNNING" and plane._supervisors):
+            while (row := plane._job(job.id)).state not in states or (row.state != "RUNNING" and plane._owners):
                 await asyncio.sleep(0)
             return row
 
@@ -172,26 +173,55 @@ def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, 
     assert until(plane, job, "SUCCEEDED").replicas == 1
 
 
-def test_stored_spec_that_is_no_longer_taken_fails_its_job(start, cluster, started, store):
-    store.write(lambda s: setattr(jobs.get(s, started.id), "spec", {"name": "old"}))
+def test_job_that_nobody_owns_is_taken_up(start, cluster, submit, store, monkeypatch):
+    """As when the first write of its owner was lost, or its placing broke off."""
+    monkeypatch.setattr(control_plane, "CLAIM_SECONDS", 0.01)
     plane = start()
-    row = until(plane, started, "FAILED")
-    assert row.reason == "invalid_spec" and "submit the job again" in row.message
+    behave(cluster, train_to_the_end)
+    job = submit()
+    store.write(lambda s: jobs.transition(s, job.id, JobState.STARTING))
+    assert until(plane, job, "SUCCEEDED").step == 10
 
 
-def test_error_of_our_own_fails_one_job_and_says_so(start, cluster, submit, monkeypatch):
+def test_error_of_our_own_costs_a_job_nothing(start, cluster, submit, store, monkeypatch):
     plane = start()
-
-    async def broken(self, action):
-        raise RuntimeError("nobody expected this")
-
-    monkeypatch.setattr(Supervisor, "_perform", broken)
+    behave(cluster, start_training)
     job = submit()
     plane.submitted(job.id)
-    row = until(plane, job, "FAILED")
-    assert (row.reason, row.message) == ("internal_error", "internal error: RuntimeError: nobody expected this")
-    assert cluster.nothing_held
+    until(plane, job, "RUNNING")
+    trainers = list(cluster.agents.living.values())
+    watch, errors = Supervisor._watch, iter([RuntimeError("nobody expected this")])
+
+    async def broken(self):
+        for error in errors:
+            raise error
+        return await watch(self)
+
+    monkeypatch.setattr(Supervisor, "_watch", broken)
+
+    async def stumble():  # the generation that is watched ends for its supervisor as by an error of ours
+        owner, _ = plane._owners[job.id]
+        owner._supervisor._running._alongside.append(asyncio.create_task(_fail()))
+        owner._supervisor.resize()
+
+    plane._call(stumble())
+
+    async def end():
+        async with asyncio.timeout(SECONDS):
+            while "supervision_failed" not in log(store, job) or "adopted" not in log(store, job):
+                await asyncio.sleep(0)
+        assert list(cluster.agents.living.values()) == trainers
+        for agent in trainers:
+            agent.finish(10)
+
+    plane._call(end())
+    row = until(plane, job, "SUCCEEDED")
+    assert row.restarts == 0
     assert plane.ready() == []
+
+
+async def _fail():
+    raise RuntimeError("nobody expected this")
 
 
 FAULT = Fault("f1", "kill", 0, 5)

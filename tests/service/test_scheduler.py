@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from service import scheduler
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.scheduler import Scheduler
@@ -66,7 +67,7 @@ def test_bad_data_fails_the_job_before_it_is_placed_and_names_the_path(store, su
     assert cluster.groups.acquired == []
 
 
-def test_stored_spec_that_is_no_longer_taken_fails_its_job_and_no_other(store, submit, look):
+def test_stored_spec_that_this_release_does_not_take_waits_for_one_that_does_and_holds_up_no_other(store, submit, look):
     old, fine = submit(), submit()
 
     def spoil(session):
@@ -76,8 +77,29 @@ def test_stored_spec_that_is_no_longer_taken_fails_its_job_and_no_other(store, s
     store.write(spoil)
     assert [job for job, _ in look()] == [fine.id]
     found = job_now(store, old)
-    assert (found.state, found.reason) == ("FAILED", "invalid_spec")
-    assert "model.heads" in found.message and "submit the job again" in found.message
+    assert (found.state, found.reason) == ("QUEUED", "invalid_spec")
+    assert "model.heads" in found.message and "a release that does goes on with the job" in found.message
+
+
+def test_job_that_cannot_be_looked_at_holds_up_no_other(store, submit, look, monkeypatch):
+    odd, fine = submit(name="odd"), submit()
+
+    def check(spec):
+        if spec.name == "odd":
+            raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+
+    monkeypatch.setattr(scheduler, "check_data", check)
+    assert [job for job, _ in look()] == [fine.id]
+    assert job_now(store, odd).state == "QUEUED"
+
+
+def test_job_is_being_placed_until_it_has_an_owner(store, submit, cluster):
+    """The loop that gives owners to jobs without one may not take it meanwhile."""
+    job = submit()
+    seen = []
+    looking = Scheduler(store, cluster, lambda placed, generation: seen.append(set(looking.placing)))
+    asyncio.run(looking._round())
+    assert (seen, looking.placing) == ([{job.id}], set())
 
 
 def test_nodes_on_which_the_job_kept_failing_are_avoided(store, submit, look, cluster):

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from service.job import generation
 from service.job.generation import RunningGeneration
 from tests.service.support.fake_agents import FakeAgent
 from workers.liveness.trainer_status import TrainerStatus
@@ -217,3 +218,40 @@ def test_error_of_the_handler_comes_out_of_wait():
         await running.close()
 
     asyncio.run(asyncio.wait_for(body(), 10))
+
+
+def test_rank_whose_last_report_is_being_stored_is_not_given_up(monkeypatch):
+    """The database may take longer than an agent may: that says nothing about the agent."""
+    monkeypatch.setattr(generation, "STOP_SECONDS", 0.05)
+    monkeypatch.setattr(generation, "HEAR_OUT_TURN_SECONDS", 0.01)
+
+    async def body():
+        agents, stored = [agent_of(0), agent_of(1)], asyncio.Event()
+
+        async def handle(report):
+            await stored.wait()
+
+        running = RunningGeneration(agents, 1, {}, handle)
+        resting = asyncio.create_task(running.rest(0.01))
+        await asyncio.wait([resting], timeout=0.5)
+        assert not resting.done() and running.deaths == []
+        stored.set()
+        await resting
+        assert sorted(running.resting) == [0, 1] and running.deaths == []
+
+    asyncio.run(asyncio.wait_for(body(), 10))
+
+
+def test_agent_that_does_not_say_how_its_trainer_ended_is_given_up(monkeypatch):
+    monkeypatch.setattr(generation, "STOP_SECONDS", 0.05)
+    monkeypatch.setattr(generation, "HEAR_OUT_TURN_SECONDS", 0.01)
+
+    async def body(running, agents, handled):
+        async def silent(*arguments):
+            return None
+
+        agents[1].rest = silent
+        await running.rest(0.01)
+        assert [(death.rank, death.kind) for death in running.deaths] == [(1, "agent_lost")]
+
+    run(body)

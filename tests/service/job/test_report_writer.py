@@ -1,6 +1,7 @@
 """What a gang's reports leave in the database: each exactly once, and nothing of replaced generations."""
 
 import asyncio
+import sqlite3
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from service.job.report_writer import ReportWriter
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
-from service.store import checkpoints, events, generations, jobs, metrics, ranks, recoveries
+from service.store import checkpoints, events, generations, jobs, metrics, ranks, recoveries, retries
 from service.store.recoveries import Beginning
 from workers.protocol.reports import Metrics, Report, payload_of
 
@@ -189,3 +190,49 @@ def test_rows_are_brought_in_line_with_the_disk(store, started, take):
     take("event", 4, type="checkpoint_saved", step=5, message="saved", data={"path": "/c/5", "bytes": 10})
     store.write(lambda s: checkpoints.reconcile(s, started.id, [("/c/6", 11)]))
     assert saved(store, started) == {5: "deleted", 6: "complete", 7: "failed"}
+
+
+def test_report_that_can_never_be_stored_is_left_out_and_said_so(store, started, take, monkeypatch):
+    def spoil(*arguments, **more):
+        raise ValueError("no such thing\nat all")
+
+    monkeypatch.setattr(metrics, "record", spoil)
+    take("metrics", 1, rows=[row(5)])
+    monkeypatch.undo()
+    take("metrics", 2, rows=[row(6)])
+    assert kinds(store, started).count("report_left_out") == 1
+    (event,) = [e for e in read(store, lambda s: events.page(s, started.id)).items if e.type == "report_left_out"]
+    assert "a report of rank 0 (metrics)" in event.message and event.message.endswith(
+        "ValueError: no such thing at all"
+    )
+    assert steps(store, started) == [6]
+
+
+def test_text_that_is_none_is_stored_all_the_same(store, started, take):
+    """An exception's message may hold a lone surrogate, which no database takes, or a NUL, which PostgreSQL refuses."""
+    take("event", 1, type="note", step=5, message="a \ud800 b \0 c", data={"k\ud800": ["\0", {"x": "\udfff"}]})
+    (event,) = [each for each in read(store, lambda s: events.page(s, started.id)).items if each.type == "note"]
+    assert event.message == "a \\ud800 b \\x00 c"
+    assert event.data == {"k\\ud800": ["\\x00", {"x": "\\udfff"}]}
+
+
+def test_database_that_is_locked_for_a_while_is_waited_for(store, started, generation, monkeypatch, tmp_path):
+    monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.001)
+    with store.engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA busy_timeout=1")  # of the connection that the writer takes next
+    other = sqlite3.connect(store.engine.url.database, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    writer = ReportWriter(store, started.id, generation, resume_step=4)
+
+    async def body():
+        report = Report(payload_of("metrics", {"rows": [row(5)]}), 1, 0, time.time(), 1)
+        taking = asyncio.create_task(writer.take(report))
+        done, _ = await asyncio.wait([taking], timeout=0.3)
+        assert not done, "the report is not acknowledged"
+        other.execute("ROLLBACK")
+        await asyncio.wait_for(taking, 30)
+
+    asyncio.run(body())
+    other.close()
+    assert steps(store, started) == [5]
+    assert "report_left_out" not in kinds(store, started)

@@ -1,0 +1,136 @@
+"""Who owns a job that is not final and not queued: always somebody, whatever goes wrong while it is looked after.
+
+A supervisor that fails by an error of ours, of Ray's or of a disk's has said nothing about the job: its ranks train on,
+and another supervisor takes it up from what the database says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from pydantic import ValidationError
+
+from service.cluster.cluster import Cluster
+from service.faults import FaultNotPossible
+from service.job.record import JobRecord
+from service.job.supervisor import Supervisor
+from service.pauses import growing_pauses
+from service.states import JobState, is_final
+from service.store import Store
+from service.stored_specs import stored_spec_problem
+from workers.protocol.messages import Fault
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 30.0
+# A supervisor that fails after it has lived that long has not failed for the reason of the one before.
+STEADY_SECONDS = 60.0
+
+
+class JobOwner:
+    """Keeps job `id` supervised until it is final, or back in the queue."""
+
+    def __init__(self, store: Store, cluster: Cluster, job_id: str):
+        self._store, self._cluster, self.id = store, cluster, job_id
+        self._record = JobRecord(store, job_id)
+        self._supervisor: Supervisor | None = None
+        self._wake = asyncio.Event()
+        self._resize_wanted = False
+        self._said = ""
+
+    async def run(self, placed_generation: int | None) -> None:
+        """Own the job to its end. `placed_generation`: the number that its placement groups carry when they were just
+        acquired; None: take over what another control plane left."""
+        pauses = growing_pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        while True:
+            began = time.monotonic()
+            try:
+                if await self._supervise(placed_generation):
+                    return
+            except Exception as error:
+                log.exception("supervisor of %s", self.id)
+                if time.monotonic() - began > STEADY_SECONDS:
+                    pauses = growing_pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+                await self._say_that_it_failed(error)
+            placed_generation = None
+            await self._pause(next(pauses))
+
+    async def _supervise(self, placed_generation: int | None) -> bool:
+        """Whether the job is final, or back in the queue."""
+        job = await self._record.job()
+        if job.state == JobState.QUEUED or is_final(job.state):
+            return True
+        try:
+            supervisor = Supervisor(self._store, self._cluster, job)
+        except ValidationError as error:
+            return await self._leave_alone(JobState(job.state), stored_spec_problem(error))
+        self._supervisor = supervisor
+        if self._resize_wanted:
+            self._resize_wanted = False
+            supervisor.resize()
+        try:
+            await supervisor.run(placed_generation)
+        finally:
+            self._supervisor = None
+        return True
+
+    async def _leave_alone(self, state: JobState, problem: str) -> bool:
+        """Another release made the job, and this one does not know what it says: its ranks run on as they are, until a
+        release that does takes it over. Only its end is taken care of."""
+        if state == JobState.CANCELLING:
+            await self._cluster.end_job(self.id)
+            await self._record.end(JobState.CANCELLED, None, None)
+            return True
+        await self._say("not_understood", f"{problem}; the job is left as it is")
+        return False
+
+    async def _say_that_it_failed(self, error: Exception) -> None:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        await self._say("supervision_failed", f"the control plane takes the job up again after an error: {what}")
+
+    async def _say(self, kind: str, message: str) -> None:
+        """Once, not with every try."""
+        if message != self._said:
+            self._said = message
+            await self._record.event(kind, message)
+
+    async def _pause(self, seconds: float) -> None:
+        self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+
+    def cancel(self) -> None:
+        """The job is CANCELLING: stop it."""
+        self._wake.set()  # another supervisor reads it in the job's row
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+
+    def resize(self) -> None:
+        """The job may run with another number of replicas than it does: see whether it can."""
+        if self._supervisor is not None:
+            self._supervisor.resize()
+        else:
+            self._resize_wanted = True
+
+    def node_lost(self, node: str, why: str) -> None:
+        """A node is lost, and with it all agents there."""
+        if self._supervisor is not None:  # else their silence is noticed when the job is taken up again
+            self._supervisor.node_lost(node, why)
+
+    def node_draining(self, node: str, seconds: float) -> None:
+        """A node is to be left within `seconds`."""
+        if self._supervisor is not None:
+            self._supervisor.node_draining(node, seconds)
+        else:
+            self._resize_wanted = True
+
+    async def inject(self, fault: Fault) -> None:
+        """Have the agent of the fault's rank make it. Raises FaultNotPossible."""
+        if self._supervisor is None:
+            raise FaultNotPossible("nobody looks after the job at the moment; try again")
+        await self._supervisor.inject(fault)

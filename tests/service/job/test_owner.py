@@ -1,0 +1,178 @@
+"""A job that is neither final nor queued always has somebody who looks after it, whatever fails."""
+
+import asyncio
+import contextlib
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from service.job import owner as owning
+from service.job.owner import JobOwner
+from service.job.supervisor import Supervisor
+from service.states import JobState
+from service.store import jobs, retries
+from tests.service.support.supervised_job import story
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(owning, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.001)
+
+
+@pytest.fixture
+def owned(two_replicas, cluster, monkeypatch):
+    """A job of four ranks whose supervisors come from an owner."""
+    job = two_replicas(cluster)
+
+    def supervise(placed_generation):
+        job.owner = JobOwner(job.store, cluster, job.id)
+        job.task = asyncio.create_task(job.owner.run(placed_generation))
+        job.task.add_done_callback(lambda task: cluster.agents.changed())
+
+    attend = Supervisor._attend
+
+    def attended(self, running):
+        attend(self, running)
+        job.supervisor = self
+        cluster.agents.changed()
+
+    monkeypatch.setattr(Supervisor, "_attend", attended)
+    job.supervise = supervise
+    job.supervisor = Supervisor(job.store, cluster, job.row)
+    return job
+
+
+def raises(monkeypatch, name, *errors):
+    """The supervisor's method `name` raises these, one after the other, before it does what it does."""
+    method, left = getattr(Supervisor, name), list(errors)
+
+    async def broken(self, *arguments):
+        if left:
+            raise left.pop(0)
+        return await method(self, *arguments)
+
+    monkeypatch.setattr(Supervisor, name, broken)
+
+
+@pytest.mark.parametrize("where", ["_first", "_start", "_launch", "_watch", "_recover", "_end"])
+def test_error_of_our_own_ends_no_job(owned, monkeypatch, where):
+    errors = [RuntimeError("nobody expected this"), KeyError("nor this")][: 1 if where == "_start" else 2]
+    raises(monkeypatch, where, *errors)
+
+    async def body():
+        await owned.start()
+        await owned.watched(1)
+        await owned.commit(3)
+        owned.ranks[1].die()
+        await owned.watched(2)
+        await owned.commit(4)
+        await owned.finish()
+
+    story(body)
+    assert owned.row.state == "SUCCEEDED"
+    assert owned.log.count("supervision_failed") == len(errors)
+    assert f"up again after an error: {type(errors[-1]).__name__}" in owned.message("supervision_failed")
+    assert owned.generations[-1][1:] == ("snapshot", 3), "nothing is begun anew"
+    assert owned.cluster.nothing_held
+
+
+def test_same_error_is_said_once(owned, monkeypatch):
+    raises(monkeypatch, "_start", *[RuntimeError("again")] * 5)
+    raises(monkeypatch, "_adopt", *[RuntimeError("again")] * 5)
+
+    async def body():
+        await owned.start()
+        await owned.watched(1)
+        await owned.commit(1)
+        await owned.finish()
+
+    story(body)
+    assert owned.log.count("supervision_failed") == 1
+
+
+def test_cancel_ends_the_pause_after_an_error(owned, monkeypatch):
+    monkeypatch.setattr(owning, "FIRST_PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr(owning, "LONGEST_PAUSE_SECONDS", 1000.0)
+    raises(monkeypatch, "_launch", RuntimeError("nobody expected this"))
+
+    async def body():
+        await owned.start()
+        while "supervision_failed" not in owned.log:
+            await asyncio.sleep(0)
+        owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
+        while not owned.task.done():
+            owned.owner.cancel()
+            await asyncio.sleep(0)
+
+    story(body)
+    assert owned.row.state == "CANCELLED"
+    assert owned.cluster.nothing_held
+
+
+def test_spec_of_another_release_leaves_the_ranks_alone_until_the_job_is_cancelled(owned, cluster):
+    async def body():
+        await owned.start()
+        await owned.watched(1)
+        await owned.commit(1)
+        await owned.die_with_control_plane()
+        understood = dict(owned.row.spec)
+        owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "spec", {**understood, "newer": 1}))
+        owned.supervise(None)
+        while "not_understood" not in owned.log:
+            await asyncio.sleep(0)
+        assert all(agent.running for agent in cluster.agents.living.values())
+        assert owned.row.state == "RUNNING"
+        owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
+        owned.owner.cancel()
+        await owned.task
+
+    story(body)
+    assert owned.log.count("not_understood") == 1
+    assert owned.row.state == "CANCELLED"
+    assert cluster.nothing_held
+
+
+def test_final_job_is_nobodys(store, started, cluster):
+    store.write(lambda s: jobs.transition(s, started.id, JobState.FAILED))
+    asyncio.run(JobOwner(store, cluster, started.id).run(None))
+    with store.read() as session:
+        assert jobs.get(session, started.id).state == "FAILED"
+
+
+@contextlib.contextmanager
+def database_gone(store, monkeypatch):
+    """No operation is taken; the number that were refused."""
+    refused = []
+    write = type(store).write_async
+
+    async def refuse(self, operation):
+        refused.append(operation)
+        raise OperationalError("BEGIN IMMEDIATE", {}, Exception("database is locked"))
+
+    monkeypatch.setattr(type(store), "write_async", refuse)
+    try:
+        yield refused
+    finally:
+        monkeypatch.setattr(type(store), "write_async", write)
+
+
+def test_locked_database_stops_no_trainer_and_loses_no_report(owned, cluster, monkeypatch):
+    async def body():
+        await owned.start()
+        await owned.watched(1)
+        await owned.commit(1)
+        with database_gone(owned.store, monkeypatch) as refused:
+            owned.ranks[0].commit(2)
+            owned.ranks[1].die()
+            while len(refused) < 20:
+                await asyncio.sleep(0.001)
+            assert [agent.running for agent in owned.ranks] == [True, False, True, True]
+        await owned.watched(2)
+        await owned.commit(3)
+        await owned.finish()
+
+    story(body)
+    assert owned.row.state == "SUCCEEDED"
+    assert owned.log.count("rank_lost") == 1
+    assert "supervision_failed" not in owned.log
