@@ -36,8 +36,8 @@ class AlreadyRunning(MantaError):
 def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None, allow_faults: bool = False) -> None:
     """Run the service until SIGTERM or SIGINT. Port 0 picks a free one. `allow_faults`: make faults on request.
 
-    With its own Ray, ending the service ends the jobs' processes too (they go on from their durable checkpoints);
-    on somebody else's (`ray`, host:port) they run on. Raises PortTaken, AlreadyRunning, RayUnavailable.
+    The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. `ray`:
+    host:port of somebody else's Ray. Raises PortTaken, AlreadyRunning, RayUnavailable.
     """
     home.mkdir(parents=True, exist_ok=True)
     running = running_service(home)
@@ -62,10 +62,7 @@ def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None, 
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         service_file.unlink(missing_ok=True)
-        if ray:
-            control.stop()
-        else:
-            control.end_everything()
+        control.stop()
         lock.close()
 
 

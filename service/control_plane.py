@@ -33,7 +33,6 @@ from workers.system.process_end import ended
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0
-END_SECONDS = 30.0
 RETRY_SECONDS = 1.0
 RAY_WATCH = "watch over Ray"
 # How often it is made sure that every job that is neither final nor queued has an owner.
@@ -311,26 +310,6 @@ class ControlPlane:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def end_everything(self) -> None:
-        """End all trainers, daemons and, if it is ours, Ray. Unfinished jobs go on from their newest durable
-        checkpoint when the service is started again."""
-        try:
-            if self._cluster is not None:
-                self._release_everything(self._cluster)
-            self.stop()
-        finally:
-            if isinstance(self._head, RayHead):
-                self._head.stop()
-
-    def _release_everything(self, cluster: Cluster) -> None:
-        self._call(self._leave())
-        try:
-            self._call(cluster.sweep([]), END_SECONDS)
-            self._call(cluster.daemons.end_all(), END_SECONDS)
-        except (TimeoutError, ConnectionError, ClusterUnavailable) as error:
-            log.warning("Ray did not let go of everything: %s", error)
-        cluster.disconnect()
 
     def _call(self, coroutine: Any, seconds: float = CALL_SECONDS) -> Any:
         future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

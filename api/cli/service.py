@@ -13,12 +13,16 @@ from typing import Annotated
 
 import psutil  # type: ignore[import-untyped]
 import typer
+from sqlalchemy.exc import SQLAlchemyError
 
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.server import configure_logging, running_service, serve
 from service.cluster.processes import wait_until_ended
 from service.cluster.ray_head import RayHead
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+from service.states import JobState
+from service.store import Job, Store
+from service.store.jobs import unfinished
 from workers.errors import MantaError
 from workers.paths import Paths
 
@@ -63,12 +67,41 @@ def up(
 
 
 def down() -> None:
-    """Stop the service and everything it runs."""
+    """Stop the service and everything it runs, and say what that was."""
     home = Settings.from_environment().home
-    if stop_service(home):
-        typer.echo("Manta is down.")
-    else:
+    jobs, own_ray = running_jobs(home), Paths.of(home).ray_record.exists()
+    if not stop_service(home):
         typer.echo(f"No service runs with home {home}.")
+        return
+    typer.echo("Manta is down.")
+    for job in jobs:
+        typer.echo(f"  {job.id} ({job.name}) {_what_becomes_of(job, own_ray)}")
+    if jobs:
+        typer.echo("`manta up` goes on with them; `manta cancel` after that ends a job for good.")
+
+
+def _what_becomes_of(job: Job, own_ray: bool) -> str:
+    if job.state == JobState.QUEUED:
+        return "waits in the queue"
+    if not own_ray:
+        return f"runs on, on the Ray cluster that is not ours, at step {job.step} or later"
+    return f"was ended at step {job.step} of {job.steps}, and goes on from its newest checkpoint"
+
+
+def running_jobs(home: Path) -> list[Job]:
+    """The jobs of `home` that are not final, as its database says, whether or not a service runs; none where it cannot
+    be read."""
+    location = home / "manta.db"
+    if not location.exists():
+        return []
+    store = Store(f"sqlite:///{location}")
+    try:
+        with store.read() as session:
+            return unfinished(session)
+    except SQLAlchemyError:
+        return []
+    finally:
+        store.close()
 
 
 def serve_command(

@@ -46,11 +46,11 @@ class Manta:
         self.url = start_service(self.home, "127.0.0.1", 0, self._slots, None, allow_faults=True)
         self.client = MantaClient(self.url)
 
-    def kill_service(self) -> None:
-        """kill -9 of the service's process, and of nothing else."""
+    def kill_service(self, with_signal: int = signal.SIGKILL) -> None:
+        """Send the service's process this signal, and nobody else; return when it has ended."""
         process = psutil.Process(int(str(running_service(self.home)["pid"])))
-        process.kill()
-        process.wait(10)
+        process.send_signal(with_signal)
+        process.wait(30)
 
     def answers(self) -> bool:
         """Whether the service answers at its address and can run jobs."""

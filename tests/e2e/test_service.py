@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,19 +23,20 @@ def snapshot_step(manta, job):
     return max(steps_kept(manta.paths.snapshot_folder(job), 0))
 
 
-def test_training_never_notices_that_the_service_is_killed(manta):
+def test_training_never_notices_that_the_service_ends(manta):
     job = manta.submit(manta.spec(steps=10_000))
     manta.until_step(job, 5)
     before = manta.pids(job)
-    manta.kill_service()
-    seen = snapshot_step(manta, job)
-    manta.until("five steps without a service", lambda: snapshot_step(manta, job) >= seen + 5)
-    manta.start()
-    manta.until_step(job, seen + 10)
-    found = manta.client.job(job)
-    assert (found.state, found.generation, found.restarts) == ("RUNNING", 1, 0)
-    assert manta.pids(job) == before
-    assert len(manta.events(job, "adopted")) == 1
+    for times, how in enumerate((signal.SIGKILL, signal.SIGTERM), start=1):
+        manta.kill_service(how)
+        seen = snapshot_step(manta, job)
+        manta.until("five steps without a service", lambda seen=seen: snapshot_step(manta, job) >= seen + 5)
+        manta.start()
+        manta.until_step(job, seen + 10)
+        found = manta.client.job(job)
+        assert (found.state, found.generation, found.restarts) == ("RUNNING", 1, 0)
+        assert manta.pids(job) == before
+        assert len(manta.events(job, "adopted")) == times
     steps = [step for step, _, _ in manta.curve(job)]
     assert steps == list(range(1, len(steps) + 1))
     manta.client.cancel(job)

@@ -292,17 +292,6 @@ def test_it_is_ready_as_long_as_ray_answers(start, cluster, tmp_path):
     assert plane.ready() == ["Ray does not answer (ConnectionResetError)"]
 
 
-def test_end_of_everything_leaves_no_agent_and_no_daemon(start, cluster, submit):
-    plane = start()
-    behave(cluster, start_training)
-    job = submit()
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
-    plane.end_everything()
-    assert not cluster.agents.living and not cluster.groups.held
-    assert cluster.daemons.silent == {"node_a", "node_b"}
-
-
 def test_peaks_are_asked_for_until_all_nodes_know_them(start, cluster, monkeypatch):
     monkeypatch.setattr(control_plane, "RETRY_SECONDS", 0.0)
     daemon = cluster.daemons._daemon("node_b")
