@@ -139,6 +139,11 @@ def cancel(job_id: str) -> Call[schemas.Job]:
     return Call(schemas.Job, "POST", _job(job_id, "/cancel"))
 
 
+def retry(job_id: str) -> Call[schemas.Job]:
+    """Have a job that failed go on."""
+    return Call(schemas.Job, "POST", _job(job_id, "/retry"))
+
+
 def resize(job_id: str, replicas: int) -> Call[schemas.Job]:
     """Go on with another number of replicas."""
     return Call(schemas.Job, "POST", _job(job_id, "/resize"), body={"data": replicas})

@@ -138,6 +138,10 @@ class MantaClient:
         """Go on with `replicas` data-parallel replicas as soon as there is room for them."""
         return self.send(calls.resize(job_id, replicas))
 
+    def retry(self, job_id: str) -> Job:
+        """Have a job that failed go on from where it failed. Raises ApiError."""
+        return self.send(calls.retry(job_id))
+
     def cancel(self, job_id: str) -> Job:
         """Stop a job for good."""
         return self.send(calls.cancel(job_id))

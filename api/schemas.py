@@ -146,6 +146,8 @@ class Job(Answer):
     """When it first left the queue."""
     finished_at: Time | None
     """When it reached its final state."""
+    memory_kept_until: Time | None = None
+    """Of a job that failed: until when its snapshots stay in memory for a retry."""
 
 
 class Resize(BaseModel):

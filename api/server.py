@@ -16,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 from service.cluster.processes import same_process
 from service.cluster.ray_head import ExistingRay, RayHead
 from service.control_plane import ControlPlane
+from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.settings import Settings
 from workers.errors import MantaError
 
@@ -33,11 +34,20 @@ class AlreadyRunning(MantaError):
     """A service of the same home runs already."""
 
 
-def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None, allow_faults: bool = False) -> None:
+def serve(
+    home: Path,
+    host: str,
+    port: int,
+    slots: int | None,
+    ray: str | None,
+    allow_faults: bool = False,
+    memory_seconds: float = DEFAULT_MEMORY_SECONDS,
+) -> None:
     """Run the service until SIGTERM or SIGINT. Port 0 picks a free one. `allow_faults`: make faults on request.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. `ray`:
-    host:port of somebody else's Ray. Raises PortTaken, AlreadyRunning, RayUnavailable.
+    host:port of somebody else's Ray; `memory_seconds`: how long the snapshots of a failed job are kept. Raises
+    PortTaken, AlreadyRunning, RayUnavailable.
     """
     home.mkdir(parents=True, exist_ok=True)
     running = running_service(home)
@@ -48,7 +58,9 @@ def serve(home: Path, host: str, port: int, slots: int | None, ray: str | None, 
     port = listener.getsockname()[1]
     url = f"http://{host}:{port}"
     head = ExistingRay(ray) if ray else RayHead(home, slots)
-    control = ControlPlane(home, head, lambda: _start_over(home, host, port, slots, allow_faults), allow_faults)
+    control = ControlPlane(
+        home, head, lambda: _start_over(home, host, port, slots, allow_faults), allow_faults, memory_seconds
+    )
     control.start()
     service_file = Settings(home).service_file
     try:

@@ -57,6 +57,7 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
         created_at=moment(job.created_at),
         started_at=_moment_or_none(job.started_at),
         finished_at=_moment_or_none(job.finished_at),
+        memory_kept_until=_moment_or_none(job.memory_kept_until),
     )
 
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from sqlalchemy.orm import Session
 
 from service.cluster.agent_client import AgentError
 from service.cluster.cluster import Cluster
@@ -21,22 +25,26 @@ from service.cluster.node_watch import NodeWatch
 from service.cluster.placement import unit_of
 from service.cluster.ray_head import ExistingRay, RayHead
 from service.faults import FaultNotPossible, FaultsNotAllowed
+from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.owner import JobOwner
 from service.scheduler import Scheduler
 from service.states import JobState, is_final
-from service.store import Store, jobs, ranks
+from service.store import Store, failed_jobs, jobs, ranks
 from service.store.tables import Job
 from workers.paths import Paths
 from workers.protocol.messages import Fault
 from workers.system.process_end import ended
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CALL_SECONDS = 30.0
 RETRY_SECONDS = 1.0
 RAY_WATCH = "watch over Ray"
 # How often it is made sure that every job that is neither final nor queued has an owner.
 CLAIM_SECONDS = 2.0
+# How often it is looked for failed jobs whose snapshots were kept for long enough.
+MEMORY_SECONDS = 30.0
 
 
 class ControlPlane:
@@ -48,12 +56,14 @@ class ControlPlane:
         head: RayHead | ExistingRay,
         start_over: Callable[[], None] | None = None,
         allow_faults: bool = False,
+        memory_seconds: float = DEFAULT_MEMORY_SECONDS,
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
-        `allow_faults`: make faults in jobs on request."""
+        `allow_faults`: make faults in jobs on request; `memory_seconds`: how long the snapshots of a failed job are
+        kept for a retry."""
         self._home, self._head, self._start_over = home, head, start_over
-        self._allow_faults = allow_faults
+        self._allow_faults, self._memory_seconds = allow_faults, memory_seconds
         self._store = Store(f"sqlite:///{home / 'manta.db'}")
         self._owners: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
@@ -86,18 +96,20 @@ class ControlPlane:
         cluster = self._cluster = Cluster.connected(ray, self._home)
         self._scheduler = Scheduler(self._store, cluster, self._placed)
         unfinished = await asyncio.to_thread(self._unfinished)
+        keeping = await asyncio.to_thread(self._read, failed_jobs.holding_memory)
         live = [job.id for job in unfinished if job.state != JobState.QUEUED]
         for orphan in await cluster.sweep(live):
             log.warning("released what was left of %s", orphan)
         daemons = await cluster.daemons.ensure()
         for daemon in daemons.values():
-            await daemon.sweep([job.id for job in unfinished])  # one that waits again goes on from its snapshots
+            await daemon.sweep(keeping)  # one that waits again, or is tried again, goes on from its snapshots
         for job in unfinished:
             if job.state != JobState.QUEUED:
                 self._own(job.id, None)
         self._tasks = [
             asyncio.create_task(self._scheduler.run(), name="scheduler"),
             asyncio.create_task(self._claim(self._scheduler), name="claims"),
+            asyncio.create_task(self._let_go_of_memory(cluster), name="memory"),
             asyncio.create_task(self._learn_peaks(cluster), name="peaks"),
             asyncio.create_task(NodeWatch(cluster, self._node_lost, self._node_draining).run(), name="nodes"),
         ]
@@ -181,9 +193,24 @@ class ControlPlane:
                     log.warning("%s had no owner", job.id)
                     self._own(job.id, None)
 
+    async def _let_go_of_memory(self, cluster: Cluster) -> None:
+        """Remove the snapshots of failed jobs that were kept for long enough."""
+        while True:
+            try:
+                for job_id in await asyncio.to_thread(self._read, lambda s: failed_jobs.memory_expired(s, time.time())):
+                    await cluster.end_job(job_id)
+                    await self._store.write_async(partial(failed_jobs.memory_let_go, job_id=job_id))
+            except Exception:  # what is left is looked for again
+                log.exception("could not remove snapshots that were kept for long enough")
+            await asyncio.sleep(MEMORY_SECONDS)
+
+    def _read(self, query: Callable[[Session], T]) -> T:
+        with self._store.read() as session:
+            return query(session)
+
     def _own(self, job_id: str, placed_generation: int | None) -> None:
         assert self._cluster is not None
-        owner = JobOwner(self._store, self._cluster, job_id)
+        owner = JobOwner(self._store, self._cluster, job_id, self._memory_seconds)
         task = asyncio.create_task(self._run(owner, placed_generation), name=f"owner of {job_id}")
         self._owners[job_id] = (owner, task)
         task.add_done_callback(_log_failure)
@@ -198,7 +225,7 @@ class ControlPlane:
                 self._scheduler.wake()
 
     def submitted(self, job_id: str) -> None:
-        """A job was stored: wake the scheduler."""
+        """A job was stored, or is tried again: wake the scheduler."""
         if self._scheduler is not None:
             self._loop.call_soon_threadsafe(self._scheduler.wake)
 

@@ -8,8 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from workers.errors import MantaError
+
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400
+
+
+class BadSetting(MantaError):
+    """A variable of the environment says something that is none of its values."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +29,31 @@ class Settings:
     allow_faults: bool = False
     """Whether the service makes faults in jobs on request (MANTA_ALLOW_FAULTS=1, or `manta up --allow-faults`)."""
 
+    failed_memory_hours: float = 24.0
+    """How long the snapshots of a job that failed stay in shared memory for `manta retry`
+    (MANTA_FAILED_MEMORY_HOURS); 0: they go at once."""
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Read MANTA_HOME (default ~/.manta), MANTA_URL and MANTA_ALLOW_FAULTS from `environment`, by default the
-        process's own."""
+        """Read MANTA_HOME (default ~/.manta), MANTA_URL, MANTA_ALLOW_FAULTS and MANTA_FAILED_MEMORY_HOURS from
+        `environment`, by default the process's own. Raises BadSetting."""
         source = os.environ if environment is None else environment
         home = Path(source.get("MANTA_HOME") or "~/.manta").expanduser().absolute()
         allow_faults = source.get("MANTA_ALLOW_FAULTS", "").strip().lower() in ("1", "true", "yes", "on")
-        return cls(home=home, url=source.get("MANTA_URL") or None, allow_faults=allow_faults)
+        hours = _hours(source.get("MANTA_FAILED_MEMORY_HOURS") or "24")
+        return cls(home, source.get("MANTA_URL") or None, allow_faults, hours)
 
     @property
     def service_file(self) -> Path:
         """JSON file `{"url", "pid"}` in which a running embedded service says where it answers."""
         return self.home / "service.json"
+
+
+def _hours(text: str) -> float:
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = -1.0
+    if not 0 <= hours < 1e6:
+        raise BadSetting(f"MANTA_FAILED_MEMORY_HOURS is {text!r}; it must be a number of hours such as 24, or 0")
+    return hours

@@ -23,7 +23,7 @@ class JobState(StrEnum):
     SUCCEEDED = "SUCCEEDED"
     """All steps are committed."""
     FAILED = "FAILED"
-    """Given up; reason and message say why."""
+    """Given up; reason and message say why. A user may have it tried again."""
     CANCELLED = "CANCELLED"
     """Stopped by the user."""
 
@@ -38,13 +38,13 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     _S.RESIZING: frozenset({_S.RUNNING, _S.RECOVERING, _S.QUEUED, _S.CANCELLING, _S.FAILED, _S.SUCCEEDED}),
     _S.CANCELLING: frozenset({_S.CANCELLED}),
     _S.SUCCEEDED: frozenset(),
-    _S.FAILED: frozenset(),
+    _S.FAILED: frozenset({_S.QUEUED}),
     _S.CANCELLED: frozenset(),
 }
 """Edges of the state machine. Nothing else ever happens to a job's state."""
 
-FINAL: frozenset[JobState] = frozenset(state for state, exits in TRANSITIONS.items() if not exits)
-"""States without a way out."""
+FINAL: frozenset[JobState] = frozenset({_S.SUCCEEDED, _S.FAILED, _S.CANCELLED})
+"""States that no job leaves by itself."""
 
 ACTIONS: dict[str, dict[JobState, JobState]] = {
     "cancel": {
@@ -59,6 +59,7 @@ ACTIONS: dict[str, dict[JobState, JobState]] = {
         state: state
         for state in (_S.QUEUED, _S.STARTING, _S.RUNNING, _S.RECOVERING, _S.RESIZING)
     },
+    "retry": {_S.FAILED: _S.QUEUED},
 }
 """For each action of a user: the states in which it is legal, and the state that it leads to at once."""
 
@@ -77,7 +78,7 @@ def can(source: JobState, target: JobState) -> bool:
 
 
 def is_final(state: JobState | str) -> bool:
-    """Whether a job in `state` will never change again. Raises ValueError for a name that is no state."""
+    """Whether a job in `state` will not change by itself any more. Raises ValueError for a name that is no state."""
     return JobState(state) in FINAL
 
 

@@ -200,6 +200,14 @@ def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
 
 
 @app.command()
+def retry(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Have a job that failed go on from where it failed."""
+    with connect(url) as client:
+        answer = client.retry(job)
+    _show(answer, as_json, lambda console: console.print(f"{answer.id} is {answer.state}", highlight=False))
+
+
+@app.command()
 def resize(
     job: JobId,
     data: Annotated[int, typer.Option(min=1, help="Number of data-parallel replicas.")],

@@ -96,6 +96,8 @@ def job_page(console: Console, job: schemas.Job) -> None:
         "started": moment(job.started_at),
         "finished": moment(job.finished_at),
     }
+    if job.memory_kept_until is not None:
+        lines["in memory until"] = moment(job.memory_kept_until)
     if job.queue.position is not None:
         lines["queue"] = f"place {job.queue.position}"
     width = max(map(len, lines))

@@ -114,7 +114,8 @@ def serve_command(
     """Run the service in the foreground, for containers."""
     configure_logging()
     settings = Settings.from_environment()
-    serve(settings.home, host, port, slots, ray, allow_faults or settings.allow_faults)
+    kept = settings.failed_memory_hours * 3600
+    serve(settings.home, host, port, slots, ray, allow_faults or settings.allow_faults, kept)
 
 
 def start_service(

@@ -1,4 +1,4 @@
-"""Jobs: submit, list, read, resize, cancel."""
+"""Jobs: submit, list, read, resize, cancel, retry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Response
 from api import schemas, views
 from api.parameters import Body, Control, Cursor, IdempotencyKey, JobId, Limit, digest_of
 from service.states import STATE_NAMES
-from service.store import jobs
+from service.store import failed_jobs, jobs
 from workers.config import JobSpec
 from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import parse_job_spec
@@ -92,6 +92,19 @@ def cancel(control: Control, job_id: JobId) -> schemas.Job:
 
     job = control.store.write(operation)
     control.cancel(job_id)
+    return job
+
+
+@router.post("/{job_id}/retry", status_code=202)
+def retry(control: Control, job_id: JobId) -> schemas.Job:
+    """Have a job that failed go on from where it failed: from its snapshots in memory, while they are kept, or its
+    newest checkpoint."""
+
+    def operation(session: Any) -> schemas.Job:
+        return views.job_view(session, failed_jobs.request_retry(session, job_id))
+
+    job = control.store.write(operation)
+    control.submitted(job_id)
     return job
 
 

@@ -94,6 +94,9 @@ class JobPage:
             )
             self._cancel.classes("cancel")
             self._cancel.set_visibility(False)
+            self._retry = ui.button("Retry", on_click=self._send_retry, color=None).props("outline dense no-caps")
+            self._retry.classes("retry")
+            self._retry.set_visibility(False)
         self._why = Words("why hidden")
         with ui.element("div").classes("progress-row"):
             self._bar = Bar()
@@ -112,6 +115,7 @@ class JobPage:
         self._progress.show(formatting.progress_text(job))
         self._figures.show(formatting.job_figures(job, datetime.now(UTC)))
         self._cancel.set_visibility(after_action("cancel", JobState(job.state)) is not None)
+        self._retry.set_visibility(after_action("retry", JobState(job.state)) is not None)
 
     def _build_dialog(self) -> ui.dialog:
         with ui.dialog() as dialog, ui.card().classes("confirm"):
@@ -125,10 +129,15 @@ class JobPage:
         return dialog
 
     async def _confirm_cancel(self) -> None:
-        if not await self._dialog:
-            return
+        if await self._dialog:
+            await self._send(calls.cancel(self._feed.job_id))
+
+    async def _send_retry(self) -> None:
+        await self._send(calls.retry(self._feed.job_id))
+
+    async def _send(self, call: calls.Call[Job]) -> None:
         try:
-            await self._client.send(calls.cancel(self._feed.job_id))
+            await self._client.send(call)
         except (ApiError, ServiceUnreachable) as error:
             ui.notify(str(error), type="warning", position="top")
         await self.live.update()

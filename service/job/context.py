@@ -17,6 +17,8 @@ from service.store import Store
 from service.store.tables import Generation, Job
 from workers.config import JobSpec
 
+DEFAULT_MEMORY_SECONDS = 24 * 3600.0
+
 
 @dataclass
 class JobContext:
@@ -36,12 +38,18 @@ class JobContext:
     """Since the last launch that did not fail: such failures have no rows."""
     stragglers_replaced: dict[int, float] = field(default_factory=dict)
     """When each rank was last replaced as a straggler, Unix seconds."""
+    retried_at: float = 0.0
+    """When the user last had it tried again, Unix seconds: failures before that do not count."""
+    memory_seconds: float = DEFAULT_MEMORY_SECONDS
+    """How long its snapshots are kept for a retry when it fails."""
 
     @classmethod
-    def of(cls, store: Store, cluster: Cluster, job: Job) -> JobContext:
+    def of(cls, store: Store, cluster: Cluster, job: Job, memory_seconds: float = DEFAULT_MEMORY_SECONDS) -> JobContext:
         """The context of `job`. Raises ValidationError where its stored spec is no longer taken."""
         submitted = JobSpec.model_validate(job.spec)
-        return cls(cluster, submitted, JobRecord(store, job.id), Gang(cluster, job.id, in_use(submitted, job)))
+        gang = Gang(cluster, job.id, in_use(submitted, job))
+        record = JobRecord(store, job.id)
+        return cls(cluster, submitted, record, gang, retried_at=job.retried_at or 0.0, memory_seconds=memory_seconds)
 
     @property
     def id(self) -> str:
@@ -60,7 +68,7 @@ class JobContext:
     def failures(self, lives: Sequence[Generation], incident: Incident | None = None) -> list[PastFailure]:
         """What the job has survived: `lives` are its generations; `incident` made the launch necessary that is to be
         tried again, and has no row either."""
-        known = [*past_failures(lives), *self.failed_launches]
+        known = [*(each for each in past_failures(lives) if each.at > self.retried_at), *self.failed_launches]
         if incident is not None and incident.failure not in known:
             known.append(incident.failure)
         return known

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from service.cluster.cluster import Cluster
 from service.faults import FaultNotPossible
+from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.record import JobRecord
 from service.job.supervisor import Supervisor
 from service.pauses import growing_pauses
@@ -34,7 +35,9 @@ STEADY_SECONDS = 60.0
 class JobOwner:
     """Keeps job `id` supervised until it is final, or back in the queue."""
 
-    def __init__(self, store: Store, cluster: Cluster, job_id: str):
+    def __init__(self, store: Store, cluster: Cluster, job_id: str, memory_seconds: float = DEFAULT_MEMORY_SECONDS):
+        """`memory_seconds`: how long the snapshots of a job that fails are kept for a retry."""
+        self._memory_seconds = memory_seconds
         self._store, self._cluster, self.id = store, cluster, job_id
         self._record = JobRecord(store, job_id)
         self._supervisor: Supervisor | None = None
@@ -65,7 +68,7 @@ class JobOwner:
         if job.state == JobState.QUEUED or is_final(job.state):
             return True
         try:
-            supervisor = Supervisor(self._store, self._cluster, job)
+            supervisor = Supervisor(self._store, self._cluster, job, self._memory_seconds)
         except ValidationError as error:
             return await self._leave_alone(JobState(job.state), stored_spec_problem(error))
         self._supervisor = supervisor

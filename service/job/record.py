@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +140,25 @@ class JobRecord:
 
         await self.write(note)
 
-    async def end(self, state: JobState, reason: str | None, message: str | None) -> None:
-        """The job is final; a cancelled one whatever else would have come of it."""
+    async def end(
+        self, state: JobState, reason: str | None, message: str | None, memory_kept_until: float | None = None
+    ) -> None:
+        """The job is final; a cancelled one whatever else would have come of it. `memory_kept_until`: Unix seconds,
+        where its snapshots are still there."""
 
         def end(session: Any) -> None:
             job = jobs.get(session, self.id, lock=True)
             ranks.set_all(session, self.id, "exited")
             if state != JobState.CANCELLED and job.state == JobState.CANCELLING:
                 jobs.transition(session, self.id, JobState.CANCELLED)
+                job.memory_kept_until = None if memory_kept_until is None else time.time()
                 return
             jobs.transition(session, self.id, state, reason=reason, message=message)
+            job.memory_kept_until = memory_kept_until
+            if memory_kept_until is not None:
+                until = datetime.fromtimestamp(memory_kept_until, UTC).strftime("%Y-%m-%d %H:%M UTC")
+                kept = f"its snapshots stay in memory until {until}; `manta retry` goes on from where it failed"
+                events.append(session, self.id, "memory_kept", kept, data={"until": memory_kept_until})
 
         await self.write(end)
 

@@ -23,7 +23,7 @@ from service.cluster.sizes import in_use
 from service.faults import FaultNotPossible, refuse_impossible
 from service.job.actions import Action, End, Launch, Reacquire, Rearrange, Recover, Requeue, Watch, launch_after
 from service.job.changes import Stay, carry_out, standby_of
-from service.job.context import JobContext
+from service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
 from service.job.generation import RunningGeneration
 from service.job.incident import Incident
 from service.job.launch import LaunchFailed, launch_generation, watch_generation
@@ -51,9 +51,10 @@ INJECT_SECONDS = 10.0
 class Supervisor:
     """Owns one job. `run` returns when the job is final, or back in the queue."""
 
-    def __init__(self, store: Store, cluster: Cluster, job: Job):
-        """Raises ValidationError where the stored spec of `job` is no longer taken."""
-        self._job = JobContext.of(store, cluster, job)
+    def __init__(self, store: Store, cluster: Cluster, job: Job, memory_seconds: float = DEFAULT_MEMORY_SECONDS):
+        """`memory_seconds`: how long its snapshots are kept for a retry when it fails. Raises ValidationError where the
+        stored spec of `job` is no longer taken."""
+        self._job = JobContext.of(store, cluster, job, memory_seconds)
         self._cluster, self._record, self._gang = cluster, self._job.record, self._job.gang
         self._planner = ElasticityPlanner(self._job)
         self._running: RunningGeneration | None = None
@@ -159,6 +160,9 @@ class Supervisor:
         if again:
             self._job.departing.append(await self._gang.snapshot_holders())
         await self._gang.start(placed_generation, in_use(self._job.submitted, job))
+        lives = await self._record.generations()
+        if lives and lives[-1].started_at <= self._job.retried_at:
+            return Launch("tried again by the user", counts=False)
         return Launch("placed again" if again else "submitted", counts=again)
 
     async def _adopt(self, job: Job) -> Action:
@@ -316,15 +320,21 @@ class Supervisor:
         self._running = running
 
     async def _end(self, end: End) -> None:
-        """Release everything, then say so: a final job holds nothing. What it ended with is noted before that, since
-        nobody could tell any more once the snapshots are gone."""
+        """Release everything, then say so: a final job holds nothing, but for the snapshots of one that failed, which
+        may be tried again. What it ended with is noted before that, since nobody could tell any more once the snapshots
+        are gone."""
         if end.state == JobState.CANCELLED and self._running is not None:
             await self._running.stop()
         await self._record.note_outcome(end.state, end.reason, end.message)
-        await self._cluster.end_job(self._job.id)
+        keeps = end.state == JobState.FAILED and (await self._record.job()).step > 0 and self._job.memory_seconds > 0
+        if keeps:
+            await self._cluster.release(self._job.id, keep_snapshots=True)
+        else:
+            await self._cluster.end_job(self._job.id)
         whole = await asyncio.to_thread(whole_checkpoints, self._job.checkpoint_folder)
         await self._record.reconcile_checkpoints(whole)
-        await self._record.end(end.state, end.reason, end.message)
+        until = time.time() + self._job.memory_seconds if keeps else None
+        await self._record.end(end.state, end.reason, end.message, until)
 
     def _dismiss_departing(self) -> None:
         departing, self._job.departing = self._job.departing, []

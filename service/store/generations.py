@@ -99,6 +99,13 @@ def end(
             row.data = {**row.data, "outcome": outcome}
 
 
+def forget_outcome(session: Session, job_id: str, generation: int) -> None:
+    """The job does not end with what it ended with in `generation`: it is tried again."""
+    row = session.get(Generation, (job_id, generation))
+    if row is not None:
+        row.data = {key: value for key, value in row.data.items() if key != "outcome"}
+
+
 def add_training(session: Session, job_id: str, generation: int, step: TrainedStep) -> None:
     """Add a committed step, or the end of the loop, to the running sums of the generation that it was made by."""
     row = session.get(Generation, (job_id, generation))

@@ -96,6 +96,10 @@ class Job(Base):
     """When it reached a final state."""
     updated_at: Mapped[float] = mapped_column(Real)
     """When this row last changed."""
+    retried_at: Mapped[float | None] = mapped_column(Real)
+    """When a user last had it tried again; failures before that do not count any more."""
+    memory_kept_until: Mapped[float | None] = mapped_column(Real)
+    """Of a job that failed: until when its snapshots stay in shared memory for a retry."""
 
 
 class StateChange(Base):

@@ -8,6 +8,7 @@ import pytest
 JOB_KEYS = {
     "id", "name", "state", "reason", "message", "spec", "step", "steps", "eta_seconds", "parallel", "generation",
     "restarts", "metrics", "goodput", "queue", "created_at", "started_at", "finished_at",
+    "memory_kept_until",
 }  # fmt: skip
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
@@ -114,6 +115,26 @@ def test_cancelling_a_finished_job_is_a_conflict_that_names_the_state(service):
     response = service.http.post(f"/v1/jobs/{job['id']}/cancel")
     assert (response.status_code, response.json()["code"]) == (409, "illegal_transition")
     assert "SUCCEEDED" in response.json()["detail"]
+    assert service.control.asked == asked
+
+
+def test_a_failed_job_is_tried_again(service):
+    job = service.submit()
+    service.move(job["id"], "STARTING", "FAILED")
+    response = service.http.post(f"/v1/jobs/{job['id']}/retry")
+    assert (response.status_code, response.json()["state"]) == (202, "QUEUED")
+    assert (response.json()["finished_at"], response.json()["reason"]) == (None, "retried_by_user")
+    assert service.control.asked[-1] == ("submitted", job["id"])
+
+
+@pytest.mark.parametrize("states", [(), ("STARTING", "RUNNING"), ("STARTING", "SUCCEEDED"), ("CANCELLED",)])
+def test_only_a_failed_job_is_tried_again(service, states):
+    job = service.submit()
+    service.move(job["id"], *states)
+    asked = list(service.control.asked)
+    response = service.http.post(f"/v1/jobs/{job['id']}/retry")
+    assert (response.status_code, response.json()["code"]) == (409, "illegal_transition")
+    assert response.json()["detail"].endswith("retry works only while it is one of FAILED")
     assert service.control.asked == asked
 
 

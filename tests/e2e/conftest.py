@@ -191,6 +191,10 @@ class Manta:
         """What a job that is over still holds: files in shared memory, processes."""
         return own_processes.leftovers(self.paths, job)
 
+    def keeps_only_snapshots(self, job: str) -> bool:
+        """Whether a job that failed holds its snapshots, for a retry, and no process."""
+        return bool(self.leftovers(job)) and not own_processes.forked(self.paths)
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:

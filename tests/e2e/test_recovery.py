@@ -154,23 +154,31 @@ def test_without_its_own_snapshot_a_rank_goes_on_from_a_peers(manta, kill):
     assert recovered.data["steps_redone"] <= 1, "rows that a peer kept too are not of steps done again"
 
 
-def test_job_that_may_not_be_restarted_fails_and_says_why(manta, kill):
-    job = manta.submit(manta.spec(layout=(1, 1, 2), recovery={"max_restarts": 0}))
-    manta.hold(job, 1, 1)
+def test_job_that_may_not_be_restarted_fails_and_says_why_and_goes_on_when_it_is_tried_again(manta, undisturbed, kill):
+    job = manta.submit(manta.spec(recovery={"max_restarts": 0}, checkpoint=EVERY_STEP))
+    manta.hold(job, 1)
     kill(manta.pids(job)[1])
-    ended = manta.until("the end", lambda: (found := manta.client.job(job)) and is_final(found.state) and found)
-    assert (ended.state, ended.reason) == ("FAILED", "restarts_exhausted")
-    assert "rank 1 was killed by SIGKILL" in ended.message
+    failed = manta.until("the end", lambda: (found := manta.client.job(job)) and is_final(found.state) and found)
+    assert (failed.state, failed.reason) == ("FAILED", "restarts_exhausted")
+    assert "rank 1 was killed by SIGKILL" in failed.message
+    manta.until("the end of its processes", lambda: manta.keeps_only_snapshots(job))
+    assert failed.memory_kept_until is not None
+    manta.client.retry(job)
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == undisturbed
+    assert (ended.generation, ended.restarts, ended.memory_kept_until) == (2, 0, None)
+    second = manta.events(job, "generation_started")[1]
+    assert second.data["resume_source"] == "snapshot" and second.data["resume_step"] >= failed.step - 1 > 0
     assert manta.leftovers(job) == []
 
 
-def test_lost_agent_of_a_job_that_may_not_be_restarted_leaves_no_snapshot(manta):
+def test_lost_agent_of_a_job_that_may_not_be_restarted_leaves_no_process(manta):
     job = manta.submit(manta.spec(layout=(1, 1, 2), recovery={"max_restarts": 0}))
     manta.hold(job, 0, 1)
     agent_of(manta, job, 0).kill()
     ended = manta.until("the end", lambda: (found := manta.client.job(job)) and is_final(found.state) and found)
     assert (ended.state, ended.reason) == ("FAILED", "restarts_exhausted")
-    assert manta.leftovers(job) == []
+    manta.until("the end of its processes", lambda: manta.keeps_only_snapshots(job))
 
 
 def test_killed_ray_is_replaced_and_the_snapshots_survive_it(manta, undisturbed):

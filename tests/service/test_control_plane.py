@@ -1,6 +1,7 @@
 """The control plane on its thread: jobs go through it, are taken over by the next one, and fail alone."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -290,6 +291,28 @@ def test_it_is_ready_as_long_as_ray_answers(start, cluster, tmp_path):
 
     cluster.nodes.has_gpus = broken
     assert plane.ready() == ["Ray does not answer (ConnectionResetError)"]
+
+
+def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
+    start, cluster, submit, store, monkeypatch
+):
+    monkeypatch.setattr(control_plane, "MEMORY_SECONDS", 0.001)
+    job = submit()
+    store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
+    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() + 1000))
+    plane = start()
+    daemon = cluster.daemons._daemon("node_a")
+    assert daemon.kept_jobs == [[job.id]]
+    assert daemon.ended_jobs == []
+    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() - 1))
+
+    async def gone():
+        async with asyncio.timeout(SECONDS):
+            while plane._job(job.id).memory_kept_until is not None:
+                await asyncio.sleep(0)
+
+    plane._call(gone())
+    assert daemon.ended_jobs == [job.id]
 
 
 def test_peaks_are_asked_for_until_all_nodes_know_them(start, cluster, monkeypatch):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import Settings
+from service.settings import BadSetting, Settings
 
 
 def test_without_an_environment_there_are_defaults():
@@ -22,6 +22,17 @@ def test_a_home_becomes_absolute(tmp_path, monkeypatch):
     settings = Settings.from_environment({"MANTA_HOME": "state", "MANTA_URL": "http://there"})
     assert (settings.home, settings.url) == (tmp_path / "state", "http://there")
     assert settings.service_file == tmp_path / "state" / "service.json"
+
+
+def test_snapshots_of_failed_jobs_are_kept_for_a_day_or_what_is_asked_for():
+    assert Settings.from_environment({}).failed_memory_hours == 24
+    assert Settings.from_environment({"MANTA_FAILED_MEMORY_HOURS": "0.5"}).failed_memory_hours == 0.5
+
+
+@pytest.mark.parametrize("value", ["a day", "-1", "nan", "inf"])
+def test_hours_that_are_none_are_refused(value):
+    with pytest.raises(BadSetting, match=f"MANTA_FAILED_MEMORY_HOURS is '{value}'"):
+        Settings.from_environment({"MANTA_FAILED_MEMORY_HOURS": value})
 
 
 @pytest.mark.parametrize(("value", "allowed"), [("1", True), ("yes", True), ("0", False), ("", False)])

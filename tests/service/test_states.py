@@ -1,4 +1,4 @@
-"""The job state machine has no dead ends, no way back from the end, and knows the contract's names."""
+"""The job state machine has no dead ends, one way back from the end, which only users take, and known names."""
 
 import pytest
 from hypothesis import given
@@ -26,7 +26,7 @@ EDGES = {
     "RESIZING": "RUNNING RECOVERING QUEUED CANCELLING FAILED SUCCEEDED",
     "CANCELLING": "CANCELLED",
     "SUCCEEDED": "",
-    "FAILED": "",
+    "FAILED": "QUEUED",
     "CANCELLED": "",
 }
 """Every edge, written out a second time: one that is added or removed by mistake is seen here."""

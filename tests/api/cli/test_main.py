@@ -137,6 +137,12 @@ def test_cancel(manta, service, job):
     assert "CANCELLING" in manta("cancel", job, code=2).stderr
 
 
+def test_retry(manta, service, job):
+    assert "retry works only while it is one of FAILED" in manta("retry", job, code=2).stderr
+    service.move(job, "FAILED")
+    assert manta("retry", job).stdout == f"{job} is QUEUED\n"
+
+
 def test_a_wrong_spec_is_a_list_of_what_is_wrong_and_how_to_mend_it(manta, spec_file, document):
     document["train"]["stepps"] = document["train"].pop("steps")
     document["model"]["layers"] = "four"

@@ -137,6 +137,10 @@ def test_a_job_is_followed_live(serve, browser):
     page.get_by_role("option", name="FAILED").click()
     expect(page.locator("tbody tr")).to_have_count(1)
     expect(page.locator("tbody tr")).to_contain_text("bad-data")
+    page.locator("tbody tr").get_by_role("link").click()
+    page.get_by_role("button", name="Retry").click()
+    expect(page.locator("h1 + .badge")).to_have_text("QUEUED")
+    expect(page.get_by_role("button", name="Retry")).to_be_hidden()
     assert complaints.said == []
 
 

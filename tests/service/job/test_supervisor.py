@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
+import time
 
 import pytest
 
+from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.recovery import budgets
-from service.store import jobs
+from service.store import failed_jobs, jobs
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
 
@@ -310,8 +312,53 @@ def test_restarts_are_exhausted(two_replicas, cluster):
         await job.task
 
     story(body)
-    assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "RECOVERING", "rank_lost", "FAILED"]
+    assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "RECOVERING", "rank_lost", "FAILED", "memory_kept"]
     assert (job.row.reason, job.row.restarts) == ("restarts_exhausted", 1)
+    assert not cluster.agents.living and not cluster.groups.held, "only snapshots are kept"
+    assert abs(job.row.memory_kept_until - time.time() - DEFAULT_MEMORY_SECONDS) < 60
+
+
+def test_failed_job_is_tried_again_from_where_it_failed_with_a_new_budget(two_replicas, cluster):
+    job = two_replicas(cluster, recovery={"max_restarts": 1})
+
+    async def fail(generation):
+        await job.watched(generation)
+        await job.commit(generation)
+        job.ranks[0].die()
+
+    async def body():
+        await job.start()
+        await fail(1)
+        await fail(2)
+        await job.task
+        assert job.row.state == "FAILED"
+        job.store.write(lambda s: failed_jobs.request_retry(s, job.id))
+        assert (job.row.state, job.row.memory_kept_until, job.row.finished_at) == ("QUEUED", None, None)
+        await job.start()
+        await fail(3)  # which the first budget would not have allowed
+        await job.watched(4)
+        await job.commit(5)
+        await job.finish()
+
+    story(body)
+    assert job.row.state == "SUCCEEDED"
+    assert [each[1:] for each in job.generations] == [("start", 0), ("snapshot", 1), ("snapshot", 2), ("snapshot", 3)]
+    assert job.generations[2][0] == "tried again by the user"
+    assert job.row.restarts == 2, "a try that the user asks for is no restart"
+    assert cluster.nothing_held
+
+
+def test_job_that_fails_before_its_first_step_leaves_nothing(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        job.ranks[0].fail("bad_data", 1, "one clear sentence")
+        await job.task
+
+    story(body)
+    assert (job.row.state, job.row.memory_kept_until) == ("FAILED", None)
     assert cluster.nothing_held
 
 
@@ -328,7 +375,7 @@ def test_exception_that_comes_again_at_the_same_step_is_the_users(two_replicas, 
         await job.task
 
     story(body)
-    assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN[:2], "rank_lost", "FAILED"]
+    assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN[:2], "rank_lost", "FAILED", "memory_kept"]
     assert (job.row.reason, job.row.restarts) == ("user_error", 1)
     assert "no such column" in job.row.message
 

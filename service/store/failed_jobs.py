@@ -1,0 +1,47 @@
+"""What becomes of a job that failed: it can be tried again, and what it has in shared memory is kept for that."""
+
+from __future__ import annotations
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from service.states import FINAL, JobState, after_action, is_final
+from service.store import generations, jobs
+from service.store.errors import IllegalTransition
+from service.store.tables import Job
+
+
+def request_retry(session: Session, job_id: str) -> Job:
+    """Have a FAILED job go on from where it failed: it is QUEUED again, and its failures so far do not count any more.
+
+    Raises JobNotFound, and IllegalTransition when the job's state does not allow it.
+    """
+    job = jobs.get(session, job_id, lock=True)
+    state = JobState(job.state)
+    target = after_action("retry", state)
+    if target is None:
+        raise IllegalTransition(job_id, state, action="retry")
+    generations.forget_outcome(session, job_id, job.generation)
+    message = f"tried again by the user; it had failed: {job.message}"
+    jobs.transition(session, job_id, target, "retried_by_user", message)
+    job.retried_at, job.memory_kept_until, job.finished_at = job.updated_at, None, None
+    return job
+
+
+def holding_memory(session: Session) -> list[str]:
+    """Ids of all jobs whose snapshots in shared memory must stay: of those that are not final, and of those that failed
+    and may be tried again."""
+    kept = Job.state.not_in(FINAL) | Job.memory_kept_until.is_not(None)
+    return list(session.scalars(select(Job.id).where(kept)))
+
+
+def memory_expired(session: Session, now: float) -> list[str]:
+    """Ids of the jobs whose snapshots were kept for long enough."""
+    return list(session.scalars(select(Job.id).where(Job.memory_kept_until < now)))
+
+
+def memory_let_go(session: Session, job_id: str) -> None:
+    """Note that the job's snapshots in shared memory are gone, unless it is being tried again. Raises JobNotFound."""
+    job = jobs.get(session, job_id, lock=True)
+    if is_final(job.state):
+        job.memory_kept_until = None
