@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-import psutil  # type: ignore[import-untyped]
-
-from service.cluster.processes import same_process
+from service.cluster.processes import same_process, start_of, started_in
 from service.cluster.ray_head import ExistingRay, RayHead
 from service.control_plane import ControlPlane
 from service.job.context import DEFAULT_MEMORY_SECONDS
@@ -118,17 +116,17 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _announce(service_file: Path, url: str) -> None:
     """Say where the service answers, for the commands of the same home."""
-    me = psutil.Process()
+    me = os.getpid()
     temporary = service_file.with_suffix(".part")
-    temporary.write_text(json.dumps({"url": url, "pid": me.pid, "created": me.create_time()}), encoding="utf-8")
+    temporary.write_text(json.dumps({"url": url, "pid": me, "started": start_of(me)}), encoding="utf-8")
     temporary.rename(service_file)
 
 
 def running_service(home: Path) -> dict[str, object] | None:
-    """What the service of `home` says about itself (`url`, `pid`, `created`), or None when none runs."""
+    """What the service of `home` says about itself (`url`, `pid`, `started`), or None when none runs."""
     try:
         announced = json.loads(Settings(home).service_file.read_text(encoding="utf-8"))
-        alive = same_process(int(announced["pid"]), float(announced["created"]))
+        alive = same_process(int(announced["pid"]), started_in(announced))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return announced if alive else None

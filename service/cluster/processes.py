@@ -6,20 +6,54 @@ import contextlib
 import os
 import selectors
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
 KILL_SECONDS = 10.0
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""File with an id of this boot of the machine."""
+# Where proc(5) has the start time (22nd field) behind the state (3rd), and the states of processes that have ended.
+_TICKS_AFTER_STATE, _ENDED_STATES = 18, frozenset("ZXx")
 
 
-def same_process(pid: int, created: float) -> bool:
-    """Whether process `pid` runs and is the one created at Unix time `created` (seconds)."""
+def start_of(pid: int) -> str:
+    """When process `pid` started, as a mark that no other process of this number has: the boot of the machine, and the
+    clock ticks since then. Unlike a time of day it stays the same when the clock is set. Raises ProcessLookupError when
+    no such process runs."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except FileNotFoundError as error:
+        raise ProcessLookupError(f"no process {pid} runs") from error
+    state, *others = stat.rpartition(")")[2].split()  # the name before that may hold anything
+    if state in _ENDED_STATES:
+        raise ProcessLookupError(f"process {pid} has ended")
+    return f"{BOOT_ID.read_text().strip()}/{others[_TICKS_AFTER_STATE]}"
+
+
+def same_process(pid: int, started: str | float) -> bool:
+    """Whether process `pid` runs and is the one that `started` then: a mark of `start_of`, or Unix time in seconds, as
+    releases before wrote it down."""
+    if isinstance(started, str):
+        try:
+            return start_of(pid) == started
+        except ProcessLookupError:
+            return False
     try:
         process = psutil.Process(pid)
-        return abs(process.create_time() - created) < 0.02 and process.status() != psutil.STATUS_ZOMBIE
+        return abs(process.create_time() - started) < 0.02 and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def started_in(document: Mapping[str, Any]) -> str | float:
+    """What a file says about the start of the process whose `pid` it holds. Raises KeyError where it says nothing,
+    ValueError and TypeError where that is no such thing."""
+    if "started" in document:
+        return str(document["started"])
+    return float(document["created"])  # written by a release before
 
 
 def end_all(mark: tuple[str, str], leader: int | None) -> None:

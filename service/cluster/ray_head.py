@@ -14,13 +14,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
-
-from service.cluster.processes import end_all, same_process
+from service.cluster.processes import end_all, same_process, start_of, started_in
 from service.cluster.ray_private import MEMORY_MONITOR_MILLISECONDS, START_COMMAND, STARTS_AT_ONCE, address_file
 from workers.errors import MantaError
 from workers.paths import Paths
@@ -51,10 +50,16 @@ class HeadRecord:
     """host:port of Ray's control store."""
     pid: int
     """Process id of the head's first process."""
-    created: float
-    """When that process was created, Unix time in seconds: a pid alone may belong to somebody else by now."""
+    started: str | float
+    """When that process started, as `same_process` takes it: a pid alone may belong to somebody else by now."""
     session: str
     """Ray's session folder, with its logs."""
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> HeadRecord:
+        """From its JSON, of a release before too. Raises KeyError, ValueError, TypeError where that is damaged."""
+        pid = int(document["pid"])
+        return cls(str(document["address"]), pid, started_in(document), str(document["session"]))
 
 
 class RayHead:
@@ -69,10 +74,10 @@ class RayHead:
     def record(self) -> HeadRecord | None:
         """The record of a head that lives, or None."""
         try:
-            record = HeadRecord(**json.loads(self._paths.ray_record.read_text()))
-        except (FileNotFoundError, ValueError, TypeError):
+            record = HeadRecord.of(json.loads(self._paths.ray_record.read_text()))
+        except (FileNotFoundError, KeyError, ValueError, TypeError):
             return None
-        return record if same_process(record.pid, record.created) else None
+        return record if same_process(record.pid, record.started) else None
 
     def ensure(self) -> HeadRecord:
         """The living head, if there is one that answers; else a new one. Raises RayUnavailable."""
@@ -88,7 +93,7 @@ class RayHead:
         process = self._spawn()
         address = self._wait_for_address(process)
         session = (self._paths.ray_folder / "session_latest").resolve()
-        record = HeadRecord(address, process.pid, psutil.Process(process.pid).create_time(), str(session))
+        record = HeadRecord(address, process.pid, start_of(process.pid), str(session))
         temporary = self._paths.ray_record.with_suffix(".part")
         temporary.write_text(json.dumps(asdict(record)))
         temporary.rename(self._paths.ray_record)

@@ -18,6 +18,8 @@ AVOID_FAILURES = 3
 """Failures of the machine on one node that make it avoided."""
 AVOID_SECONDS = 3600.0
 """How long such a failure is held against its node."""
+SKEW_SECONDS = 60.0
+"""By how much the clocks of two nodes may differ."""
 USER_KINDS = frozenset({"exception", "bad_data", "not_finite", "spike"})
 CHECKPOINT_KINDS = frozenset({"bad_checkpoint", "not_saved"})
 
@@ -78,8 +80,14 @@ def past_failures(generations: Sequence[GenerationRow]) -> list[PastFailure]:
 
 
 def within(failures: Iterable[PastFailure], now: float, window_seconds: float) -> list[PastFailure]:
-    """Those of `failures` that still count against the budget at `now`; a window of 0 forgets none."""
-    return [failure for failure in failures if window_seconds <= 0 or failure.at > now - window_seconds]
+    """Those of `failures` that still count against the budget at `now`; a window of 0 forgets none.
+
+    What lies ahead of `now` does not count: the clock was set back since, and the window, which reaches further back
+    by as much, would count failures of more than its own length.
+    """
+    if window_seconds <= 0:
+        return list(failures)
+    return [failure for failure in failures if now - window_seconds < failure.at <= now + SKEW_SECONDS]
 
 
 def count_by_kind(failures: Iterable[PastFailure]) -> str:

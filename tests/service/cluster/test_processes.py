@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
+import pytest
 
-from service.cluster.processes import end_all, same_process, wait_until_ended
+from service.cluster.processes import end_all, same_process, start_of, started_in, wait_until_ended
 
 
 def start(**environment):
@@ -31,12 +33,38 @@ def test_marked_processes_end_and_others_do_not():
 def test_unreaped_process_counts_as_ended():
     process = subprocess.Popen(["sleep", "1000"])
     watched = psutil.Process(process.pid)
-    created = watched.create_time()
-    assert same_process(process.pid, created)
-    assert not same_process(process.pid, created - 100)
+    started, created = start_of(process.pid), watched.create_time()
     assert not wait_until_ended([watched], 0.0)
     process.kill()
     assert wait_until_ended([watched], 10.0)
+    assert not same_process(process.pid, started)
     assert not same_process(process.pid, created)
     process.wait()
+    assert not same_process(process.pid, started)
     assert wait_until_ended([watched], 0.0)
+
+
+def test_process_is_known_again_though_the_clock_was_set(monkeypatch):
+    me = os.getpid()
+    written = {"pid": me, "started": start_of(me)}
+    real = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: real(process) + 3600)
+    assert same_process(me, started_in(written))
+    monkeypatch.setattr("service.cluster.processes.BOOT_ID", Path(__file__))
+    assert not same_process(me, started_in(written)), "after another boot it is another process"
+
+
+def test_process_of_another_start_is_not_taken_for_the_same():
+    me, parent = os.getpid(), os.getppid()
+    assert not same_process(me, start_of(parent))
+    with pytest.raises(ProcessLookupError):
+        start_of(2**22 + 1)
+
+
+def test_start_in_a_file_of_a_release_before_is_unix_time():
+    me = os.getpid()
+    created = psutil.Process(me).create_time()
+    assert same_process(me, started_in({"pid": me, "created": created}))
+    assert not same_process(me, started_in({"pid": me, "created": created - 100}))
+    with pytest.raises(KeyError):
+        started_in({"pid": me})

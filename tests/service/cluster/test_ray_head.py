@@ -1,5 +1,6 @@
 """Ray heads of two homes live side by side; one is reused while it lives, and stopping ends only its own processes."""
 
+import json
 import os
 import stat
 import subprocess
@@ -10,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.cluster.processes import same_process, wait_until_ended
-from service.cluster.ray_head import ExistingRay, RayHead, RayUnavailable
+from service.cluster.processes import same_process, start_of, wait_until_ended
+from service.cluster.ray_head import ExistingRay, HeadRecord, RayHead, RayUnavailable
 from workers.paths import Paths
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +44,7 @@ def test_second_head_beside_the_first(ray_head, second_home):
     head.stop()
     print(f"stopped after {time.monotonic() - started:.2f} s")
     assert wait_until_ended(family, 0.0)
-    assert not same_process(record.pid, record.created)
+    assert not same_process(record.pid, record.started)
     assert head.record() is None
     assert not Paths.of(second_home).ray_folder.exists()
     assert ray_head.head.record() == first
@@ -70,6 +71,15 @@ def test_ray_that_does_not_start_names_its_log(second_home, monkeypatch):
     with pytest.raises(RayUnavailable, match=r"Ray did not start; its log is .*ray\.log"):
         head.start()
     assert Paths.of(second_home).ray_log.read_text() == "no\n"
+
+
+@pytest.mark.parametrize("key", ["started", "created"])
+def test_record_is_read_as_it_is_written_now_and_as_it_was(tmp_path, key):
+    me = os.getpid()
+    started = {"started": start_of(me), "created": psutil.Process(me).create_time()}
+    record = {"address": "127.0.0.1:1", "pid": me, key: started[key], "session": "x"}
+    Paths.of(tmp_path).ray_record.write_text(json.dumps(record))
+    assert RayHead(tmp_path).record() == HeadRecord("127.0.0.1:1", me, started[key], "x")
 
 
 def test_record_of_another_process_is_not_believed(tmp_path):

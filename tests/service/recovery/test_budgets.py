@@ -156,3 +156,11 @@ def test_faults_are_read_from_the_generations_that_they_led_to():
 )
 def test_every_kind_has_somebody_whose_fault_it_is(kind, cause):
     assert stuck(kind).cause == cause
+
+
+def test_clock_that_is_set_back_makes_no_window_longer_than_it_is():
+    window, hour = 1800.0, 3600.0
+    kept_within_budget = [PastFailure("killed", at) for at in (500.0, 1500.0, 4000.0, 5000.0)]
+    assert len(within(kept_within_budget, 5500.0, window)) == 2
+    assert len(within(kept_within_budget, 5500.0 - hour, window)) == 2, "an hour is set back"
+    assert len(within(kept_within_budget, 5500.0 + hour, window)) == 0
