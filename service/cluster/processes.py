@@ -6,7 +6,7 @@ import contextlib
 import os
 import selectors
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,16 @@ def end_all(mark: tuple[str, str], leader: int | None) -> None:
         if not wait_until_ended(alive, KILL_SECONDS):
             return  # in the hands of the kernel, which ends them when their last system call returns
         alive = set(_marked(mark))  # born meanwhile
+
+
+def session_leader(mark: tuple[str, str], words: Collection[str]) -> int | None:
+    """The process with `mark` (name, value) in its environment and all `words` in its command line that leads a session
+    of processes; None where there is none."""
+    for process in _marked(mark):
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) == process.pid and set(words) <= set(process.cmdline()):
+                return int(process.pid)
+    return None
 
 
 def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from service.cluster.processes import end_all, same_process, start_of, started_in
+from service.cluster.processes import end_all, same_process, session_leader, start_of, started_in
 from service.cluster.ray_private import MEMORY_MONITOR_MILLISECONDS, START_COMMAND, STARTS_AT_ONCE, address_file
 from workers.errors import MantaError
 from workers.paths import Paths
@@ -72,19 +72,41 @@ class RayHead:
         self._warm = min(max(self._slots, count_gpus()), WARM_WORKERS) + 1  # one more for the node's daemon
 
     def record(self) -> HeadRecord | None:
-        """The record of a head that lives, or None."""
+        """The record of a head that lives, or None. A lost or damaged file does not make a living head a dead one: it
+        is found by its mark."""
         try:
             record = HeadRecord.of(json.loads(self._paths.ray_record.read_text()))
-        except (FileNotFoundError, KeyError, ValueError, TypeError):
-            return None
-        return record if same_process(record.pid, record.started) else None
+            if same_process(record.pid, record.started):
+                return record
+        except (OSError, KeyError, ValueError, TypeError):
+            pass
+        return self._found()
+
+    def _found(self) -> HeadRecord | None:
+        """A head of this home that runs, whatever its record says."""
+        leader = session_leader((MARK, self._paths.tag), ("start", "--head"))
+        try:
+            if leader is not None and (address := address_file(self._paths.ray_folder).read_text().strip()):
+                return HeadRecord(address, leader, start_of(leader), self._session())
+        except OSError:  # it has not come up yet, or ends
+            pass
+        return None
+
+    def _session(self) -> str:
+        return str((self._paths.ray_folder / "session_latest").resolve())
 
     def ensure(self) -> HeadRecord:
-        """The living head, if there is one that answers; else a new one. Raises RayUnavailable."""
+        """The living head, if there is one; else a new one, also where a head's address is refused, so that it is about
+        to end. Raises RayUnavailable; a head that lives and does not answer is left alone, with all jobs in it."""
         record = self.record()
-        if record is not None and _answers(record.address):
-            return record
-        return self.start()
+        if record is None or _refuses(record.address):
+            return self.start()
+        if not _answers(record.address):
+            raise RayUnavailable(
+                f"Ray (process {record.pid}) runs but does not answer at {record.address}, and its jobs may run on: "
+                f"try again, or end it and them with `manta down`. Its log is {self._paths.ray_log}."
+            )
+        return record
 
     def start(self) -> HeadRecord:
         """Start a new head, and end a former one of this home. Takes some 3 s. Raises RayUnavailable."""
@@ -92,8 +114,7 @@ class RayHead:
         self._prepare()
         process = self._spawn()
         address = self._wait_for_address(process)
-        session = (self._paths.ray_folder / "session_latest").resolve()
-        record = HeadRecord(address, process.pid, start_of(process.pid), str(session))
+        record = HeadRecord(address, process.pid, start_of(process.pid), self._session())
         temporary = self._paths.ray_record.with_suffix(".part")
         temporary.write_text(json.dumps(asdict(record)))
         temporary.rename(self._paths.ray_record)
@@ -219,9 +240,24 @@ def _connect(address: str) -> Any:
 
 
 def _answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), ANSWER_SECONDS):
-            return True
+        _touch(address)
     except (OSError, ValueError):
         return False
+    return True
+
+
+def _refuses(address: str) -> bool:
+    """Whether the machine is there and says that nobody listens at `address`, which is more than not to answer."""
+    try:
+        _touch(address)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
+def _touch(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), ANSWER_SECONDS).close()

@@ -6,11 +6,13 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
+from service.cluster import ray_head as module
 from service.cluster.processes import same_process, start_of, wait_until_ended
 from service.cluster.ray_head import ExistingRay, HeadRecord, RayHead, RayUnavailable
 from workers.paths import Paths
@@ -36,6 +38,12 @@ def test_second_head_beside_the_first(ray_head, second_home):
     assert record.address != first.address
     assert head.ensure() == record, "a living head is reused"
     assert RayHead(second_home).record() == record, "also by the next service of that home"
+    written = Paths.of(second_home).ray_record
+    for damaged in ('{"address": "', record_text(record, started="another boot/1")):
+        written.write_text(damaged)
+        assert head.record() == record, "a damaged record is no dead head"
+    written.unlink()
+    assert head.ensure() == record
     token = Paths.of(second_home).ray_token
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert _slots_seen_by_another_process(second_home) == "2.0"
@@ -49,6 +57,10 @@ def test_second_head_beside_the_first(ray_head, second_home):
     assert not Paths.of(second_home).ray_folder.exists()
     assert ray_head.head.record() == first
     assert ray_head.ray.cluster_resources()["manta_slot"] == 16
+
+
+def record_text(record, **changes):
+    return json.dumps({**asdict(record), **changes})
 
 
 def _slots_seen_by_another_process(home):
@@ -80,6 +92,20 @@ def test_record_is_read_as_it_is_written_now_and_as_it_was(tmp_path, key):
     record = {"address": "127.0.0.1:1", "pid": me, key: started[key], "session": "x"}
     Paths.of(tmp_path).ray_record.write_text(json.dumps(record))
     assert RayHead(tmp_path).record() == HeadRecord("127.0.0.1:1", me, started[key], "x")
+
+
+def test_head_that_lives_but_does_not_answer_is_left_alone(tmp_path, monkeypatch):
+    head = RayHead(tmp_path)
+    record = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "x")
+    Paths.of(tmp_path).ray_record.write_text(record_text(record))
+    monkeypatch.setattr(head, "start", lambda: pytest.fail("it would end the jobs"))
+
+    def hangs(address):
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(module, "_touch", hangs)
+    with pytest.raises(RayUnavailable, match=r"runs but does not answer .* `manta down`"):
+        head.ensure()
 
 
 def test_record_of_another_process_is_not_believed(tmp_path):
