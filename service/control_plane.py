@@ -10,17 +10,18 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from service.cluster.agent_client import AgentError
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
+from service.cluster.node_care import NodeCare
 from service.cluster.node_watch import NodeWatch
 from service.cluster.placement import unit_of
 from service.cluster.ray_head import ExistingRay, RayHead
@@ -45,6 +46,10 @@ RAY_WATCH = "watch over Ray"
 CLAIM_SECONDS = 2.0
 # How often it is looked for failed jobs whose snapshots were kept for long enough.
 MEMORY_SECONDS = 30.0
+UNKNOWN_JOB = (
+    "agents or places of %s are there, but the database does not know that job (is it restored from an older backup?): "
+    "it is left running; `manta down` ends it"
+)
 
 
 class ControlPlane:
@@ -70,6 +75,8 @@ class ControlPlane:
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
         self._scheduler: Scheduler | None = None
+        self._ray_process: int | None = None
+        """First process of our own Ray."""
         self._tasks: list[asyncio.Task[None]] = []
         self._background_tasks: set[asyncio.Task[None]] = set()
 
@@ -84,10 +91,13 @@ class ControlPlane:
         return self._home
 
     def start(self) -> None:
-        """Bring up database, Ray and the nodes' daemons; take over running jobs. Raises RayUnavailable."""
+        """Bring up the database and a Ray that answers; take over running jobs. Raises RayUnavailable.
+
+        Nothing waits for the nodes: each is looked after on its own from then on.
+        """
         self._store.migrate()
         if isinstance(self._head, RayHead):
-            self._head.ensure()
+            self._ray_process = self._head.ensure().pid
         ray = self._head.connect()
         self._thread.start()
         self._call(self._begin(ray))
@@ -96,33 +106,69 @@ class ControlPlane:
         cluster = self._cluster = Cluster.connected(ray, self._home)
         self._scheduler = Scheduler(self._store, cluster, self._placed)
         unfinished = await asyncio.to_thread(self._unfinished)
-        keeping = await asyncio.to_thread(self._read, failed_jobs.holding_memory)
-        live = [job.id for job in unfinished if job.state != JobState.QUEUED]
-        for orphan in await cluster.sweep(live):
-            log.warning("released what was left of %s", orphan)
-        daemons = await cluster.daemons.ensure()
-        for daemon in daemons.values():
-            await daemon.sweep(keeping)  # one that waits again, or is tried again, goes on from its snapshots
         for job in unfinished:
             if job.state != JobState.QUEUED:
                 self._own(job.id, None)
+        care = NodeCare(cluster, self._over, self._scheduler.wake)
         self._tasks = [
-            asyncio.create_task(self._scheduler.run(), name="scheduler"),
+            asyncio.create_task(self._admit(self._scheduler, care), name="scheduler"),
             asyncio.create_task(self._claim(self._scheduler), name="claims"),
             asyncio.create_task(self._let_go_of_memory(cluster), name="memory"),
-            asyncio.create_task(self._learn_peaks(cluster), name="peaks"),
+            asyncio.create_task(care.run(), name="care for nodes"),
             asyncio.create_task(NodeWatch(cluster, self._node_lost, self._node_draining).run(), name="nodes"),
         ]
         if isinstance(self._head, RayHead):
-            self._tasks.append(asyncio.create_task(self._watch_ray(self._head), name=RAY_WATCH))
+            self._tasks.append(asyncio.create_task(self._watch_ray(), name=RAY_WATCH))
         for task in self._tasks:
             task.add_done_callback(_log_failure)
 
-    async def _watch_ray(self, head: RayHead) -> None:
+    async def _admit(self, scheduler: Scheduler, care: NodeCare) -> None:
+        """Place queued jobs, once nothing is left of jobs that are over, and the nodes have had time to answer."""
+        await self._release_leftovers()
+        await care.first_answers()
+        await scheduler.run()
+
+    async def _release_leftovers(self) -> None:
+        """Release what jobs hold that are over or wait in the queue. Until Ray has said what there is."""
+        while True:
+            try:
+                await self._release_those_without_owner()
+                return
+            except Exception:  # Ray may not answer for a while
+                log.exception("what is left of jobs could not be released; it is tried again")
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _release_those_without_owner(self) -> None:
+        assert self._cluster is not None
+        held = await self._cluster.jobs()
+        states = await asyncio.to_thread(self._states, held)
+        for job in held:
+            if job not in states:
+                log.error(UNKNOWN_JOB, job)
+            elif is_final(states[job]) or states[job] == JobState.QUEUED:
+                # One that waits goes on from its snapshots; those of one that is over go with the sweep of its nodes.
+                await self._cluster.release(job, keep_snapshots=True)
+                log.warning("released what was left of %s", job)
+
+    def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:
+        """Of those of these jobs that the database knows."""
+        with self._store.read() as session:
+            rows = session.execute(select(Job.id, Job.state).where(Job.id.in_(job_ids)))
+            return {job_id: JobState(state) for job_id, state in rows}
+
+    async def _over(self, job_ids: Collection[str]) -> set[str]:
+        """Those of these jobs that are over, and whose snapshots nobody needs any more. What the database does not know
+        is not over: it may be a backup, older than the job."""
+        states = await asyncio.to_thread(self._states, job_ids)
+        keeping = await asyncio.to_thread(self._read, failed_jobs.holding_memory)
+        for job in set(job_ids) - states.keys():
+            log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
+        return {job for job, state in states.items() if is_final(state) and job not in keeping}
+
+    async def _watch_ray(self) -> None:
         """Notice the death of our Ray. All trainers died with it; their jobs go on from their snapshots."""
-        record = await asyncio.to_thread(head.record)
-        if record is not None:
-            await ended(record.pid)
+        if self._ray_process is not None:
+            await ended(self._ray_process)
         log.error("Ray has died (log: %s)", Paths.of(self._home).ray_log)
         if self._start_over is not None:
             self._start_over()
@@ -156,25 +202,6 @@ class ControlPlane:
     def _unfinished(self) -> list[Job]:
         with self._store.read() as session:
             return list(jobs.unfinished(session))
-
-    async def _learn_peaks(self, cluster: Cluster) -> None:
-        """Ask each node for the peak rate of its devices until all have measured it."""
-        while not await self._ask_for_peaks(cluster):
-            await asyncio.sleep(RETRY_SECONDS)
-
-    async def _ask_for_peaks(self, cluster: Cluster) -> bool:
-        """Whether all nodes knew."""
-        known = True
-        for daemon in (await cluster.daemons.ensure()).values():
-            try:
-                about = await daemon.describe()
-            except AgentError:
-                return False
-            if about.peak_flops is None:
-                known = False
-            else:
-                cluster.peak_flops[about.node] = about.peak_flops
-        return known
 
     def _placed(self, job: Job, generation: int) -> None:
         self._own(job.id, generation)
@@ -283,7 +310,7 @@ class ControlPlane:
         assert self._cluster is not None
         gpus = await self._cluster.nodes.has_gpus()
         unit = unit_of("auto", gpus)
-        capacity = await self._cluster.nodes.capacity(unit, with_draining=True)
+        capacity = await self._cluster.nodes.capacity(unit, all_living=True)
         known = {node.id: node for node in await self._cluster.nodes.known()}
         placed = await asyncio.to_thread(self._placed_ranks)
         nodes = [

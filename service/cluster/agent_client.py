@@ -162,8 +162,8 @@ class NodeClient(Protocol):
         """Remove whatever the job has left on the node."""
         ...
 
-    async def sweep(self, live_jobs: list[str]) -> list[str]:
-        """Remove stores and snapshots of all jobs but these; the jobs whose leftovers were removed."""
+    async def jobs(self) -> list[str]:
+        """The jobs that have a store or snapshots on the node. Daemons of releases before do not know: AgentFailed."""
         ...
 
     async def shutdown(self) -> None:
@@ -292,8 +292,8 @@ class RayNodeDaemon(RayActor):
     async def end_job(self, job: str) -> None:
         await self._call(NodeClient.end_job, job=job)
 
-    async def sweep(self, live_jobs: list[str]) -> list[str]:
-        return await self._call(NodeClient.sweep, live_jobs=live_jobs)
+    async def jobs(self) -> list[str]:
+        return await self._call(NodeClient.jobs)
 
     async def shutdown(self) -> None:
         await self._call(NodeClient.shutdown)

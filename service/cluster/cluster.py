@@ -83,16 +83,16 @@ class Cluster:
         """Release `job` for good, and let every node remove what is left of it, such as the snapshots of an agent
         that was killed. A node that does not answer is swept when it comes back."""
         await self.release(job)
-        daemons = (await self.daemons.ensure()).values()
-        await asyncio.gather(*(daemon.end_job(job) for daemon in daemons), return_exceptions=True)
+        await self.daemons.end_job(job)
 
-    async def sweep(self, live_jobs: Iterable[str]) -> list[str]:
-        """Release every job that holds agents or placement groups but is not in `live_jobs`. Answers their ids."""
+    async def jobs(self) -> list[str]:
+        """All jobs that hold agents or placement groups."""
         names = [*await self.agents.names(), *await self.groups.states()]
-        orphans = sorted({job for name in names if (job := job_of(name)) is not None} - set(live_jobs))
-        for job in orphans:
-            await self.release(job)
-        return orphans
+        return sorted({job for name in names if (job := job_of(name)) is not None})
+
+    async def release_all(self) -> None:
+        """Release every job that holds anything."""
+        await asyncio.gather(*(self.release(job) for job in await self.jobs()))
 
     async def fail_calls_to(self, node: str) -> None:
         """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not when Ray finds out."""

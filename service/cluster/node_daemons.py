@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.cluster.agent_client import AgentError, NodeClient, RayNodeDaemon, within
+from service.cluster.agent_client import AgentError, AgentSilent, NodeClient, RayNodeDaemon, within
 from service.cluster.connection import RayConnection, detached
-from service.cluster.errors import ClusterUnavailable
 from service.cluster.nodes import Nodes
 from service.cluster.placement import node_daemon_name
 from workers.node.daemon import NodeDaemon
 from workers.paths import Paths
+from workers.protocol.messages import ProtocolMismatch
+
+log = logging.getLogger(__name__)
 
 CONCURRENCY = 100
 """Calls that a daemon answers at a time."""
 START_SECONDS = 30.0
+# One that stands, or that has not answered before, and takes longer has its node closed until it answers.
+ANSWER_SECONDS = 10.0
 CLOSE_SECONDS = 10.0
 
 
@@ -31,29 +36,65 @@ class NodeDaemons:
     async def ensure(
         self, zygote_options: Sequence[str] = (), zygote_environment: Mapping[str, str] | None = None
     ) -> dict[str, NodeClient]:
-        """Start a daemon on every living node that has none. By node id those that answer."""
+        """Start a daemon on every living node that has none. By node id those that answer; each is asked on its own,
+        with its own time limit."""
         nodes = await self._nodes.living()
-        started = await asyncio.gather(
-            *(self._ensure(node, list(zygote_options), dict(zygote_environment or {})) for node in nodes)
-        )
+        started = await asyncio.gather(*(self.of(node, zygote_options, zygote_environment) for node in nodes))
         return {node: daemon for node, daemon in zip(nodes, started, strict=True) if daemon is not None}
+
+    async def of(
+        self, node: str, zygote_options: Sequence[str] = (), zygote_environment: Mapping[str, str] | None = None
+    ) -> NodeClient | None:
+        """The daemon of `node`, which is started where there is none. None when it does not answer: then nothing is
+        placed there until it does. Raises ClusterUnavailable when Ray does not say whether there is one."""
+        (known,) = await self._ray.find([node_daemon_name(node)])
+        patient = known is None and node not in self._nodes.silent
+        for existing in (known, None):
+            try:
+                actor = existing
+                if actor is None:
+                    actor = await self._ray.run(self._create, node, zygote_options, zygote_environment or {})
+                daemon = RayNodeDaemon(self._ray.module, actor)
+                await within(START_SECONDS if patient else ANSWER_SECONDS, daemon.start())
+            except AgentSilent:
+                break  # another try would find the same one
+            except AgentError:
+                continue  # it died since its name was looked up: one more, with a new handle
+            except ProtocolMismatch as error:  # another release's: with it, jobs that run there would end
+                log.warning("node %s is left out: %s", node[:12], error)
+                break
+            self._nodes.silent.discard(node)
+            return daemon
+        self._nodes.silent.add(node)
+        self._nodes.unswept.add(node)
+        return None
 
     async def heartbeat_address(self, node: str) -> tuple[str, int] | None:
         """Where the daemon of `node` sends heartbeats from; it is started where there is none. None when it does not
         answer."""
-        daemon = await self._ensure(node, [], {})
+        daemon = await self.of(node)
         if daemon is None:
             return None
-        about = await daemon.describe()
+        about = await within(ANSWER_SECONDS, daemon.describe())
         return about.address, about.heartbeat_port
 
     async def drain(self, node: str, seconds: float) -> bool:
         """Let the daemon of `node` say from now on that it is to be left within `seconds`; False when it does not
         answer."""
-        daemon = await self._ensure(node, [], {})
+        daemon = await self.of(node)
         if daemon is not None:
-            await daemon.drain(seconds)
+            await within(ANSWER_SECONDS, daemon.drain(seconds))
         return daemon is not None
+
+    async def end_job(self, job: str) -> None:
+        """Let every node remove what is left of `job`. One that does not answer is noted, to be swept later."""
+        await asyncio.gather(*(self._end_job(node, daemon, job) for node, daemon in (await self.ensure()).items()))
+
+    async def _end_job(self, node: str, daemon: NodeClient, job: str) -> None:
+        try:
+            await within(CLOSE_SECONDS, daemon.end_job(job))
+        except AgentError:
+            self._nodes.unswept.add(node)
 
     async def end_all(self) -> None:
         """Shut down the daemons of all nodes but lost ones: no process and no shared memory of ours is left on them."""
@@ -68,28 +109,14 @@ class NodeDaemons:
         if actor is not None:
             await self._ray.kill(actor)
 
-    async def _ensure(self, node: str, options: list[str], environment: dict[str, str]) -> NodeClient | None:
-        """The daemon of `node`. None when the node is lost while we ask, or its daemon does not answer."""
-        (known,) = await self._ray.find([node_daemon_name(node)])
-        for existing in (known, None):
-            # One that died since its name was looked up is replaced by one more, with a new handle.
-            with contextlib.suppress(AgentError, ClusterUnavailable):
-                actor = existing
-                if actor is None:
-                    actor = await self._ray.run(self._create, node, options, environment)
-                daemon = RayNodeDaemon(self._ray.module, actor)
-                await within(START_SECONDS, daemon.start())
-                return daemon
-        return None
-
-    def _create(self, node: str, options: list[str], environment: dict[str, str]) -> Any:
+    def _create(self, node: str, options: Sequence[str], environment: Mapping[str, str]) -> Any:
         strategies = self._ray.module.util.scheduling_strategies
         made = self._class.options(
             **detached(node_daemon_name(node), CONCURRENCY),
             scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False),
             get_if_exists=True,
         )
-        return made.remote(node, str(self._paths.home), options, environment)
+        return made.remote(node, str(self._paths.home), list(options), dict(environment))
 
     async def _end(self, actor: Any) -> None:
         with contextlib.suppress(AgentError):

@@ -37,6 +37,15 @@ class Nodes:
         """Nodes that do not answer, whatever Ray says: nothing is asked of them, nothing is placed there."""
         self.draining: set[str] = set()
         """Nodes that are to be left: nothing more is placed there."""
+        self.silent: set[str] = set()
+        """Nodes whose daemon does not answer: nothing more is placed there until it does."""
+        self.unswept: set[str] = set()
+        """Nodes where jobs that are over may have left something, since the daemon could not be told."""
+
+    @property
+    def closed(self) -> set[str]:
+        """Nodes where nothing more is placed."""
+        return self.lost | self.draining | self.silent
 
     async def known(self) -> list[RayNode]:
         """All nodes that Ray knows, dead ones too."""
@@ -55,14 +64,15 @@ class Nodes:
         """Ids of the nodes that live."""
         return [node["NodeID"] for node in await self._ray.run(self._living)]
 
-    async def capacity(self, unit: Unit, with_draining: bool = False) -> Capacity:
-        """Units of `unit` of each living node, in all and free. Those of nodes that are to be left are nobody's, unless
-        asked for `with_draining`."""
+    async def capacity(self, unit: Unit, all_living: bool = False) -> Capacity:
+        """Units of `unit` of each living node, in all and free. Nodes where nothing more is placed are left out, unless
+        asked for `all_living`; of those whose daemon does not answer nothing is free."""
         nodes, free = await self._ray.run(lambda: (self._living(), free_resources(self._ray.module)))
-        nodes = [node for node in nodes if with_draining or node["NodeID"] not in self.draining]
+        free = {node: units for node, units in free.items() if node not in self.silent}
         units = {
             node["NodeID"]: (int(node["Resources"].get(unit, 0)), int(free.get(node["NodeID"], {}).get(unit, 0)))
             for node in nodes
+            if all_living or node["NodeID"] not in self.closed
         }
         return Capacity(unit, sum(t for t, _ in units.values()), sum(f for _, f in units.values()), units)
 

@@ -83,7 +83,7 @@ class PlacementGroups:
             raise NotPlaced(f"{job} did not get {units:g} slots or GPUs within {timeout:g} s; it goes on waiting.")
 
     def _create(self, name: str, bundles: list[dict[str, float]], avoided: set[str]) -> Any:
-        selector = anywhere_but({*avoided, *self._nodes.lost, *self._nodes.draining})
+        selector = anywhere_but({*avoided, *self._nodes.closed})
         return self._ray.module.util.placement_group(
             bundles,
             strategy="PACK",

@@ -74,7 +74,7 @@ def past_failures(generations: Sequence[GenerationRow]) -> list[PastFailure]:
         stored = (row.data or {}).get("failure")
         if stored is not None:
             values = {name: stored[name] for name in known if name in stored}
-            at = float(stored.get("at") or row.started_at)
+            at = float(row.started_at if stored.get("at") is None else stored["at"])
             failures.append(PastFailure(**values, at=at, progressed=before.first_step_at is not None))
     return failures
 

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from service import control_plane
+from service.cluster import node_care
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
+from service.cluster.placement import agent_name, placement_group_name, seats_of
 from service.control_plane import ControlPlane
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.supervisor import Supervisor
@@ -113,7 +115,6 @@ def test_jobs_run_on_when_it_stops_and_the_next_one_takes_them_over(start, clust
     assert all(agent.running for agent in cluster.agents.living.values())
 
     second = start()
-    assert cluster.daemons._daemon("node_a").kept_jobs[-1] == [job.id]
 
     async def end():
         for agent in cluster.agents.living.values():
@@ -124,12 +125,98 @@ def test_jobs_run_on_when_it_stops_and_the_next_one_takes_them_over(start, clust
     assert log(store, job)[-2:] == ["adopted", "SUCCEEDED"]
 
 
-def test_what_belongs_to_no_living_job_is_released_at_the_start(start, cluster, submit):
-    job = submit()
-    asyncio.run(cluster.groups.acquire("job_of_nobody", 1, JobSpec.model_validate(job.spec).layout, "manta_slot"))
-    start()
-    assert cluster.nothing_held
-    assert cluster.daemons._daemon("node_b").kept_jobs == [[job.id]], "a queued job may have left snapshots"
+def hold(cluster, job):
+    """Places and agents of a job that nobody looks after."""
+
+    async def placed():
+        layout = JobSpec.model_validate(job.spec).layout
+        await cluster.groups.acquire(job.id, 1, layout, "manta_slot")
+        groups = [placement_group_name(job.id, 1, replica) for replica in range(layout.data)]
+        await cluster.agents.start(job.id, 1, seats_of(layout, groups), "manta_slot")
+
+    asyncio.run(placed())
+
+
+def finish(store, job):
+    store.write(lambda s: jobs.request_cancel(s, job.id))
+
+
+async def reached(condition):
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def test_what_is_left_of_jobs_that_are_over_is_released_at_the_start(start, cluster, submit, store):
+    over, waiting = submit(), submit(parallel={"tensor": 2, "data": 4})
+    hold(cluster, over)
+    finish(store, over)
+    daemon = cluster.daemons._daemon("node_b")
+    daemon.left = [over.id, waiting.id]
+    plane = start()
+    plane._call(reached(lambda: daemon.left == [waiting.id] and not cluster.agents.living))
+    assert cluster.groups.held == {}
+
+
+def test_job_that_the_database_does_not_know_is_left_running_and_reported(start, cluster, submit, store, caplog):
+    unknown = submit()
+    hold(cluster, unknown)
+    daemon = cluster.daemons._daemon("node_b")
+    daemon.left = [unknown.id]
+    store.write(lambda s: s.delete(jobs.get(s, unknown.id)))  # restored from a backup that is older than the job
+    plane = start()
+    behave(cluster, train_to_the_end)
+    other = submit()
+    plane.submitted(other.id)
+    until(plane, other, "SUCCEEDED")
+    assert [agent.name for agent in cluster.agents.living.values()] == [agent_name(unknown.id, 1, 0)]
+    assert daemon.left == [unknown.id]
+    assert f"{unknown.id} are there, but the database does not know that job" in caplog.text
+    plane.end_everything()
+    assert not cluster.agents.living, "`manta down` ends it too"
+
+
+def test_daemon_that_hangs_holds_up_neither_the_start_nor_other_nodes(start, cluster, submit, monkeypatch):
+    first = start()
+    behave(cluster, start_training)
+    running = submit(parallel={"tensor": 2})
+    first.submitted(running.id)
+    until(first, running, "RUNNING")
+    first.stop()
+
+    monkeypatch.setattr(node_care, "FIRST_SECONDS", 0.0)
+    held, sick = asyncio.Event(), cluster.daemons._daemon("node_b")
+    cluster.daemons.hang["node_b"] = lambda _: held.wait()
+    behave(cluster, train_to_the_end)
+    plane = start()
+    plane._call(reached(lambda: running.id in plane._supervisors))
+    nowhere = submit(parallel={"tensor": 2, "data": 3}, train={"steps": 10, "global_batch_size": 6})
+    fits = submit(parallel={"tensor": 2})
+    for job in (nowhere, fits):
+        plane.submitted(job.id)
+    until(plane, fits, "SUCCEEDED")
+    assert plane._job(nowhere.id).state == "QUEUED" and cluster.nodes.silent == {"node_b"}
+    sick.left = [fits.id]  # it could not be told that the job is over
+    plane._loop.call_soon_threadsafe(held.set)
+    until(plane, nowhere, "SUCCEEDED")
+    plane._call(reached(lambda: not sick.left and "node_b" in cluster.peak_flops))
+
+
+def test_ray_that_does_not_answer_at_the_start_keeps_no_job_from_being_taken_over(start, cluster, started, monkeypatch):
+    monkeypatch.setattr(control_plane, "RETRY_SECONDS", 0.0)
+    asked, real = [], cluster.groups.states
+
+    async def states():
+        asked.append(1)
+        if len(asked) <= 3:
+            raise ClusterUnavailable(TimeoutError("no answer"))
+        return await real()
+
+    monkeypatch.setattr(cluster, "jobs", states)
+    behave(cluster, train_to_the_end)
+    plane = start()
+    until(plane, started, "SUCCEEDED")
+    plane._call(reached(lambda: len(asked) > 3))
 
 
 def test_running_job_is_cancelled(start, cluster, submit, store):
@@ -316,7 +403,7 @@ def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
 
 
 def test_peaks_are_asked_for_until_all_nodes_know_them(start, cluster, monkeypatch):
-    monkeypatch.setattr(control_plane, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(node_care, "LOOK_SECONDS", 0.0)
     daemon = cluster.daemons._daemon("node_b")
     daemon.peak_flops = None
     plane = start()

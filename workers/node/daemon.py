@@ -142,26 +142,18 @@ class NodeDaemon:
         with contextlib.suppress(OSError):
             self._paths.snapshot_root.rmdir()
 
-    async def sweep(self, live_jobs: list[str]) -> list[str]:
-        """Remove stores and snapshots of all jobs but `live_jobs`. Answers the jobs whose leftovers were removed."""
-        live, removed = set(live_jobs), set()
-        for job in [job for job in self._stores if job not in live]:
-            await self.stop_store(job)
-            removed.add(job)
+    async def jobs(self) -> list[str]:
+        """The jobs that have a store or snapshots here."""
         root = self._paths.snapshot_root
-        for folder in list(root.iterdir()) if root.is_dir() else []:
-            if folder.name not in live:
-                shutil.rmtree(folder, ignore_errors=True)
-                removed.add(folder.name)
-        with contextlib.suppress(OSError):
-            root.rmdir()
-        return sorted(removed)
+        return sorted({*self._stores, *(folder.name for folder in (root.iterdir() if root.is_dir() else []))})
 
     async def shutdown(self) -> None:
         """End stores and zygote, and with it every process forked on this node; remove all snapshots."""
         if self._peak is not None:
             self._peak.cancel()
-        await self.sweep([])
+        for job in list(self._stores):
+            await self.stop_store(job)
+        self._paths.remove_snapshots()
         await self._zygote.close()
         self._heartbeat.close()
 

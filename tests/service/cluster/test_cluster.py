@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_given_back(ray_head):
     go(body)
 
 
-def test_sweep_releases_orphans_only(ray_head):
+def test_jobs_that_hold_anything_are_named_and_released_alone(ray_head):
     cluster = ray_head.cluster
 
     async def body():
@@ -125,7 +125,9 @@ def test_sweep_releases_orphans_only(ray_head):
         await place(cluster, "orphan", layout=ParallelConfig(data=2))
         await cluster.groups.acquire("empty", 3, ParallelConfig(), "manta_slot")
         await alive.describe()
-        assert await cluster.sweep(["alive"]) == ["empty", "orphan"]
+        assert await cluster.jobs() == ["alive", "empty", "orphan"]
+        await cluster.release("empty")
+        await cluster.release("orphan")
         assert (await alive.describe()).generation == 0
         await until_free(cluster, 15)
         await cluster.release("alive")
@@ -133,7 +135,7 @@ def test_sweep_releases_orphans_only(ray_head):
     go(body)
 
 
-def test_node_daemon_hosts_stores_and_sweeps(ray_head):
+def test_node_daemon_hosts_stores_and_knows_what_jobs_have_left(ray_head):
     async def body():
         (daemon,) = (await daemons(ray_head)).values()
         first = await daemon.start_store("job-d", 1)
@@ -145,8 +147,9 @@ def test_node_daemon_hosts_stores_and_sweeps(ray_head):
         folder = Paths.of(ray_head.home).snapshot_folder("job-d")
         folder.mkdir(parents=True)
         (folder / "rank-00000.snapshot").write_bytes(b"x")
-        assert await daemon.sweep(["job-d"]) == []
-        assert await daemon.sweep([]) == ["job-d"]
+        assert await daemon.jobs() == ["job-d"]
+        await daemon.end_job("job-d")
+        assert await daemon.jobs() == []
         assert not folder.parent.exists()
         assert not await accepts(second)
 

@@ -33,8 +33,14 @@ class FakeNodes:
         self.slots, self.used = dict(slots), dict.fromkeys(slots, 0)
         self.lost: set[str] = set()
         self.draining: set[str] = set()
+        self.silent: set[str] = set()
+        self.unswept: set[str] = set()
         self.error: Exception | None = None
         """What the next look at the nodes raises."""
+
+    @property
+    def closed(self):
+        return self.lost | self.draining | self.silent
 
     async def has_gpus(self):
         return False
@@ -45,11 +51,11 @@ class FakeNodes:
     async def known(self):
         return [RayNode(node, ("127.0.0.1", 1), node) for node in self.slots]
 
-    async def capacity(self, unit, with_draining=False):
+    async def capacity(self, unit, all_living=False):
         error, self.error = self.error, None
         if error is not None:
             raise error
-        left = [node for node in await self.living() if with_draining or node not in self.draining]
+        left = [node for node in await self.living() if all_living or node not in self.closed]
         units = {node: (self.slots[node], max(0, self.slots[node] - self.used[node])) for node in left}
         return Capacity(unit, sum(total for total, _ in units.values()), sum(free for _, free in units.values()), units)
 
@@ -80,14 +86,14 @@ class FakeGroups:
                 self.held[name] = []
                 for bundle in bundles[replica]:
                     size = int(bundle[unit])
-                    self.held[name].append((self._take(size, {*avoid, *self._nodes.draining}), size))
+                    self.held[name].append((self._take(size, {*avoid, *self._nodes.closed}), size))
         except NotPlaced:
             await self.remove(names)
             raise
 
     def _take(self, size: int, avoid: set[str]) -> str:
         for node, slots in self._nodes.slots.items():
-            if node not in avoid | self._nodes.lost and slots - self._nodes.used[node] >= size:
+            if node not in avoid and slots - self._nodes.used[node] >= size:
                 self._nodes.used[node] += size
                 return node
         raise NotPlaced("there is no room")
@@ -257,17 +263,16 @@ class FakeDaemon:
     stores: list[tuple[str, int]] = field(default_factory=list)
     ended_jobs: list[str] = field(default_factory=list)
     on_end: Callable[[str], None] = lambda job: None
-    kept_jobs: list[list[str]] = field(default_factory=list)
-    """What each sweep was told to leave alone."""
+    left: list[str] = field(default_factory=list)
+    """Jobs that have left something here."""
     peak_flops: float | None = 1e12
     drains: list[float] = field(default_factory=list)
 
     async def describe(self):
         return NodeDescription(self.node, self.node, "127.0.0.1", 1, 2, peak_flops=self.peak_flops)
 
-    async def sweep(self, live_jobs):
-        self.kept_jobs.append(list(live_jobs))
-        return []
+    async def jobs(self):
+        return list(self.left)
 
     async def drain(self, seconds):
         self.drains.append(seconds)
@@ -278,6 +283,7 @@ class FakeDaemon:
 
     async def end_job(self, job):
         self.ended_jobs.append(job)
+        self.left = [each for each in self.left if each != job]
         self.on_end(job)
 
 
@@ -288,6 +294,8 @@ class FakeDaemons:
         self._nodes, self._memory = nodes, memory
         self.silent: set[str] = set()
         """Nodes whose daemon does not answer."""
+        self.hang: dict[str, Callable[[float], Awaitable[None]]] = {}
+        """What is waited for before the daemon of a node is there."""
         self._daemons: dict[str, FakeDaemon] = {}
 
     def _daemon(self, node: str) -> FakeDaemon:
@@ -296,6 +304,16 @@ class FakeDaemons:
 
     async def ensure(self, zygote_options=(), zygote_environment=None):
         return {node: self._daemon(node) for node in await self._nodes.living() if node not in self.silent}
+
+    async def of(self, node, zygote_options=(), zygote_environment=None):
+        await self.hang.get(node, asyncio.sleep)(0)
+        answers = node not in self.silent
+        (self._nodes.silent.discard if answers else self._nodes.silent.add)(node)
+        return self._daemon(node) if answers else None
+
+    async def end_job(self, job):
+        for daemon in (await self.ensure()).values():
+            await daemon.end_job(job)
 
     async def kill(self, node):
         self.silent.add(node)

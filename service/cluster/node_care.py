@@ -1,0 +1,122 @@
+"""Looks after every node on its own: gets its daemon to answer, removes what jobs that are over have left there, and
+learns the peak rate of its devices. A node that does not answer is tried again and again, and holds nothing up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+
+from service.cluster.agent_client import AgentError, AgentFailed, NodeClient, within
+from service.cluster.cluster import Cluster
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+ASK_SECONDS = 10.0
+# How long whoever places jobs waits for the first answers of the nodes that are there at the start.
+FIRST_SECONDS = 10.0
+
+
+class NodeCare:
+    """Cares for all nodes, those that join later too."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        over: Callable[[Collection[str]], Awaitable[set[str]]],
+        answered: Callable[[], None] = lambda: None,
+    ):
+        """`over`: which of these jobs are over for certain, so that what is left of them can go; `answered` is called
+        when jobs can be placed on one more node."""
+        self._cluster, self._over, self._answered = cluster, over, answered
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._unasked: set[str] = set()
+        self._first_answers = asyncio.Event()
+
+    async def run(self) -> None:
+        """Care until cancelled."""
+        try:
+            while True:
+                await self._look()
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def first_answers(self) -> None:
+        """Return when every node that was there at the start has answered or is known not to; or after a while, and
+        then nothing is placed on those that have not."""
+        try:
+            async with asyncio.timeout(FIRST_SECONDS):
+                await self._first_answers.wait()
+        except TimeoutError:
+            self._cluster.nodes.silent.update(self._unasked)
+
+    async def _look(self) -> None:
+        try:
+            living = await self._cluster.nodes.living()
+        except Exception:  # what Ray does not tell is not known: all stays as it is
+            log.exception("Ray did not tell its nodes")
+            return
+        for node in set(living) - self._tasks.keys():
+            self._unasked.add(node)
+            self._tasks[node] = asyncio.create_task(self._care(node), name=f"care for {node[:12]}")
+        for node in self._tasks.keys() - set(living):
+            self._tasks.pop(node).cancel()  # lost, perhaps for a while only
+            self._note_asked(node)
+
+    async def _care(self, node: str) -> None:
+        """Until the node is gone: a sweep when it is new or back, or was not reached before."""
+        nodes, swept, reported = self._cluster.nodes, False, False
+        while True:
+            if not swept or node in nodes.silent | nodes.unswept or node not in self._cluster.peak_flops:
+                daemon = await self._daemon(node)
+                self._note_asked(node)
+                if daemon is not None:
+                    swept = await self._sweep(node, daemon) or swept
+                    await self._learn_peak(node, daemon)
+                elif not reported:
+                    log.error("the daemon of node %s does not answer: nothing is placed there until it does", node[:12])
+                reported = daemon is None
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _daemon(self, node: str) -> NodeClient | None:
+        was_silent = node in self._cluster.nodes.silent
+        try:
+            daemon = await self._cluster.daemons.of(node)
+        except Exception:  # whatever it is, the node is asked again
+            log.exception("node %s could not be asked for its daemon", node[:12])
+            return None
+        if daemon is not None and was_silent:
+            log.warning("the daemon of node %s answers again", node[:12])
+            self._answered()
+        return daemon
+
+    def _note_asked(self, node: str) -> None:
+        self._unasked.discard(node)
+        if not self._unasked:
+            self._first_answers.set()
+
+    async def _sweep(self, node: str, daemon: NodeClient) -> bool:
+        """Whether nothing of jobs that are over is left on the node."""
+        try:
+            over = await self._over(await within(ASK_SECONDS, daemon.jobs()))
+            for job in over:
+                await within(ASK_SECONDS, daemon.end_job(job))
+                log.warning("node %s has removed what was left of %s", node[:12], job)
+        except AgentFailed as error:  # of another release, or its disk is broken: no reason to leave the node alone
+            log.warning("node %s was not swept: %s", node[:12], error)
+        except AgentError:
+            return False
+        self._cluster.nodes.unswept.discard(node)
+        return True
+
+    async def _learn_peak(self, node: str, daemon: NodeClient) -> None:
+        try:
+            about = await within(ASK_SECONDS, daemon.describe())
+        except AgentError:
+            return
+        if about.peak_flops is not None:
+            self._cluster.peak_flops[node] = about.peak_flops
