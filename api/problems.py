@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from api.schemas import FieldProblem, Problem
-from service.cluster.errors import NodeNotFound, NodeUnreachable
+from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.store import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
@@ -56,6 +56,7 @@ def install(app: FastAPI) -> None:
              (IdempotencyConflict, 409, "idempotency_conflict"),
              (FaultsNotAllowed, 403, "faults_not_allowed"), (FaultNotPossible, 409, "fault_not_possible"),
              (NodeNotFound, 404, "node_not_found"), (NodeUnreachable, 503, "node_unreachable"),
+             (ClusterUnavailable, 503, "cluster_unavailable"),
              (MalformedJson, 400, "malformed_json"),
              (BodyTooLarge, 413, "body_too_large"), (SizeOutOfBounds, 422, "size_out_of_bounds"))  # fmt: skip
     for kind, status, code in known:

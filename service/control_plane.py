@@ -186,7 +186,7 @@ class ControlPlane:
 
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
         """Have all jobs leave `node`, an id or the start of one, within `seconds`; the node as in `cluster`. Raises
-        NodeNotFound, NodeUnreachable."""
+        NodeNotFound, NodeUnreachable, ClusterUnavailable."""
         return self._call(self._drain(node, seconds))
 
     async def _drain(self, node: str, seconds: float) -> dict[str, Any]:
@@ -303,7 +303,7 @@ class ControlPlane:
         task.add_done_callback(_log_failure)
 
     def cluster(self) -> dict[str, Any]:
-        """Nodes, slots and which ranks run where, in the form of `api.schemas.Cluster`."""
+        """Nodes, slots and which ranks run where, in the form of `api.schemas.Cluster`. Raises ClusterUnavailable."""
         return self._call(self._describe_cluster())
 
     async def _describe_cluster(self) -> dict[str, Any]:
@@ -347,8 +347,6 @@ class ControlPlane:
             self._call(self._cluster.nodes.has_gpus(), 5.0)
         except ClusterUnavailable as error:
             return [f"Ray does not answer ({error.kind})"]
-        except TimeoutError:
-            return ["Ray does not answer (TimeoutError)"]
         return []
 
     def stop(self) -> None:
@@ -367,7 +365,11 @@ class ControlPlane:
 
     def _call(self, coroutine: Any, seconds: float = CALL_SECONDS) -> Any:
         future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result(seconds)
+        try:
+            return future.result(seconds)
+        except TimeoutError as error:
+            future.cancel()  # nobody waits for it any more
+            raise ClusterUnavailable(TimeoutError(f"the cluster gave no answer in {seconds:g} s; try again")) from error
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

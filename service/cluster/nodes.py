@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.cluster.connection import RayConnection
+from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement import Capacity, Unit
 from service.cluster.ray_private import free_resources
 
@@ -49,7 +50,6 @@ class Nodes:
 
     async def known(self) -> list[RayNode]:
         """All nodes that Ray knows, dead ones too."""
-        nodes = await self._ray.run(self._ray.module.nodes)
         return [
             RayNode(
                 node["NodeID"],
@@ -57,17 +57,17 @@ class Nodes:
                 node["NodeManagerHostname"],
                 node["Alive"],
             )
-            for node in nodes
+            for node in await self._ray.read(self._all)
         ]
 
     async def living(self) -> list[str]:
         """Ids of the nodes that live."""
-        return [node["NodeID"] for node in await self._ray.run(self._living)]
+        return [node["NodeID"] for node in await self._living()]
 
     async def capacity(self, unit: Unit, all_living: bool = False) -> Capacity:
         """Units of `unit` of each living node, in all and free. Nodes where nothing more is placed are left out, unless
         asked for `all_living`; of those whose daemon does not answer nothing is free."""
-        nodes, free = await self._ray.run(lambda: (self._living(), free_resources(self._ray.module)))
+        nodes, free = await self._living(), await self._ray.read(self._free)
         free = {node: units for node, units in free.items() if node not in self.silent}
         units = {
             node["NodeID"]: (int(node["Resources"].get(unit, 0)), int(free.get(node["NodeID"], {}).get(unit, 0)))
@@ -78,8 +78,7 @@ class Nodes:
 
     async def has_gpus(self) -> bool:
         """Whether any living node has a GPU."""
-        nodes = await self._ray.run(self._living)
-        return any(node["Resources"].get("GPU", 0) for node in nodes)
+        return any(node["Resources"].get("GPU", 0) for node in await self._living())
 
     async def until_free(self, expected: Capacity) -> None:
         """Wait until so much is free of what was given back, which Ray shows with some delay; a moment at most, since
@@ -89,5 +88,15 @@ class Nodes:
                 while (await self.capacity(expected.unit)).free < expected.free:
                     await asyncio.sleep(LOOK_SECONDS)
 
-    def _living(self) -> list[dict[str, Any]]:
-        return [node for node in self._ray.module.nodes() if node["Alive"] and node["NodeID"] not in self.lost]
+    async def _living(self) -> list[dict[str, Any]]:
+        nodes = await self._ray.read(self._all)
+        return [node for node in nodes if node["Alive"] and node["NodeID"] not in self.lost]
+
+    def _all(self) -> list[dict[str, Any]]:
+        nodes: list[dict[str, Any]] = self._ray.module.nodes()
+        if not nodes:  # there is always the head
+            raise ClusterUnavailable(LookupError("Ray did not tell its nodes"))
+        return nodes
+
+    def _free(self) -> dict[str, dict[str, float]]:
+        return free_resources(self._ray.module)

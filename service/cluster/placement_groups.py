@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 from service.cluster.connection import RayConnection
 from service.cluster.nodes import Nodes
@@ -18,6 +18,7 @@ from workers.errors import MantaError
 
 # How long to wait for nodes that are trusted before those that are avoided are used after all.
 AVOIDING_SECONDS = 5.0
+LOOK_SECONDS = 0.05
 
 
 class NotPlaced(MantaError):
@@ -64,33 +65,53 @@ class PlacementGroups:
 
     async def remove(self, names: Iterable[str]) -> None:
         """Remove groups by name; those that are gone are no error."""
-        await self._ray.run(self._remove, list(names))
+        names = list(names)
+        if names:
+            await self._ray.run(self._remove, names)
 
     async def _acquire(
         self, job: str, wanted: dict[str, list[dict[str, float]]], timeout: float, avoided: set[str]
     ) -> None:
-        ready = False
+        ready, given_up = False, threading.Event()
+        # Of an earlier try that Ray left without an answer; its names would be refused.
+        await self.remove(wanted.keys() & (await self.states()).keys())
         try:
-            groups = [await self._ray.run(self._create, *each, avoided) for each in wanted.items()]
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    ready = all(await asyncio.gather(*(self._ray.run(group.wait, timeout) for group in groups)))
+            for name, bundles in wanted.items():
+                await self._ray.run(self._create, name, bundles, avoided, given_up)
+            ready = await self._are_created(wanted, timeout)
         finally:
             if not ready:
+                given_up.set()
                 await self.remove(wanted)
         if not ready:
             units = sum(sum(bundle.values()) for bundles in wanted.values() for bundle in bundles)
             raise NotPlaced(f"{job} did not get {units:g} slots or GPUs within {timeout:g} s; it goes on waiting.")
 
-    def _create(self, name: str, bundles: list[dict[str, float]], avoided: set[str]) -> Any:
+    async def _are_created(self, names: Collection[str], timeout: float) -> bool:
+        """Whether these groups hold their resources within `timeout` seconds. No thread waits for that."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not all(state == "CREATED" for state in await self._states_of(names)):
+                    await asyncio.sleep(LOOK_SECONDS)
+                return True
+        return False
+
+    async def _states_of(self, names: Collection[str]) -> list[str | None]:
+        states = await self.states()
+        return [states.get(name) for name in names]
+
+    def _create(self, name: str, bundles: list[dict[str, float]], avoided: set[str], given_up: threading.Event) -> None:
+        """`given_up`: set when nobody waits for the group any more, which may be before Ray has made it."""
         selector = anywhere_but({*avoided, *self._nodes.closed})
-        return self._ray.module.util.placement_group(
+        self._ray.module.util.placement_group(
             bundles,
             strategy="PACK",
             name=name,
             lifetime="detached",
             bundle_label_selector=[selector] * len(bundles) if selector else None,
         )
+        if given_up.is_set():
+            self._remove([name])
 
     def _remove(self, names: list[str]) -> None:
         for name in names:

@@ -1,6 +1,7 @@
 """The control plane on its thread: jobs go through it, are taken over by the next one, and fail alone."""
 
 import asyncio
+import threading
 import time
 from types import SimpleNamespace
 
@@ -172,8 +173,6 @@ def test_job_that_the_database_does_not_know_is_left_running_and_reported(start,
     assert [agent.name for agent in cluster.agents.living.values()] == [agent_name(unknown.id, 1, 0)]
     assert daemon.left == [unknown.id]
     assert f"{unknown.id} are there, but the database does not know that job" in caplog.text
-    plane.end_everything()
-    assert not cluster.agents.living, "`manta down` ends it too"
 
 
 def test_daemon_that_hangs_holds_up_neither_the_start_nor_other_nodes(start, cluster, submit, monkeypatch):
@@ -189,7 +188,7 @@ def test_daemon_that_hangs_holds_up_neither_the_start_nor_other_nodes(start, clu
     cluster.daemons.hang["node_b"] = lambda _: held.wait()
     behave(cluster, train_to_the_end)
     plane = start()
-    plane._call(reached(lambda: running.id in plane._supervisors))
+    plane._call(reached(lambda: running.id in plane._owners))
     nowhere = submit(parallel={"tensor": 2, "data": 3}, train={"steps": 10, "global_batch_size": 6})
     fits = submit(parallel={"tensor": 2})
     for job in (nowhere, fits):
@@ -380,6 +379,21 @@ def test_it_is_ready_as_long_as_ray_answers(start, cluster, tmp_path):
     assert plane.ready() == ["Ray does not answer (ConnectionResetError)"]
 
 
+def test_ray_that_hangs_is_said_to_and_nothing_waits_for_it_without_end(start, cluster, monkeypatch):
+    plane, ended = start(), threading.Event()
+
+    async def hangs():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(cluster.nodes, "has_gpus", hangs)
+    with pytest.raises(ClusterUnavailable, match=r"no answer in 0\.01 s; try again"):
+        plane._call(plane._describe_cluster(), 0.01)
+    assert ended.wait(SECONDS), "it is given up"
+
+
 def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
     start, cluster, submit, store, monkeypatch
 ):
@@ -387,10 +401,11 @@ def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
     job = submit()
     store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
     store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() + 1000))
-    plane = start()
     daemon = cluster.daemons._daemon("node_a")
-    assert daemon.kept_jobs == [[job.id]]
-    assert daemon.ended_jobs == []
+    daemon.left = [job.id]
+    plane = start()
+    plane._call(reached(lambda: "node_a" in cluster.peak_flops))  # which is asked for after the sweep
+    assert (daemon.left, daemon.ended_jobs) == ([job.id], [])
     store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() - 1))
 
     async def gone():

@@ -1,0 +1,42 @@
+"""Ray's head stands still for a while, as on a machine that swaps, and goes on: no job notices."""
+
+import contextlib
+import os
+
+import psutil
+import pytest
+
+from service.cluster.ray_head import RayHead
+
+STEPS_MEANWHILE = int(os.environ.get("MANTA_TEST_STILL_STEPS", "10"))
+
+
+@pytest.fixture
+def head(manta):
+    """The processes of Ray's head: its control store, and the one that looks after its node."""
+    family = psutil.Process(RayHead(manta.home).record().pid).children(recursive=True)
+    found = [process for process in family if process.name() in ("gcs_server", "raylet")]
+    assert len(found) == 2
+    yield found
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+def test_ray_head_that_stands_still_and_goes_on_costs_nothing(manta, head):
+    job = manta.submit(manta.spec(steps=20_000))
+    manta.hold(job, 1)
+    pids = manta.pids(job)
+    for process in head:
+        process.suspend()
+    manta.until("Ray being missed", lambda: not manta.answers())
+    manta.until_step(job, manta.client.job(job).step + STEPS_MEANWHILE)
+    for process in head:
+        process.resume()
+    manta.until("Ray being back", manta.answers)
+    other = manta.submit(manta.spec(steps=2, layout=(1, 1, 1)))
+    manta.until_state(other, "SUCCEEDED")
+    assert manta.pids(job) == pids and manta.client.job(job).generation == 1
+    assert not manta.events(job, "rank_lost") and not manta.events(job, "node_lost"), manta.story(job)
+    manta.client.cancel(job)
+    manta.until_state(job, "CANCELLED")

@@ -1,0 +1,197 @@
+"""Calls into Ray that hang: bounded in time and number, and never mistaken for an answer."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from service.cluster.connection import RayConnection
+from service.cluster.errors import ClusterUnavailable
+from service.cluster.node_daemons import NodeDaemons
+from service.cluster.nodes import Nodes
+from service.cluster.placement_groups import NotPlaced, PlacementGroups
+from workers.config import ParallelConfig
+from workers.paths import Paths
+
+SECONDS = 20.0
+NODE = {
+    "NodeID": "n1", "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1, "NodeManagerHostname": "h",
+    "Resources": {"manta_slot": 4},
+}  # fmt: skip
+
+
+class RayError(Exception):
+    """Ray's own."""
+
+
+class FakeRay:
+    """What of Ray is asked here. `hang` lets its head stand still until `go_on`."""
+
+    def __init__(self):
+        self.exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayError)
+        self.util = SimpleNamespace(
+            list_named_actors=lambda: self._answered(list(self.named)),
+            placement_group=self._make_group,
+            placement_group_table=lambda: self._answered({name: {"name": name, "state": state} for name, state in
+                                                          self.groups.items()}),
+            get_placement_group=self._group,
+            remove_placement_group=lambda name: self.groups.pop(name),
+        )  # fmt: skip
+        self.named, self.groups = ["known"], {}
+        self.new_groups = "CREATED"
+        self.asked = threading.Semaphore(0)
+        self._answers = threading.Event()
+        self._answers.set()
+        self.hang, self.go_on = self._answers.clear, self._answers.set
+
+    def _answered(self, answer):
+        self.asked.release()
+        assert self._answers.wait(SECONDS)
+        return answer
+
+    def remote(self, cls):
+        return cls
+
+    def nodes(self):
+        return self._answered([NODE])
+
+    def get_actor(self, name):
+        raise ValueError(f"Failed to look up actor with name '{name}'")
+
+    def _make_group(self, bundles, name, **options):
+        self._answered(None)
+        self.groups[name] = self.new_groups
+
+    def _group(self, name):
+        self._answered(None)
+        if name not in self.groups:
+            raise ValueError(name)
+        return name
+
+
+@pytest.fixture
+def ray():
+    made = FakeRay()
+    yield made
+    made.go_on()
+
+
+def go(body):
+    async def bounded():
+        async with asyncio.timeout(SECONDS):
+            return await body()
+
+    return asyncio.run(bounded())
+
+
+def test_call_that_takes_too_long_is_an_error_with_a_sentence(ray):
+    connection = RayConnection(ray, seconds=0.01)
+    ray.hang()
+    with pytest.raises(ClusterUnavailable, match=r"Ray gave no answer in 0\.01 s") as caught:
+        go(connection.actor_names)
+    assert caught.value.kind == "TimeoutError"
+
+
+def test_when_all_threads_hang_calls_fail_at_once_until_ray_goes_on(ray):
+    connection = RayConnection(ray, seconds=0.01, threads=2)
+
+    async def body():
+        ray.hang()
+        given_up = await asyncio.gather(*(connection.actor_names() for _ in range(5)), return_exceptions=True)
+        assert [type(each) for each in given_up] == [ClusterUnavailable] * 5
+        with pytest.raises(ClusterUnavailable, match="left 2 calls without an answer"):
+            await connection.actor_names()
+        assert await asyncio.to_thread(lambda: "rows") == "rows", "the database is read on other threads"
+        ray.go_on()
+        while True:
+            try:
+                return await connection.actor_names()
+            except ClusterUnavailable:
+                await asyncio.sleep(0)
+
+    assert go(body) == ["known"]
+
+
+def test_ray_that_stands_still_for_a_while_and_goes_on_costs_only_that_time(ray):
+    connection = RayConnection(ray, threads=1)
+
+    async def body():
+        ray.hang()
+        calls = [asyncio.create_task(connection.actor_names()) for _ in range(3)]
+        await asyncio.to_thread(ray.asked.acquire)
+        ray.go_on()
+        return await asyncio.gather(*calls)
+
+    assert go(body) == [["known"]] * 3
+
+
+def test_looks_at_the_nodes_share_one_call(ray):
+    nodes = Nodes(RayConnection(ray, threads=8))
+
+    async def body():
+        ray.hang()
+        looks = [asyncio.create_task(nodes.has_gpus()) for _ in range(100)]
+        await asyncio.to_thread(ray.asked.acquire)
+        looks[0].cancel()  # as one who asks may be, and the others wait on
+        ray.go_on()
+        return await asyncio.gather(*looks[1:])
+
+    assert go(body) == [False] * 99
+    assert not ray.asked.acquire(blocking=False)
+
+
+def test_no_nodes_at_all_is_no_answer(ray):
+    ray.nodes = list
+    with pytest.raises(ClusterUnavailable, match="did not tell its nodes"):
+        go(Nodes(RayConnection(ray)).known)
+
+
+def test_actor_that_could_not_be_looked_up_is_not_taken_for_gone(ray):
+    connection = RayConnection(ray)
+    assert go(lambda: connection.find(["never there"])) == [None]
+    with pytest.raises(ClusterUnavailable, match="Failed to look up actor with name 'known'"):
+        go(lambda: connection.find(["never there", "known"]))
+
+
+def test_daemon_that_ray_does_not_tell_of_closes_no_node(ray):
+    connection = RayConnection(ray, seconds=0.01)
+    nodes = Nodes(connection)
+    ray.hang()
+    with pytest.raises(ClusterUnavailable):
+        go(lambda: NodeDaemons(connection, nodes, Paths.of("/nowhere")).of("n1"))
+    assert nodes.closed == set()
+
+
+def acquire(ray, nodes, **options):
+    groups = PlacementGroups(nodes._ray, nodes)
+    return lambda: groups.acquire("job", 1, ParallelConfig(data=2), "manta_slot", **options)
+
+
+def test_places_are_waited_for_without_a_thread(ray):
+    ray.new_groups = "PENDING"
+    nodes = Nodes(RayConnection(ray, threads=1))
+    with pytest.raises(NotPlaced):
+        go(acquire(ray, nodes, timeout=0.1))
+    assert ray.groups == {}
+    ray.new_groups = "CREATED"
+    ray.groups["replica/job/1/0"] = "CREATED"  # left by a try that Ray did not answer
+    go(acquire(ray, nodes))
+    assert sorted(ray.groups) == ["replica/job/1/0", "replica/job/1/1"]
+
+
+def test_places_that_ray_makes_after_they_were_given_up_are_given_back(ray):
+    nodes = Nodes(RayConnection(ray, seconds=0.05))
+
+    async def body():
+        acquiring = asyncio.create_task(acquire(ray, nodes)())
+        await asyncio.to_thread(ray.asked.acquire)
+        ray.hang()
+        with pytest.raises(ClusterUnavailable):
+            await acquiring
+        ray.go_on()
+        while nodes._ray._threads._given_up:
+            await asyncio.sleep(0)
+
+    go(body)
+    assert ray.groups == {}
