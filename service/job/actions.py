@@ -26,6 +26,8 @@ class Launch:
     """As a restart."""
     incident: Incident | None = None
     """What made it necessary."""
+    holds: int = 0
+    """How often it was put off, since the state to go on from could not be read."""
 
 
 @dataclass(frozen=True)

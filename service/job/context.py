@@ -9,6 +9,7 @@ from pathlib import Path
 
 from service.cluster.cluster import Cluster
 from service.cluster.sizes import in_use
+from service.job.checkpoint_folder import FolderReader
 from service.job.gang import AgentSet, Gang
 from service.job.incident import Incident
 from service.job.record import JobRecord
@@ -42,6 +43,8 @@ class JobContext:
     """When the user last had it tried again, Unix seconds: failures before that do not count."""
     memory_seconds: float = DEFAULT_MEMORY_SECONDS
     """How long its snapshots are kept for a retry when it fails."""
+    folder_reader: FolderReader = field(default_factory=FolderReader)
+    """Reads the folder of its checkpoints."""
 
     @classmethod
     def of(cls, store: Store, cluster: Cluster, job: Job, memory_seconds: float = DEFAULT_MEMORY_SECONDS) -> JobContext:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from service.backups import rank_backups
@@ -15,6 +16,7 @@ from service.job.generation import RunningGeneration
 from service.job.hangs_and_stragglers import HangWatch
 from service.job.report_writer import ReportWriter
 from service.job.resume import newest_state
+from service.recovery.durable_state import beginning_of
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.errors import MantaError
@@ -40,22 +42,21 @@ class LaunchFailed(MantaError):
 async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneration:
     """Begin the next generation with the agents at hand and watch it. An agent that fails once the generation has
     begun is one of its deaths; before, it raises LaunchFailed. Raises AgentError, ClusterUnavailable and TimeoutError
-    too."""
+    too, and CheckpointsUnreadable where the state to go on from cannot be read now."""
     gang, record = job.gang, job.record
     where = await _where_all_are(job)
     last_kind = None if launch.incident is None else launch.incident.culprit.kind
     async with asyncio.timeout(LAUNCH_SECONDS):
         start = await newest_state(job, last_kind)
+        resume = replace(start.resume, began=beginning_of(start.resume, await record.generations()))
         store = await _start_store(job, where[0].node)
-        generation = await record.begin(
-            launch.cause, launch.counts, start.resume, start.source, gang.layout, launch.incident
-        )
+        generation = await record.begin(launch.cause, launch.counts, resume, start.source, gang.layout, launch.incident)
         roll_backs = await record.rolled_back()
     orders = {
-        rank: order_for(job, rank, place, gang.spec, generation, start.resume, store, roll_backs)
+        rank: order_for(job, rank, place, gang.spec, generation, resume, store, roll_backs)
         for rank, place in where.items()
     }
-    running = watch_generation(job, generation, start.resume.step)
+    running = watch_generation(job, generation, resume.step)
     try:
         answers, silent = await ask(gang.by_rank, lambda rank, agent: agent.launch(orders[rank]), LAUNCH_SECONDS)
         rows = [_row(job, orders[rank], where[rank], answers.get(rank)) for rank in orders]

@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from service.job.incident import Incident
@@ -16,7 +15,8 @@ from service.recovery.budgets import avoided_nodes, past_failures
 from service.states import JobState, can
 from service.store import Store, checkpoints, events, generations, jobs, ranks, recoveries
 from service.store.retries import until_done
-from service.store.tables import Generation, Job
+from service.store.tables import Checkpoint, Generation, Job
+from workers.checkpoint.catalog import Listing
 from workers.config import ParallelConfig
 from workers.protocol.messages import Resume
 
@@ -127,9 +127,20 @@ class JobRecord:
 
         await self.write(note)
 
-    async def reconcile_checkpoints(self, whole: Sequence[tuple[Path, Any]]) -> None:
-        """Let the rows say what the folder holds: `whole`, each with its manifest."""
-        await self.write(lambda s: checkpoints.reconcile(s, self.id, [(str(path), m.bytes) for path, m in whole]))
+    async def reconcile_checkpoints(self, listing: Listing) -> list[Checkpoint]:
+        """Let the rows say what the folder is known to hold; those that are complete then."""
+        await self.write(lambda s: checkpoints.reconcile(s, self.id, listing))
+        rows: list[Checkpoint] = await self.read(lambda s: checkpoints.complete_ones(s, self.id))
+        return rows
+
+    async def note_held(self, why: str) -> None:
+        """Say why the next generation is not begun, unless that was said since a step was committed."""
+
+        def note(session: Any) -> None:
+            if not events.said_since(session, self.id, "held", why, since="first_step"):
+                events.append(session, self.id, "held", why, step=jobs.get(session, self.id).step)
+
+        await self.write(note)
 
     async def note_outcome(self, state: JobState, reason: str | None, message: str | None) -> None:
         """Note with what the job is about to end."""

@@ -15,7 +15,7 @@ from service.cluster.sizes import resized, shapes_of, sizes_of
 from service.job.context import JobContext
 from service.job.gang import Gang
 from service.recovery.decisions import choose_resume, unusable_sources
-from workers.checkpoint.catalog import whole_checkpoints
+from service.recovery.durable_state import DurableState, durable_state
 from workers.comm.grid import state_groups
 from workers.config import JobSpec
 from workers.protocol.messages import Resume, StoredSnapshot
@@ -42,7 +42,7 @@ async def newest_state(job: JobContext, last_kind: str | None) -> StartingPoint:
     """The newest state that all of the gang can reach; it is brought to their nodes where it lies on others.
 
     `last_kind`: of the death that ended the generation before. Departing agents are asked too: their nodes may hold
-    state."""
+    state. Raises CheckpointsUnreadable where the newest is a checkpoint that cannot be read now."""
     gang, agents, generation = job.gang, list(job.gang.by_rank.values()), (await job.record.job()).generation
     departing = [agent for people in job.departing for agent in people.agents if agent is not None]
     own = await asyncio.gather(*(agent.snapshot_steps(gang.tag) for agent in agents))
@@ -56,12 +56,18 @@ async def newest_state(job: JobContext, last_kind: str | None) -> StartingPoint:
         )
         foreign = await _of_other_layouts(memory, others, generation)
     held = [{*steps, *_in_process(gang, rank)} for rank, steps in enumerate(brought.steps)]
-    whole = await asyncio.to_thread(whole_checkpoints, job.checkpoint_folder)
-    await job.record.reconcile_checkpoints(whole)
-    durable = [(manifest.step, str(path)) for path, manifest in whole]
-    resume = choose_resume(held, durable, unusable_sources(await job.record.generations(), last_kind), foreign)
+    durable = await known_checkpoints(job)
+    unusable = unusable_sources(await job.record.generations(), last_kind)
+    resume = choose_resume(held, durable.checkpoints, unusable, foreign)
+    durable.refuse_unknown(job.id, resume)
     taken = {kind for rank, kind in brought.taken.items() if resume.step in brought.steps[rank]}
     return StartingPoint(resume, _source(resume, taken, resume.step in gang.held_steps.values()))
+
+
+async def known_checkpoints(job: JobContext) -> DurableState:
+    """The job's checkpoints; its rows say the same from now on. For a job whose gang is at rest."""
+    listing = await job.folder_reader.list(job.checkpoint_folder)
+    return durable_state(listing, await job.record.reconcile_checkpoints(listing))
 
 
 def _in_process(gang: Gang, rank: int) -> list[int]:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from service.cluster.agent_client import AgentError, within
@@ -29,12 +30,13 @@ from service.job.incident import Incident
 from service.job.launch import LaunchFailed, launch_generation, watch_generation
 from service.job.lost_agents import place_all, replace_lost
 from service.job.resize_and_drain import ElasticityPlanner
-from service.recovery.decisions import Death, GiveUp, decide, failure_of
+from service.job.resume import known_checkpoints
+from service.recovery.decisions import UNREADABLE, Death, GiveUp, decide, failure_of
+from service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, hold_sentence
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import Store, ranks
 from service.store.tables import Job, Rank
-from workers.checkpoint.catalog import whole_checkpoints
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import BETWEEN_STEPS, Fault
 
@@ -239,6 +241,9 @@ class Supervisor:
         decision = decide(culprit, failure, history, policy.max_restarts, policy.restart_window_seconds, in_a_row)
         if isinstance(decision, GiveUp):
             return End(JobState.FAILED, decision.reason, decision.message)
+        if culprit.kind == UNREADABLE and lives:
+            older = len((await known_checkpoints(self._job)).checkpoints) > 1
+            await self._record.note_held(hold_sentence(job.id, lives[-1].resume_step, culprit.message, older))
         if decision.wait_seconds:
             await self._hold_back(decision.wait_seconds, culprit)
         if self._job.cancelled.is_set():
@@ -255,6 +260,16 @@ class Supervisor:
         message = f"waits {seconds:g} s before the next try: no step was committed since the last failure of this kind"
         data = {"seconds": seconds, "kind": culprit.kind}
         await self._record.event("held_back", message, rank=culprit.rank, data=data)
+        await self._pause(seconds)
+
+    async def _hold(self, launch: Launch, why: CheckpointsUnreadable) -> Launch:
+        """Wait before looking again whether the state to go on from can be read, or until the job is cancelled."""
+        self._job.failed_launches = []  # all agents have answered
+        await self._record.note_held(str(why))
+        await self._pause(hold_seconds(launch.holds))
+        return replace(launch, holds=launch.holds + 1)
+
+    async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._job.cancelled.wait()
@@ -293,6 +308,8 @@ class Supervisor:
         """Start the next generation on the agents at hand."""
         try:
             running = await launch_generation(self._job, launch)
+        except CheckpointsUnreadable as error:
+            return await self._hold(launch, error)
         except (AgentError, ClusterUnavailable, LaunchFailed, TimeoutError) as error:
             log.warning("launch of %s failed: %s", self._job.id, error)
             death, lost = await self._launch_failure(error)
@@ -331,8 +348,10 @@ class Supervisor:
             await self._cluster.release(self._job.id, keep_snapshots=True)
         else:
             await self._cluster.end_job(self._job.id)
-        whole = await asyncio.to_thread(whole_checkpoints, self._job.checkpoint_folder)
-        await self._record.reconcile_checkpoints(whole)
+        try:
+            await known_checkpoints(self._job)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it changes nothing about how the job has ended
+            log.warning("the checkpoints of %s are not reconciled: %s", self._job.id, error)
         until = time.time() + self._job.memory_seconds if keeps else None
         await self._record.end(end.state, end.reason, end.message, until)
 

@@ -21,7 +21,7 @@ AVOID_SECONDS = 3600.0
 SKEW_SECONDS = 60.0
 """By how much the clocks of two nodes may differ."""
 USER_KINDS = frozenset({"exception", "bad_data", "not_finite", "spike"})
-CHECKPOINT_KINDS = frozenset({"bad_checkpoint", "not_saved"})
+CHECKPOINT_KINDS = frozenset({"bad_checkpoint", "unreadable_checkpoint", "not_saved"})
 
 
 @dataclass(frozen=True)

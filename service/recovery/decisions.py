@@ -11,6 +11,8 @@ from workers.protocol.messages import Resume
 
 # Kinds of failure that a restart cannot cure, with the reason code that the job fails with.
 HOPELESS = {kind: kind for kind in ("no_shared_memory", "bad_data", "not_finite", "spike")}
+# The kind of failure that is waited out: what the system does not give out now, it may give out later.
+UNREADABLE = "unreadable_checkpoint"
 
 
 @dataclass(frozen=True)
@@ -19,9 +21,9 @@ class Death:
 
     rank: int
     kind: str
-    """exception, peer_lost, no_shared_memory, bad_data, bad_checkpoint, not_saved, not_finite, spike, corrupt (as the
-    trainer said), killed (a signal or an exit without a word), hung or straggler (ended by its agent for that),
-    agent_lost (its agent or node is gone) or stopped (by us)."""
+    """exception, peer_lost, no_shared_memory, bad_data, bad_checkpoint, unreadable_checkpoint, not_saved, not_finite,
+    spike, corrupt (as the trainer said), killed (a signal or an exit without a word), hung or straggler (ended by its
+    agent for that), agent_lost (its agent or node is gone) or stopped (by us)."""
     step: int | None = None
     """Step that was being computed, where known."""
     exception: str | None = None
@@ -91,7 +93,8 @@ def decide(
 
     An exception that comes back at the same step is the user's error, not the machine's. `max_restarts` failures are
     allowed within `window_seconds` (0: ever), and as many launches may fail in a row, however long ago the first of
-    them was; `failed_launches`: how many have, this one included.
+    them was; `failed_launches`: how many have, this one included. A checkpoint that cannot be read now counts for
+    nothing.
     """
     if failed_launches > max_restarts:
         message = f"could not be launched {failed_launches} times in a row; last: {culprit.sentence}"
@@ -100,7 +103,9 @@ def decide(
         return GiveUp(HOPELESS[culprit.kind], culprit.message)
     if comes_again(history, failure):
         return GiveUp("user_error", f"{culprit.sentence}, twice at the same step\n{culprit.traceback}".strip())
-    counted = within(history, failure.at, window_seconds)
+    if culprit.kind == UNREADABLE:
+        return Restart(culprit.sentence, wait_seconds(history, failure))
+    counted = [each for each in within(history, failure.at, window_seconds) if each.kind != UNREADABLE]
     if len(counted) >= max_restarts:
         kinds = f" ({count_by_kind(counted)})" if counted else ""
         recently = f" in {window_seconds:g} s" if counted and window_seconds else ""
@@ -156,7 +161,8 @@ def unusable_sources(generations: Sequence[GenerationRow], last_kind: str | None
     """What no generation can resume from, as `choose_resume` takes it.
 
     That is what a generation resumed from that ended because it could not read it; `last_kind` is the kind of death
-    that has ended the last one. Snapshots are made anew, so that they are good again once a step was committed.
+    that has ended the last one. Snapshots are made anew, so that they are good again once a step was committed. A
+    checkpoint that the system did not give out (`unreadable_checkpoint`) is not among them: it is waited for.
     """
     kinds = [((row.data or {}).get("failure") or {}).get("kind") for row in generations[1:]]
     unusable: set[str] = set()

@@ -11,6 +11,7 @@ from service.store import jobs
 from service.store.errors import InvalidCursor
 from service.store.paging import Page, decode_cursor
 from service.store.tables import Checkpoint
+from workers.checkpoint.catalog import Condition, Listing
 
 SAVING, COMPLETE, FAILED, DELETED = "saving", "complete", "failed", "deleted"
 
@@ -87,17 +88,20 @@ def complete_ones(session: Session, job_id: str) -> list[Checkpoint]:
     return list(session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc())))
 
 
-def reconcile(session: Session, job_id: str, whole: list[tuple[str, int]]) -> None:
-    """Make the rows agree with the disk, where `whole` (path, bytes) lie complete: a save may have ended, well or
-    badly, without anybody hearing of it. Only for a job whose gang is at rest."""
-    sizes = dict(whole)
-    for row in session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id)):
-        if row.state == SAVING and row.path in sizes:
+def reconcile(session: Session, job_id: str, listing: Listing) -> None:
+    """Make the rows agree with what the job's folder is known to hold: a save may have ended, well or badly, without
+    anybody hearing of it. What cannot be read changes no row. Only for a job whose gang is at rest."""
+    rows = list(session.scalars(select(Checkpoint).where(Checkpoint.job_id == job_id)))
+    saved = {row.path for row in rows if row.state == COMPLETE}
+    sizes = {str(path): manifest.bytes for path, manifest in listing.whole}
+    for row in rows:
+        condition, _ = listing.look_up(row.path, saved)
+        if condition is Condition.WHOLE and row.state == SAVING:
             complete(session, row.id, sizes[row.path])
-        elif row.state == SAVING:
-            row.state = FAILED
-        elif row.state == COMPLETE and row.path not in sizes:
-            row.state = DELETED
+        elif condition is Condition.WHOLE and row.state == DELETED:
+            row.state = COMPLETE  # somebody brought it back
+        elif condition is Condition.NOT_WHOLE and row.state in (SAVING, COMPLETE):
+            row.state = FAILED if row.state == SAVING else DELETED
 
 
 def _position(cursor: str) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from service.store.paging import Page
@@ -44,6 +44,14 @@ def data_of(session: Session, job_id: str, type: str) -> list[dict[str, Any]]:
     """The data of all of a job's events of `type`, oldest first."""
     query = select(Event.data).where(Event.job_id == job_id, Event.type == type).order_by(Event.id)
     return list(session.scalars(query))
+
+
+def said_since(session: Session, job_id: str, type: str, message: str, since: str) -> bool:
+    """Whether the job has an event of `type` with this `message`, newer than its newest event of type `since`."""
+    last = select(func.max(Event.id)).where(Event.job_id == job_id, Event.type == since)
+    newer = Event.id > func.coalesce(last.scalar_subquery(), 0)
+    query = select(Event.id).where(Event.job_id == job_id, Event.type == type, Event.message == message, newer)
+    return session.scalars(query.limit(1)).first() is not None
 
 
 def page(session: Session, job_id: str, after_id: int = 0, limit: int = 100) -> Page[Event]:

@@ -65,6 +65,12 @@ def checkpoint_path(folder: str | Path, step: int, generation: int) -> Path:
     return Path(folder) / f"step-{step:08d}-generation-{generation}"
 
 
+def generation_of(path: str | Path) -> int | None:
+    """The generation that made the checkpoint at `path`; None where that is no name of one."""
+    match = _FOLDER.match(Path(path).name)
+    return int(match[2]) if match else None
+
+
 def seal(path: Path, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint whose files are all on disk; when this returns it survives a power cut.
     Raises OSError, also when the files are not all here."""

@@ -1,6 +1,8 @@
 """From which state a generation goes on: memory of processes, shared memory here and elsewhere, checkpoints."""
 
 import asyncio
+import errno
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from service.job import resume
 from service.job.context import JobContext
 from service.job.gang import AgentSet
 from service.job.resume import newest_state
+from service.recovery.durable_state import CheckpointsUnreadable
 from service.store import checkpoints, generations
 from tests.service.support.fake_cluster import FakeCluster
 from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
@@ -42,6 +45,26 @@ def saved(job, step):
     path.mkdir(parents=True)
     seal(path, Manifest(job.id, 1, step, {}, {}))
     return str(path)
+
+
+def completed(job, step):
+    """A durable checkpoint of `step` of which the database knows; its folder."""
+    path = saved(job, step)
+    row = job.record.store.write(lambda s: checkpoints.begin(s, job.id, 1, step, path).id)
+    job.record.store.write(lambda s: checkpoints.complete(s, row, 0))
+    return path
+
+
+def unreadable(monkeypatch, path):
+    """The system answers with an error for the manifest in `path`."""
+    real = Path.read_bytes
+
+    def read(file):
+        if str(file.parent) == path:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(file)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
 
 
 def found(job, last_kind=None):
@@ -135,3 +158,43 @@ def test_state_that_could_not_be_read_is_not_tried_again(job):
     )
     assert found(job) == (Resume("checkpoint", 5, newest), "checkpoint")
     assert found(job, "bad_checkpoint") == (Resume("checkpoint", 4, older), "checkpoint")
+
+
+def test_newest_checkpoint_that_cannot_be_read_is_not_gone_back_behind(job, monkeypatch):
+    older, newest = completed(job, 4), completed(job, 5)
+    unreadable(monkeypatch, newest)
+    with pytest.raises(CheckpointsUnreadable, match=r"of step 5, which cannot be read now: .*Input/output error"):
+        found(job)
+    holds(job, 0, 4)
+    holds(job, 1, 4)
+    with pytest.raises(CheckpointsUnreadable, match="to go on from an older checkpoint instead, delete its folder"):
+        found(job)
+    holds(job, 0, 5)
+    holds(job, 1, 5)
+    assert found(job) == (Resume("snapshot", 5), "snapshot"), "what is in memory is as new"
+    monkeypatch.undo()
+    holds(job, 0)
+    holds(job, 1)
+    assert found(job) == (Resume("checkpoint", 5, newest), "checkpoint")
+    unreadable(monkeypatch, older)
+    assert found(job) == (Resume("checkpoint", 5, newest), "checkpoint"), "nobody needs the older one"
+
+
+def test_checkpoint_that_is_known_to_be_damaged_is_not_waited_for(job, monkeypatch):
+    older, newest = completed(job, 4), completed(job, 5)
+    job.record.store.write(
+        lambda s: generations.begin(s, job.id, "test", False, "checkpoint", 5, {"resume_path": newest})
+    )
+    unreadable(monkeypatch, newest)
+    assert found(job, "bad_checkpoint") == (Resume("checkpoint", 4, older), "checkpoint")
+    monkeypatch.undo()
+    assert found(job, "unreadable_checkpoint") == (Resume("checkpoint", 5, newest), "checkpoint"), "it can be read now"
+
+
+def test_folder_that_is_gone_though_checkpoints_are_complete_is_waited_for(job):
+    completed(job, 5)
+    job.checkpoint_folder.rename(job.checkpoint_folder.parent / "elsewhere")
+    for _ in range(2):
+        with pytest.raises(CheckpointsUnreadable, match=f"the folder {job.checkpoint_folder} "):
+            found(job)
+        job.checkpoint_folder.mkdir(exist_ok=True)

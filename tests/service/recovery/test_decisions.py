@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.recovery.budgets import FIRST_WAIT_SECONDS, PastFailure
+from service.recovery.budgets import FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, PastFailure
 from service.recovery.decisions import (
+    UNREADABLE,
     Death,
     GiveUp,
     Restart,
@@ -161,6 +162,16 @@ def test_checkpoints_that_could_not_be_read_stay_unusable_for_good():
     assert unusable_sources(lives, "killed") == {"/c/2"}
     assert unusable_sources(lives, "bad_checkpoint") == {"/c/2", "/c/1"}
     assert unusable_sources([*lives, life(stepped=True, failure="killed")], None) == {"/c/2"}
+
+
+def test_checkpoint_that_the_system_did_not_give_out_is_tried_again_and_never_given_up():
+    lives = [life(stepped=True), life("/c/2", UNREADABLE)]
+    assert unusable_sources(lives, UNREADABLE) == set()
+    unread = Death(0, UNREADABLE, message="cannot read the checkpoint")
+    history = [failure(unread, progressed=False)] * 30
+    decision = decide(unread, failure(unread, progressed=False), history, 3, 0.0)
+    assert decision == Restart("rank 0 cannot read the checkpoint", LONGEST_WAIT_SECONDS)
+    assert isinstance(judge(KILLED, history, 1), Restart), "they leave the budget to others"
 
 
 def test_snapshots_are_good_again_once_a_step_was_committed():

@@ -1,6 +1,11 @@
 """Durable checkpoints: a row from the first byte, complete only once."""
 
+from pathlib import Path
+
+import pytest
+
 from service.store import checkpoints, generations
+from workers.checkpoint.catalog import Condition, FoundCheckpoint, Listing, Manifest
 
 
 def save(store, job, step, generation=1, size=100):
@@ -56,3 +61,54 @@ def test_a_checkpoint_is_found_by_what_a_worker_knows_of_it(store, started):
         assert checkpoints.find(session, started.id, 1, 50).path == "/x/50"
         assert checkpoints.find(session, started.id, 2, 50) is None
         assert [row.step for row in checkpoints.complete_ones(session, started.id)] == [50]
+
+
+FOLDER = Path("/x")
+
+
+def found(step, condition=Condition.WHOLE):
+    manifest = Manifest("j", 1, step, {"data": 7}, {}) if condition is Condition.WHOLE else None
+    return FoundCheckpoint(FOLDER / str(step), step, 1, condition, manifest)
+
+
+def reconciled(store, job, *there, **more):
+    """The state of each row, by step, once it was compared with what the folder holds."""
+    store.write(lambda session: checkpoints.reconcile(session, job.id, Listing(FOLDER, there, **more)))
+    with store.read() as session:
+        return {row.step: row.state for row in checkpoints.page(session, job.id).items}
+
+
+@pytest.fixture
+def rows(store, started):
+    """Checkpoints of steps 50 and 100 are complete, that of 150 was being saved."""
+    save(store, started, 50)
+    save(store, started, 100)
+    store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, "/x/150"))
+    return {50: "complete", 100: "complete", 150: "saving"}
+
+
+@pytest.mark.parametrize("answer", [{"problem": "Input/output error"}, {"exists": False}, {}])
+def test_folder_that_says_nothing_changes_no_row(store, started, rows, answer):
+    assert reconciled(store, started, **answer) == rows
+
+
+def test_only_what_cannot_be_read_stays_as_it_was(store, started, rows):
+    assert reconciled(store, started, found(100, Condition.UNKNOWN)) == rows
+    there = [found(100), found(150, Condition.UNKNOWN)]
+    assert reconciled(store, started, *there) == {**rows, 50: "deleted"}
+    assert reconciled(store, started, found(100), found(150)) == {**rows, 50: "deleted", 150: "complete"}
+
+
+def test_what_is_known_to_be_gone_or_damaged_is_deleted_or_failed(store, started, rows):
+    there = [found(50), found(100, Condition.NOT_WHOLE)]
+    assert reconciled(store, started, *there) == {50: "complete", 100: "deleted", 150: "failed"}
+
+
+def test_what_was_brought_back_is_complete_again(store, started, rows):
+    assert reconciled(store, started, found(100))[50] == "deleted"
+    assert reconciled(store, started, found(50), found(100))[50] == "complete"
+
+
+def test_job_that_was_never_checkpointed_needs_no_folder(store, started):
+    store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, "/x/150"))
+    assert reconciled(store, started, exists=False) == {150: "failed"}

@@ -15,11 +15,18 @@ SECONDS = 20.0
 
 
 class _Supervisor(Supervisor):
-    """Says when a generation is watched from now on."""
+    """Says when a generation is watched from now on, and when the next one is held back."""
+
+    pauses = 0
 
     def _attend(self, running):
         super()._attend(running)
         self._cluster.agents.changed()
+
+    async def _pause(self, seconds):
+        self.pauses += 1
+        self._cluster.agents.changed()
+        await super()._pause(seconds)
 
 
 class SupervisedJob:
@@ -67,6 +74,11 @@ class SupervisedJob:
     def _generation(self) -> int:
         running = self.supervisor._running
         return 0 if running is None else running.generation
+
+    async def paused(self, times: int) -> None:
+        """Wait until this supervisor has begun to wait before a next try so often. Fails when it ends before."""
+        await self.cluster.agents.until(lambda: self.task.done() or self.supervisor.pauses >= times)
+        assert not self.task.done(), self.log
 
     async def commit(self, *steps: int) -> None:
         """All ranks commit `steps`, and keep them in shared memory; the row of each is stored."""

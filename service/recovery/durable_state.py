@@ -1,0 +1,100 @@
+"""Which durable checkpoints a job could go on from, and which of them cannot be read now. Pure functions.
+
+The choice of a state counts a checkpoint that cannot be read as if it could be: where it falls on one, the job is held
+until it can, instead of going further back and losing steps that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from workers.checkpoint.catalog import Condition, Listing, generation_of
+from workers.errors import MantaError
+from workers.protocol.messages import Resume
+
+FIRST_HOLD_SECONDS = 1.0
+LONGEST_HOLD_SECONDS = 30.0
+
+
+class CheckpointsUnreadable(MantaError):
+    """The newest state of a job is a checkpoint that cannot be read now. The message is for the event `held`."""
+
+
+class CompleteCheckpoint(Protocol):
+    """What is read of a checkpoint that is complete according to the database, such as its row."""
+
+    generation: int
+    step: int
+    path: str
+
+
+class GenerationOrigin(Protocol):
+    """What is read of a generation, such as its row."""
+
+    generation: int
+    resume_source: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DurableState:
+    """The checkpoints that a job has, as far as that is known."""
+
+    checkpoints: tuple[tuple[int, str], ...]
+    """(Step, path) of those that are whole and of those that cannot be read, in the order of their making."""
+    unknown: Mapping[str, str]
+    """By path why it cannot be read."""
+
+    def refuse_unknown(self, job_id: str, resume: Resume) -> None:
+        """Raise CheckpointsUnreadable where `resume`, chosen among these, is a checkpoint that cannot be read."""
+        if resume.path is not None and resume.path in self.unknown:
+            older = any(path not in self.unknown for _, path in self.checkpoints)
+            raise CheckpointsUnreadable(hold_sentence(job_id, resume.step, self.unknown[resume.path], older))
+
+
+def durable_state(listing: Listing, complete: Sequence[CompleteCheckpoint]) -> DurableState:
+    """What the disk (`listing`) and the database (`complete`) say together."""
+    found = [each for each in listing.found if each.condition is Condition.WHOLE]
+    whole = {str(each.path): (each.generation, each.step) for each in found}
+    saved = {row.path: (row.generation, row.step) for row in complete}
+    unknown = {}
+    for path in saved.keys() - whole.keys():
+        condition, problem = listing.look_up(path, saved)
+        if condition is Condition.UNKNOWN:
+            unknown[path] = problem
+    places = {**whole, **{path: saved[path] for path in unknown}}
+    in_order = sorted(places, key=lambda path: places[path])
+    return DurableState(tuple((places[path][1], path) for path in in_order), unknown)
+
+
+def hold_sentence(job_id: str, step: int, problem: str, older: bool) -> str:
+    """Why the job does not go on, and what would help. `older`: whether another checkpoint can be read."""
+    instead = "; to go on from an older checkpoint instead, delete its folder" if older else ""
+    return (
+        f"held: the newest state is the checkpoint of step {step}, which cannot be read now: {problem}. Mount or move "
+        f"the folder back, or make it readable, and the job goes on by itself{instead}. `manta cancel {job_id}` ends it"
+    )
+
+
+def hold_seconds(holds: int) -> float:
+    """How long to wait before looking again after `holds` looks in vain."""
+    return min(LONGEST_HOLD_SECONDS, FIRST_HOLD_SECONDS * 2.0 ** min(holds, 16))
+
+
+def beginning_of(resume: Resume, generations: Sequence[GenerationOrigin]) -> int:
+    """The generation that began at step 0 and from which the state of `resume` descends; 0 where there is none yet or
+    that is not known. `generations`: all so far, in order."""
+    rows = {row.generation: row for row in generations}
+    number, path = max(rows, default=0), resume.path
+    source: str = resume.source
+    while source != "start":
+        made_by = generation_of(path) if source == "checkpoint" and path is not None else number
+        row = rows.get(min(number, made_by or 0))
+        if row is None:
+            return 0
+        if row.resume_source == "start":
+            return row.generation
+        number, source, path = row.generation - 1, row.resume_source, (row.data or {}).get("resume_path")
+    return 0

@@ -1,0 +1,38 @@
+"""A folder is listed beside the event loop, and one that does not answer holds up nobody."""
+
+import asyncio
+import threading
+
+from service.job import checkpoint_folder
+from service.job.checkpoint_folder import FolderReader
+from workers.checkpoint.catalog import Listing
+
+
+def test_folder_that_does_not_answer_is_asked_once_until_it_does(tmp_path, monkeypatch):
+    asked, answers = [], threading.Event()
+
+    def look(folder):
+        asked.append(folder)
+        answers.wait()
+        return Listing(folder)
+
+    monkeypatch.setattr(checkpoint_folder, "list_checkpoints", look)
+    monkeypatch.setattr(checkpoint_folder, "LOOK_SECONDS", 0.001)
+    reader = FolderReader()
+
+    async def body():
+        for _ in range(3):
+            listing = await reader.list(tmp_path)
+            assert listing.problem == f"the folder {tmp_path} cannot be listed: no answer in 0.001 s"
+        assert asked == [tmp_path]
+        answers.set()
+        monkeypatch.setattr(checkpoint_folder, "LOOK_SECONDS", 20.0)
+        assert await reader.list(tmp_path) == Listing(tmp_path)
+
+    asyncio.run(body())
+
+
+def test_folder_is_read_anew_each_time(tmp_path):
+    reader = FolderReader()
+    assert asyncio.run(reader.list(tmp_path / "none")) == Listing(tmp_path / "none", exists=False)
+    assert asyncio.run(reader.list(tmp_path)) == Listing(tmp_path)

@@ -1,0 +1,165 @@
+"""A job whose newest state cannot be read is held until it can, and loses nothing meanwhile."""
+
+import pytest
+
+from service.recovery import budgets, durable_state
+from service.store import checkpoints
+from tests.service.support.supervised_job import story
+from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
+
+SAVED = ["checkpoint_saving", "checkpoint_saved"]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    """A job that is held looks again after a millisecond."""
+    monkeypatch.setattr(durable_state, "FIRST_HOLD_SECONDS", 0.001)
+    monkeypatch.setattr(durable_state, "LONGEST_HOLD_SECONDS", 0.001)
+    monkeypatch.setattr(budgets, "FIRST_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(budgets, "LONGEST_WAIT_SECONDS", 0.001)
+
+
+@pytest.fixture
+def job(two_replicas, cluster):
+    return two_replicas(cluster)
+
+
+def folder_of(job):
+    return job.cluster.paths.checkpoint_folder(job.id)
+
+
+async def save(job, step):
+    """Rank 0 saves a checkpoint of `step`, of which the database hears."""
+    path = checkpoint_path(folder_of(job), step, job.row.generation)
+    path.mkdir(parents=True)
+    seal(path, Manifest(job.id, job.row.generation, step, {}, {}))
+    job.ranks[0].event("checkpoint_saving", step, path=str(path))
+    job.ranks[0].event("checkpoint_saved", step, path=str(path), bytes=0)
+    await job.cluster.agents.until(lambda: job.ranks[0].all_handled)
+
+
+async def run_and_lose_all(job):
+    """The job commits three steps with a checkpoint of the second; then its folder, memory and trainers are gone."""
+    await job.start()
+    await job.watched(1)
+    await job.commit(1, 2, 3)
+    await save(job, 2)
+    folder_of(job).rename(folder_of(job).parent / "elsewhere")
+    job.cluster.agents.memory.clear()
+    for agent in job.ranks:
+        agent.die()
+
+
+def bring_back(job):
+    (folder_of(job).parent / "elsewhere").rename(folder_of(job))
+
+
+def states(job):
+    with job.store.read() as session:
+        return [row.state for row in checkpoints.page(session, job.id).items]
+
+
+def test_job_is_held_and_goes_on_by_itself_once_its_checkpoint_can_be_read(job):
+    async def body():
+        await run_and_lose_all(job)
+        await job.paused(3)
+        assert (job.row.state, job.row.generation, states(job)) == ("RECOVERING", 1, ["complete"])
+        bring_back(job)
+        await job.watched(2)
+        assert all(agent.orders[-1].resume.step == 2 for agent in job.ranks)
+        assert {agent.orders[-1].resume.began for agent in job.ranks} == {1}
+        await job.commit(3, 4)
+        await job.finish()
+
+    story(body)
+    assert job.log[4:9] == [*SAVED, "RECOVERING", "rank_lost", "held"]
+    assert job.log.count("held") == 1, "once, not at each look"
+    assert f"the folder {folder_of(job)} is not there" in job.message("held")
+    assert job.generations[1][1:] == ("checkpoint", 2)
+    assert (job.row.state, job.row.restarts, states(job)) == ("SUCCEEDED", 1, ["complete"])
+
+
+def test_cancel_ends_a_held_job_at_once(job, monkeypatch):
+    monkeypatch.setattr(durable_state, "FIRST_HOLD_SECONDS", 1000.0)
+    monkeypatch.setattr(durable_state, "LONGEST_HOLD_SECONDS", 1000.0)
+
+    async def body():
+        await run_and_lose_all(job)
+        await job.paused(1)
+        job.cancel()
+        await job.task
+
+    story(body)
+    assert job.log[-3:] == ["held", "CANCELLING", "CANCELLED"]
+    assert states(job) == ["complete"], "nobody knows better"
+    assert job.cluster.nothing_held
+
+
+def test_next_control_plane_holds_the_job_too_and_says_no_more(job):
+    async def body():
+        await run_and_lose_all(job)
+        await job.paused(1)
+        await job.die_with_control_plane()
+        for agent in job.cluster.agents.living.values():
+            agent.lose()
+        job.cluster.agents.living.clear()
+        job.supervise(None)
+        await job.paused(2)
+        bring_back(job)
+        await job.watched(2)
+        await job.finish()
+
+    story(body)
+    assert job.log.count("held") == 1
+    assert job.generations[1][1:] == ("checkpoint", 2)
+
+
+def test_trainer_that_cannot_read_the_checkpoint_is_tried_again_without_end(two_replicas, cluster):
+    job = two_replicas(cluster, recovery={"max_restarts": 1})
+
+    async def body():
+        await run_and_lose_all(job)
+        bring_back(job)
+        for generation in (2, 3, 4, 5):
+            await job.watched(generation)
+            assert job.ranks[0].orders[-1].resume.step == 2
+            job.ranks[0].fail("unreadable_checkpoint", 3, "the checkpoint cannot be read")
+        await job.watched(6)
+        await job.commit(3)
+        await job.finish()
+
+    story(body)
+    assert job.log.count("held") == 1
+    assert job.row.state == "SUCCEEDED"
+
+
+@pytest.mark.parametrize("trouble", ["the folder is gone", "an error"])
+def test_job_that_has_succeeded_has_whatever_its_checkpoints_say(job, monkeypatch, trouble):
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        await save(job, 1)
+        folder_of(job).rename(folder_of(job).parent / "elsewhere")
+        if trouble == "an error":
+            monkeypatch.setattr(job.supervisor._job.folder_reader, "list", None)
+        await job.finish()
+
+    story(body)
+    assert (job.row.state, states(job)) == ("SUCCEEDED", ["complete"])
+
+
+def test_job_without_any_complete_checkpoint_begins_at_the_start(job):
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        job.cluster.agents.memory.clear()
+        for agent in job.ranks:
+            agent.die()
+        await job.watched(2)
+        await job.finish()
+
+    story(body)
+    assert job.generations[1][1:] == ("start", 0)
+    assert "held" not in job.log
