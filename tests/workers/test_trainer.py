@@ -48,6 +48,27 @@ def test_last_step_is_saved_though_a_rank_died_while_it_was_being_saved(tmp_path
     assert [manifest.step for _, manifest in whole_checkpoints(places.checkpoints)] == [2]
 
 
+def test_checkpoints_of_before_a_start_from_nothing_are_not_pruned(tmp_path):
+    """Neither by the generation that began at step 0 nor by one that goes on from it."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
+    job = spec(data={"paths": [str(corpus)]}, train={"steps": 5}, checkpoint={"every_steps": 1, "keep": 1})
+    places = Places(snapshots=str(tmp_path / "shared"), checkpoints=str(tmp_path / "durable"))
+
+    def made_by(generation, resume, steps):
+        trainer = _trainer(job, places)
+        trainer.comm.generation = generation
+        trainer.restore(resume)
+        trainer.train(stop_after_step=steps)
+        trainer.close()
+        return [(each.generation, each.step) for _, each in whole_checkpoints(places.checkpoints)]
+
+    assert made_by(1, Resume(), 3) == [(1, 3)]
+    assert made_by(2, Resume(), 2) == [(1, 3), (2, 2)]
+    assert made_by(3, Resume("snapshot", 2, began=2), 4) == [(1, 3), (3, 4)]
+    assert made_by(4, Resume("snapshot", 4, began=1), 5) == [(4, 5)]
+
+
 def test_a_process_that_must_begin_anew_gives_the_same_bits_as_a_new_one(tmp_path):
     """A survivor whose peers' state cannot be had any more starts from nothing, moments included."""
     trainer = _trainer(_two_step_job(tmp_path), Places())

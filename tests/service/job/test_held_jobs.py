@@ -158,8 +158,12 @@ def test_job_without_any_complete_checkpoint_begins_at_the_start(job):
         for agent in job.ranks:
             agent.die()
         await job.watched(2)
+        await job.commit(1, 2)
+        job.ranks[1].die()
+        await job.watched(3)
+        assert {agent.orders[-1].resume.began for agent in job.ranks} == {2}, "its state is that of generation 2"
         await job.finish()
 
     story(body)
-    assert job.generations[1][1:] == ("start", 0)
+    assert [life[1:] for life in job.generations[1:]] == [("start", 0), ("snapshot", 2)]
     assert "held" not in job.log
