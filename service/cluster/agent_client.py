@@ -158,8 +158,8 @@ class NodeClient(Protocol):
         """Serve a rendezvous store for the job's generation; where."""
         ...
 
-    async def end_job(self, job: str) -> None:
-        """Remove whatever the job has left on the node."""
+    async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
+        """Remove whatever the job has left on the node, or all but its snapshots."""
         ...
 
     async def jobs(self) -> list[str]:
@@ -289,8 +289,8 @@ class RayNodeDaemon(RayActor):
     async def start_store(self, job: str, generation: int) -> StoreAddress:
         return await self._call(NodeClient.start_store, job=job, generation=generation)
 
-    async def end_job(self, job: str) -> None:
-        await self._call(NodeClient.end_job, job=job)
+    async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
+        await self._call(NodeClient.end_job, job=job, keep_snapshots=keep_snapshots)
 
     async def jobs(self) -> list[str]:
         return await self._call(NodeClient.jobs)

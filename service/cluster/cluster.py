@@ -3,7 +3,6 @@ them at once. For asyncio: no call blocks the loop."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,20 +78,16 @@ class Cluster:
         held = [name for name in await self.groups.states() if job_of(name) == job and name not in groups]
         await self.dismiss(await self.agents.find(strays), held)
 
-    async def end_job(self, job: str) -> None:
+    async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
         """Release `job` for good, and let every node remove what is left of it, such as the snapshots of an agent
-        that was killed. A node that does not answer is swept when it comes back."""
-        await self.release(job)
-        await self.daemons.end_job(job)
+        that was killed; or all but its snapshots. A node that does not answer is swept when it comes back."""
+        await self.release(job, keep_snapshots)
+        await self.daemons.end_job(job, keep_snapshots)
 
     async def jobs(self) -> list[str]:
         """All jobs that hold agents or placement groups."""
         names = [*await self.agents.names(), *await self.groups.states()]
         return sorted({job for name in names if (job := job_of(name)) is not None})
-
-    async def release_all(self) -> None:
-        """Release every job that holds anything."""
-        await asyncio.gather(*(self.release(job) for job in await self.jobs()))
 
     async def fail_calls_to(self, node: str) -> None:
         """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not when Ray finds out."""

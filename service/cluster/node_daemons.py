@@ -86,13 +86,15 @@ class NodeDaemons:
             await within(ANSWER_SECONDS, daemon.drain(seconds))
         return daemon is not None
 
-    async def end_job(self, job: str) -> None:
-        """Let every node remove what is left of `job`. One that does not answer is noted, to be swept later."""
-        await asyncio.gather(*(self._end_job(node, daemon, job) for node, daemon in (await self.ensure()).items()))
+    async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
+        """Let every node remove what is left of `job`, or all but its snapshots. One that does not answer is noted, to
+        be swept later."""
+        daemons = await self.ensure()
+        await asyncio.gather(*(self._end_job(node, daemons[node], job, keep_snapshots) for node in daemons))
 
-    async def _end_job(self, node: str, daemon: NodeClient, job: str) -> None:
+    async def _end_job(self, node: str, daemon: NodeClient, job: str, keep_snapshots: bool) -> None:
         try:
-            await within(CLOSE_SECONDS, daemon.end_job(job))
+            await within(CLOSE_SECONDS, daemon.end_job(job, keep_snapshots))
         except AgentError:
             self._nodes.unswept.add(node)
 

@@ -344,10 +344,7 @@ class Supervisor:
             await self._running.stop()
         await self._record.note_outcome(end.state, end.reason, end.message)
         keeps = end.state == JobState.FAILED and (await self._record.job()).step > 0 and self._job.memory_seconds > 0
-        if keeps:
-            await self._cluster.release(self._job.id, keep_snapshots=True)
-        else:
-            await self._cluster.end_job(self._job.id)
+        await self._cluster.end_job(self._job.id, keep_snapshots=keeps)
         try:
             await known_checkpoints(self._job)
         except Exception as error:  # noqa: BLE001 - whatever it is, it changes nothing about how the job has ended

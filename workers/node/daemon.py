@@ -135,9 +135,12 @@ class NodeDaemon:
             await self._end_store(job)
         self._locks.pop(job, None)
 
-    async def end_job(self, job: str) -> None:
-        """Remove whatever `job` has left here: its store, and the snapshots of ranks whose agents died too early."""
+    async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
+        """Remove whatever `job` has left here: its store, and, unless `keep_snapshots`, the snapshots of ranks whose agents
+        died too early."""
         await self.stop_store(job)
+        if keep_snapshots:
+            return
         shutil.rmtree(self._paths.snapshot_folder(job), ignore_errors=True)
         with contextlib.suppress(OSError):
             self._paths.snapshot_root.rmdir()

@@ -281,8 +281,10 @@ class FakeDaemon:
         self.stores.append((job, generation))
         return StoreAddress(self.node, 4000)
 
-    async def end_job(self, job):
+    async def end_job(self, job, keep_snapshots=False):
         self.ended_jobs.append(job)
+        if keep_snapshots:
+            return
         self.left = [each for each in self.left if each != job]
         self.on_end(job)
 
@@ -311,9 +313,9 @@ class FakeDaemons:
         (self._nodes.silent.discard if answers else self._nodes.silent.add)(node)
         return self._daemon(node) if answers else None
 
-    async def end_job(self, job):
+    async def end_job(self, job, keep_snapshots=False):
         for daemon in (await self.ensure()).values():
-            await daemon.end_job(job)
+            await daemon.end_job(job, keep_snapshots)
 
     async def kill(self, node):
         self.silent.add(node)
