@@ -86,6 +86,8 @@ class RankState:
             self._journal.clear()
         if self.snapshots is not None:
             self.snapshots.finish()  # what follows changes the state
+        if self.checkpoints is not None:
+            self.checkpoints.began = self.comm.generation if resume.source == "start" else resume.began
         self.guard.finish()
         self.interval.restart()
         note, history = (b"", None) if stays else self._load(resume)

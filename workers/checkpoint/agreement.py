@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.checkpoint.checksums import DamagedCheckpoint
+from workers.checkpoint.checksums import DamagedCheckpoint, UnreadableCheckpoint
 from workers.comm.shared_work import SharedWork
 from workers.engine import Engine
 from workers.errors import CheckpointError
@@ -17,16 +17,23 @@ class _Problem:
     """Why a rank could not read its part."""
 
     message: str
-    damaged: bool
-    """Whether an older checkpoint may do."""
+    kind: type[CheckpointError]
+    """What it is raised as."""
+
+
+_KINDS: tuple[type[CheckpointError], ...] = (DamagedCheckpoint, UnreadableCheckpoint, CheckpointError)
 
 
 def agree(ranks: SharedWork, problem: CheckpointError | None) -> None:
     """Raise the problem of the first rank that has one, on all ranks; return when there is none. Raises PeerLost."""
-    mine = None if problem is None else _Problem(str(problem), isinstance(problem, DamagedCheckpoint))
+    mine = None if problem is None else _Problem(str(problem), _kind_of(problem))
     first = ranks.together(lambda: mine, _first)
     if first is not None:
-        raise (DamagedCheckpoint if first.damaged else CheckpointError)(first.message) from problem
+        raise first.kind(first.message) from problem
+
+
+def _kind_of(problem: CheckpointError) -> type[CheckpointError]:
+    return next(kind for kind in _KINDS if isinstance(problem, kind))
 
 
 def _first(problems: list[_Problem | None]) -> list[_Problem | None]:

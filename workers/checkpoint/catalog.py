@@ -3,24 +3,33 @@
 A checkpoint is the folder `step-<step>-generation-<generation>`. Its `manifest.json` is written last and by rename,
 so a folder without one was interrupted and is never used. The manifest holds the size of every file and checksums of
 its blocks, and ends with a checksum of itself.
+
+What cannot be read is unknown, not absent: a folder that was moved away, is not mounted or may not be read says nothing
+about what was saved in it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import re
-import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint, FileSums, checked, damaged, unreadable
-from workers.errors import CheckpointError
+from workers.checkpoint.checksums import (
+    BLOCK_BYTES,
+    DamagedCheckpoint,
+    FileSums,
+    UnreadableCheckpoint,
+    checked,
+    damaged,
+    unreadable,
+)
 
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"^step-(\d{8,})-generation-(\d+)$")
@@ -58,6 +67,72 @@ class Manifest:
         if file.name not in self.files:
             raise damaged(file, f"is not in {MANIFEST}")
         return FileSums(self.files[file.name], self.blocks[file.name] if self.blocks else None, self.block_bytes)
+
+
+class Condition(Enum):
+    """What the disk says about a checkpoint."""
+
+    WHOLE = "whole"
+    """Its manifest is there, and all files with the sizes that it says."""
+    NOT_WHOLE = "not whole"
+    """Its save was interrupted, it is damaged, or it is gone from a folder in which others can be read."""
+    UNKNOWN = "unknown"
+    """It cannot be read now."""
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint that lies in a folder of checkpoints."""
+
+    path: Path
+    step: int
+    """As its name says."""
+    generation: int
+    """As its name says."""
+    condition: Condition
+    manifest: Manifest | None = None
+    """Of a whole one."""
+    problem: str = ""
+    """One sentence: why it is not whole, or why nobody knows."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a folder of checkpoints holds."""
+
+    folder: Path
+    found: tuple[FoundCheckpoint, ...] = ()
+    """In the order of their making."""
+    problem: str | None = None
+    """Why the folder, which may be there, cannot be listed; None: it was, or there is none."""
+    exists: bool = True
+    """Whether there is such a folder, where it can be told."""
+
+    @property
+    def whole(self) -> list[tuple[Path, Manifest]]:
+        """The whole ones."""
+        return [(each.path, each.manifest) for each in self.found if each.manifest is not None]
+
+    def look_up(self, path: str, saved: Collection[str]) -> tuple[Condition, str]:
+        """What is known of the checkpoint at `path`, and why it is no more. `saved`: paths of checkpoints that are
+        known to have been whole here, which tell the folder that they were saved in from an empty one in its place."""
+        for each in self.found:
+            if str(each.path) == path:
+                return each.condition, each.problem
+        problem = self.problem or self._not_that_folder(saved)
+        if problem is not None:
+            return Condition.UNKNOWN, problem
+        return Condition.NOT_WHOLE, f"the checkpoint at {path} is gone"
+
+    def _not_that_folder(self, saved: Collection[str]) -> str | None:
+        """Why this does not seem to be the folder that held `saved`; None where it does: one of them is here, in
+        whatever state, or another that is whole."""
+        read = [each for each in self.found if each.condition is not Condition.UNKNOWN]
+        if not saved or any(each.manifest is not None or str(each.path) in saved for each in read):
+            return None
+        if not self.exists:
+            return f"the folder {self.folder} is not there"
+        return f"the folder {self.folder} holds none of the checkpoints that were saved in it"
 
 
 def checkpoint_path(folder: str | Path, step: int, generation: int) -> Path:
@@ -98,14 +173,15 @@ def _own_sum(text: bytes) -> bytes:
 
 def manifest_of(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`, whatever state its files are in. Raises DamagedCheckpoint when there
-    is none, or it is not what was written."""
+    is none in the folder, or it is not what was written; UnreadableCheckpoint when that cannot be told."""
     file = path / MANIFEST
     try:
         content = file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise damaged(file, "is missing, so its save was interrupted") from error
     except OSError as error:
-        raise unreadable(file, error) from error
+        what = unreadable(file, error)
+        if isinstance(what, DamagedCheckpoint) and not isinstance(error, IsADirectoryError):
+            what = damaged(file, "is missing, so its save was interrupted")
+        raise what from error
     try:
         document = json.loads(content)
     except ValueError as error:
@@ -140,14 +216,33 @@ def _is_valid(manifest: Manifest) -> bool:
     return len(numbers) == 2 and all(isinstance(value, float) and math.isfinite(value) for value in numbers)
 
 
-def read_manifest(path: Path) -> Manifest | None:
-    """The manifest of the checkpoint at `path`, or None when it is not whole: no manifest, or a file is missing or
-    has another size than the manifest says. Reads nothing else."""
+def look_at(path: Path) -> tuple[Condition, Manifest | None, str]:
+    """The condition of the checkpoint at `path`, its manifest where it is whole, else what is wrong with it. Of its
+    files only the sizes are compared, and whether they may be read."""
     try:
         manifest = manifest_of(path)
-    except CheckpointError:
-        return None
-    return manifest if all(_size_of(path / name) == size for name, size in manifest.files.items()) else None
+        for name, size in manifest.files.items():
+            _check_size(path / name, size)
+    except DamagedCheckpoint as error:
+        return Condition.NOT_WHOLE, None, str(error)
+    except UnreadableCheckpoint as error:
+        return Condition.UNKNOWN, None, str(error)
+    return Condition.WHOLE, manifest, ""
+
+
+def _check_size(file: Path, size: int) -> None:
+    """Raise DamagedCheckpoint where `file` is missing or has not `size` bytes, UnreadableCheckpoint where that cannot
+    be told or it cannot be opened."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            found = os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise unreadable(file, error) from error
+    if found != size:
+        raise damaged(file, f"has {found} bytes and should have {size}")
 
 
 def _size_of(path: Path) -> int | None:
@@ -159,7 +254,7 @@ def _size_of(path: Path) -> int | None:
 
 def verify(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`, every byte of which is as it was written. Reads all of its files, one
-    after the other. Raises DamagedCheckpoint naming the first damaged file and byte."""
+    after the other. Raises DamagedCheckpoint naming the first damaged file and byte, UnreadableCheckpoint."""
     manifest = manifest_of(path)
     for name in manifest.files:
         with checked(path / name, manifest.sums(path / name)) as file:
@@ -174,11 +269,13 @@ def newest_usable(
     """The newest checkpoint in `folder` that `use`(path, step) accepts, and what is wrong with those skipped.
 
     `use` raises DamagedCheckpoint for one that is skipped; other errors end the search, since an older checkpoint
-    would not cure them. It is given interrupted ones too. By default a checkpoint is read and checked as a whole; a
-    `use` that loads it spares the second reading, and where it fails on all ranks alike they agree on the result.
+    would not cure them, or, with UnreadableCheckpoint, would lose steps that may be there. It is given interrupted ones
+    too. By default a checkpoint is read and checked as a whole; a `use` that loads it spares the second reading, and
+    where it fails on all ranks alike they agree on the result. Raises UnreadableCheckpoint where `folder` cannot be
+    listed.
     """
     skipped = []
-    for path, step, _ in reversed(_folders(Path(folder))):
+    for path, step, _ in reversed(_folders(Path(folder)) or ()):
         try:
             use(path, step)
         except DamagedCheckpoint as error:
@@ -188,56 +285,41 @@ def newest_usable(
     return None, skipped
 
 
+def list_checkpoints(folder: str | Path) -> Listing:
+    """What `folder` holds. Raises nothing: what the system does not say is part of the answer."""
+    folder = Path(folder)
+    try:
+        named = _folders(folder)
+    except UnreadableCheckpoint as error:
+        return Listing(folder, problem=str(error))
+    if named is None:
+        return Listing(folder, exists=False)
+    return Listing(folder, tuple(FoundCheckpoint(path, step, made_by, *look_at(path)) for path, step, made_by in named))
+
+
 def whole_checkpoints(folder: str | Path) -> list[tuple[Path, Manifest]]:
-    """All whole checkpoints in `folder`, in the order of their making."""
-    manifests = [(path, read_manifest(path)) for path, _, _ in _folders(Path(folder))]
-    return [(path, manifest) for path, manifest in manifests if manifest is not None]
+    """All whole checkpoints in `folder` of which that is known now, in the order of their making."""
+    return list_checkpoints(folder).whole
 
 
 def next_generation(folder: str | Path) -> int:
-    """A generation number above that of every checkpoint in `folder`, whole or not; 1 where there is none."""
-    return 1 + max((generation for _, _, generation in _folders(Path(folder))), default=0)
+    """A generation number above that of every checkpoint in `folder`, whole or not; 1 where there is none. Raises
+    UnreadableCheckpoint."""
+    return 1 + max((generation for _, _, generation in _folders(Path(folder)) or ()), default=0)
 
 
-def prune(folder: str | Path, keep: int, generation: int, undoes: int = 0) -> list[Path]:
-    """Delete all but the newest `keep` whole checkpoints, and the interrupted ones of generations before
-    `generation`. Returns what was deleted; what cannot be stays.
-
-    `undoes`: how many steps may yet be undone, with their checkpoints; one from before those is kept too, and one that
-    takes its place in time.
-    """
-    checkpoints = whole_checkpoints(folder)
-    whole = [path for path, _ in checkpoints]
-    to_delete = whole[:-keep]
-    if undoes:
-        safe = [path for path, manifest in checkpoints if manifest.step <= checkpoints[-1][1].step - undoes]
-        successors = [path for path in to_delete if path not in safe]
-        to_delete = [path for path in to_delete if path not in (*safe[-1:], *successors[:1])]
-    to_delete += [path for path, _, made_by in _folders(Path(folder)) if path not in whole and made_by < generation]
-    return _removed(to_delete)
-
-
-def remove_after(folder: str | Path, step: int) -> list[Path]:
-    """Delete the whole checkpoints of steps above `step`. Returns what was deleted; what cannot be stays."""
-    return _removed([path for path, manifest in whole_checkpoints(folder) if manifest.step > step])
-
-
-def _removed(to_delete: list[Path]) -> list[Path]:
-    for path in to_delete:
-        with contextlib.suppress(OSError):
-            (path / MANIFEST).unlink()  # first, so that a half-deleted one is never taken for whole
-        shutil.rmtree(path, ignore_errors=True)
-    return [path for path in to_delete if not path.exists()]
-
-
-def _folders(folder: Path) -> list[tuple[Path, int, int]]:
-    """(path, step, generation) of all checkpoints, whole or not, in the order of their making.
+def _folders(folder: Path) -> list[tuple[Path, int, int]] | None:
+    """(path, step, generation) of all checkpoints, whole or not, in the order of their making; None where there is no
+    such folder. Raises UnreadableCheckpoint where it cannot be listed.
 
     Generations come before steps: where a generation begins at an earlier step than one that is on disk, that one
     could not be used, and what is made now is newer than it.
     """
-    if not folder.is_dir():
-        return []
-    matches = [(path, _FOLDER.match(path.name)) for path in folder.iterdir()]
+    try:
+        matches = [(path, _FOLDER.match(path.name)) for path in folder.iterdir()]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnreadableCheckpoint(f"the folder {folder} cannot be listed: {error.strerror or error}") from error
     folders = [(path, int(match[1]), int(match[2])) for path, match in matches if match]
     return sorted(folders, key=lambda item: (item[2], item[1]))

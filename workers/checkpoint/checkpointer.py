@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from workers.checkpoint import catalog, durable
+from workers.checkpoint import catalog, durable, pruning
 from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.catalog import Manifest
 from workers.checkpoint.checksums import FileSums
@@ -41,6 +41,8 @@ class Checkpointer:
         self._needed = rectangles_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
+        self.began = 0
+        """The generation that began at step 0 and from which the state descends; 0: none is known."""
         self.failure: str | None = None
         """Why the newest save has failed; all ranks say the same."""
 
@@ -82,7 +84,7 @@ class Checkpointer:
 
     def undo_after(self, step: int) -> None:
         """Delete the checkpoints of later steps, which are going to be done again. No rank is saving one."""
-        for old in catalog.remove_after(self.folder, step) if self.comm.rank == 0 else ():
+        for old in pruning.remove_after(self.folder, step, self.began) if self.comm.rank == 0 else ():
             self._report("checkpoint_deleted", step, f"deleted {old.name}, which was undone", {"path": str(old)})
 
     def restore(self, path: str) -> dict[str, Any] | None:
@@ -127,6 +129,9 @@ class Checkpointer:
             )
             if self.comm.rank == 0:
                 shutil.rmtree(path, ignore_errors=True)  # what is left of it would keep a full disk full
+        else:
+            if self.comm.rank == 0:
+                self._prune(step)
 
     def _seal(
         self,
@@ -144,9 +149,13 @@ class Checkpointer:
         catalog.seal(Path(path), manifest)
         data = {"path": path, "bytes": manifest.bytes}
         self._report("checkpoint_saved", step, f"checkpoint of step {step} is complete", data)
+
+    def _prune(self, step: int) -> None:
+        """Delete what the checkpoint of `step`, which is complete, makes superfluous. Raises nothing."""
         recovery = self.spec.recovery
         undoes = 2 * recovery.roll_back_steps if recovery.rolls_back else 0
-        for old in catalog.prune(self.folder, self.spec.checkpoint.keep, self.comm.generation, undoes):
+        keep, generation = self.spec.checkpoint.keep, self.comm.generation
+        for old in pruning.prune(self.folder, keep, generation, undoes, self.began):
             self._report("checkpoint_deleted", step, f"deleted {old.name}", {"path": str(old)})
 
     def _report(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ it, or on the way back differs from them. Python's crc32 runs at about 4 GB/s an
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import zlib
@@ -30,19 +29,31 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint is not what was written; the message names the file and the byte. An older one may do."""
 
 
+class UnreadableCheckpoint(CheckpointError):
+    """The system cannot read a checkpoint now, so that nobody knows whether it is whole: its folder is not there (moved
+    away, not mounted), may not be read, or its medium does not answer. It may be read later."""
+
+
 def damaged(file: Path, problem: str) -> DamagedCheckpoint:
     """The error that says what is wrong with `file` of a checkpoint."""
     return DamagedCheckpoint(f"the checkpoint at {file.parent} is damaged: {file.name} {problem}")
 
 
 def unreadable(file: Path, error: OSError, at: int = 0) -> CheckpointError:
-    """The error for what the system said about `file`: damage where the file or its medium is gone; other causes, such
-    as missing rights, are nothing that an older checkpoint would cure."""
+    """The error for what the system said about `file`, from byte `at` on: damage where the file is gone from a folder
+    that is there; anything else, such as missing rights or a medium that fails, is UnreadableCheckpoint, since it says
+    nothing about what was written."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        try:
+            file.parent.stat()
+        except NotADirectoryError:
+            pass  # a file has its place, which is an answer too
+        except OSError as gone:
+            return UnreadableCheckpoint(f"the checkpoint at {file.parent} cannot be read: {gone.strerror or gone}")
         return damaged(file, "is missing")
-    if error.errno == errno.EIO:
-        return damaged(file, f"cannot be read from byte {at}: {error.strerror}")
-    return CheckpointError(f"the checkpoint at {file.parent} cannot be read: {file.name}: {error.strerror or error}")
+    where = f" from byte {at}" if at else ""
+    reason = f"{file.name}{where}: {error.strerror or error}"
+    return UnreadableCheckpoint(f"the checkpoint at {file.parent} cannot be read: {reason}")
 
 
 @dataclass(frozen=True)

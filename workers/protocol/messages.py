@@ -46,6 +46,9 @@ class Resume:
     """Folder of the durable checkpoint."""
     paths: tuple[str, ...] = ()
     """For memory: the other layout's snapshot files on this rank's node, together all of the state."""
+    began: int = 0
+    """The generation that began at step 0 and from which the state descends: what generations before it have saved is
+    not superseded by it. 0: none is known."""
 
 
 FaultKind = Literal["kill", "stop", "hang", "oom", "exception", "slow", "node", "store", "partition"]

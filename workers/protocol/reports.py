@@ -76,6 +76,7 @@ class Failure:
         "no_shared_memory",
         "bad_data",
         "bad_checkpoint",
+        "unreadable_checkpoint",
         "not_saved",
         "not_finite",
         "spike",

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from workers.accounting.device_peak import measure_peak_flops
+from workers.checkpoint.checksums import UnreadableCheckpoint
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.errors import (
@@ -73,6 +74,7 @@ _KINDS: dict[type[BaseException], str] = {
     NonFiniteError: "not_finite",
     SpikeError: "spike",
     ReplicaDiffers: "corrupt",
+    UnreadableCheckpoint: "unreadable_checkpoint",
     CheckpointError: "bad_checkpoint",
     CheckpointNotSaved: "not_saved",
 }

@@ -27,7 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint, unreadable
+from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.errors import CheckpointError, SharedMemoryError
 
 SLOTS = 2
@@ -192,7 +192,8 @@ class SnapshotFile:
         except FileNotFoundError as error:
             raise CheckpointError(f"there is no snapshot file {path}") from error
         except OSError as error:
-            raise unreadable(path, error) from error
+            # Not UnreadableCheckpoint: nobody waits for a snapshot, the next source of the state is taken.
+            raise CheckpointError(f"the snapshot file {path} cannot be read: {error.strerror or error}") from error
         try:
             return cls(path, _form_of_file(path, descriptor), descriptor, access)
         except BaseException:

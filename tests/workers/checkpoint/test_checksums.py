@@ -17,7 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.checkpoint import checksums
-from workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint, FileSums, SummingFile, checked, unreadable
+from workers.checkpoint.checksums import (
+    CheckedFile,
+    DamagedCheckpoint,
+    FileSums,
+    SummingFile,
+    UnreadableCheckpoint,
+    checked,
+)
 from workers.errors import CheckpointError
 
 BLOCK = 16
@@ -102,9 +109,15 @@ def test_another_size_is_told_before_anything_is_read(content, other):
 
 
 def test_what_is_not_there_is_missing(tmp_path):
-    for path in (tmp_path / "none", tmp_path / "none" / "deep", tmp_path):
+    for path in (tmp_path / "none", tmp_path):
         with pytest.raises(DamagedCheckpoint, match=f"{path.name} is missing$"), checked(path, FileSums(1, None, 1)):
             pass
+
+
+def test_file_whose_folder_is_not_there_is_no_damage(tmp_path):
+    path, what = tmp_path / "none" / "data", f"the checkpoint at {tmp_path}/none cannot be read: No such file"
+    with pytest.raises(UnreadableCheckpoint, match=what), checked(path, FileSums(1, None, 1)):
+        pass
 
 
 class FailingDisk:
@@ -123,8 +136,8 @@ class FailingDisk:
 
 
 @pytest.mark.parametrize(("number", "kind", "what"), [
-    (errno.EIO, DamagedCheckpoint, "data cannot be read from byte 16: Input/output error"),
-    (errno.EACCES, CheckpointError, "cannot be read: data: Permission denied"),
+    (errno.EIO, UnreadableCheckpoint, "cannot be read: data from byte 16: Input/output error"),
+    (errno.EACCES, UnreadableCheckpoint, "cannot be read: data from byte 16: Permission denied"),
     (None, DamagedCheckpoint, "data is cut off at byte 20: it should have 24 bytes"),
 ])  # fmt: skip
 def test_what_the_system_says_names_the_file(number, kind, what):
@@ -133,8 +146,3 @@ def test_what_the_system_says_names_the_file(number, kind, what):
     with pytest.raises(CheckpointError, match=f"^the checkpoint at /folder (is damaged: )?{what}$") as caught:
         file.read(1)
     assert type(caught.value) is kind
-
-
-def test_missing_rights_are_no_damage():
-    error = unreadable(Path("/folder/data"), PermissionError(errno.EACCES, "Permission denied"))
-    assert not isinstance(error, DamagedCheckpoint)

@@ -16,7 +16,8 @@ from rank_programs import train_job
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from workers.checkpoint import durable
-from workers.checkpoint.catalog import checkpoint_path, prune, whole_checkpoints
+from workers.checkpoint.catalog import checkpoint_path, whole_checkpoints
+from workers.checkpoint.pruning import prune
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from workers.checkpoint.checksums import UnreadableCheckpoint
 from workers.errors import (
     CheckpointError,
     CheckpointNotSaved,
@@ -186,6 +187,7 @@ def test_a_job_that_ends_well_is_started_finished_and_exits_with_0(rig):
         (SpikeError("m"), "spike"),
         (ReplicaDiffers("m"), "corrupt"),
         (CheckpointError("m"), "bad_checkpoint"),
+        (UnreadableCheckpoint("m"), "unreadable_checkpoint"),
         (CheckpointNotSaved("m"), "not_saved"),
         (PeerLost("m"), "peer_lost"),
     ],

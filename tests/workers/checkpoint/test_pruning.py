@@ -1,0 +1,108 @@
+"""Pruning deletes what newer checkpoints of the same training replace, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.checkpoint.catalog import Condition, FoundCheckpoint, Manifest, checkpoint_path, seal
+from workers.checkpoint.pruning import prune, remove_after, to_prune, to_undo
+
+names = st.tuples(st.integers(1, 6), st.integers(0, 12))
+"""(Generation, step)."""
+
+
+@st.composite
+def folders(draw: st.DrawFn) -> list[FoundCheckpoint]:
+    """What a folder may hold, in the order of making."""
+    found = []
+    for generation, step in sorted(draw(st.sets(names, max_size=12))):
+        path = checkpoint_path("/c", step, generation)
+        found.append(FoundCheckpoint(path, step, generation, draw(st.sampled_from(Condition))))
+    return found
+
+
+found, keep, generation = folders(), st.integers(1, 4), st.integers(1, 6)
+undoes, began = st.integers(0, 8), st.integers(0, 6)
+
+
+def whole_ones(found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
+    return [each for each in found if each.condition is Condition.WHOLE]
+
+
+@given(found, keep, generation, undoes, began)
+def test_what_cannot_be_read_is_never_deleted(found, keep, generation, undoes, began):
+    deleted = [*to_prune(found, keep, generation, undoes, began), *to_undo(found, 3, began)]
+    assert Condition.UNKNOWN not in [each.condition for each in deleted]
+
+
+@given(found, keep, generation, undoes, began)
+def test_what_cannot_be_read_is_never_counted(found, keep, generation, undoes, began):
+    readable = [each for each in found if each.condition is not Condition.UNKNOWN or each.generation < began]
+    assert to_prune(found, keep, generation, undoes, began) == to_prune(readable, keep, generation, undoes, began)
+
+
+@given(found, keep, generation, undoes, began)
+def test_nothing_is_deleted_across_a_start_from_nothing(found, keep, generation, undoes, began):
+    earlier = [each for each in found if each.generation < began]
+    deleted = to_prune(found, keep, generation, undoes, began)
+    if any(each.condition is not Condition.NOT_WHOLE for each in earlier):
+        assert not [each for each in deleted if each in earlier]
+    assert not [each for each in whole_ones(deleted) if each in earlier]
+    assert not [each for each in to_undo(found, 0, began) if each in earlier]
+
+
+@given(found, keep, generation, undoes, began)
+def test_newest_ones_stay_and_what_this_generation_writes_stays(found, keep, generation, undoes, began):
+    deleted = to_prune(found, keep, generation, undoes, began)
+    own = whole_ones([each for each in found if each.generation >= began])
+    assert not [each for each in own[-keep:] if each in deleted]
+    not_whole = [each for each in deleted if each.condition is Condition.NOT_WHOLE]
+    assert all(each.generation < generation for each in not_whole)
+
+
+@given(found, keep, generation)
+def test_no_more_than_asked_for_are_left_where_all_can_be_read(found, keep, generation):
+    found = [each for each in found if each.condition is not Condition.UNKNOWN]
+    left = [each for each in found if each not in to_prune(found, keep, generation)]
+    assert len(whole_ones(left)) == min(keep, len(whole_ones(found)))
+
+
+@given(found, keep, generation, undoes)
+def test_one_from_before_what_may_be_undone_stays(found, keep, generation, undoes):
+    newest = whole_ones(found)[-1:]
+    old_enough = [each for each in whole_ones(found) if newest and each.step <= newest[0].step - undoes]
+    deleted = to_prune(found, keep, generation, undoes)
+    assert not undoes or not old_enough or [each for each in old_enough if each not in deleted]
+
+
+def saved(folder: Path, step: int, generation: int, whole: bool = True) -> Path:
+    path = checkpoint_path(folder, step, generation)
+    path.mkdir(parents=True)
+    if whole:
+        seal(path, Manifest("j", generation, step, {}, {}))
+    return path
+
+
+def test_training_that_began_anew_leaves_what_was_there(tmp_path):
+    before = [saved(tmp_path, 30, 1), saved(tmp_path, 40, 1), saved(tmp_path, 50, 1, whole=False)]
+    new = [saved(tmp_path, step, 3) for step in (10, 20, 35)]
+    assert prune(tmp_path, 1, generation=3, began=2) == new[:2]
+    assert remove_after(tmp_path, 32, began=2) == new[2:]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_interrupted_saves_of_before_a_start_from_nothing_go_where_nothing_else_is_left(tmp_path):
+    interrupted = saved(tmp_path, 50, 1, whole=False)
+    new = saved(tmp_path, 10, 2)
+    assert prune(tmp_path, 1, generation=2, began=2) == [interrupted]
+    assert list(tmp_path.iterdir()) == [new]
+
+
+def test_nothing_is_pruned_where_nothing_is(tmp_path):
+    with contextlib.suppress(FileNotFoundError):
+        tmp_path.rmdir()
+    assert prune(tmp_path, 1, generation=2) == remove_after(tmp_path, 0) == []

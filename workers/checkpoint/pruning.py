@@ -1,0 +1,72 @@
+"""Which durable checkpoints are deleted. The rules are pure functions of what a folder holds.
+
+Deleted is only what was read: a checkpoint of which nobody knows whether it is whole is neither deleted nor counted.
+And nothing is deleted for the sake of a training that began at step 0 meanwhile: `began` is the generation that did,
+and what generations before it have saved is older, but may be further.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from workers.checkpoint.catalog import MANIFEST, Condition, FoundCheckpoint, list_checkpoints
+
+
+def to_prune(
+    found: Sequence[FoundCheckpoint], keep: int, generation: int, undoes: int = 0, began: int = 0
+) -> list[FoundCheckpoint]:
+    """Of the checkpoints `found`, in the order of their making: all but the newest `keep` whole ones, and those of
+    generations before `generation` that are known not to be whole.
+
+    `undoes`: how many steps may yet be undone, with their checkpoints; one from before those is kept too, and one that
+    takes its place in time. `began`: nothing of generations before this one goes while any of it is whole or unknown.
+    """
+    own = [each for each in found if each.generation >= began]
+    earlier = [each for each in found if each.generation < began]
+    whole = [each for each in own if each.condition is Condition.WHOLE]
+    to_delete = whole[:-keep]
+    if undoes and whole:
+        safe = [each for each in whole if each.step <= whole[-1].step - undoes]
+        successors = [each for each in to_delete if each not in safe]
+        to_delete = [each for each in to_delete if each not in (*safe[-1:], *successors[:1])]
+    if all(each.condition is Condition.NOT_WHOLE for each in earlier):
+        own = list(found)
+    not_whole = [each for each in own if each.condition is Condition.NOT_WHOLE]
+    return [*to_delete, *(each for each in not_whole if each.generation < generation)]
+
+
+def to_undo(found: Sequence[FoundCheckpoint], step: int, began: int = 0) -> list[FoundCheckpoint]:
+    """Of the checkpoints `found` the whole ones of steps above `step`, by generation `began` and those after it."""
+    whole = [each for each in found if each.condition is Condition.WHOLE]
+    return [each for each in whole if each.step > step and each.generation >= began]
+
+
+def prune(folder: str | Path, keep: int, generation: int, undoes: int = 0, began: int = 0) -> list[Path]:
+    """Delete what `to_prune` says. Returns what was deleted; what cannot be stays."""
+    return _removed(to_prune(list_checkpoints(folder).found, keep, generation, undoes, began))
+
+
+def remove_after(folder: str | Path, step: int, began: int = 0) -> list[Path]:
+    """Delete what `to_undo` says. Returns what was deleted; what cannot be stays."""
+    return _removed(to_undo(list_checkpoints(folder).found, step, began))
+
+
+def _removed(to_delete: Sequence[FoundCheckpoint]) -> list[Path]:
+    for each in to_delete:
+        with contextlib.suppress(OSError):
+            (each.path / MANIFEST).unlink()  # first, so that a half-deleted one is never taken for whole
+        shutil.rmtree(each.path, ignore_errors=True)
+    return [each.path for each in to_delete if _is_gone(each.path)]
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
