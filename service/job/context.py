@@ -71,7 +71,8 @@ class JobContext:
     def failures(self, lives: Sequence[Generation], incident: Incident | None = None) -> list[PastFailure]:
         """What the job has survived: `lives` are its generations; `incident` made the launch necessary that is to be
         tried again, and has no row either."""
-        known = [*(each for each in past_failures(lives) if each.at > self.retried_at), *self.failed_launches]
+        counting = [life for life in lives if life.started_at > self.retried_at]
+        known = [*past_failures(counting), *self.failed_launches]
         if incident is not None and incident.failure not in known:
             known.append(incident.failure)
         return known

@@ -24,7 +24,9 @@ CULPRIT_SECONDS = 0.3
 STOP_SECONDS = 15.0
 HEAR_OUT_TURN_SECONDS = 0.5
 # Kinds of failure whose message is a sentence that needs no exception's name before it.
-SAY_ALL = frozenset({"no_shared_memory", "bad_data", "bad_checkpoint", "not_saved", "not_finite", "spike"})
+SAY_ALL = frozenset(
+    {"no_shared_memory", "bad_data", "bad_checkpoint", "unreadable_checkpoint", "not_saved", "not_finite", "spike"}
+)
 
 Question = Callable[[AgentClient], Awaitable[object]]
 Handler = Callable[[Report], Awaitable[None]]

@@ -83,7 +83,9 @@ def until(plane, job, *states):
 
     async def reached():
         async with asyncio.timeout(SECONDS):
-            while (row := plane._job(job.id)).state not in states or (row.state != "RUNNING" and plane._owners):
+            while (row := plane._job(job.id)).state not in states or (
+                row.state != "RUNNING" and job.id in plane._owners
+            ):
                 await asyncio.sleep(0)
             return row
 

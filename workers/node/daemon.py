@@ -136,8 +136,8 @@ class NodeDaemon:
         self._locks.pop(job, None)
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
-        """Remove whatever `job` has left here: its store, and, unless `keep_snapshots`, the snapshots of ranks whose agents
-        died too early."""
+        """Remove whatever `job` has left here: its store and, unless `keep_snapshots`, the snapshots of ranks whose
+        agents died too early."""
         await self.stop_store(job)
         if keep_snapshots:
             return
