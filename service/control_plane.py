@@ -30,7 +30,7 @@ from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.owner import JobOwner
 from service.scheduler import Scheduler
 from service.states import JobState, is_final
-from service.store import Store, failed_jobs, jobs, ranks
+from service.store import Store, failed_jobs, installation, jobs, ranks
 from service.store.tables import Job
 from workers.paths import Paths
 from workers.protocol.messages import Fault
@@ -96,11 +96,19 @@ class ControlPlane:
         Nothing waits for the nodes: each is looked after on its own from then on.
         """
         self._store.migrate()
-        if isinstance(self._head, RayHead):
-            self._ray_process = self._head.ensure().pid
-        ray = self._head.connect()
+        ray_is_new = isinstance(self._head, RayHead) and self._ensure_ray(self._head)
+        namespace = self._store.write(lambda session: installation.ray_namespace(session, ray_is_new))
+        log.info("the namespace of this installation in Ray is %s", namespace)
+        ray = self._head.connect(namespace)
         self._thread.start()
         self._call(self._begin(ray))
+
+    def _ensure_ray(self, head: RayHead) -> bool:
+        """Whether our Ray was started just now."""
+        before = head.record()
+        record = head.ensure()
+        self._ray_process = record.pid
+        return record != before
 
     async def _begin(self, ray: Any) -> None:
         cluster = self._cluster = Cluster.connected(ray, self._home)

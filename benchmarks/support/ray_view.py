@@ -56,7 +56,7 @@ def main() -> None:
     for line in sys.stdin:
         job_id = line.strip()
         groups = ray.util.placement_group_table().values()
-        names = [str(name) for name in ray.util.list_named_actors()]
+        names = [str(actor["name"]) for actor in ray.util.list_named_actors(all_namespaces=True)]
         names += [group["name"] for group in groups if group["state"] != "REMOVED"]
         print(json.dumps([name for name in names if job_id in name]), flush=True)
 

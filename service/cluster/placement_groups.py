@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from service.cluster.connection import RayConnection
 from service.cluster.nodes import Nodes
 from service.cluster.placement import Unit, anywhere_but, avoidable, placement_group_name, replica_bundles
+from service.cluster.ray_private import placement_group_states
 from workers.config import ParallelConfig
 from workers.errors import MantaError
 
@@ -60,8 +61,8 @@ class PlacementGroups:
 
     async def states(self) -> dict[str, str]:
         """By name the state of the groups that are not removed; CREATED: its resources are held."""
-        table = await self._ray.run(self._ray.module.util.placement_group_table)
-        return {group["name"]: group["state"] for group in table.values() if group["state"] != "REMOVED"}
+        states = await self._ray.run(placement_group_states, self._ray.module)
+        return {name: state for name, state in states.items() if state != "REMOVED"}
 
     async def remove(self, names: Iterable[str]) -> None:
         """Remove groups by name; those that are gone are no error."""

@@ -25,6 +25,7 @@ from workers.errors import MantaError
 from workers.paths import Paths
 
 NAMESPACE = "manta"
+"""Where those look who do not belong to an installation; each of those has one of its own."""
 SLOT = "manta_slot"
 DEFAULT_SLOTS = 16
 WARM_WORKERS = 8
@@ -120,8 +121,9 @@ class RayHead:
         temporary.rename(self._paths.ray_record)
         return record
 
-    def connect(self) -> Any:
-        """Connect this process to the head, which `ensure` started, and return the ray module.
+    def connect(self, namespace: str = NAMESPACE) -> Any:
+        """Connect this process to the head, which `ensure` started, and return the ray module. `namespace`: of all
+        names there, which another namespace's do not see.
 
         Nobody may have imported ray in this process before: it would not know the token.
         Raises RayUnavailable when there is no head or it does not answer.
@@ -130,7 +132,7 @@ class RayHead:
         if record is None:
             raise RayUnavailable(f"There is no Ray of this service; its log is {self._paths.ray_log}.")
         os.environ.update(self._authentication())
-        return _connect(record.address)
+        return _connect(record.address, namespace)
 
     def stop(self) -> None:
         """Kill all processes of this home's head and nobody else's, and remove Ray's temporary files.
@@ -217,11 +219,12 @@ class ExistingRay:
         """`address`: host:port of its control store."""
         self._address = address
 
-    def connect(self) -> Any:
-        """Connect this process to the cluster and return the ray module. Raises RayUnavailable."""
+    def connect(self, namespace: str = NAMESPACE) -> Any:
+        """Connect this process to the cluster and return the ray module; `namespace`: of all names there. Raises
+        RayUnavailable."""
         if not _answers(self._address):
             raise RayUnavailable(f"No Ray answers at {self._address}; check --ray and that the cluster is up.")
-        return _connect(self._address)
+        return _connect(self._address, namespace)
 
 
 def count_gpus() -> int:
@@ -229,11 +232,11 @@ def count_gpus() -> int:
     return sum(1 for file in Path("/dev").glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit())
 
 
-def _connect(address: str) -> Any:
+def _connect(address: str, namespace: str) -> Any:
     import ray
 
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         raise RayUnavailable(f"Ray at {address} does not let us in: {' '.join(str(error).split())}") from error
     return ray

@@ -32,6 +32,18 @@ def free_resources(ray: Any) -> dict[str, dict[str, float]]:
     return free
 
 
+def placement_group_states(ray: Any) -> dict[str, str]:
+    """By name the state of each placement group of this process's namespace; `placement_group_table` does not tell the
+    namespaces."""
+    from ray.core.generated.gcs_pb2 import PlacementGroupTableData as Group
+
+    namespace = ray.get_runtime_context().namespace
+    accessor = ray._private.state.state._connect_and_get_accessor()
+    groups = [Group.FromString(each) for each in accessor.get_placement_group_table()]
+    state_name = Group.PlacementGroupState.Name
+    return {group.name: state_name(group.state) for group in groups if group.ray_namespace == namespace}
+
+
 def node_of_actor(ray: Any, actor: Any) -> str | None:
     """Id of the node that an actor was put on; None when it was not yet."""
     about = ray._private.state.actors(actor._actor_id.hex()) or {}

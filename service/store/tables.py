@@ -102,6 +102,17 @@ class Job(Base):
     """Of a job that failed: until when its snapshots stay in shared memory for a retry."""
 
 
+class Installation(Base):
+    """The one row that says which installation this is."""
+
+    __tablename__ = "installation"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    """Random, and never another."""
+    ray_namespace: Mapped[str] = mapped_column(String(64))
+    """Namespace of its actors and placement groups in Ray."""
+
+
 class StateChange(Base):
     """A job's entry into a state, its submission included."""
 

@@ -47,7 +47,7 @@ def start(cluster, tmp_path):
     started = []
 
     def make(**options):
-        head = SimpleNamespace(connect=lambda: None)
+        head = SimpleNamespace(connect=lambda namespace: None)
         plane = ControlPlane(tmp_path, head, **options)
         plane.start()
         started.append(plane)

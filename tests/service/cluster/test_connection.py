@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from service.cluster import placement_groups
 from service.cluster.connection import RayConnection
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.node_daemons import NodeDaemons
@@ -33,8 +34,6 @@ class FakeRay:
         self.util = SimpleNamespace(
             list_named_actors=lambda: self._answered(list(self.named)),
             placement_group=self._make_group,
-            placement_group_table=lambda: self._answered({name: {"name": name, "state": state} for name, state in
-                                                          self.groups.items()}),
             get_placement_group=self._group,
             remove_placement_group=lambda name: self.groups.pop(name),
         )  # fmt: skip
@@ -71,8 +70,9 @@ class FakeRay:
 
 
 @pytest.fixture
-def ray():
+def ray(monkeypatch):
     made = FakeRay()
+    monkeypatch.setattr(placement_groups, "placement_group_states", lambda ray: ray._answered(dict(ray.groups)))
     yield made
     made.go_on()
 

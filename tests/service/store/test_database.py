@@ -13,11 +13,13 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.schema import CreateTable
 
 from service.states import JobState
-from service.store import JobNotFound, Store, StoreUnusable, events, jobs, ledgers
+from service.store import JobNotFound, Store, StoreUnusable, events, installation, jobs, ledgers
 from service.store.database import newest_revision
 from service.store.tables import Base
 
-TABLES = {"jobs", "generations", "ranks", "events", "metrics", "checkpoints", "state_changes", "recoveries"}
+TABLES = {
+    "checkpoints", "events", "generations", "installation", "jobs", "metrics", "ranks", "recoveries", "state_changes",
+}  # fmt: skip
 
 
 def tables_of(store):
@@ -86,6 +88,30 @@ def test_jobs_of_an_older_manta_keep_their_ledger(store, submit):
     assert found.seconds["start"] == pytest.approx(3)
     assert found.seconds["compute"] == pytest.approx(4 + 4)
     assert sum(found.seconds.values()) == pytest.approx(26)
+
+
+def namespace(store, ray_is_new=False):
+    return store.write(lambda session: installation.ray_namespace(session, ray_is_new))
+
+
+def test_each_database_is_an_installation_of_its_own_for_good(store, tmp_path):
+    found = namespace(store)
+    store.migrate()
+    assert namespace(store) == namespace(store, ray_is_new=True) == found
+    other = Store(f"sqlite:///{tmp_path}/other.db")
+    other.migrate()
+    assert found.startswith("manta-") and namespace(other) != found
+    other.close()
+
+
+def test_database_of_a_release_before_finds_what_runs_until_ray_is_a_new_one(store, submit):
+    submit()
+    store.write(lambda session: session.execute(text("DROP TABLE installation")))
+    store.write(lambda session: session.execute(text("UPDATE alembic_version SET version_num = '0005'")))
+    store.migrate()
+    assert namespace(store) == "manta"
+    own = namespace(store, ray_is_new=True)
+    assert own.startswith("manta-") and namespace(store) == own
 
 
 def test_every_table_is_valid_for_postgresql():

@@ -1,0 +1,61 @@
+"""Two services with two homes on one Ray cluster: neither sees, sweeps or ends what belongs to the other."""
+
+import psutil
+import pytest
+
+from api.cli.service import start_service, stop_service
+from api.client import MantaClient
+from api.server import running_service
+from benchmarks.support import own_processes
+from service.cluster.ray_head import RayHead
+from workers.paths import Paths
+
+
+@pytest.fixture
+def second(manta, tmp_path, monkeypatch):
+    """Starts, and starts again, a service of another home on the Ray of `manta`."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(manta.paths.ray_token))
+    home, paths = tmp_path / "home", Paths.of(tmp_path / "home")
+
+    def start():
+        running = running_service(home)
+        if running is not None:
+            process = psutil.Process(int(running["pid"]))
+            process.kill()
+            process.wait(10)
+        return MantaClient(start_service(home, "127.0.0.1", 0, None, RayHead(manta.home).record().address))
+
+    start.paths = paths
+    yield start
+    stop_service(home)
+    for process in own_processes.zygotes(paths):
+        process.parent().kill()  # the daemon: with somebody else's Ray it would live on
+        process.wait(10)
+    paths.remove_snapshots()
+    paths.remove_runtime_folder()
+
+
+def test_two_installations_on_one_ray_leave_each_other_alone(manta, second):
+    first_job = manta.submit(manta.spec(steps=20_000))
+    manta.hold(first_job, 1)
+    pids, snapshots = manta.pids(first_job), manta.paths.snapshot_folder(first_job)
+
+    client = second()
+    job = client.submit(manta.spec(steps=20_000, layout=(2, 1, 1))).id
+    manta.until("the second's job", lambda: client.job(job).step >= 1)
+    own = [rank.pid for rank in client.ranks(job).items]
+    client = second()  # what it does not know would have been swept
+    manta.kill_service()
+    manta.start()
+    for running, each in ((client, job), (manta.client, first_job)):
+        step = running.job(each).step
+        manta.until("another step", lambda running=running, each=each, step=step: running.job(each).step > step)
+        assert running.job(each).generation == 1
+    assert manta.pids(first_job) == pids and [rank.pid for rank in client.ranks(job).items] == own
+    client.cancel(job)
+    manta.until("its end", lambda: client.job(job).state == "CANCELLED")
+    manta.until_step(first_job, manta.client.job(first_job).step + 1)
+    assert snapshots.is_dir() and not second.paths.snapshot_folder(job).exists()
+    manta.client.cancel(first_job)
+    manta.until_state(first_job, "CANCELLED")
