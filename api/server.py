@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -71,7 +72,8 @@ def serve(
         )
         uvicorn.Server(config).run(sockets=[listener])
     finally:
-        service_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a process that is gone is not taken for a service
+            service_file.unlink(missing_ok=True)
         control.stop()
         lock.close()
 

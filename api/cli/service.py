@@ -121,7 +121,9 @@ def serve_command(
 def start_service(
     home: Path, host: str, port: int, slots: int | None, ray: str | None, allow_faults: bool = False
 ) -> str:
-    """Start the service of `home` in the background and return its address once it is ready. Raises NotStarted."""
+    """Start the service of `home` in the background and return its address once it is ready. Raises NotStarted; a Ray
+    that ran before goes on running then, with the jobs in it."""
+    ray_ran = RayHead(home).record() is not None
     log = home / "logs" / "service.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "api.cli", "serve", "--host", host, "--port", str(port)]
@@ -144,7 +146,8 @@ def start_service(
         if process.poll() is None:
             process.kill()
             process.wait()
-            stop_service(home)
+            if not ray_ran:
+                stop_service(home)
         raise
 
 

@@ -1,0 +1,104 @@
+"""A node whose daemon does not answer takes nothing until it does; what Ray does not tell closes no node."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from service.cluster import node_daemons
+from service.cluster.connection import RayConnection
+from service.cluster.node_daemons import NodeDaemons
+from service.cluster.nodes import Nodes
+from service.cluster.placement import node_daemon_name
+from workers.paths import Paths
+from workers.protocol.json_codec import to_json
+from workers.protocol.messages import NodeDescription
+
+NODES = [
+    {"NodeID": node, "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1,
+     "NodeManagerHostname": node, "Resources": {"manta_slot": 4}}
+    for node in ("sick", "well")
+]  # fmt: skip
+NAMES = [node_daemon_name("sick"), node_daemon_name("well")]
+
+
+class ActorError(Exception):
+    """Ray's."""
+
+
+class FakeDaemonActor:
+    """An actor whose every answer is `answer`; None: none at all."""
+
+    def __init__(self, node, **options):
+        self.answer = to_json(NodeDescription(node, node, "127.0.0.1", 1, 2, **options))
+        self.call = SimpleNamespace(remote=self._call)
+        self.calls = []
+
+    async def _call(self, method, arguments):
+        self.calls.append(method)
+        if self.answer is None:
+            await asyncio.Event().wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """(Daemons, nodes, the actors by node)."""
+    monkeypatch.setattr(node_daemons, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(node_daemons, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("service.cluster.nodes.free_resources", lambda ray: {"sick": {"manta_slot": 4}, "well": {}})
+    actors = {node: FakeDaemonActor(node) for node in ("sick", "well")}
+    ray = SimpleNamespace(
+        exceptions=SimpleNamespace(RayError=ActorError, RayTaskError=ValueError),
+        util=SimpleNamespace(list_named_actors=lambda: list(NAMES)),
+        nodes=lambda: NODES,
+        get_actor=lambda name: actors[name.removeprefix(node_daemon_name(""))],
+        remote=lambda cls: cls,
+    )
+    connection = RayConnection(ray)
+    nodes = Nodes(connection)
+    return NodeDaemons(connection, nodes, Paths.of("/nowhere")), nodes, actors
+
+
+def test_node_whose_daemon_does_not_answer_is_closed_until_it_does(made):
+    daemons, nodes, actors = made
+    answer, actors["sick"].answer = actors["sick"].answer, None
+
+    async def body():
+        assert list(await daemons.ensure()) == ["well"]
+        assert nodes.closed == {"sick"} and actors["sick"].calls == ["start"], "one that is silent is not asked twice"
+        assert (await nodes.capacity("manta_slot")).nodes == {"well": (4, 0)}
+        assert (await nodes.capacity("manta_slot", all_living=True)).nodes == {"sick": (4, 0), "well": (4, 0)}
+        actors["sick"].answer = answer
+        assert list(await daemons.ensure()) == ["sick", "well"]
+        assert nodes.closed == set() and nodes.unswept == {"sick"}
+        assert (await nodes.capacity("manta_slot")).nodes["sick"] == (4, 4)
+
+    asyncio.run(body())
+
+
+def test_daemon_of_another_release_closes_its_node_and_stops_nothing_else(made):
+    daemons, nodes, actors = made
+    actors["sick"].answer = {**actors["sick"].answer, "protocol": -1}
+    assert list(asyncio.run(daemons.ensure())) == ["well"]
+    assert nodes.closed == {"sick"}
+
+
+def test_daemon_that_could_not_be_told_of_a_jobs_end_is_to_be_swept(made):
+    daemons, nodes, actors = made
+
+    async def body():
+        await daemons.ensure()
+        real = actors["sick"]._call
+
+        async def only_starts(method, arguments):
+            return await (real(method, arguments) if method == "start" else asyncio.Event().wait())
+
+        actors["sick"].call.remote = only_starts
+        await daemons.end_job("job")
+        assert nodes.unswept == {"sick"} and nodes.closed == set()
+        assert actors["well"].calls[-1] == "end_job"
+
+    asyncio.run(body())
