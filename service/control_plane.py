@@ -154,8 +154,8 @@ class ControlPlane:
             if job not in states:
                 log.error(UNKNOWN_JOB, job)
             elif is_final(states[job]) or states[job] == JobState.QUEUED:
-                # One that waits goes on from its snapshots; those of one that is over go with the sweep of its nodes.
-                await self._cluster.release(job, keep_snapshots=True)
+                # One that waits goes on from its snapshots.
+                await self._cluster.release(job, keep_snapshots=states[job] == JobState.QUEUED)
                 log.warning("released what was left of %s", job)
 
     def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:

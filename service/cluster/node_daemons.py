@@ -82,9 +82,13 @@ class NodeDaemons:
         """Let the daemon of `node` say from now on that it is to be left within `seconds`; False when it does not
         answer."""
         daemon = await self.of(node)
-        if daemon is not None:
+        if daemon is None:
+            return False
+        try:
             await within(ANSWER_SECONDS, daemon.drain(seconds))
-        return daemon is not None
+        except AgentError:
+            return False
+        return True
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
         """Let every node remove what is left of `job`, or all but its snapshots. One that does not answer is noted, to
