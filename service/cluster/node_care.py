@@ -72,23 +72,23 @@ class NodeCare:
         nodes, swept, reported = self._cluster.nodes, False, False
         while True:
             if not swept or node in nodes.silent | nodes.unswept or node not in self._cluster.peak_flops:
-                daemon = await self._daemon(node)
-                self._note_asked(node)
-                if daemon is not None:
-                    swept = await self._sweep(node, daemon) or swept
-                    await self._learn_peak(node, daemon)
-                elif not reported:
+                try:
+                    daemon = await self._daemon(node)
+                    self._note_asked(node)
+                    if daemon is not None:
+                        if not swept or node in nodes.unswept:
+                            swept = await self._sweep(node, daemon)
+                        await self._learn_peak(node, daemon)
+                except Exception:  # of Ray or of the database: the node is looked after again
+                    log.exception("node %s could not be looked after", node[:12])
+                if node in nodes.silent and not reported:
                     log.error("the daemon of node %s does not answer: nothing is placed there until it does", node[:12])
-                reported = daemon is None
+                reported = node in nodes.silent
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _daemon(self, node: str) -> NodeClient | None:
         was_silent = node in self._cluster.nodes.silent
-        try:
-            daemon = await self._cluster.daemons.of(node)
-        except Exception:  # whatever it is, the node is asked again
-            log.exception("node %s could not be asked for its daemon", node[:12])
-            return None
+        daemon = await self._cluster.daemons.of(node)
         if daemon is not None and was_silent:
             log.warning("the daemon of node %s answers again", node[:12])
             self._answered()

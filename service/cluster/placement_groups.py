@@ -19,7 +19,8 @@ from workers.errors import MantaError
 
 # How long to wait for nodes that are trusted before those that are avoided are used after all.
 AVOIDING_SECONDS = 5.0
-LOOK_SECONDS = 0.05
+# Between two looks at whether places are held, which Ray grants in a moment or after a long time.
+FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.01, 0.5
 
 
 class NotPlaced(MantaError):
@@ -90,10 +91,12 @@ class PlacementGroups:
 
     async def _are_created(self, names: Collection[str], timeout: float) -> bool:
         """Whether these groups hold their resources within `timeout` seconds. No thread waits for that."""
+        pause = FIRST_LOOK_SECONDS
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not all(state == "CREATED" for state in await self._states_of(names)):
-                    await asyncio.sleep(LOOK_SECONDS)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_LOOK_SECONDS)
                 return True
         return False
 

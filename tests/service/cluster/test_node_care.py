@@ -1,0 +1,102 @@
+"""Every node is looked after on its own, again and again: what one does not do holds up no other."""
+
+import asyncio
+
+import pytest
+
+from service.cluster import node_care
+from service.cluster.agent_client import AgentFailed
+from service.cluster.node_care import NodeCare
+from tests.service.support.fake_cluster import FakeCluster
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_care, "LOOK_SECONDS", 0.0)
+    return FakeCluster(tmp_path, a=2, b=2)
+
+
+def cared(cluster, story, over=lambda jobs: set(jobs)):
+    """What `story(care, until)` answers while all nodes are looked after."""
+
+    async def asked(jobs):
+        return over(jobs)
+
+    async def until(condition):
+        while not condition():
+            await asyncio.sleep(0)
+
+    async def run():
+        care = NodeCare(cluster, asked)
+        task = asyncio.create_task(care.run())
+        try:
+            async with asyncio.timeout(SECONDS):
+                return await story(care, until)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def test_nodes_that_have_not_answered_in_time_are_closed(cluster, monkeypatch):
+    monkeypatch.setattr(node_care, "FIRST_SECONDS", 0.05)
+    held = asyncio.Event()
+    cluster.daemons.hang["b"] = lambda _: held.wait()
+
+    async def story(care, until):
+        await care.first_answers()
+        assert cluster.nodes.closed == {"b"} and "a" in cluster.peak_flops
+        held.set()
+        await until(lambda: not cluster.nodes.closed and "b" in cluster.peak_flops)
+
+    cared(cluster, story)
+
+
+def test_database_that_cannot_be_read_for_a_while_ends_no_care(cluster):
+    asked = []
+
+    def over(jobs):
+        asked.append(jobs)
+        if len(asked) <= 2:
+            raise OSError("disk I/O error")
+        return set(jobs)
+
+    daemon = cluster.daemons._daemon("b")
+    daemon.left = ["over"]
+    cared(cluster, lambda care, until: until(lambda: not daemon.left), over)
+    assert daemon.ended_jobs == ["over"]
+
+
+def test_only_jobs_that_are_over_for_certain_are_swept(cluster):
+    daemon = cluster.daemons._daemon("a")
+    daemon.left = ["over", "unknown"]
+    cared(cluster, lambda care, until: until(lambda: "over" not in daemon.left), lambda jobs: {"over"} & set(jobs))
+    assert daemon.left == ["unknown"]
+
+
+def test_node_that_was_lost_and_is_back_is_swept_again(cluster):
+    daemon = cluster.daemons._daemon("b")
+
+    async def story(care, until):
+        await until(lambda: len(cluster.peak_flops) == 2)
+        cluster.nodes.lost.add("b")
+        await until(lambda: "b" not in care._tasks)
+        daemon.left = ["ended meanwhile"]
+        cluster.nodes.lost.discard("b")
+        await until(lambda: not daemon.left)
+
+    cared(cluster, story)
+
+
+def test_daemon_of_a_release_before_cannot_tell_what_is_left_and_is_used_all_the_same(cluster):
+    daemon = cluster.daemons._daemon("a")
+
+    async def unknown_method():
+        raise AgentFailed("no attribute jobs")
+
+    daemon.jobs = unknown_method
+    cared(cluster, lambda care, until: until(lambda: "a" in cluster.peak_flops))
+    assert cluster.nodes.closed == set()
