@@ -46,12 +46,13 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     gang, record = job.gang, job.record
     where = await _where_all_are(job)
     last_kind = None if launch.incident is None else launch.incident.culprit.kind
-    async with asyncio.timeout(LAUNCH_SECONDS):
-        start = await newest_state(job, last_kind)
-        resume = replace(start.resume, began=beginning_of(start.resume, await record.generations()))
-        store = await _start_store(job, where[0].node)
-        generation = await record.begin(launch.cause, launch.counts, resume, start.source, gang.layout, launch.incident)
-        roll_backs = await record.rolled_back()
+    start = await newest_state(job, last_kind)
+    resume = replace(start.resume, began=beginning_of(start.resume, await record.generations()))
+    next_one = (await record.job()).generation + 1
+    async with asyncio.timeout(LAUNCH_SECONDS):  # for daemons and agents: the database may take as long as it likes
+        store = await _start_store(job, where[0].node, next_one)
+    generation = await record.begin(launch.cause, launch.counts, resume, start.source, gang.layout, launch.incident)
+    roll_backs = await record.rolled_back()
     orders = {
         rank: order_for(job, rank, place, gang.spec, generation, resume, store, roll_backs)
         for rank, place in where.items()
@@ -138,14 +139,13 @@ async def _where_all_are(job: JobContext) -> dict[int, AgentDescription]:
     return where
 
 
-async def _start_store(job: JobContext, node: str | None) -> StoreAddress | None:
-    """Where the ranks of the next generation meet; on the node of rank 0."""
+async def _start_store(job: JobContext, node: str | None, generation: int) -> StoreAddress | None:
+    """Where the ranks of `generation`, the next one, meet; on the node of rank 0."""
     if job.gang.layout.world_size == 1:
         return None
     daemons = await job.cluster.daemons.ensure()
     if node is None or node not in daemons:  # agents of a real cluster are always on one
         raise LaunchFailed(dict.fromkeys(job.gang.on([str(node)]), f"the daemon of node {node} does not answer"))
-    generation = (await job.record.job()).generation + 1
     return await daemons[node].start_store(job.id, generation)
 
 

@@ -27,6 +27,8 @@ T = TypeVar("T")
 # A departing agent that takes longer to answer is done without: it may be gone. One that was started to hand out
 # snapshots has to come up first.
 DEPARTING_SECONDS = 30.0
+# How long it may take to bring all snapshots to where they are needed.
+MEMORY_SECONDS = 150.0
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,24 @@ async def newest_state(job: JobContext, last_kind: str | None) -> StartingPoint:
     """The newest state that all of the gang can reach; it is brought to their nodes where it lies on others.
 
     `last_kind`: of the death that ended the generation before. Departing agents are asked too: their nodes may hold
-    state. Raises CheckpointsUnreadable where the newest is a checkpoint that cannot be read now."""
-    gang, agents, generation = job.gang, list(job.gang.by_rank.values()), (await job.record.job()).generation
+    state. Raises CheckpointsUnreadable where the newest is a checkpoint that cannot be read now, AgentError, and
+    TimeoutError where the agents take too long."""
+    gang, generation = job.gang, (await job.record.job()).generation
+    async with asyncio.timeout(MEMORY_SECONDS):  # for the agents alone: the database may take as long as it likes
+        brought, foreign = await _in_memory(job, generation)
+    held = [{*steps, *_in_process(gang, rank)} for rank, steps in enumerate(brought.steps)]
+    durable = await known_checkpoints(job)
+    unusable = unusable_sources(await job.record.generations(), last_kind)
+    resume = choose_resume(held, durable.checkpoints, unusable, foreign)
+    durable.refuse_unknown(job.id, resume)
+    taken = {kind for rank, kind in brought.taken.items() if resume.step in brought.steps[rank]}
+    return StartingPoint(resume, _source(resume, taken, resume.step in gang.held_steps.values()))
+
+
+async def _in_memory(job: JobContext, generation: int) -> tuple[rank_backups.Brought, list[tuple[int, list[str]]]]:
+    """What the gang can reach in shared memory: its own snapshots, also those that had to be brought to its nodes, and
+    (step, files) of what other layouts have left."""
+    gang, agents = job.gang, list(job.gang.by_rank.values())
     departing = [agent for people in job.departing for agent in people.agents if agent is not None]
     own = await asyncio.gather(*(agent.snapshot_steps(gang.tag) for agent in agents))
     brought, others = rank_backups.Brought([list(steps) for steps in own], {}), _other_layouts(job.submitted, gang.tag)
@@ -55,13 +73,7 @@ async def newest_state(job: JobContext, last_kind: str | None) -> StartingPoint:
             agents, own, needy, generation, gang.tag, memory.holders, memory.files, gang.peers
         )
         foreign = await _of_other_layouts(memory, others, generation)
-    held = [{*steps, *_in_process(gang, rank)} for rank, steps in enumerate(brought.steps)]
-    durable = await known_checkpoints(job)
-    unusable = unusable_sources(await job.record.generations(), last_kind)
-    resume = choose_resume(held, durable.checkpoints, unusable, foreign)
-    durable.refuse_unknown(job.id, resume)
-    taken = {kind for rank, kind in brought.taken.items() if resume.step in brought.steps[rank]}
-    return StartingPoint(resume, _source(resume, taken, resume.step in gang.held_steps.values()))
+    return brought, foreign
 
 
 async def known_checkpoints(job: JobContext) -> DurableState:

@@ -6,8 +6,10 @@ import contextlib
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from service.job import launch, resume
 from service.job import owner as owning
 from service.job.owner import JobOwner
+from service.job.record import JobRecord
 from service.job.supervisor import Supervisor
 from service.states import JobState
 from service.store import jobs, retries
@@ -176,3 +178,30 @@ def test_locked_database_stops_no_trainer_and_loses_no_report(owned, cluster, mo
     assert owned.row.state == "SUCCEEDED"
     assert owned.log.count("rank_lost") == 1
     assert "supervision_failed" not in owned.log
+
+
+def test_database_that_takes_longer_than_a_launch_may_fails_no_launch(owned, monkeypatch):
+    """What agents may take is limited; what the database takes says nothing about them."""
+    monkeypatch.setattr(launch, "LAUNCH_SECONDS", 0.5)
+    monkeypatch.setattr(resume, "MEMORY_SECONDS", 0.5)
+    begin, generations = JobRecord.begin, JobRecord.generations
+
+    async def slow_begin(self, *arguments):
+        await asyncio.sleep(0.6)
+        return await begin(self, *arguments)
+
+    async def slow_generations(self):
+        await asyncio.sleep(0.6)
+        return await generations(self)
+
+    monkeypatch.setattr(JobRecord, "begin", slow_begin)
+    monkeypatch.setattr(JobRecord, "generations", slow_generations)
+
+    async def body():
+        await owned.start()
+        await owned.watched(1)
+        await owned.commit(1)
+        await owned.finish()
+
+    story(body)
+    assert owned.log == ["STARTING", "generation_started", "RUNNING", "first_step", "SUCCEEDED"]
