@@ -262,10 +262,9 @@ class Supervisor:
         await self._record.event("held_back", message, rank=culprit.rank, data=data)
         await self._pause(seconds)
 
-    async def _hold(self, launch: Launch, why: CheckpointsUnreadable) -> Launch:
-        """Wait before looking again whether the state to go on from can be read, or until the job is cancelled."""
-        self._job.failed_launches = []  # all agents have answered
-        await self._record.note_held(str(why))
+    async def _hold(self, launch: Launch, why: str) -> Launch:
+        """Wait before the next try of a launch that failed by no fault of the gang's, or until the job is cancelled."""
+        await self._record.note_held(why)
         await self._pause(hold_seconds(launch.holds))
         return replace(launch, holds=launch.holds + 1)
 
@@ -309,8 +308,11 @@ class Supervisor:
         try:
             running = await launch_generation(self._job, launch)
         except CheckpointsUnreadable as error:
-            return await self._hold(launch, error)
-        except (AgentError, ClusterUnavailable, LaunchFailed, TimeoutError) as error:
+            self._job.failed_launches = []  # all agents have answered
+            return await self._hold(launch, str(error))
+        except ClusterUnavailable as error:
+            return await self._hold(launch, f"Ray does not do what it is asked ({error}); it is asked again")
+        except (AgentError, LaunchFailed, TimeoutError) as error:
             log.warning("launch of %s failed: %s", self._job.id, error)
             death, lost = await self._launch_failure(error)
             return Recover(death, lost, RecoveryTimeline(time.time()), launch)

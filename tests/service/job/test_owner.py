@@ -6,11 +6,13 @@ import contextlib
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from service.cluster.errors import ClusterUnavailable
 from service.job import launch, resume
 from service.job import owner as owning
 from service.job.owner import JobOwner
 from service.job.record import JobRecord
 from service.job.supervisor import Supervisor
+from service.recovery import durable_state
 from service.states import JobState
 from service.store import jobs, retries
 from tests.service.support.supervised_job import story
@@ -205,3 +207,32 @@ def test_database_that_takes_longer_than_a_launch_may_fails_no_launch(owned, mon
 
     story(body)
     assert owned.log == ["STARTING", "generation_started", "RUNNING", "first_step", "SUCCEEDED"]
+
+
+def test_ray_that_does_not_answer_during_a_launch_costs_no_agent(owned, cluster, monkeypatch):
+    monkeypatch.setattr(durable_state, "FIRST_HOLD_SECONDS", 0.001)
+    ensure, left = cluster.daemons.ensure, [ClusterUnavailable(TimeoutError("no answer"))] * 3
+
+    async def silent(*arguments):
+        if left and owned.row.generation == 1:
+            raise left.pop()
+        return await ensure(*arguments)
+
+    monkeypatch.setattr(cluster.daemons, "ensure", silent)
+
+    async def body():
+        await owned.start()
+        await owned.watched(1)
+        await owned.commit(1)
+        agents = list(owned.ranks)
+        owned.ranks[1].die()
+        await owned.watched(2)
+        assert owned.ranks == agents
+        await owned.commit(2)
+        await owned.finish()
+
+    story(body)
+    assert owned.row.state == "SUCCEEDED"
+    assert left == []
+    assert owned.log.count("held") == 1 and "Ray does not do what it is asked (no answer)" in owned.message("held")
+    assert owned.row.restarts == 1
