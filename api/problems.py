@@ -8,6 +8,8 @@ from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from starlette.exceptions import HTTPException
 
 from api.schemas import FieldProblem, Problem
@@ -21,6 +23,8 @@ from workers.spec.problems import SpecError
 log = logging.getLogger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
+RETRY_SECONDS = "5"
+"""What a 503 says about when to try again."""
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
@@ -61,6 +65,8 @@ def install(app: FastAPI) -> None:
              (BodyTooLarge, 413, "body_too_large"), (SizeOutOfBounds, 422, "size_out_of_bounds"))  # fmt: skip
     for kind, status, code in known:
         app.add_exception_handler(kind, _answer(status, code))
+    for kind in (OperationalError, InterfaceError, NoConnectionLeft):
+        app.add_exception_handler(kind, _database_unavailable)
     app.add_exception_handler(SpecError, _spec_error)
     app.add_exception_handler(InvalidCursor, _invalid_cursor)
     app.add_exception_handler(NotReady, _not_ready)
@@ -72,10 +78,18 @@ def install(app: FastAPI) -> None:
 def _answer(status: int, code: str) -> Callable[[Request, Exception], Awaitable[Response]]:
     """A handler that says what the exception says."""
 
+    headers = {"Retry-After": RETRY_SECONDS} if status == 503 else None
+
     async def handler(_request: Request, error: Exception) -> Response:
-        return problem(status, code, str(error))
+        return problem(status, code, str(error), headers=headers)
 
     return handler
+
+
+async def _database_unavailable(request: Request, error: Exception) -> Response:
+    log.warning("%s %s: the database does not answer (%s)", request.method, request.url.path, error)
+    detail = "the job database does not answer; jobs run on, and nothing was changed by this request: try it again"
+    return problem(503, "database_unavailable", detail, headers={"Retry-After": RETRY_SECONDS})
 
 
 async def _spec_error(_request: Request, error: Exception) -> Response:
@@ -91,7 +105,8 @@ async def _invalid_cursor(_request: Request, error: Exception) -> Response:
 
 async def _not_ready(_request: Request, error: Exception) -> Response:
     assert isinstance(error, NotReady)
-    return problem(503, "not_ready", str(error), [FieldProblem(path="", rule=reason) for reason in error.reasons])
+    errors = [FieldProblem(path="", rule=reason) for reason in error.reasons]
+    return problem(503, "not_ready", str(error), errors, {"Retry-After": RETRY_SECONDS})
 
 
 async def _invalid_parameter(_request: Request, error: Exception) -> Response:
