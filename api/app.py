@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI
@@ -10,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from api import problems, schemas
 from api.control import ControlPlane
+from api.request_guard import RequestGuard
 from api.routes import (
     checkpoints,
     cluster,
@@ -30,8 +32,10 @@ from workers.config import JobSpec
 _RESOURCES = (jobs, metrics, events, logs, ranks, checkpoints, ledger, recoveries, faults, cluster, nodes, health)
 
 
-def create_app(control: ControlPlane) -> FastAPI:
-    """The API on top of `control`. Each app has its own Prometheus registry, so that several can live in a process."""
+def create_app(control: ControlPlane, allowed_hosts: Collection[str] = ()) -> FastAPI:
+    """The API on top of `control`. Each app has its own Prometheus registry, so that several can live in a process.
+
+    `allowed_hosts`: names of the service beside this machine's own, such as a proxy's."""
     app = FastAPI(
         title="Manta",
         description="Elastic 3D-parallel training on Ray",
@@ -45,6 +49,7 @@ def create_app(control: ControlPlane) -> FastAPI:
     registry.register(JobCollector(control.store))
     app.state.control = control
     app.state.registry = registry
+    app.add_middleware(RequestGuard, allowed_hosts=allowed_hosts)
     app.add_middleware(RequestTimer, registry=registry)
     problems.install(app)
     for resource in _RESOURCES:

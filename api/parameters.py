@@ -9,12 +9,10 @@ from typing import Annotated, Any, NoReturn, cast
 from fastapi import Depends, Header, Path, Query, Request
 
 from api.control import ControlPlane
-from api.problems import BodyTooLarge, MalformedJson
+from api.problems import MalformedJson
 from service.store import JobNotFound
 from service.store.ids import is_job_id
 
-MAX_BODY_BYTES = 1024 * 1024
-"""Longer bodies are refused; a job spec is about a thousand times smaller."""
 _LARGEST_INTEGER = 2**63 - 1
 
 
@@ -31,14 +29,9 @@ def checked_job_id(job_id: Annotated[str, Path(description="Job id")]) -> str:
 
 
 async def json_body(request: Request) -> Any:
-    """The body as JSON. Raises BodyTooLarge, and MalformedJson where it is not strict JSON in UTF-8."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"the body is longer than {MAX_BODY_BYTES} bytes, which no job spec needs")
+    """The body as JSON. Raises MalformedJson where it is not strict JSON in UTF-8."""
     try:
-        document = json.loads(bytes(body), parse_constant=_no_constant)
+        document = json.loads(await request.body(), parse_constant=_no_constant)
         digest_of(document)  # also finds text that is no Unicode, which could be stored but never be sent back
     except (ValueError, RecursionError) as error:
         raise MalformedJson(f"the body is not valid JSON: {str(error) or 'nested too deeply'}") from error

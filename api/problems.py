@@ -32,10 +32,6 @@ class MalformedJson(MantaError):
     """The body of a request is not JSON."""
 
 
-class BodyTooLarge(MantaError):
-    """The body of a request is longer than any job spec."""
-
-
 class NotReady(MantaError):
     """The service cannot run jobs right now."""
 
@@ -62,11 +58,11 @@ def install(app: FastAPI) -> None:
              (NodeNotFound, 404, "node_not_found"), (NodeUnreachable, 503, "node_unreachable"),
              (ClusterUnavailable, 503, "cluster_unavailable"),
              (MalformedJson, 400, "malformed_json"),
-             (BodyTooLarge, 413, "body_too_large"), (SizeOutOfBounds, 422, "size_out_of_bounds"))  # fmt: skip
+             (SizeOutOfBounds, 422, "size_out_of_bounds"))  # fmt: skip
     for kind, status, code in known:
         app.add_exception_handler(kind, _answer(status, code))
-    for kind in (OperationalError, InterfaceError, NoConnectionLeft):
-        app.add_exception_handler(kind, _database_unavailable)
+    for away in (OperationalError, InterfaceError, NoConnectionLeft):
+        app.add_exception_handler(away, _database_unavailable)
     app.add_exception_handler(SpecError, _spec_error)
     app.add_exception_handler(InvalidCursor, _invalid_cursor)
     app.add_exception_handler(NotReady, _not_ready)

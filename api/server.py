@@ -9,13 +9,13 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from service.cluster.processes import same_process, start_of, started_in
 from service.cluster.ray_head import ExistingRay, RayHead
 from service.control_plane import ControlPlane
-from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.settings import Settings
 from workers.errors import MantaError
 
@@ -33,21 +33,13 @@ class AlreadyRunning(MantaError):
     """A service of the same home runs already."""
 
 
-def serve(
-    home: Path,
-    host: str,
-    port: int,
-    slots: int | None,
-    ray: str | None,
-    allow_faults: bool = False,
-    memory_seconds: float = DEFAULT_MEMORY_SECONDS,
-) -> None:
-    """Run the service until SIGTERM or SIGINT. Port 0 picks a free one. `allow_faults`: make faults on request.
+def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str | None) -> None:
+    """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of somebody else's Ray.
 
-    The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. `ray`:
-    host:port of somebody else's Ray; `memory_seconds`: how long the snapshots of a failed job are kept. Raises
+    The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
     PortTaken, AlreadyRunning, RayUnavailable.
     """
+    home, allow_faults = settings.home, settings.allow_faults
     home.mkdir(parents=True, exist_ok=True)
     running = running_service(home)
     if running is not None and running["pid"] != os.getpid():
@@ -58,14 +50,18 @@ def serve(
     url = f"http://{host}:{port}"
     head = ExistingRay(ray) if ray else RayHead(home, slots)
     control = ControlPlane(
-        home, head, lambda: _start_over(home, host, port, slots, allow_faults), allow_faults, memory_seconds
+        home,
+        head,
+        lambda: _start_over(home, host, port, slots, allow_faults),
+        allow_faults,
+        settings.failed_memory_hours * 3600,
     )
     control.start()
-    service_file = Settings(home).service_file
+    service_file = settings.service_file
     try:
         import uvicorn  # once the jobs are under control, like what `build_app` imports
 
-        app = build_app(control, url)
+        app = build_app(control, url, (host, *settings.allowed_hosts))
         _announce(service_file, url)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
@@ -78,12 +74,13 @@ def serve(
         lock.close()
 
 
-def build_app(control: ControlPlane, url: str) -> FastAPI:
-    """REST and dashboard on top of `control`; the dashboard calls the service at `url`."""
+def build_app(control: ControlPlane, url: str, allowed_hosts: Collection[str] = ()) -> FastAPI:
+    """REST and dashboard on top of `control`; the dashboard calls the service at `url`. `allowed_hosts`: as for
+    `create_app`."""
     from api.app import create_app  # imports FastAPI, which only the server needs
     from api.ui import mount  # and NiceGUI
 
-    app = create_app(control)
+    app = create_app(control, allowed_hosts)
     mount(app, url)
     return app
 

@@ -29,19 +29,23 @@ class Settings:
     allow_faults: bool = False
     """Whether the service makes faults in jobs on request (MANTA_ALLOW_FAULTS=1, or `manta up --allow-faults`)."""
 
+    allowed_hosts: tuple[str, ...] = ()
+    """Names under which the service may be reached beside this machine's own, such as a proxy's (MANTA_ALLOWED_HOSTS,
+    separated by commas)."""
     failed_memory_hours: float = 24.0
     """How long the snapshots of a job that failed stay in shared memory for `manta retry`
     (MANTA_FAILED_MEMORY_HOURS); 0: they go at once."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Read MANTA_HOME (default ~/.manta), MANTA_URL, MANTA_ALLOW_FAULTS and MANTA_FAILED_MEMORY_HOURS from
-        `environment`, by default the process's own. Raises BadSetting."""
+        """Read MANTA_HOME (default ~/.manta), MANTA_URL, MANTA_ALLOW_FAULTS, MANTA_ALLOWED_HOSTS and
+        MANTA_FAILED_MEMORY_HOURS from `environment`, by default the process's own. Raises BadSetting."""
         source = os.environ if environment is None else environment
         home = Path(source.get("MANTA_HOME") or "~/.manta").expanduser().absolute()
         allow_faults = source.get("MANTA_ALLOW_FAULTS", "").strip().lower() in ("1", "true", "yes", "on")
         hours = _hours(source.get("MANTA_FAILED_MEMORY_HOURS") or "24")
-        return cls(home, source.get("MANTA_URL") or None, allow_faults, hours)
+        hosts = tuple(filter(None, (name.strip() for name in source.get("MANTA_ALLOWED_HOSTS", "").split(","))))
+        return cls(home, source.get("MANTA_URL") or None, allow_faults, hosts, hours)
 
     @property
     def service_file(self) -> Path:

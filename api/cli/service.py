@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -114,8 +115,7 @@ def serve_command(
     """Run the service in the foreground, for containers."""
     configure_logging()
     settings = Settings.from_environment()
-    kept = settings.failed_memory_hours * 3600
-    serve(settings.home, host, port, slots, ray, allow_faults or settings.allow_faults, kept)
+    serve(replace(settings, allow_faults=allow_faults or settings.allow_faults), host, port, slots, ray)
 
 
 def start_service(

@@ -48,7 +48,9 @@ def test_any_value_anywhere_gets_a_verdict(service, document, path, value, dry_r
         place = place.setdefault(part, {})
     place[path[-1]] = value
     body = json.dumps(changed).encode()  # lone surrogates travel as escapes, as clients send them
-    response = service.http.post("/v1/jobs", params={"dry_run": dry_run}, content=body)
+    response = service.http.post(
+        "/v1/jobs", params={"dry_run": dry_run}, content=body, headers={"Content-Type": "application/json"}
+    )
     assert response.status_code in (200 if dry_run else 201, 400, 422), response.text
     if response.is_success:
         return

@@ -7,6 +7,8 @@ from sqlalchemy.exc import OperationalError
 
 PROBLEM_KEYS = {"code", "title", "status", "detail", "errors"}
 
+JSON = {"Content-Type": "application/json"}
+
 
 def check(response, status, code):
     assert (response.status_code, response.json()["code"]) == (status, code), response.text
@@ -52,12 +54,12 @@ def test_an_unsupported_value_beside_a_wrong_one_is_an_invalid_spec(service, doc
     ids=["empty", "cut", "not-utf8", "nan", "infinity", "surrogate", "deep", "long-number"],
 )
 def test_a_body_that_is_no_json_is_malformed(service, body):
-    check(service.http.post("/v1/jobs", content=body), 400, "malformed_json")
+    check(service.http.post("/v1/jobs", content=body, headers=JSON), 400, "malformed_json")
 
 
 @pytest.mark.parametrize("body", [b"null", b"[]", b"5", b'"name: x"', b"{}"])
 def test_json_that_is_no_spec_is_an_invalid_spec(service, body):
-    check(service.http.post("/v1/jobs", content=body), 422, "invalid_spec")
+    check(service.http.post("/v1/jobs", content=body, headers=JSON), 422, "invalid_spec")
 
 
 def test_steps_beyond_what_can_be_counted_are_refused(service, document):
@@ -70,7 +72,7 @@ def test_steps_beyond_what_can_be_counted_are_refused(service, document):
 def test_a_body_beyond_all_measure_is_too_large(service, chunked):
     body = b" " * (2 * 1024 * 1024)
     content = (body[start : start + 65536] for start in range(0, len(body), 65536)) if chunked else body
-    check(service.http.post("/v1/jobs", content=content), 413, "body_too_large")
+    check(service.http.post("/v1/jobs", content=content, headers=JSON), 413, "body_too_large")
 
 
 @pytest.mark.parametrize("job_id", ["job_000000000000", "nonsense", "job_%2e%2e%2f%2e%2e", "%00", "job_00000000000%0a"])

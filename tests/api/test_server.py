@@ -43,9 +43,6 @@ class FakeControl:
     def stop(self):
         FakeControl.left = "jobs run on"
 
-    def end_everything(self):
-        FakeControl.left = "everything was ended"
-
 
 def test_service_that_fails_leaves_the_jobs_running(tmp_path, monkeypatch):
     def disk_is_full(*arguments):
@@ -55,7 +52,7 @@ def test_service_that_fails_leaves_the_jobs_running(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)
     monkeypatch.setattr(server, "_announce", disk_is_full)
     with pytest.raises(OSError, match="No space left"):
-        server.serve(tmp_path, "127.0.0.1", 0, None, None)
+        server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
     assert FakeControl.left == "jobs run on"
 
 

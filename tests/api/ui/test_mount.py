@@ -27,7 +27,7 @@ def served(folder):
 
 
 def test_the_api_keeps_every_path_that_is_not_the_dashboards(tmp_path):
-    with TestClient(served(tmp_path / "a")) as http:
+    with TestClient(served(tmp_path / "a"), base_url="http://127.0.0.1") as http:
         for path in ("/v1/nope", "/nope", "/uix"):
             response = http.get(path)
             assert (response.status_code, response.headers["content-type"]) == (404, "application/problem+json"), path
@@ -36,7 +36,7 @@ def test_the_api_keeps_every_path_that_is_not_the_dashboards(tmp_path):
 
 
 def test_addresses_lead_to_the_dashboard(tmp_path):
-    with TestClient(served(tmp_path / "a")) as http:
+    with TestClient(served(tmp_path / "a"), base_url="http://127.0.0.1") as http:
         for path in ("/", "/ui"):
             response = http.get(path, follow_redirects=False)
             assert (response.status_code, response.headers["location"]) == (307, "/ui/")
@@ -45,7 +45,7 @@ def test_addresses_lead_to_the_dashboard(tmp_path):
 
 
 def test_pages_are_served_while_the_service_does_not_answer(tmp_path):
-    with TestClient(served(tmp_path / "a")) as http:
+    with TestClient(served(tmp_path / "a"), base_url="http://127.0.0.1") as http:
         for path in ("/ui/", "/ui/jobs/job_000000000000"):
             response = http.get(path)
             assert response.status_code == 200
@@ -54,11 +54,11 @@ def test_pages_are_served_while_the_service_does_not_answer(tmp_path):
 
 def test_a_process_may_have_one_app_after_another(tmp_path):
     for name in ("a", "b"):
-        with TestClient(served(tmp_path / name)) as http:
+        with TestClient(served(tmp_path / name), base_url="http://127.0.0.1") as http:
             assert http.get("/ui/").status_code == 200
 
 
 def test_apps_may_be_made_before_one_is_started(tmp_path):
     served(tmp_path / "a")
-    with TestClient(served(tmp_path / "b")) as http:
+    with TestClient(served(tmp_path / "b"), base_url="http://127.0.0.1") as http:
         assert http.get("/ui/").status_code == 200

@@ -1,0 +1,151 @@
+"""What is refused before any route sees it: requests that a web page of somebody else's makes its visitor's browser
+send, and bodies that no request needs.
+
+A page of another site can send a form or a socket's handshake here, but cannot hide its `Origin`, nor send JSON without
+asking first. A site whose name is made to lead here (DNS rebinding) is told by its name in `Host`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.problems import problem
+
+MAX_BODY_BYTES = 1024 * 1024
+"""Longer bodies are refused; a job spec is about a thousand times smaller."""
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_JSON_PATHS = "/v1/"
+_POLICY_VIOLATION = 1008
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request is not let through."""
+
+    status: int
+    code: str
+    detail: str
+
+
+def refusal(
+    kind: str, method: str, path: str, headers: Mapping[str, str], own_names: Collection[str]
+) -> Refusal | None:
+    """Why a request of `kind` (http or websocket) is refused; None where it is let through. `own_names`: host names, in
+    lower case, under which the service may be reached beside its addresses."""
+    host = headers.get("host", "")
+    if not _is_ours(host, own_names):
+        return Refusal(
+            403,
+            "unknown_host",
+            f"the service is not known as {host[:100]!r}; use its address, or add the name to MANTA_ALLOWED_HOSTS",
+        )
+    origin = headers.get("origin")
+    changes = kind == "websocket" or method not in _SAFE
+    if changes and origin is not None and not _same_site(origin, host, own_names):
+        return Refusal(403, "cross_site", f"pages of {origin[:100]!r} may not change anything here")
+    if (
+        changes
+        and path.startswith(_JSON_PATHS)
+        and _has_body(headers)
+        and not _is_json(headers.get("content-type", ""))
+    ):
+        return Refusal(
+            415, "unsupported_media_type", "the body must be JSON: send it with Content-Type: application/json"
+        )
+    return None
+
+
+def _is_ours(host: str, own_names: Collection[str]) -> bool:
+    """An address cannot be another site's name."""
+    name = _name_in(host)
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in own_names
+    return True
+
+
+def _name_in(host: str) -> str:
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _same_site(origin: str, host: str, own_names: Collection[str]) -> bool:
+    """Whether a page of `origin` is one of ours: of this very host, or of a name that was set for a proxy before it."""
+    netloc = origin.partition("://")[2].lower()
+    return netloc == host.lower() or (_name_in(netloc) in own_names and _name_in(host) in own_names)
+
+
+def _has_body(headers: Mapping[str, str]) -> bool:
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+def _is_json(content_type: str) -> bool:
+    media_type = content_type.partition(";")[0].strip().lower()
+    return media_type == "application/json" or (media_type.startswith("application/") and media_type.endswith("+json"))
+
+
+class RequestGuard:
+    """ASGI middleware that answers what is refused."""
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str] = ()):
+        """`allowed_hosts`: names of the service beside this machine's own, such as a proxy's."""
+        self._app = app
+        self._own_names = {name.lower() for name in ("localhost", socket.gethostname(), *allowed_hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer it."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        refused = refusal(scope["type"], scope.get("method", "GET"), scope["path"], headers, self._own_names)
+        if refused is not None and scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": refused.detail})
+            return
+        if refused is None and scope["type"] == "http" and _has_body(headers):
+            body = await _body(receive, headers)
+            if body is None:
+                detail = f"the body is longer than {MAX_BODY_BYTES} bytes, which no request needs"
+                refused = Refusal(413, "body_too_large", detail)
+            else:
+                receive = _replayed(body, receive)
+        if refused is not None:
+            await problem(refused.status, refused.code, refused.detail)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+async def _body(receive: Receive, headers: Mapping[str, str]) -> bytes | None:
+    """The whole body; None where it is too long. One that says so is not even read."""
+    length = headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        return None
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            return None
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return bytes(body)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """The body as one message, and after it whatever comes."""
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return left.pop() if left else await receive()
+
+    return replay

@@ -1,0 +1,91 @@
+"""What other sites make a browser send is refused, and so are bodies that no request needs."""
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api.request_guard import MAX_BODY_BYTES, refusal
+
+OURS = {"localhost", "trainer7", "manta.example.org"}
+JSON = {"content-type": "application/json"}
+
+
+def code(kind="http", method="POST", path="/v1/jobs/job_0/cancel", host="127.0.0.1:8400", **headers):
+    given = {"host": host, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    refused = refusal(kind, method, path, given, OURS)
+    return None if refused is None else (refused.status, refused.code)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1:8400", "[::1]:8400", "192.168.7.3", "localhost:8400", "TRAINER7", "trainer7.", "manta.example.org"],
+)
+def test_addresses_and_own_names_are_hosts(host):
+    assert code(host=host) is None
+
+
+@pytest.mark.parametrize(
+    "host", ["", "evil.example", "127.0.0.1.evil.example:8400", "localhost.evil.example", "[::1", "a b"]
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_name_of_somebody_else_that_leads_here_is_refused(host, method):
+    assert code(host=host, method=method) == (403, "unknown_host")
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://127.0.0.1:9999", "http://localhost:8400", "http://[", ""]
+)
+def test_page_of_another_site_changes_nothing(origin):
+    assert code(origin=origin) == (403, "cross_site")
+    assert code(kind="websocket", method="GET", path="/ui/_nicegui_ws/socket.io/", origin=origin) == (403, "cross_site")
+    assert code(method="GET", origin=origin) is None, "a browser keeps the answer from that page"
+
+
+def test_our_own_pages_may():
+    assert code(origin="http://127.0.0.1:8400") is None
+    assert code(host="trainer7:8400", origin="http://TRAINER7:8400") is None
+    assert code(kind="websocket", method="GET", origin="http://127.0.0.1:8400") is None
+    assert code(host="trainer7:8400", origin="https://manta.example.org") is None, "a proxy that ends TLS before us"
+
+
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; x", ""]
+)
+def test_body_that_says_it_is_no_json_is_refused(content_type):
+    assert code(content_length="2", content_type=content_type) == (415, "unsupported_media_type")
+    assert code(transfer_encoding="chunked", content_type=content_type) == (415, "unsupported_media_type")
+    assert code(content_length="0", content_type=content_type) is None
+    assert code(content_length="2", content_type=content_type, path="/ui/_nicegui_ws/socket.io/") is None
+
+
+@pytest.mark.parametrize(
+    "content_type", ["application/json", "Application/JSON; charset=utf-8", "application/merge-patch+json"]
+)
+def test_json_is_let_through(content_type):
+    assert code(content_length="2", content_type=content_type) is None
+
+
+@given(st.text(), st.text(), st.text())
+def test_no_header_makes_it_fail(host, origin, content_type):
+    code(host=host, origin=origin, content_type=content_type, content_length="1")
+
+
+def test_refusal_is_a_problem_document_and_nothing_is_stored(service, document):
+    response = service.http.post("/v1/jobs", json=document, headers={"Origin": "https://evil.example"})
+    assert (response.status_code, response.json()["code"]) == (403, "cross_site")
+    assert response.headers["content-type"] == "application/problem+json"
+    response = service.http.post("/v1/jobs", json=document, headers={"Host": "evil.example"})
+    assert (response.status_code, response.json()["code"]) == (403, "unknown_host")
+    response = service.http.post("/v1/jobs", content=httpx.Request("POST", "http://x", json=document).content)
+    assert (response.status_code, response.json()["code"]) == (415, "unsupported_media_type")
+    assert service.http.get("/v1/jobs").json()["items"] == []
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/jobs/job_000000000001/resize", "/v1/nodes/x/drain"])
+def test_body_that_no_request_needs_is_refused_everywhere(service, path, chunked):
+    size = MAX_BODY_BYTES + 1
+    content = (b" " * 65536 for _ in range(size // 65536 + 1)) if chunked else b" " * size
+    response = service.http.post(path, content=content, headers=JSON)
+    assert (response.status_code, response.json()["code"]) == (413, "body_too_large")
