@@ -150,12 +150,13 @@ class ControlPlane:
         assert self._cluster is not None
         held = await self._cluster.jobs()
         states = await asyncio.to_thread(self._states, held)
+        keeping = await asyncio.to_thread(self._read, failed_jobs.holding_memory)
         for job in held:
             if job not in states:
                 log.error(UNKNOWN_JOB, job)
             elif is_final(states[job]) or states[job] == JobState.QUEUED:
-                # One that waits goes on from its snapshots.
-                await self._cluster.release(job, keep_snapshots=states[job] == JobState.QUEUED)
+                # One that waits, or may be tried again, goes on from its snapshots.
+                await self._cluster.release(job, keep_snapshots=job in keeping)
                 log.warning("released what was left of %s", job)
 
     def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:
@@ -233,8 +234,11 @@ class ControlPlane:
         while True:
             try:
                 for job_id in await asyncio.to_thread(self._read, lambda s: failed_jobs.memory_expired(s, time.time())):
-                    await cluster.end_job(job_id)
-                    await self._store.write_async(partial(failed_jobs.memory_let_go, job_id=job_id))
+                    # First the row: from then on a retry, which may come at any moment, asks for a checkpoint.
+                    if await self._store.write_async(
+                        partial(failed_jobs.let_memory_go, job_id=job_id, now=time.time())
+                    ):
+                        await cluster.end_job(job_id)
             except Exception:  # what is left is looked for again
                 log.exception("could not remove snapshots that were kept for long enough")
             await asyncio.sleep(MEMORY_SECONDS)

@@ -40,8 +40,11 @@ def memory_expired(session: Session, now: float) -> list[str]:
     return list(session.scalars(select(Job.id).where(Job.memory_kept_until < now)))
 
 
-def memory_let_go(session: Session, job_id: str) -> None:
-    """Note that the job's snapshots in shared memory are gone, unless it is being tried again. Raises JobNotFound."""
+def let_memory_go(session: Session, job_id: str, now: float) -> bool:
+    """Note that the job's snapshots in shared memory are not kept any more; False where they must be, since it is being
+    tried again, or their time is not over. Raises JobNotFound."""
     job = jobs.get(session, job_id, lock=True)
-    if is_final(job.state):
-        job.memory_kept_until = None
+    if not is_final(job.state) or job.memory_kept_until is None or job.memory_kept_until >= now:
+        return False
+    job.memory_kept_until = None
+    return True

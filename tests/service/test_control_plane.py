@@ -413,13 +413,8 @@ def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
     assert (daemon.left, daemon.ended_jobs) == ([job.id], [])
     store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() - 1))
 
-    async def gone():
-        async with asyncio.timeout(SECONDS):
-            while plane._job(job.id).memory_kept_until is not None:
-                await asyncio.sleep(0)
-
-    plane._call(gone())
-    assert daemon.ended_jobs == [job.id]
+    plane._call(reached(lambda: daemon.ended_jobs == [job.id]))
+    assert plane._job(job.id).memory_kept_until is None
 
 
 def test_peaks_are_asked_for_until_all_nodes_know_them(start, cluster, monkeypatch):

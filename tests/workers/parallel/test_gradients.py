@@ -240,8 +240,21 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-6)], ids=["fp64", "fp32"])
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=lambda sizes: "tp{} pp{} dp{}".format(*sizes))
+SIZES_AND_PRECISIONS = [
+    pytest.param(
+        sizes,
+        dtype,
+        tolerance,
+        id=f"tp{sizes[0]} pp{sizes[1]} dp{sizes[2]} {name}",
+        # In fp64 a wrong term cannot hide; in fp32 a few layouts show that rounding is all that is added.
+        marks=[] if name == "fp64" or number % 4 == 1 else [pytest.mark.soak],
+    )
+    for number, sizes in enumerate(LAYOUTS)
+    for name, dtype, tolerance in (("fp64", torch.float64, 1e-10), ("fp32", torch.float32, 2e-6))
+]
+
+
+@pytest.mark.parametrize(("sizes", "dtype", "tolerance"), SIZES_AND_PRECISIONS)
 def test_gradients_equal_those_of_a_plain_model(ranks, sizes, dtype, tolerance):
     numbers = [
         number for number, row in enumerate(covering_array()) if sizes == (row["tensor"], row["pipeline"], row["data"])

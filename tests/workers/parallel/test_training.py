@@ -44,7 +44,13 @@ def test_training_learns(curve):
     assert curve.rows[-1]["loss"] < 4.5
 
 
-@pytest.mark.parametrize("layout", SEVEN_LAYOUTS[1:], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=str(layout), marks=[pytest.mark.soak] if layout in ((1, 2, 1), (2, 2, 1)) else [])
+        for layout in SEVEN_LAYOUTS[1:]
+    ],
+)
 def test_layouts_agree_at_every_step(ranks, corpus, curve, layout):
     found = ranks.run(ParallelConfig(**axes(layout)), train_job, training_job(corpus, layout))
     for rank in found:

@@ -127,16 +127,27 @@ def same(a: Outcome, b: Outcome) -> bool:
     return a[0] == b[0] and all(torch.equal(values, b[1][name]) for name, values in a[1].items())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_number_of_replicas_changes_no_bit(ranks, corpus, name):
+# Every number of replicas, each stage of ZeRO with an even and an uneven share.
+REPLICAS_AND_ZERO = ((2, 0), (2, 1), (3, 0), (3, 1), (4, 1))
+FEW = [(name, (REPLICAS_AND_ZERO[at % 5], REPLICAS_AND_ZERO[(at + 2) % 5])) for at, name in enumerate(CASES)]
+"""Two of them with each case, each of them with several cases."""
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *(pytest.param(name, sizes, id=name) for name, sizes in FEW),
+        *(pytest.param(name, REPLICAS_AND_ZERO, id=f"{name}, all", marks=pytest.mark.soak) for name in CASES),
+    ],
+)
+def test_the_number_of_replicas_changes_no_bit(ranks, corpus, name, sizes):
     case = CASES[name]
     (tensor, pipeline), _, _ = case
     alone = train(ranks, job(corpus, case, 1))
     assert len(set(map(str, alone[0]))) > STEPS, "the steps differ"
-    # Every number of replicas, each stage of ZeRO with an even and an uneven share.
-    for replicas, zero in ((2, 0), (2, 1), (3, 0), (3, 1), (4, 1)):
-        if tensor * pipeline * replicas <= 8:
-            assert same(train(ranks, job(corpus, case, replicas, zero)), alone), (replicas, zero)
+    few_ranks = min(8 // (tensor * pipeline), 4)
+    for replicas, zero in dict.fromkeys((min(replicas, few_ranks), zero) for replicas, zero in sizes):
+        assert same(train(ranks, job(corpus, case, replicas, zero)), alone), (replicas, zero)
 
 
 def test_without_it_the_number_of_replicas_does_change_bits(ranks, corpus):

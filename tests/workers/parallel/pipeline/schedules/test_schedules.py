@@ -32,7 +32,13 @@ def edge_counts(kind: str, stages: int) -> list[int]:
     return [m for m in (1, 2, stages - 1, stages, stages + 1, 2 * stages - 1, 2 * stages, 64) if 0 < m <= 64]
 
 
-@pytest.mark.parametrize("stages", range(1, 17))
+@pytest.mark.parametrize(
+    "stages",
+    [
+        *range(1, 9),
+        *(pytest.param(stages, marks=[] if stages == 12 else [pytest.mark.soak]) for stages in range(9, 17)),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_number_of_stages_is_sound(kind, stages):
     for virtual_stages in virtual_stages_of(kind):

@@ -1,0 +1,65 @@
+"""A job that failed keeps its memory for a while, and can be tried again."""
+
+import pytest
+
+from service.states import JobState
+from service.store import IllegalTransition, failed_jobs, generations, jobs
+
+
+@pytest.fixture
+def failed(store, started):
+    """A job that failed in its first generation, whose snapshots are kept until 1000."""
+
+    def fail(session):
+        generations.begin(session, started.id, "submitted", False)
+        generations.end(session, started.id, 1, outcome={"state": "FAILED", "reason": "x", "message": "y"})
+        jobs.transition(session, started.id, JobState.FAILED, "x", "a sentence")
+        jobs.get(session, started.id).memory_kept_until = 1000.0
+
+    store.write(fail)
+    return started
+
+
+def row(store, job):
+    with store.read() as session:
+        return jobs.get(session, job.id)
+
+
+def test_retry_puts_it_back_into_the_queue_and_forgets_how_it_ended(store, failed):
+    store.write(lambda s: failed_jobs.request_retry(s, failed.id))
+    now = row(store, failed)
+    assert (now.state, now.reason, now.finished_at, now.memory_kept_until) == ("QUEUED", "retried_by_user", None, None)
+    assert "a sentence" in now.message
+    assert now.retried_at == now.updated_at
+    with store.read() as session:
+        (life,) = generations.of_job(session, failed.id)
+    assert "outcome" not in life.data
+
+
+def test_only_what_failed_is_tried_again(store, submit):
+    waiting = submit()
+    with pytest.raises(IllegalTransition, match="retry works only while it is one of FAILED"):
+        store.write(lambda s: failed_jobs.request_retry(s, waiting.id))
+
+
+def test_memory_is_held_by_jobs_that_are_not_final_and_those_that_may_be_tried_again(store, failed, submit):
+    waiting, over = submit(), submit()
+    store.write(lambda s: jobs.request_cancel(s, over.id))
+    with store.read() as session:
+        assert set(failed_jobs.holding_memory(session)) == {failed.id, waiting.id}
+
+
+def test_memory_goes_when_its_time_is_over(store, failed):
+    with store.read() as session:
+        assert failed_jobs.memory_expired(session, 999.0) == []
+        assert failed_jobs.memory_expired(session, 1001.0) == [failed.id]
+    assert not store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 999.0))
+    assert store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 1001.0))
+    assert row(store, failed).memory_kept_until is None
+    with store.read() as session:
+        assert failed_jobs.holding_memory(session) == []
+
+
+def test_memory_of_a_job_that_is_tried_again_just_then_stays(store, failed):
+    store.write(lambda s: failed_jobs.request_retry(s, failed.id))
+    assert not store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 1001.0))
