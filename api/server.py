@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 SHUTDOWN_SECONDS = 3
+# What the service and all that it starts make (database, logs, checkpoints, snapshots) is for its own user alone.
+PRIVATE = 0o077
 
 
 class PortTaken(MantaError):
@@ -40,6 +42,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     PortTaken, AlreadyRunning, RayUnavailable.
     """
     home, allow_faults = settings.home, settings.allow_faults
+    os.umask(PRIVATE)
     home.mkdir(parents=True, exist_ok=True)
     running = running_service(home)
     if running is not None and running["pid"] != os.getpid():

@@ -53,6 +53,7 @@ ACTIONS: dict[str, dict[JobState, JobState]] = {
         _S.RUNNING: _S.CANCELLING,
         _S.RECOVERING: _S.CANCELLING,
         _S.RESIZING: _S.CANCELLING,
+        _S.CANCELLING: _S.CANCELLING,  # asked for again, by who did not hear the answer
     },
     "resize": {
         # Only a wish at first: what becomes of it depends on what there is room for.

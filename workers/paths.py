@@ -103,6 +103,17 @@ class Paths:
             raise UnsafePath(f"{folder} must be a folder of mode 0700 that is yours; remove it and try again.")
         return folder
 
+    def make_snapshot_root(self) -> Path:
+        """Create the folder in shared memory with mode 0700, or make one of ours so. Raises UnsafePath when somebody
+        else was there first, or could have put something into it."""
+        folder = self.snapshot_root
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise UnsafePath(f"{folder} must be a folder that is yours and only you can write to; have it removed.")
+        folder.chmod(0o700)
+        return folder
+
     def remove_snapshots(self) -> None:
         """Remove all snapshots of this home from this node's shared memory."""
         shutil.rmtree(self.snapshot_root, ignore_errors=True)

@@ -114,7 +114,7 @@ class JobPage:
         self._bar.show(formatting.share_of(job), tone)
         self._progress.show(formatting.progress_text(job))
         self._figures.show(formatting.job_figures(job, datetime.now(UTC)))
-        self._cancel.set_visibility(after_action("cancel", JobState(job.state)) is not None)
+        self._cancel.set_visibility(after_action("cancel", JobState(job.state)) not in (None, job.state))
         self._retry.set_visibility(after_action("retry", JobState(job.state)) is not None)
 
     def _build_dialog(self) -> ui.dialog:

@@ -116,14 +116,18 @@ def transition(
 
 
 def request_cancel(session: Session, job_id: str) -> Job:
-    """What a user's cancel does at once: a QUEUED job is CANCELLED, one with processes becomes CANCELLING.
+    """What a user's cancel does at once: a QUEUED job is CANCELLED, one with processes becomes CANCELLING, and one that
+    is CANCELLING stays so.
 
     Raises JobNotFound, and IllegalTransition when the job's state does not allow it.
     """
-    state = JobState(get(session, job_id, lock=True).state)
+    job = get(session, job_id, lock=True)
+    state = JobState(job.state)
     target = after_action("cancel", state)
     if target is None:
         raise IllegalTransition(job_id, state, action="cancel")
+    if target == state:
+        return job
     return transition(session, job_id, target, "cancelled_by_user", "cancelled by the user")
 
 

@@ -106,6 +106,8 @@ def test_a_running_job_is_asked_to_stop(service):
     job = service.submit()
     service.move(job["id"], "STARTING", "RUNNING")
     assert service.http.post(f"/v1/jobs/{job['id']}/cancel").json()["state"] == "CANCELLING"
+    again = service.http.post(f"/v1/jobs/{job['id']}/cancel")
+    assert (again.status_code, again.json()["state"]) == (202, "CANCELLING")
 
 
 def test_cancelling_a_finished_job_is_a_conflict_that_names_the_state(service):

@@ -33,12 +33,14 @@ def test_from_submit_to_success(manta):
     zygote = manta.zygote()
     assert all(psutil.Process(rank.pid).parent() == zygote for rank in ranks)
     assert {rank.state for rank in ranks} == {"running"}
+    assert open_to_others(manta.paths.snapshot_root) == []
     ended = manta.until_state(job, "SUCCEEDED")
     assert (ended.step, ended.restarts, ended.generation) == (40, 0, 1)
     assert [step for step, _, _ in manta.curve(job)] == list(range(1, 41))
     validated = manta.client.metrics(job, names=["validation_loss"]).series["validation_loss"]
     assert [index + 1 for index, value in enumerate(validated) if value is not None] == [20, 40]
     assert checkpoints_agree_with_the_disk(manta, job) == [20, 40]
+    assert open_to_others(manta.home) == []
     kinds = [event.type for event in manta.events(job)]
     assert kinds[0] == "submitted"
     assert kinds.count("generation_started") == kinds.count("first_step") == 1
@@ -46,6 +48,12 @@ def test_from_submit_to_success(manta):
     assert {rank.state for rank in manta.client.ranks(job).items} == {"exited"}
     assert manta.leftovers(job) == []
     manta.until("free slots", lambda: manta.client.cluster().totals["free"] == 8)  # Ray's own view lags a little
+
+
+def open_to_others(folder):
+    """What in `folder` others than its user may read or write, given that they came in."""
+    made = [path for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
+    return [str(path) for path in made if path.exists() and path.stat().st_mode & 0o077 and path != folder]
 
 
 def checkpoints_agree_with_the_disk(manta, job):

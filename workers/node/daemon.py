@@ -7,7 +7,6 @@ processes forked from it end at once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -72,6 +71,7 @@ class NodeDaemon:
         """Start the zygote and begin to measure the device. Answers like `describe`. A second call does nothing."""
         if self._peak is None:
             self._paths.make_runtime_folder()
+            self._paths.make_snapshot_root()
             await self._zygote.start()
             on_termination(lambda: self._heartbeat.drain(NOTICE_SECONDS))
             self._peak = asyncio.create_task(self._measure_peak(), name="peak rate")
@@ -142,8 +142,6 @@ class NodeDaemon:
         if keep_snapshots:
             return
         shutil.rmtree(self._paths.snapshot_folder(job), ignore_errors=True)
-        with contextlib.suppress(OSError):
-            self._paths.snapshot_root.rmdir()
 
     async def jobs(self) -> list[str]:
         """The jobs that have a store or snapshots here."""
