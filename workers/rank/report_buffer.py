@@ -18,7 +18,7 @@ class ReportBuffer:
     """Numbers reports in order of arrival, keeps them until a reader has acknowledged them."""
 
     def __init__(self, most_rows: int = MOST_ROWS) -> None:
-        """`most_rows`: when more rows of metrics wait, only those of every second step are kept, then of every fourth,
+        """`most_rows`: when more rows of metrics wait, only those of every second step are kept, later of every fourth,
         and so on: a control plane that is gone for days costs the curve its resolution, not the agent its memory."""
         self._most_rows, self._rows, self._stride = most_rows, 0, 1
         self._reports: deque[Report] = deque()
@@ -36,9 +36,17 @@ class ReportBuffer:
         self._changed.set()
 
     def _thin(self) -> None:
-        """Keep the rows of every second step that still has one, and the newest."""
-        newest, self._stride = self._last, 2 * self._stride
-        self._reports = deque(self._thinned(report, report.sequence == newest) for report in self._reports)
+        """Keep the rows of fewer steps, and the newest. Those that came since the last time are of every step: where it
+        is enough to treat them like the ones before, these stay."""
+        self._keep_multiples()
+        if self._rows > 0.75 * self._most_rows:
+            self._stride *= 2
+            self._keep_multiples()
+
+    def _keep_multiples(self) -> None:
+        """Keep the rows of the steps that `_stride` divides, and reports that still have something to say."""
+        thinned = [self._thinned(report, report.sequence == self._last) for report in self._reports]
+        self._reports = deque(report for report in thinned if report.payload != Metrics(()))
         self._rows = sum(map(_rows_in, self._reports))
 
     def _thinned(self, report: Report, whole: bool) -> Report:

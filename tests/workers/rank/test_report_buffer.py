@@ -50,7 +50,8 @@ def test_more_rows_than_are_kept_cost_resolution_and_nothing_else(batch):
     assert len(steps) <= 100
     assert steps == sorted(set(steps))
     assert steps[-1] == 1000, "the last row is what a job's progress is known by"
-    assert max(later - earlier for earlier, later in pairwise(steps)) <= 32
+    assert max(later - earlier for earlier, later in pairwise([0, *steps])) <= 32, "from the first step on"
+    assert len(reports) <= 101, "a report that has lost all of its rows takes no memory either"
     assert reports[-1].kind == "exit"
 
 
@@ -63,3 +64,19 @@ def test_rows_that_were_read_make_room():
         return found
 
     assert asyncio.run(read_as_they_come()) == list(range(1, 101))
+
+
+def test_once_everything_was_read_the_next_row_too_many_costs_every_second_one_again():
+    """However long the reader was gone before that."""
+    buffer = ReportBuffer(most_rows=20)
+    for step in range(1, 1001):
+        add_rows(buffer, [step])
+    thinned = steps_of(read_all(buffer))
+    assert max(later - earlier for earlier, later in pairwise(thinned)) > 32
+    for step in range(1001, 1022):
+        add_rows(buffer, [step])
+
+    async def read():
+        return await buffer.read(1000, 0.01)
+
+    assert steps_of(asyncio.run(read())) == [*range(1002, 1021, 2), 1021]
