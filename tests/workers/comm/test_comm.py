@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,3 +169,55 @@ def test_a_rank_that_leaves_frees_the_one_that_waits_for_it():
     lost, left = run_threads(2, body)
     assert isinstance(lost, PeerLost)
     assert left is None
+
+
+def test_a_rank_whose_network_was_cut_gets_through_again_when_the_time_is_up_and_not_before(monkeypatch):
+    """By a clock that only a sleep and this test move."""
+    now = [1000.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("workers.comm.comm.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
+    connected_at = []
+    comm.cut(3.0)
+    now[0] += 1.0
+    for generation in (1, 2):
+        comm.connect(dist.HashStore(), generation, HOST)
+        connected_at.append(now[0])
+        comm.close()
+        now[0] += 1.0
+    assert connected_at == [1003.0, 1004.0], "the second time there is nothing to wait for"
+
+
+def test_an_order_to_rest_after_the_step_counts_for_its_generation_and_those_before_it():
+    comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
+    comm.generation = 3
+    comm.leave_between_steps()
+    comm.end_after_step(2)
+    comm.leave_between_steps()
+    comm.end_after_step(3)
+    comm.end_after_step(2)  # an order that comes late takes back no newer one
+    for comm.generation in (2, 3):
+        with pytest.raises(PeerLost, match="was asked to rest after the step"):
+            comm.leave_between_steps()
+    comm.generation = 4
+    comm.leave_between_steps()
+
+
+def test_the_end_of_an_earlier_generation_disturbs_no_later_one():
+    """An order that was held up may come when the rank has long met the others again."""
+    store, grid = dist.HashStore(), RankGrid(ParallelConfig(tensor=2))
+
+    def body(rank: int) -> float:
+        comm = Comm(grid, rank, CPU)
+        comm.connect(store, 2, HOST)
+        comm.end(1)
+        total = torch.tensor([float(rank)])
+        comm.all_reduce("tensor", total)
+        comm.barrier()
+        comm.close()
+        return total.item()
+
+    assert run_threads(2, body) == [1.0, 1.0]

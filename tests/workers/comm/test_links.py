@@ -56,16 +56,26 @@ def test_big_messages_both_ways_at_once_do_not_block_each_other():
     assert connected(2, body) == [True, True]
 
 
-def test_a_send_that_waits_goes_out_while_the_rank_waits_for_somebody_else():
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that holds far less than two million numbers between two ranks, on every machine."""
+    monkeypatch.setattr("workers.comm.links._BUFFER_BYTES", 64 * 1024)
+
+
+def test_a_send_that_waits_goes_out_while_the_rank_waits_for_somebody_else(small_buffers):
     """0 sends much to 1 and then waits for 2, which waits for 1, which waits for 0's message."""
+    begun = threading.Event()
 
     def body(links: Links) -> float:
         big, word = torch.ones(2 * MILLION), torch.zeros(1)
         if links.rank == 0:
             send = links.send(1, 0, big)
+            assert not send.done, "more than the kernel takes"
+            begun.set()
             links.receive(2, 0, word).wait()
             send.wait()
         elif links.rank == 1:
+            assert begun.wait(20)
             links.receive(0, 0, big).wait()
             links.send(2, 0, big[:1]).wait()
         else:
@@ -74,6 +84,26 @@ def test_a_send_that_waits_goes_out_while_the_rank_waits_for_somebody_else():
         return word.item()
 
     assert connected(3, body) == [1.0, 0.0, 1.0]
+
+
+def test_a_receive_that_waits_goes_on_while_the_rank_waits_for_somebody_else(small_buffers):
+    """0 waits for 2, which waits for 1, which waits until 0 has taken more than the kernel holds."""
+
+    def body(links: Links) -> float:
+        big, word = torch.zeros(2 * MILLION), torch.zeros(1)
+        if links.rank == 0:
+            receive = links.receive(1, 0, big)
+            links.receive(2, 0, word).wait()
+            receive.wait()
+        elif links.rank == 1:
+            links.send(0, 0, big.fill_(1.0)).wait()
+            links.send(2, 0, big[:1]).wait()
+        else:
+            links.receive(1, 0, word).wait()
+            links.send(0, 0, word).wait()
+        return big.mean().item() + word.item()
+
+    assert connected(3, body) == [2.0, 1.0, 1.0]
 
 
 def test_a_dead_peer_ends_a_receive():
