@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
 from workers.snapshot.interval import AGREE_EVERY, FREE_SECONDS, STALL_SHARE, SnapshotInterval, steps_between
 from workers.snapshot.snapshot_file import committed_steps
@@ -73,6 +74,30 @@ def generation_that_begins_late(comm: Comm) -> list[int]:
 def test_a_generation_is_judged_by_a_whole_window_of_its_steps(ranks: Any):
     first, second = ranks.run(ParallelConfig(data=2), generation_that_begins_late)
     assert first == second == [1] * (AGREE_EVERY + 2) + [4] * (AGREE_EVERY + 1)
+
+
+def exchanges(interval: SnapshotInterval, first: int) -> list[tuple[int, list[float]]]:
+    """(Step, what this rank says there) of a generation whose first step is `first`, and whose snapshots hold it up for
+    longer and longer."""
+    said: list[tuple[int, list[float]]] = []
+    comm = Comm(RankGrid(ParallelConfig()), 0, torch.device("cpu"))
+    comm.all_reduce = lambda axis, tensor, largest: said.append((step, tensor.tolist()))  # type: ignore[method-assign]
+    interval.restart()
+    for step in range(first, first + 3 * AGREE_EVERY):
+        if step > first:
+            interval.note_stall(0.001 * (step - first))
+        interval.note_step(step, 0.1 + 0.001 * (step - first), comm)
+    return said
+
+
+@pytest.mark.parametrize("first", [1, AGREE_EVERY - 2, AGREE_EVERY, AGREE_EVERY + 1])
+def test_a_process_that_lives_on_says_the_same_as_a_new_one_and_at_the_same_steps(first):
+    """Else one rank would wait for the other in an exchange that the other knows nothing of."""
+    lives_on = SnapshotInterval("auto")
+    exchanges(lives_on, 1)
+    again = exchanges(lives_on, first)
+    assert again == exchanges(SnapshotInterval("auto"), first)
+    assert len(again) >= 2
 
 
 def test_a_number_that_was_asked_for_stays():

@@ -1,0 +1,78 @@
+"""Saving beside the training: what is saved, what becomes of a save that fails, and what stays for a roll back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+from checkpoint_programs import bits, is_still, job, lone
+
+from workers.checkpoint.catalog import whole_checkpoints
+from workers.checkpoint.checksums import SummingFile
+from workers.protocol.messages import Resume
+from workers.trainer import Trainer
+
+ROLL_BACK_STEPS = 3
+
+
+@pytest.fixture
+def trainer(corpus, tmp_path) -> Iterator[Trainer]:
+    """A rank at its start, which keeps one checkpoint where nothing may be undone."""
+    recovery = {"nonfinite": "roll_back", "roll_back_steps": ROLL_BACK_STEPS}
+    document = job(corpus, {}, model={"layers": 1}, checkpoint={"every_steps": 1, "keep": 1}, recovery=recovery)
+    made = lone(document, tmp_path)
+    made.restore(Resume())
+    yield made
+    made.close()
+
+
+def steps_on_disk(trainer: Trainer) -> list[int]:
+    return [manifest.step for _, manifest in whole_checkpoints(trainer.state.checkpoints.folder)]
+
+
+def save(trainer: Trainer, step: int) -> None:
+    trainer.state.checkpoints.start(step)
+    trainer.state.checkpoints.finish()
+
+
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_save_that_failed_is_forgotten_once_the_next_one_is_whole(trainer):
+    with patch.object(SummingFile, "write", full):
+        save(trainer, 1)
+    assert "No space left on device" in trainer.state.checkpoints.failure
+    save(trainer, 2)
+    assert steps_on_disk(trainer) == [2]
+    trainer.state.finish()  # which raises where the newest save has failed
+
+
+def test_what_is_saved_is_the_state_as_it_was_when_the_save_began(trainer):
+    """The training goes on meanwhile."""
+    trainer.train_step()
+    checkpoints, go_on, before = trainer.state.checkpoints, threading.Event(), bits(trainer)
+    checkpoints.finish()
+    checkpoints._writer.submit(go_on.wait, 30)
+    checkpoints.start(2)
+    for tensor in trainer.engine.optimizer.state():
+        tensor.mul_(2.0)
+    go_on.set()
+    checkpoints.finish()
+    assert not is_still(trainer, before)
+    checkpoints.restore(str(whole_checkpoints(checkpoints.folder)[-1][0]))
+    assert is_still(trainer, before)
+
+
+def test_however_far_a_roll_back_reaches_a_checkpoint_is_left(trainer):
+    """It undoes up to twice `roll_back_steps` less one."""
+    furthest = 2 * ROLL_BACK_STEPS - 1
+    for step in range(1, 4 * ROLL_BACK_STEPS):
+        save(trainer, step)
+        saved = steps_on_disk(trainer)
+        assert saved[-1] == step
+        assert [each for each in saved if each <= max(1, step - furthest)], f"{saved} at step {step}"

@@ -1,0 +1,104 @@
+"""What a rank keeps of its state outlives a change of generation exactly as far as it is still true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_specs import spec
+from reported import rows_of
+
+from workers.checkpoint.catalog import whole_checkpoints
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.protocol.messages import Resume
+from workers.reporter import Reporter
+from workers.snapshot.files import steps_kept
+from workers.trainer import Places, Trainer
+
+
+class Rank:
+    """A process of a job of one rank, which keeps its state below a folder."""
+
+    def __init__(self, folder: Path, **checkpoint: int):
+        corpus = folder / "corpus.txt"
+        corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
+        self.folder, self._messages = folder, []
+        job = spec(data={"paths": [str(corpus)]}, train={"steps": 5}, model={"layers": 1}, checkpoint=checkpoint)
+        comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"))
+        places = Places(snapshots=str(folder / "shared"), checkpoints=str(folder / "durable"))
+        self.trainer = Trainer(job, comm, Reporter(self._messages.extend), 1e9, places)
+
+    @property
+    def snapshots(self) -> list[int]:
+        """Steps of which there is a whole snapshot."""
+        return steps_kept(self.folder / "shared", 0)
+
+    def train(self, steps: int) -> None:
+        """So many steps, the snapshot of the last one included."""
+        for _ in range(steps):
+            self.trainer.train_step()
+        self.trainer.state.snapshots.finish()
+
+    def end(self) -> list[int]:
+        """End, and say of which steps there were rows."""
+        self.trainer.close()
+        self.trainer.reporter.close()
+        return [row["step"] for row in rows_of(self._messages)]
+
+
+@pytest.mark.parametrize("source", ["start", "checkpoint"])
+@pytest.mark.parametrize("lives_on", [True, False])
+def test_snapshots_of_steps_that_were_given_up_are_forgotten(tmp_path, source, lives_on):
+    """Another rank would go on from them, though the state that they belong to did not come about."""
+    rank = Rank(tmp_path, every_steps=2)
+    rank.trainer.restore(Resume())
+    for _ in range(3):
+        rank.train(1)
+        rank.trainer.state.checkpoints.finish()
+    assert rank.snapshots == [2, 3]
+    ((path, _),) = whole_checkpoints(tmp_path / "durable")
+    if not lives_on:
+        rank.end()
+        rank = Rank(tmp_path, every_steps=2)
+    resume = Resume() if source == "start" else Resume("checkpoint", 2, str(path))
+    rank.trainer.restore(resume)
+    assert rank.snapshots == [resume.step]
+    rank.end()
+
+
+def test_rows_of_steps_that_were_given_up_do_not_come_back(tmp_path):
+    """The process begins anew; the one after it reports again what lies in its snapshot."""
+    rank = Rank(tmp_path)
+    rank.trainer.restore(Resume())
+    rank.train(3)
+    rank.trainer.restore(Resume())
+    rank.train(1)
+    assert rank.end() == [1, 2, 3, 1]
+    successor = Rank(tmp_path)
+    successor.trainer.restore(Resume("snapshot", 1))
+    assert successor.end() == [1]
+
+
+def test_a_rank_at_rest_has_a_snapshot_of_its_step_though_none_was_due(tmp_path):
+    """From which ranks of another layout can go on."""
+    rank = Rank(tmp_path, snapshot_every_steps=4)
+    rank.trainer.restore(Resume())
+    rank.train(2)
+    assert rank.snapshots == [0]
+    rank.trainer.rest()
+    assert rank.snapshots == [0, 2]
+    rank.end()
+
+
+def test_a_save_that_failed_in_an_earlier_generation_fails_no_job_whose_last_checkpoint_is_whole(tmp_path):
+    """A rank that loses its peers while they save the last step learns no more that the others got through."""
+    rank = Rank(tmp_path)
+    rank.trainer.restore(Resume())
+    rank.trainer.train()
+    assert [manifest.step for _, manifest in whole_checkpoints(tmp_path / "durable")] == [5]
+    rank.trainer.state.checkpoints.failure = "rank 1 is gone"
+    rank.trainer.restore(Resume("snapshot", 5))
+    rank.trainer.train()
+    rank.end()
