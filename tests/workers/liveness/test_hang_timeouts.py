@@ -99,6 +99,12 @@ def test_a_process_that_gets_no_processor_does_not_stand_still():
     assert stand([(1, process) for process in delayed]).seconds == pytest.approx(0.4)
 
 
+def test_a_thread_that_trains_and_gets_no_processor_is_not_hidden_by_one_that_computes():
+    """The kernel books the wait for a processor only when it is over, and other threads of the process get theirs."""
+    looks = [ProcessState("R", 0.25 * number, 0.0, 0.0) for number in range(9)]
+    assert stand([(1, process) for process in looks]).seconds == 0.0
+
+
 def test_a_process_that_computes_stands_still_but_burns():
     looks = [ProcessState("R", 0.25 * number, 0.25 * number, 0.0) for number in range(9)]
     still = stand([(1, process) for process in looks])
@@ -116,6 +122,16 @@ def test_a_stopped_process_is_told_from_one_that_a_debugger_holds():
     traced = stand([(1, ProcessState("t", 0.0, 0.0, 0.0))] * 9)
     assert (traced.stopped_seconds, traced.seconds) == (0.0, 0.0)
     assert stand([(1, ProcessState("T", 0.0, 0.0, 0.0))] * 9 + [(1, SLEEPING)]).stopped_seconds == 0.0
+
+
+def test_what_a_process_did_before_its_last_change_says_nothing_about_its_standstill():
+    burned = [ProcessState("R", 0.25 * number, 0.25 * number, 0.0) for number in range(9)]
+    sleeps = ProcessState("S", 2.0, 2.0, 0.0)
+    still = stand([(1, process) for process in burned] + [(2, sleeps)] * 9)
+    assert (still.seconds, still.burning) == (2.0, False)
+    stopped = ProcessState("T", 0.0, 0.0, 0.0)
+    assert stand([(1, stopped)] * 9 + [(2, stopped)]).stopped_seconds == 0.0
+    assert stand([(1, stopped)] * 9 + [(2, stopped)] * 3).stopped_seconds == 0.5
 
 
 @given(

@@ -1,0 +1,95 @@
+"""A daemon's rendezvous stores: one a job, which its generations share, and none before the newest gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from workers.node.daemon import NodeDaemon, StoreUnavailable
+from workers.protocol.messages import StoreAddress
+
+
+class Store:
+    """The process of a rendezvous store, which says `line` and `printed` and runs until it is killed."""
+
+    def __init__(self, line: bytes, printed: bytes = b""):
+        self.control, self.stderr = asyncio.StreamReader(), asyncio.StreamReader()
+        for stream, content in ((self.control, line), (self.stderr, printed)):
+            stream.feed_data(content)
+            stream.feed_eof()
+        self.ended = self.closed = False
+
+    def kill(self) -> None:
+        self.ended = True
+
+    async def wait(self) -> None:
+        assert self.ended
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def stores(monkeypatch) -> list[Store]:
+    """The stores that were started, in their order; the zygote answers at once."""
+    started: list[Store] = []
+
+    async def fork(socket_path, entry, argument):
+        assert entry == "store"
+        started.append(Store(json.dumps({"port": 5001 + len(started)}).encode() + b"\n"))
+        return started[-1]
+
+    monkeypatch.setattr("workers.node.daemon.fork", fork)
+    return started
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    made = NodeDaemon("n1", str(tmp_path))
+    yield made
+    made._heartbeat.close()
+
+
+def ports(addresses: list[StoreAddress]) -> list[int]:
+    return [address.port for address in addresses]
+
+
+def test_generations_share_a_store_and_none_before_the_newest_gets_it(go, daemon, stores):
+    async def body():
+        addresses = [await daemon.start_store("job", generation) for generation in (1, 3, 3)]
+        assert ports(addresses) == [5001] * 3
+        with pytest.raises(StoreUnavailable, match="store of generation 3 here, so 2 gets none"):
+            await daemon.start_store("job", 2)
+        assert ports([await daemon.start_store("another job", 2)]) == [5002]
+        assert [store.ended for store in stores] == [False, False]
+
+    go(body)
+
+
+def test_a_store_that_has_ended_is_replaced_and_still_only_for_the_newest(go, daemon, stores):
+    async def body():
+        await daemon.start_store("job", 2)
+        stores[0].ended = True
+        with pytest.raises(StoreUnavailable, match="store of generation 2 here, so 1 gets none"):
+            await daemon.start_store("job", 1)
+        assert ports([await daemon.start_store("job", 2), await daemon.start_store("job", 2)]) == [5002, 5002]
+        assert [store.closed for store in stores] == [True, False]
+
+    go(body)
+
+
+def test_a_store_that_does_not_start_says_why_and_is_tried_again(go, daemon, stores, monkeypatch):
+    async def body():
+        async def fail(socket_path, entry, argument):
+            return Store(b"", b"Traceback\nOSError: no port is free\n")
+
+        with monkeypatch.context() as broken:
+            broken.setattr("workers.node.daemon.fork", fail)
+            with pytest.raises(StoreUnavailable, match=r"store of job did not start on .*: OSError: no port is free"):
+                await daemon.start_store("job", 1)
+        assert await daemon.jobs() == []
+        assert ports([await daemon.start_store("job", 1)]) == [5001]
+
+    go(body)
