@@ -159,8 +159,17 @@ class Progress:
         return progress
 
     def belongs_to(self, generation: int) -> None:
-        """From now on this rank is one of `generation`."""
-        self._words[_GENERATION] = generation
+        """From now on this rank is one of `generation`. What it enters is counted from there on: by that the ranks of a
+        generation are compared, and the processes of some may have lived through others before."""
+        words = self._words
+        if words[_GENERATION] == generation:
+            return
+        words[_SEQUENCE] += 1
+        words[_GENERATION] = generation
+        for at in self._count_at.values():
+            words[_MOVES] += words[at]  # so that the heartbeat does not fall
+            words[at] = 0
+        words[_SEQUENCE] += 1
 
     @property
     def step(self) -> int:
@@ -233,7 +242,7 @@ class Record:
     sending: bool
     """Whether it waits for its message to be taken, instead of for one to come."""
     counts: dict[str, int]
-    """Collectives entered and messages started, by the names of COUNTED."""
+    """Collectives entered and messages started in this generation, by the names of COUNTED."""
     committed: int
     """Last step that this process committed; 0: none yet."""
     commits: int

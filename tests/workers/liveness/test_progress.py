@@ -71,6 +71,7 @@ def test_each_change_moves_the_heartbeat(pair):
         lambda: writer.entered("world"),
         lambda: writer.moved(),
         lambda: writer.commit(1),
+        lambda: writer.belongs_to(2),
     ]
     last = reader.read().heartbeat
     for change in changes:
@@ -78,6 +79,19 @@ def test_each_change_moves_the_heartbeat(pair):
         now = reader.read().heartbeat
         assert now > last
         last = now
+
+
+def test_what_is_entered_is_counted_from_the_begin_of_the_generation(pair):
+    """Else a new process beside others that have lived through more would seem to be behind them all."""
+    writer, reader = pair
+    writer.belongs_to(1)
+    for what in COUNTED:
+        writer.entered(what)
+    writer.belongs_to(2)
+    assert reader.read().counts == dict.fromkeys(COUNTED, 0)
+    writer.entered("world")
+    writer.belongs_to(2)  # said again when its state is restored
+    assert reader.read().counts == {**dict.fromkeys(COUNTED, 0), "world": 1}
 
 
 def test_times_of_the_last_steps_are_kept(pair):
