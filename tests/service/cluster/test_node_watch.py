@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from service.cluster import node_watch
 from service.cluster.node_watch import NodeWatch, any_listens
 from service.cluster.nodes import RayNode
 from workers.node.heartbeat import HeartbeatServer
@@ -22,9 +23,15 @@ class FakeCluster:
         self.raylet = socket.create_server(("127.0.0.1", 0))
         self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
         self.asked = 0
+        self.alive = True
+        """As Ray sees it."""
+        self.errors = []
+        """What the next looks at Ray's nodes raise."""
 
     async def known(self):
-        return [RayNode("n1", self.raylet_address), RayNode("dead", ("127.0.0.1", 1), alive=False)]
+        if self.errors:
+            raise self.errors.pop()
+        return [RayNode("n1", self.raylet_address, alive=self.alive), RayNode("dead", ("127.0.0.1", 1), alive=False)]
 
     async def heartbeat_address(self, node):
         self.asked += 1
@@ -32,6 +39,18 @@ class FakeCluster:
 
     async def fail_calls_to(self, node):
         self.failed.append(node)
+
+    def fall_silent(self):
+        """Nothing takes a connection any more."""
+        self.raylet.close()
+        self.raylet = socket.socket()  # keeps the port from others
+        self.raylet.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.raylet.bind(self.raylet_address)
+        self.heartbeat.close()
+
+    def come_back(self):
+        self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
+        self.raylet.listen()
 
 
 @pytest.fixture
@@ -42,6 +61,12 @@ def cluster():
     with contextlib.suppress(OSError):
         made.heartbeat.close()
     made.raylet.close()
+
+
+@pytest.fixture
+def frequent_looks(monkeypatch):
+    """What is looked at again is so after ten milliseconds."""
+    monkeypatch.setattr(node_watch, "LOOK_SECONDS", 0.01)
 
 
 def watched(cluster, story):
@@ -69,14 +94,57 @@ async def until(condition):
 def test_node_of_which_nothing_answers_is_lost_and_calls_to_it_fail(cluster):
     async def story(told):
         await until(lambda: cluster.asked)
-        cluster.raylet.close()
-        cluster.heartbeat.close()
+        cluster.fall_silent()
         node, why = await told.get()
         await until(lambda: cluster.failed)
         return node, why
 
     assert watched(cluster, story) == ("n1", "neither its daemon nor its Ray can be reached")
     assert (cluster.lost, cluster.failed) == ({"n1"}, ["n1"])
+
+
+def test_node_that_is_back_is_lost_no_more_and_may_be_lost_again(cluster, frequent_looks):
+    async def story(news):
+        await until(lambda: cluster.asked)
+        cluster.fall_silent()
+        first = await news.get()
+        cluster.come_back()
+        await until(lambda: not cluster.lost)
+        cluster.fall_silent()
+        return first, await news.get()
+
+    first, second = watched(cluster, story)
+    assert first == second == ("n1", "neither its daemon nor its Ray can be reached")
+    assert cluster.lost == {"n1"}
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["answers", "lost_before"])
+def test_node_that_ray_gives_up_is_lost_once_and_then_forgotten(cluster, frequent_looks, silent):
+    """Its id never comes again: nobody is to ask for ever whether a node that is gone may be used."""
+
+    async def story(news):
+        await until(lambda: cluster.asked)
+        cluster.draining.add("n1")
+        if silent:
+            cluster.fall_silent()
+            await until(lambda: cluster.lost)
+        cluster.alive = False
+        await until(lambda: not cluster.draining)
+        return [news.get_nowait() for _ in range(news.qsize())]
+
+    why = "neither its daemon nor its Ray can be reached" if silent else "Ray says that it is gone"
+    assert watched(cluster, story) == [("n1", why)]
+    assert (cluster.lost, cluster.draining, cluster.failed) == (set(), set(), ["n1"])
+
+
+def test_nodes_are_looked_for_again_where_ray_does_not_tell_them(cluster, frequent_looks):
+    cluster.errors = [RuntimeError("Ray is restarting")]
+
+    async def story(news):
+        await until(lambda: cluster.asked)
+
+    watched(cluster, story)
+    assert not cluster.errors
 
 
 def test_daemon_that_was_restarted_is_no_loss(cluster):

@@ -135,6 +135,15 @@ def test_in_a_circle_the_rank_that_got_least_far_goes():
     assert "wait for each other" in verdict.why
 
 
+def test_in_a_circle_within_one_step_the_rank_that_entered_fewer_collectives_of_all_ranks_goes():
+    looks = [
+        Look(0, overdue=True, waits_for=1, step=9, counts=dict.fromkeys(AXES, 5)),
+        Look(1, overdue=True, waits_for=0, step=9, counts={**dict.fromkeys(AXES, 5), "world": 4}),
+    ]
+    verdict = find_culprits(looks, grid_of((1, 1, 2)).group)
+    assert (verdict.kind, verdict.ranks) == ("ranks", (1,))
+
+
 def test_in_a_circle_of_equals_the_whole_gang_goes():
     looks = [Look(0, overdue=True, waits_for=1), Look(1, overdue=True, waits_for=0), Look(2, waits_for=0)]
     verdict = find_culprits(looks, grid_of((1, 1, 4)).group)

@@ -1,9 +1,11 @@
 """The ledger of a job as its rows tell it, and its recoveries."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from service.ledger import PATIENCE_STEPS
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import JobNotFound, events, generations, jobs, ledgers, metrics, recoveries, state_changes
@@ -50,6 +52,67 @@ def test_ledger_of_a_job_closes_with_it(store, started):
     assert sum(found.seconds.values()) == pytest.approx(found.wall_seconds)
     assert found.seconds["data_wait"] == pytest.approx(0.0004, rel=0.05)
     assert 0 < found.goodput < 1
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, which stands still unless a test sets it."""
+    made = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(time, "time", lambda: made.now)
+    return made
+
+
+def test_step_under_way_is_measured_by_all_steps_before_it_also_those_done_again(clock, store, started):
+    """What is done again takes its time too: else a job that was rolled back would be waited for too long before its
+    silence counts as a failure."""
+    begin(store, started, False)
+    move(store, started, JobState.RUNNING)
+    began, clock.now = clock.now, clock.now + 1000.0
+    for number, step in enumerate([1, 2, 3, 2, 3], 1):  # rolled back once, ten seconds a step
+        row = {"step": step, "time": began + 10.0 * number, "seconds": {"wall": 10.0}}
+        store.write(lambda session, n=number, row=row: metrics.record(session, started.id, 1, 0, n, [row]))
+    patience = 10.0 * PATIENCE_STEPS
+    seconds = book(store, started, began + 50.0 + patience + 7.0).seconds
+    assert {name: each for name, each in seconds.items() if each} == {
+        "compute": 30.0 + patience, "redo": 20.0, "detect": 7.0
+    }  # fmt: skip
+
+
+def test_ledger_knows_how_long_each_phase_of_a_recovery_took_and_that_a_job_has_done_all_its_steps(
+    clock, store, started
+):
+    """The seconds before the failure was noticed, before all were connected and before they had their state, by the
+    recovery's own times; those after the last step by the outcome."""
+
+    def commit(generation, step, at):
+        row = {"step": step, "time": at, "seconds": {"wall": 10.0}}
+        store.write(lambda session: metrics.record(session, started.id, generation, 0, 1, [row]))
+
+    def recover(session):
+        number = generations.begin(session, started.id, "rank 3 was killed", True, "snapshot", 1)
+        timeline = RecoveryTimeline(noticed_at=1014.0, failed_at=1012.0, rested_at=1015.0)
+        recoveries.begin(session, started.id, number, Beginning("killed", 3, "rank 3 was killed", timeline))
+        recoveries.note_latest(session, started.id, number, connected_at=1017.0, restored_at=1020.0)
+
+    def end(session):
+        generations.end(session, started.id, 2, outcome={"state": "SUCCEEDED"})
+        jobs.transition(session, started.id, JobState.SUCCEEDED)
+
+    begin(store, started, False)
+    move(store, started, JobState.RUNNING)
+    clock.now = 1014.0
+    commit(1, 1, 1010.0)
+    move(store, started, JobState.RECOVERING)
+    clock.now = 1015.0
+    store.write(recover)
+    clock.now = 1030.0
+    commit(2, 2, 1030.0)
+    move(store, started, JobState.RUNNING)
+    clock.now = 1036.0
+    store.write(end)
+    assert {name: each for name, each in book(store, started).seconds.items() if each} == {
+        "compute": 20.0, "redo": 2.0, "detect": 2.0, "re_form": 3.0, "restore": 3.0, "start": 6.0
+    }  # fmt: skip
 
 
 def test_there_is_no_ledger_of_no_job(store):
