@@ -95,7 +95,6 @@ class Gang:
     async def release(self) -> AgentSet:
         """Give up all agents and their places; the snapshots stay. Answers who hands them out, to be dismissed once
         they have been fetched: the next agents may be on other nodes."""
-        self.held_steps = {}
         holders = await self.snapshot_holders(self._visited)
         expected = given_back(await self.capacity(), self.nodes.values())
         await self._cluster.release(self._job_id, keep_snapshots=True)

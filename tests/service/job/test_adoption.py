@@ -1,5 +1,7 @@
 """A control plane died, and the next one takes its jobs over: from the rows, and from agents that never noticed."""
 
+import asyncio
+
 import pytest
 
 from service.job.record import JobRecord
@@ -247,6 +249,34 @@ def test_outcome_that_was_known_is_brought_to_its_end(two_replicas, cluster, sta
     assert (job.row.state, job.row.reason, job.row.message) == (state, "a reason", "a message")
     assert cluster.nothing_held == (state != "FAILED"), "what failed may be tried again"
     assert not cluster.agents.living and not cluster.groups.held
+
+
+def test_job_whose_control_plane_dies_while_it_gives_everything_back_has_ended_all_the_same(two_replicas, cluster):
+    """Once agents and snapshots are gone, only what was written before that says that nothing is left to do."""
+    job, given_back, end_job = two_replicas(cluster), asyncio.Event(), cluster.end_job
+
+    async def end_and_hang(*arguments, **more):
+        await end_job(*arguments, **more)
+        given_back.set()
+        await asyncio.Event().wait()
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(10)
+        cluster.end_job = end_and_hang
+        for agent in job.ranks:
+            agent.finish(10)
+        await given_back.wait()
+        await job.die_with_control_plane()
+        cluster.end_job = end_job
+        job.supervise(None)
+        await job.task
+
+    story(body)
+    assert job.log == [*UP, "SUCCEEDED"]
+    assert len(job.generations) == 1
+    assert cluster.nothing_held
 
 
 def test_cancel_wins_over_an_outcome_that_was_not_written_in_time(two_replicas, cluster):

@@ -171,6 +171,53 @@ def test_change_is_not_made_when_an_agent_is_lost_on_its_way_to_rest(two_replica
     assert cluster.nothing_held
 
 
+def test_rank_that_is_too_slow_to_rest_is_killed_and_the_change_is_made_all_the_same(two_replicas, cluster):
+    """It was killed on purpose, so nothing has failed: its rank goes on from its snapshot."""
+    job = two_replicas(cluster, **ELASTIC)
+
+    async def before_rest(agent):
+        if agent.rank == 1:
+            agent.die()
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1, 2)
+        cluster.agents.before_rest = before_rest
+        job.resize(1)
+        await job.watched(2)
+        assert [len(agent.orders) for agent in job.ranks] == [2, 2]
+        await job.commit(3)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "resize_requested", *CHANGED, "SUCCEEDED"]
+    assert job.generations[1] == ("resized from 2 to 1 replicas", "memory", 2)
+    assert (job.row.restarts, job.recoveries) == (0, [])
+
+
+def test_job_that_ends_on_its_way_to_rest_is_changed_no_more(two_replicas, cluster):
+    job = two_replicas(cluster, **ELASTIC)
+
+    async def before_rest(agent):
+        if agent.rank == 0:
+            agent.commit(10)
+        agent.finish(10)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(9)
+        cluster.agents.before_rest = before_rest
+        job.resize(3)
+        await job.task
+
+    story(body)
+    assert job.log == [*UP, "resize_requested", "RESIZING", "SUCCEEDED"]
+    assert (len(job.generations), job.row.step) == (1, 10)
+    assert cluster.nothing_held
+
+
 def test_job_is_cancelled_while_it_changes_its_size(two_replicas, cluster):
     job = two_replicas(cluster, **ELASTIC)
 
@@ -215,6 +262,30 @@ def test_replica_on_a_node_that_is_to_be_left_moves_with_its_state(two_replicas,
     assert job.message("node_draining") == "node two is to be left within 60 s; 2 ranks are there"
     assert job.generations[1] == ("replicas [1] moved: their nodes are to be left", "snapshot", 2)
     assert not cluster.agents.living and not cluster.groups.held
+
+
+def test_replica_that_moves_leaves_behind_what_only_its_processes_held(two_replicas, tmp_path):
+    """It may hold a newer step than its snapshots, which are all that the process gets that takes its rank."""
+    cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
+    job = two_replicas(cluster)
+
+    async def before_rest(agent):
+        agent.rest_by_itself(2, "was told to rest")
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        cluster.agents.before_rest = before_rest
+        cluster.nodes.draining.add("two")
+        job.supervisor.node_draining("two", 60.0)
+        await job.watched(2)
+        assert [agent.orders[-1].resume.step for agent in job.ranks] == [1, 1, 1, 1]
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    assert job.generations[1] == ("replicas [1] moved: their nodes are to be left", "snapshot", 1)
 
 
 def test_elastic_job_leaves_a_node_by_going_on_without_the_replica(two_replicas, tmp_path):

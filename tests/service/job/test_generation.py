@@ -66,6 +66,19 @@ def test_exit_with_code_0_is_a_finish_although_its_word_was_heard_by_another_con
     run(body)
 
 
+def test_rank_that_has_finished_may_be_killed_while_it_ends():
+    """All that it was to do is done and saved by then."""
+
+    async def body(running, agents, handled):
+        agents[0].say(Finished(9))
+        agents[0].say(Exited(signal=9))
+        agents[1].finish(9)
+        await running.wait(asyncio.Event())
+        assert (running.finished, running.deaths) == ({0, 1}, [])
+
+    run(body)
+
+
 def test_consequence_waits_for_its_culprit():
     async def body(running, agents, handled):
         agents[0].say(failed("peer_lost"))
@@ -102,6 +115,19 @@ def test_consequence_alone_is_not_waited_on_for_ever():
         await running.wait(asyncio.Event())
         await running.wait_for_culprit()
         assert len(running.deaths) == 1
+
+    run(body)
+
+
+def test_rank_dies_once_though_its_node_is_lost_after_it():
+    """Who were counted twice would stand for one that still runs."""
+
+    async def body(running, agents, handled):
+        agents[0].die()
+        await running.wait(asyncio.Event())
+        running.lose(0, "was on a node that is lost")
+        assert [(death.rank, death.kind) for death in running.deaths] == [(0, "killed")]
+        assert not running.all_ended
 
     run(body)
 

@@ -362,6 +362,22 @@ def test_job_that_fails_before_its_first_step_leaves_nothing(two_replicas, clust
     assert cluster.nothing_held
 
 
+def test_job_fails_without_snapshots_where_none_are_to_be_kept(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        job.supervisor._job.memory_seconds = 0.0
+        await job.watched(1)
+        await job.commit(1)
+        job.ranks[0].fail("bad_data", 2, "one clear sentence")
+        await job.task
+
+    story(body)
+    assert (job.log[-1], job.row.memory_kept_until) == ("FAILED", None)
+    assert cluster.nothing_held
+
+
 def test_exception_that_comes_again_at_the_same_step_is_the_users(two_replicas, cluster):
     job = two_replicas(cluster)
 
