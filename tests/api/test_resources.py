@@ -51,6 +51,15 @@ def test_events_come_in_pages_that_can_be_resumed(service):
     assert [event["type"] for event in third["items"]] == ["later"]
 
 
+def test_page_without_events_leads_on_from_where_it_was_asked_for(service):
+    """Else whoever comes back with what it was given last would see everything a second time."""
+    job = service.submit()
+    path = f"/v1/jobs/{job['id']}/events"
+    everything = service.http.get(path).json()
+    nothing = service.http.get(path, params={"cursor": everything["resume_cursor"]}).json()
+    assert (nothing["items"], nothing["resume_cursor"]) == ([], everything["resume_cursor"])
+
+
 def test_logs_come_by_rank_or_merged(service):
     job = service.submit()
     path = f"/v1/jobs/{job['id']}/logs"

@@ -126,6 +126,17 @@ def test_logs_of_one_rank(manta, job):
     assert manta("logs", job, "--rank", 1).stdout == "[1] [hello] from 1\n"
 
 
+def test_logs_and_events_are_printed_to_their_last_page(manta, service, job):
+    many = [f"number {number} of many" for number in range(600)]
+    line = {"time": 2.0, "rank": 0, "generation": 1, "stream": "stdout"}
+    with log_file(log_folder(service.control.home, job), 0).open("a") as file:
+        file.writelines(json.dumps({**line, "text": text}) + "\n" for text in many)
+    service.store.write(lambda session: [events.append(session, job, "counted", text) for text in many])
+    assert manta("logs", job).stdout.splitlines()[-600:] == [f"[0] {text}" for text in many]
+    printed = [json.loads(line)["message"] for line in manta("events", job, "--json").stdout.splitlines()]
+    assert printed[-600:] == many
+
+
 @pytest.mark.parametrize("command", ["logs", "events"])
 def test_following_ends_with_the_job(manta, service, job, command):
     service.move(job, "SUCCEEDED")
@@ -182,6 +193,16 @@ def test_bad_input_is_a_sentence_and_exit_code_two(manta, tmp_path):
     assert "state" in manta("ps", "--state", "asleep", code=2).stderr
     manta("logs", "job_000000000000", "--rank", "x", code=2)
     manta("dance", code=2)
+
+
+def test_failure_of_the_service_is_no_bad_input(manta, service, monkeypatch):
+    """A script must be able to tell what it has to mend from what it may try again."""
+
+    def broken():
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(service.control, "cluster", broken)
+    assert manta("nodes", code=1).stderr.strip()
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", "http://["])

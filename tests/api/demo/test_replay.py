@@ -58,12 +58,13 @@ def test_equal_bits(tmp_path, engine):
 
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
-def test_one_other_bit_is_seen(tmp_path, engine, name):
-    engine.rows = {**ROWS, 17: {**ROWS[17], name: ROWS[17][name] * (1 + 2**-52)}}
+@pytest.mark.parametrize("step", [11, 17, 20])
+def test_one_other_bit_is_seen_from_the_first_step_to_the_last(tmp_path, engine, name, step):
+    engine.rows = {**ROWS, step: {**ROWS[step], name: ROWS[step][name] * (1 + 2**-52)}}
     result = replay(Job(tmp_path, ROWS), DOCUMENT, "job", 10, 20, tmp_path / "replay")
     assert not result.holds
-    assert result.differing == (17,)
-    assert "[17] have OTHER BITS" in str(result)
+    assert result.differing == (step,)
+    assert f"[{step}] have OTHER BITS" in str(result)
 
 
 def test_a_step_that_is_missing_is_no_equal_step(tmp_path, engine):
