@@ -187,17 +187,23 @@ def test_launch_that_was_cut_in_two_by_a_lost_agent(two_replicas, cluster):
 def test_change_of_size_that_was_cut_in_two_is_planned_again(two_replicas, cluster):
     job = two_replicas(cluster, elastic={"min_data": 1, "max_data": 2})
 
+    async def after_another_step(agent):
+        if agent.running and agent.generation == 1:
+            agent.rest_by_itself(2, "was told to rest")
+
     async def body():
         await run_and_lose_control(job, 1)
         job.store.write(lambda s: jobs.request_resize(s, job.id, 1))
         job.store.write(lambda s: jobs.transition(s, job.id, JobState.RESIZING))
-        next(iter(cluster.agents.living.values())).rest_by_itself(1, "was told to rest")
+        await after_another_step(next(iter(cluster.agents.living.values())))
+        cluster.agents.before_rest = after_another_step
         job.supervise(None)
         await job.watched(2)
-        await job.commit(2)
+        assert job.generations[1][1:] == ("snapshot", 2), "processes at rest hold more than their snapshots"
+        await job.commit(3)
         job.supervisor.resize()
         await job.watched(3)
-        await job.commit(3)
+        await job.commit(4)
         await job.finish()
 
     story(body)
