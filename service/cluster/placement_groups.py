@@ -62,8 +62,7 @@ class PlacementGroups:
 
     async def states(self) -> dict[str, str]:
         """By name the state of the groups that are not removed; CREATED: its resources are held."""
-        states = await self._ray.run(placement_group_states, self._ray.module)
-        return {name: state for name, state in states.items() if state != "REMOVED"}
+        return await self._ray.run(placement_group_states, self._ray.module)
 
     async def remove(self, names: Iterable[str]) -> None:
         """Remove groups by name; those that are gone are no error."""

@@ -33,15 +33,16 @@ def free_resources(ray: Any) -> dict[str, dict[str, float]]:
 
 
 def placement_group_states(ray: Any) -> dict[str, str]:
-    """By name the state of each placement group of this process's namespace; `placement_group_table` does not tell the
-    namespaces."""
+    """By name the state of each placement group of this process's namespace that was not removed: Ray remembers those
+    that were, and another may have the name by now. `placement_group_table` does not tell the namespaces."""
     from ray.core.generated.gcs_pb2 import PlacementGroupTableData as Group
 
     namespace = ray.get_runtime_context().namespace
     accessor = ray._private.state.state._connect_and_get_accessor()
     groups = [Group.FromString(each) for each in accessor.get_placement_group_table()]
-    state_name = Group.PlacementGroupState.Name
-    return {group.name: state_name(group.state) for group in groups if group.ray_namespace == namespace}
+    state_name, removed = Group.PlacementGroupState.Name, Group.PlacementGroupState.REMOVED
+    ours = [group for group in groups if group.ray_namespace == namespace and group.state != removed]
+    return {group.name: state_name(group.state) for group in ours}
 
 
 def node_of_actor(ray: Any, actor: Any) -> str | None:

@@ -121,7 +121,7 @@ def test_corpus_that_shrinks_while_the_job_runs_is_named(manta, corpus, tmp_path
     ended = until_final(manta, job)
     assert (ended.state, ended.reason) == ("FAILED", "bad_data")
     assert str(text) in ended.message
-    assert manta.leftovers(job) == []
+    manta.until("the end of its processes", lambda: manta.keeps_only_snapshots(job))
 
 
 def test_corpus_that_is_not_there_fails_the_job_before_it_is_placed(manta, tmp_path):

@@ -150,7 +150,7 @@ def test_node_daemon_hosts_stores_and_knows_what_jobs_have_left(ray_head):
         assert await daemon.jobs() == ["job-d"]
         await daemon.end_job("job-d")
         assert await daemon.jobs() == []
-        assert not folder.parent.exists()
+        assert not folder.exists()
         assert not await accepts(second)
 
     go(body)
