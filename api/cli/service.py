@@ -125,13 +125,14 @@ def start_service(
     that ran before goes on running then, with the jobs in it."""
     ray_ran = RayHead(home).record() is not None
     log = home / "logs" / "service.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    log.parent.mkdir(mode=0o700, exist_ok=True)
     command = [sys.executable, "-m", "api.cli", "serve", "--host", host, "--port", str(port)]
     command += ["--slots", str(slots)] if slots is not None else []
     command += ["--ray", ray] if ray is not None else []
     command += ["--allow-faults"] if allow_faults else []
     began = log.stat().st_size if log.exists() else 0
-    with log.open("ab") as output:
+    with open(log, "ab", opener=_private) as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -149,6 +150,10 @@ def start_service(
             if not ray_ran:
                 stop_service(home)
         raise
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _wait_until_ready(home: Path, process: subprocess.Popen[bytes], log: Path, began: int) -> str:
