@@ -48,7 +48,7 @@ CLAIM_SECONDS = 2.0
 MEMORY_SECONDS = 30.0
 UNKNOWN_JOB = (
     "agents or places of %s are there, but the database does not know that job (is it restored from an older backup?): "
-    "it is left running; `manta down` ends it"
+    "it is left running"
 )
 
 

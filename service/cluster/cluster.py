@@ -3,7 +3,7 @@ them at once. For asyncio: no call blocks the loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,8 @@ class Cluster:
         groups: PlacementGroups,
         agents: Agents,
         daemons: NodeDaemons,
-        disconnect: Callable[[], None] = lambda: None,
     ):
-        """`disconnect` leaves the cluster; what runs there runs on."""
         self.paths, self.nodes, self.groups, self.agents, self.daemons = paths, nodes, groups, agents, daemons
-        self.disconnect = disconnect
         self.peak_flops: dict[str, float] = {}
         """Peak FLOP/s of one rank's device by node id, as far as it was measured."""
 
@@ -41,7 +38,7 @@ class Cluster:
         connection, paths = RayConnection(ray), Paths.of(home)
         nodes = Nodes(connection)
         agents, daemons = Agents(connection, nodes, paths), NodeDaemons(connection, nodes, paths)
-        return cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons, ray.shutdown)
+        return cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons)
 
     async def replace_agents(
         self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit

@@ -56,8 +56,8 @@ class DurableState:
 
 def durable_state(listing: Listing, complete: Sequence[CompleteCheckpoint]) -> DurableState:
     """What the disk (`listing`) and the database (`complete`) say together."""
-    found = [each for each in listing.found if each.condition is Condition.WHOLE]
-    whole = {str(each.path): (each.generation, each.step) for each in found}
+    listed = [each for each in listing.checkpoints if each.condition is Condition.WHOLE]
+    whole = {str(each.path): (each.generation, each.step) for each in listed}
     saved = {row.path: (row.generation, row.step) for row in complete}
     unknown = {}
     for path in saved.keys() - whole.keys():

@@ -81,7 +81,7 @@ class Condition(Enum):
 
 
 @dataclass(frozen=True)
-class FoundCheckpoint:
+class ListedCheckpoint:
     """A checkpoint that lies in a folder of checkpoints."""
 
     path: Path
@@ -101,7 +101,7 @@ class Listing:
     """What a folder of checkpoints holds."""
 
     folder: Path
-    found: tuple[FoundCheckpoint, ...] = ()
+    checkpoints: tuple[ListedCheckpoint, ...] = ()
     """In the order of their making."""
     problem: str | None = None
     """Why the folder, which may be there, cannot be listed; None: it was, or there is none."""
@@ -111,12 +111,12 @@ class Listing:
     @property
     def whole(self) -> list[tuple[Path, Manifest]]:
         """The whole ones."""
-        return [(each.path, each.manifest) for each in self.found if each.manifest is not None]
+        return [(each.path, each.manifest) for each in self.checkpoints if each.manifest is not None]
 
     def look_up(self, path: str, saved: Collection[str]) -> tuple[Condition, str]:
         """What is known of the checkpoint at `path`, and why it is no more. `saved`: paths of checkpoints that are
         known to have been whole here, which tell the folder that they were saved in from an empty one in its place."""
-        for each in self.found:
+        for each in self.checkpoints:
             if str(each.path) == path:
                 return each.condition, each.problem
         problem = self.problem or self._not_that_folder(saved)
@@ -127,7 +127,7 @@ class Listing:
     def _not_that_folder(self, saved: Collection[str]) -> str | None:
         """Why this does not seem to be the folder that held `saved`; None where it does: one of them is here, in
         whatever state, or another that is whole."""
-        read = [each for each in self.found if each.condition is not Condition.UNKNOWN]
+        read = [each for each in self.checkpoints if each.condition is not Condition.UNKNOWN]
         if not saved or any(each.manifest is not None or str(each.path) in saved for each in read):
             return None
         if not self.exists:
@@ -236,13 +236,13 @@ def _check_size(file: Path, size: int) -> None:
     try:
         descriptor = os.open(file, os.O_RDONLY)
         try:
-            found = os.fstat(descriptor).st_size
+            actual = os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)
     except OSError as error:
         raise unreadable(file, error) from error
-    if found != size:
-        raise damaged(file, f"has {found} bytes and should have {size}")
+    if actual != size:
+        raise damaged(file, f"has {actual} bytes and should have {size}")
 
 
 def _size_of(path: Path) -> int | None:
@@ -294,7 +294,8 @@ def list_checkpoints(folder: str | Path) -> Listing:
         return Listing(folder, problem=str(error))
     if named is None:
         return Listing(folder, exists=False)
-    return Listing(folder, tuple(FoundCheckpoint(path, step, made_by, *look_at(path)) for path, step, made_by in named))
+    listed = (ListedCheckpoint(path, step, made_by, *look_at(path)) for path, step, made_by in named)
+    return Listing(folder, tuple(listed))
 
 
 def whole_checkpoints(folder: str | Path) -> list[tuple[Path, Manifest]]:

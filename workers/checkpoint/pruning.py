@@ -12,20 +12,20 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from workers.checkpoint.catalog import MANIFEST, Condition, FoundCheckpoint, list_checkpoints
+from workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, list_checkpoints
 
 
 def to_prune(
-    found: Sequence[FoundCheckpoint], keep: int, generation: int, undoes: int = 0, began: int = 0
-) -> list[FoundCheckpoint]:
-    """Of the checkpoints `found`, in the order of their making: all but the newest `keep` whole ones, and those of
+    listed: Sequence[ListedCheckpoint], keep: int, generation: int, undoes: int = 0, began: int = 0
+) -> list[ListedCheckpoint]:
+    """Of the checkpoints `listed`, in the order of their making: all but the newest `keep` whole ones, and those of
     generations before `generation` that are known not to be whole.
 
     `undoes`: how many steps may yet be undone, with their checkpoints; one from before those is kept too, and one that
     takes its place in time. `began`: nothing of generations before this one goes while any of it is whole or unknown.
     """
-    own = [each for each in found if each.generation >= began]
-    earlier = [each for each in found if each.generation < began]
+    own = [each for each in listed if each.generation >= began]
+    earlier = [each for each in listed if each.generation < began]
     whole = [each for each in own if each.condition is Condition.WHOLE]
     to_delete = whole[:-keep]
     if undoes and whole:
@@ -33,28 +33,28 @@ def to_prune(
         successors = [each for each in to_delete if each not in safe]
         to_delete = [each for each in to_delete if each not in (*safe[-1:], *successors[:1])]
     if all(each.condition is Condition.NOT_WHOLE for each in earlier):
-        own = list(found)
+        own = list(listed)
     not_whole = [each for each in own if each.condition is Condition.NOT_WHOLE]
     return [*to_delete, *(each for each in not_whole if each.generation < generation)]
 
 
-def to_undo(found: Sequence[FoundCheckpoint], step: int, began: int = 0) -> list[FoundCheckpoint]:
-    """Of the checkpoints `found` the whole ones of steps above `step`, by generation `began` and those after it."""
-    whole = [each for each in found if each.condition is Condition.WHOLE]
+def to_undo(listed: Sequence[ListedCheckpoint], step: int, began: int = 0) -> list[ListedCheckpoint]:
+    """Of the checkpoints `listed` the whole ones of steps above `step`, by generation `began` and those after it."""
+    whole = [each for each in listed if each.condition is Condition.WHOLE]
     return [each for each in whole if each.step > step and each.generation >= began]
 
 
 def prune(folder: str | Path, keep: int, generation: int, undoes: int = 0, began: int = 0) -> list[Path]:
     """Delete what `to_prune` says. Returns what was deleted; what cannot be stays."""
-    return _removed(to_prune(list_checkpoints(folder).found, keep, generation, undoes, began))
+    return _removed(to_prune(list_checkpoints(folder).checkpoints, keep, generation, undoes, began))
 
 
 def remove_after(folder: str | Path, step: int, began: int = 0) -> list[Path]:
     """Delete what `to_undo` says. Returns what was deleted; what cannot be stays."""
-    return _removed(to_undo(list_checkpoints(folder).found, step, began))
+    return _removed(to_undo(list_checkpoints(folder).checkpoints, step, began))
 
 
-def _removed(to_delete: Sequence[FoundCheckpoint]) -> list[Path]:
+def _removed(to_delete: Sequence[ListedCheckpoint]) -> list[Path]:
     for each in to_delete:
         with contextlib.suppress(OSError):
             (each.path / MANIFEST).unlink()  # first, so that a half-deleted one is never taken for whole

@@ -15,7 +15,7 @@ from service.recovery.durable_state import (
     durable_state,
     hold_seconds,
 )
-from workers.checkpoint.catalog import Condition, FoundCheckpoint, Listing, Manifest, checkpoint_path
+from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
 from workers.protocol.messages import Resume
 
 FOLDER = Path("/c")
@@ -31,7 +31,7 @@ def row(step, generation=1):
 
 def found(step, condition, generation=1):
     manifest = Manifest("j", generation, step, {}, {}) if condition is Condition.WHOLE else None
-    return FoundCheckpoint(Path(path_of(step, generation)), step, generation, condition, manifest, "a problem")
+    return ListedCheckpoint(Path(path_of(step, generation)), step, generation, condition, manifest, "a problem")
 
 
 @given(st.sets(st.integers(0, 9), max_size=6), st.data())

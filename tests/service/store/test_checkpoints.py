@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.store import checkpoints, generations
-from workers.checkpoint.catalog import Condition, FoundCheckpoint, Listing, Manifest
+from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest
 
 
 def save(store, job, step, generation=1, size=100):
@@ -68,7 +68,7 @@ FOLDER = Path("/x")
 
 def found(step, condition=Condition.WHOLE):
     manifest = Manifest("j", 1, step, {"data": 7}, {}) if condition is Condition.WHOLE else None
-    return FoundCheckpoint(FOLDER / str(step), step, 1, condition, manifest)
+    return ListedCheckpoint(FOLDER / str(step), step, 1, condition, manifest)
 
 
 def reconciled(store, job, *there, **more):

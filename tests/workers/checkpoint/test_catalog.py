@@ -39,7 +39,7 @@ def saved(folder: Path, step: int, generation: int = 1) -> Path:
 
 
 def conditions(folder: Path) -> list[Condition]:
-    return [each.condition for each in list_checkpoints(folder).found]
+    return [each.condition for each in list_checkpoints(folder).checkpoints]
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_what_the_system_does_not_give_out_is_unknown(tmp_path, fail, name, numb
     newest = saved(tmp_path, 20)
     fail(newest / name, number)
     assert conditions(tmp_path) == [WHOLE, UNKNOWN]
-    problem = list_checkpoints(tmp_path).found[1].problem
+    problem = list_checkpoints(tmp_path).checkpoints[1].problem
     assert str(newest) in problem and os.strerror(number) in problem
     with pytest.raises(UnreadableCheckpoint):
         newest_usable(tmp_path)
@@ -92,7 +92,7 @@ def test_folder_that_cannot_be_listed_says_nothing_about_what_is_in_it(tmp_path,
     path = saved(tmp_path, 10)
     fail(tmp_path, number)
     listing = list_checkpoints(tmp_path)
-    assert (listing.found, listing.exists) == ((), True)
+    assert (listing.checkpoints, listing.exists) == ((), True)
     condition, problem = listing.look_up(str(path), [str(path)])
     assert condition is UNKNOWN and os.strerror(number) in problem
     assert listing.look_up(str(path), [])[0] is UNKNOWN

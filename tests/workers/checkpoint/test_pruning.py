@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.checkpoint.catalog import Condition, FoundCheckpoint, Manifest, checkpoint_path, seal
+from workers.checkpoint.catalog import Condition, ListedCheckpoint, Manifest, checkpoint_path, seal
 from workers.checkpoint.pruning import prune, remove_after, to_prune, to_undo
 
 names = st.tuples(st.integers(1, 6), st.integers(0, 12))
@@ -16,12 +16,12 @@ names = st.tuples(st.integers(1, 6), st.integers(0, 12))
 
 
 @st.composite
-def folders(draw: st.DrawFn) -> list[FoundCheckpoint]:
+def folders(draw: st.DrawFn) -> list[ListedCheckpoint]:
     """What a folder may hold, in the order of making."""
     found = []
     for generation, step in sorted(draw(st.sets(names, max_size=12))):
         path = checkpoint_path("/c", step, generation)
-        found.append(FoundCheckpoint(path, step, generation, draw(st.sampled_from(Condition))))
+        found.append(ListedCheckpoint(path, step, generation, draw(st.sampled_from(Condition))))
     return found
 
 
@@ -29,7 +29,7 @@ found, keep, generation = folders(), st.integers(1, 4), st.integers(1, 6)
 undoes, began = st.integers(0, 8), st.integers(0, 6)
 
 
-def whole_ones(found: list[FoundCheckpoint]) -> list[FoundCheckpoint]:
+def whole_ones(found: list[ListedCheckpoint]) -> list[ListedCheckpoint]:
     return [each for each in found if each.condition is Condition.WHOLE]
 
 
