@@ -46,6 +46,16 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
 FINAL: frozenset[JobState] = frozenset({_S.SUCCEEDED, _S.FAILED, _S.CANCELLED})
 """States that no job leaves by itself."""
 
+TIME_LIMITS: dict[JobState, float] = {
+    _S.STARTING: 300.0,
+    _S.RECOVERING: 300.0,
+    _S.RESIZING: 300.0,
+    _S.CANCELLING: 120.0,
+}
+"""Seconds in which a job leaves a state, given a database, a Ray and checkpoints that answer and places for its ranks:
+nothing that is waited for there is waited for without a limit of its own. Not QUEUED, which waits for places, and not
+RUNNING, where what stands still is found by the hang detection of each rank."""
+
 ACTIONS: dict[str, dict[JobState, JobState]] = {
     "cancel": {
         _S.QUEUED: _S.CANCELLED,  # nothing runs yet, so there is nothing to wait for

@@ -161,8 +161,16 @@ def short_form() -> list[Schedule]:
     return [
         Schedule(0, (2, 1, 2), 1, (Strike("kill", 10, 3, 0, "backward"), Strike("kill_recovering", 30, 0, 2))),
         Schedule(1, (1, 2, 2), 1, (Strike("stop", 10, 2, 0), Strike("partition", 30, 1, 0, "reduction", 0.1))),
-        Schedule(2, (2, 1, 2), 1, (Strike("snapshot_flipped", 10, 1, 0, salt=5), Strike("agent", 30, 2, 0))),
+        Schedule(
+            2,
+            (2, 1, 2),
+            1,
+            (
+                Strike("snapshot_flipped", 10, 1, 0, salt=5),
+                Strike("checkpoint_flipped", 25, 1, 0, salt=9),
+                Strike("agent", 35, 2, 0),
+            ),
+        ),
         Schedule(3, (1, 2, 2), 1, (Strike("exception", 10, 3, 0, "optimizer"), Strike("control_recovering", 30, 1, 0))),
-        Schedule(4, (2, 1, 2), 1, (Strike("checkpoint_flipped", 25, 1, 0, salt=9),)),
         Schedule(5, (1, 2, 2), 1, (Strike("store", 10, 0, 3), Strike("node", 30, 1, 0, "forward"))),
     ]

@@ -12,12 +12,14 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from service.cluster.agent_client import AgentClient, AgentError, within
+from service.cluster.agent_client import AgentClient, AgentError, AgentSilent, within
 from service.recovery.decisions import Death, culprit_of, describe_exit
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.reports import Exited, Finished, Report, Resting
 
 POLL_SECONDS = 30.0
+# An agent that takes that much longer to answer stands still, or its node does.
+ANSWER_SECONDS = 20.0
 # After the first rank that merely lost a peer, how long to wait for the death that explains it.
 CULPRIT_SECONDS = 0.3
 # An agent that takes longer to stop its trainer is given up.
@@ -166,7 +168,7 @@ class RunningGeneration:
             return
         while True:
             try:
-                reports = await agent.reports(self._after.get(rank, 0), POLL_SECONDS)
+                reports = await self._next_reports(agent, self._after.get(rank, 0))
             except AgentError as error:
                 self._note_death(Death(rank, "agent_lost", message=f"lost its agent ({error.kind})"))
                 return
@@ -175,6 +177,14 @@ class RunningGeneration:
                 self._after[rank] = report.sequence
                 if ended:
                     return
+
+    async def _next_reports(self, agent: AgentClient, after: int) -> list[Report]:
+        """Raises AgentError, AgentSilent where it does not answer when it is asked once more: the first time it may be
+        this process that stood still."""
+        try:
+            return await within(POLL_SECONDS + ANSWER_SECONDS, agent.reports(after, POLL_SECONDS))
+        except AgentSilent:
+            return await within(ANSWER_SECONDS, agent.reports(after, 0.0))
 
     async def _take(self, rank: int, report: Report) -> bool:
         """Handle one report of this generation; True when it was the rank's last."""

@@ -6,6 +6,7 @@ import signal
 import threading
 
 import psutil
+import pytest
 
 from tests.e2e.conftest import MIDDLE
 
@@ -94,6 +95,7 @@ def slowed_down(pid):
         wake(pid)
 
 
+@pytest.mark.soak  # the next one needs the name too, and what follows from it is decided without a cluster
 def test_straggler_is_named_and_nothing_else_happens(manta):
     job = manta.submit(manta.spec(steps=400))
     manta.until_step(job, 5)

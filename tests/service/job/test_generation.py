@@ -281,3 +281,40 @@ def test_agent_that_does_not_say_how_its_trainer_ended_is_given_up(monkeypatch):
         assert [(death.rank, death.kind) for death in running.deaths] == [(1, "agent_lost")]
 
     run(body)
+
+
+def test_agent_that_answers_nothing_is_lost_even_when_no_rank_waits_for_its_own(monkeypatch):
+    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
+
+    async def body(running, agents, handled):
+        agents[1].silence()
+        agents[0].finish(9)
+        await running.wait(asyncio.Event())
+        (death,) = running.deaths
+        assert (death.rank, death.kind, death.message) == (1, "agent_lost", "lost its agent (AgentSilent)")
+
+    run(body)
+
+
+def test_agent_that_answers_when_it_is_asked_again_is_kept(monkeypatch):
+    """This process itself may have stood still meanwhile."""
+    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
+
+    async def body(running, agents, handled):
+        reports, asked = agents[1].reports, []
+
+        async def late(after, timeout):
+            asked.append(timeout)
+            if len(asked) == 1:
+                await asyncio.Event().wait()
+            return await reports(after, timeout)
+
+        agents[1].reports = late
+        for agent in agents:
+            agent.finish(9)
+        await running.wait(asyncio.Event())
+        assert (running.finished, running.deaths, asked) == ({0, 1}, [], [0.01, 0.0])
+
+    run(body)

@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from service.cluster.agent_client import AgentLost
+from service.cluster.agent_client import AgentError, within
+from service.cluster.agents import CLOSE_SECONDS
 from service.cluster.cluster import Cluster
 from service.cluster.nodes import RayNode
 from service.cluster.placement import Capacity, agent_name, placement_group_name, replica_bundles
@@ -250,8 +251,8 @@ class FakeAgents:
         for agent in agents:
             if agent is None:
                 continue
-            with contextlib.suppress(AgentLost):
-                await (agent.stop() if keep_snapshots else agent.close())
+            with contextlib.suppress(AgentError):
+                await within(CLOSE_SECONDS, agent.stop() if keep_snapshots else agent.close())
             await self.kill([agent])
 
 

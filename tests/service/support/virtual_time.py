@@ -1,0 +1,84 @@
+"""Hours of waiting in a moment: an event loop whose clock jumps to the next timer whenever nothing else is to be done.
+
+Nothing may run on other threads meanwhile, since the clock would not wait for them: `in_virtual_time` carries out at
+once what would have been handed to one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from service.job.checkpoint_folder import FolderReader
+from service.store import Store
+from workers.checkpoint.catalog import list_checkpoints
+
+BEGAN = 1_800_000_000.0
+"""What the wall clock says at the beginning, in Unix seconds."""
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if not ready:
+            assert timeout is not None, "everything waits for something that nobody will do"
+            self.now += max(0.0, timeout)
+        return ready
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """Its time is virtual seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._jumping.now
+
+
+def in_virtual_time(monkeypatch: pytest.MonkeyPatch, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run `body` on such a loop, with clocks that go by it."""
+    loop = VirtualTimeLoop()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: BEGAN + loop.time())
+        patch.setattr(time, "monotonic", loop.time)
+        patch.setattr(asyncio, "to_thread", _at_once)
+        patch.setattr(Store, "write_async", _write)
+        patch.setattr(FolderReader, "list", _list)
+        try:
+            loop.run_until_complete(body())
+        finally:
+            loop.run_until_complete(_cancel_all())
+            loop.close()
+
+
+async def _at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+    await asyncio.sleep(0)
+    return work(*arguments)
+
+
+async def _write(self: Store, operation: Callable[[Any], Any]) -> Any:
+    await asyncio.sleep(0)
+    return self.write(operation)
+
+
+async def _list(self: FolderReader, folder: Any) -> Any:
+    return list_checkpoints(folder)
+
+
+async def _cancel_all() -> None:
+    tasks: set[Awaitable[Any]] = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+    for task in tasks:
+        task.cancel()  # type: ignore[attr-defined]
+    await asyncio.gather(*tasks, return_exceptions=True)
