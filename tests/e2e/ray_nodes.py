@@ -162,6 +162,22 @@ class Node:
             process.kill()
         self.process.wait(10)
 
+    def vanish(self, job: str, ranks: Any) -> None:
+        """Nobody reaches the node from now on: its cable is pulled or, where there is none, its power is off."""
+        if self.cable is not None:
+            self.cable.pull()
+        else:
+            self.kill(job, ranks)
+
+    def reappear(self) -> None:
+        """It is there again, and can be placed on."""
+        if self.cable is not None:
+            self.cable.put_back()
+        else:
+            self._others = {node.id for node in self._manta.client.cluster().nodes}
+            self._start()
+            self.registered().started()
+
     def close(self) -> None:
         """Leave nothing of it."""
         self.kill()

@@ -5,15 +5,28 @@ import pytest
 
 from benchmarks.chaos import Soak
 from benchmarks.support.chaos_schedule import short_form
-from benchmarks.support.own_service import own_service
+from benchmarks.support.own_service import OwnService
 from benchmarks.support.ray_view import RayView
 
 
+class SharedService(OwnService):
+    """The service of all these tests, as the benchmark sees its own."""
+
+    def __init__(self, manta):
+        self._manta, self.home, self.paths, self.client = manta, manta.home, manta.paths, manta.client
+
+    def start(self):
+        self._manta.start()
+        self.client = self._manta.client
+
+    def kill(self):
+        self._manta.kill_service()
+
+
 @pytest.fixture(scope="module")
-def soak():
-    """Its own service: some of these faults would take other tests' jobs along."""
-    with own_service(allow_faults=True) as service, RayView(str(service.home)) as ray:
-        yield Soak(service, ray, seed=1234)
+def soak(manta):
+    with RayView(str(manta.home)) as ray:
+        yield Soak(SharedService(manta), ray, seed=1234)
 
 
 SHORT_FORM = [

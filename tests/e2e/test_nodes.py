@@ -29,15 +29,25 @@ def network(manta):
 
 
 @pytest.fixture(scope="module")
-def nodes(manta, network):
-    """Two further nodes, each with room for one replica. Tests use them up, one after the other."""
-    return [node.started() for node in [Node(manta, network).registered() for _ in range(2)]]
+def host(manta, network):
+    """A further node, with room for one replica. Nobody has to kill it before the last test that needs it."""
+    return Node(manta, network).registered().started()
 
 
 @pytest.fixture(scope="module")
-def host(manta, network):
-    """One more such node: a test leaves it as it found it, or it is the last one and kills it."""
-    return Node(manta, network).registered().started()
+def nodes(manta, network, host):
+    """Two further nodes. The first test that asks for them uses one up."""
+    return [host, Node(manta, network).registered().started()]
+
+
+@pytest.fixture(scope="module")
+def last(manta, nodes):
+    """The one of `nodes` that is left."""
+    living = {node.id for node in manta.client.cluster().nodes if node.alive and not node.draining}
+    left, *more = [node for node in nodes if node.id in living]
+    for node in more:
+        node.kill()
+    return left
 
 
 def spec_of(manta, min_data, data=2, zero=1):
@@ -65,10 +75,6 @@ def same_as_undisturbed(manta, job):
     stopped(manta, undisturbed)
     assert curve == manta.curve(undisturbed)[: len(curve)]
     return ended
-
-
-def living_nodes(manta):
-    return [node.id for node in manta.client.cluster().nodes if node.alive]
 
 
 def stopped(manta, job):
@@ -105,48 +111,6 @@ def steps_committed(manta, job, times):
     manta.until(f"generation {times}'s first step", lambda: len(manta.events(job, "first_step")) >= times)
 
 
-def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes):
-    job = submitted_whole(manta, spec_of(manta, min_data=2))
-    manta.until_step(job, 8)
-    leaving, moved = node_with_ranks(manta, job, nodes)
-    held_back(manta, job, moved)
-    before = manta.pids(job)
-    leaving.daemon().terminate()
-    steps_committed(manta, job, 2)
-    assert ranks_on(manta, job, leaving) == []
-    assert kept_ranks(before, manta.pids(job)) == [rank for rank in range(4) if rank not in moved]
-    ended = same_as_undisturbed(manta, job)
-    assert (ended.generation, ended.restarts) == (2, 0)
-    assert manta.events(job, "rank_lost") == []
-    (told,) = manta.events(job, "node_draining")
-    assert (told.data["node"], told.data["ranks"]) == (leaving.id, moved)
-    resumed, first = manta.events(job, "generation_started")[-1], manta.events(job, "first_step")[-1]
-    changed = [event for event in manta.events(job, "state_changed") if event.data["to"] == "RESIZING"]
-    assert resumed.data["resume_source"] == "snapshot"
-    assert resumed.data["resume_step"] >= changed[0].step, "nothing that was committed is done again"
-    assert first.step == resumed.data["resume_step"] + 1
-    assert manta.leftovers(job) == []
-
-
-def test_lost_node_costs_a_step_at_most(manta, nodes):
-    job = submitted_whole(manta, spec_of(manta, min_data=1, zero=0))
-    manta.until_step(job, 8)
-    lost, ranks = node_with_ranks(manta, job, nodes)
-    before = manta.pids(job)
-    lost.kill(job, ranks)
-    (event,) = manta.until("the loss", lambda: manta.events(job, "node_lost"))
-    assert event.data == {"node": lost.id, "ranks": ranks}
-    steps_committed(manta, job, 2)
-    assert manta.pids(job) == [pid for rank, pid in enumerate(before) if rank not in ranks]
-    ended = same_as_undisturbed(manta, job)
-    assert (ended.generation, ended.restarts, ended.parallel["data"]) == (2, 1, 1)
-    (recovered,) = manta.events(job, "recovered")
-    assert recovered.data["steps_redone"] <= 1
-    assert recovered.data["source"] == "memory", "that of the ranks that are left is the same"
-    assert len(manta.events(job, "rank_lost")) == 1
-    assert manta.leftovers(job) == []
-
-
 def test_host_behind_a_pulled_cable_is_done_without_and_comes_back(manta, network, host):
     if not network.usable:
         pytest.skip("this user may not make network namespaces")
@@ -171,18 +135,41 @@ def test_host_behind_a_pulled_cable_is_done_without_and_comes_back(manta, networ
     assert ended.restarts == 1
 
 
-def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta, network, host):
+def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes):
+    job = submitted_whole(manta, spec_of(manta, min_data=2))
+    manta.until_step(job, 8)
+    leaving, moved = node_with_ranks(manta, job, nodes)
+    held_back(manta, job, moved)
+    before = manta.pids(job)
+    leaving.daemon().terminate()
+    steps_committed(manta, job, 2)
+    assert ranks_on(manta, job, leaving) == []
+    assert kept_ranks(before, manta.pids(job)) == [rank for rank in range(4) if rank not in moved]
+    ended = same_as_undisturbed(manta, job)
+    assert (ended.generation, ended.restarts) == (2, 0)
+    assert manta.events(job, "rank_lost") == []
+    (told,) = manta.events(job, "node_draining")
+    assert (told.data["node"], told.data["ranks"]) == (leaving.id, moved)
+    resumed, first = manta.events(job, "generation_started")[-1], manta.events(job, "first_step")[-1]
+    changed = [event for event in manta.events(job, "state_changed") if event.data["to"] == "RESIZING"]
+    assert resumed.data["resume_source"] == "snapshot"
+    assert resumed.data["resume_step"] >= changed[0].step, "nothing that was committed is done again"
+    assert first.step == resumed.data["resume_step"] + 1
+    assert manta.leftovers(job) == []
+
+
+def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta, last):
     job = submitted_whole(manta, manta.spec(STEPS, (2, 2, 1), elastic={"reshape": True}, checkpoint=EVERY_STEP))
     manta.until_step(job, 8)
-    lost = ranks_on(manta, job, host)
+    lost = ranks_on(manta, job, last)
     held_back(manta, job, lost)
-    host.kill(job, lost)
+    last.vanish(job, lost)
     steps_committed(manta, job, 2)
     smaller = manta.client.job(job).parallel
     assert (smaller["tensor"], smaller["pipeline"], smaller["data"]) == (2, 1, 1)
     (recovered,) = manta.events(job, "recovered")
     assert (recovered.data["source"], recovered.data["steps_redone"] <= 1) == ("memory", True)
-    second = Node(manta, network).registered().started()
+    last.reappear()
     steps_committed(manta, job, 3)
     ended = stopped(manta, job)
     assert (ended.parallel["tensor"], ended.parallel["pipeline"], ended.restarts) == (2, 2, 1)
@@ -193,8 +180,24 @@ def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta, 
     stopped(manta, clean)
     for (_, loss, _), (_, expected, _) in zip(curve, manta.curve(clean), strict=False):
         assert loss == pytest.approx(expected, rel=1e-5)
-    second.kill()
-    manta.until("the loss", lambda: second.id not in living_nodes(manta))
+
+
+def test_lost_node_costs_a_step_at_most(manta, last):
+    job = submitted_whole(manta, spec_of(manta, min_data=1, zero=0))
+    manta.until_step(job, 8)
+    ranks, before = ranks_on(manta, job, last), manta.pids(job)
+    last.kill(job, ranks)
+    (event,) = manta.until("the loss", lambda: manta.events(job, "node_lost"))
+    assert event.data == {"node": last.id, "ranks": ranks}
+    steps_committed(manta, job, 2)
+    assert manta.pids(job) == [pid for rank, pid in enumerate(before) if rank not in ranks]
+    ended = same_as_undisturbed(manta, job)
+    assert (ended.generation, ended.restarts, ended.parallel["data"]) == (2, 1, 1)
+    (recovered,) = manta.events(job, "recovered")
+    assert recovered.data["steps_redone"] <= 1
+    assert recovered.data["source"] == "memory", "that of the ranks that are left is the same"
+    assert len(manta.events(job, "rank_lost")) == 1
+    assert manta.leftovers(job) == []
 
 
 def test_without_room_elsewhere_it_stays_and_says_so(manta):

@@ -46,6 +46,8 @@ class SimulatedTraining:
         await asyncio.sleep(START_SECONDS)
         for agent in self._running(gang, generation):
             agent.begin()
+        if step and not gang[0].lost:
+            gang[0].commit(*range(1, step + 1), keep=False)  # snapshots hold rows that may not have been reported
         while step < last:
             await asyncio.sleep(STEP_SECONDS)
             running = self._running(gang, generation)
