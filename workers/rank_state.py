@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class Places:
     """Folder in shared memory."""
     checkpoints: str | None = None
     """Folder for durable checkpoints."""
+    corpus_record: Path | None = None
+    """File that says what the corpus was when the job began."""
 
 
 NO_PLACES = Places()

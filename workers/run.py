@@ -20,6 +20,7 @@ from workers.checkpoint.catalog import newest_usable, next_generation, whole_che
 from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
+from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import CheckpointError, MantaError
 from workers.nonfinite import spell
 from workers.protocol.messages import Resume
@@ -92,7 +93,10 @@ def train(
         comm.connect(store, generation, launcher.host)
     with MetricsFile(metrics if comm.rank == 0 else None, spec.train.steps) as sink:
         reporter = Reporter(sink.write)
-        places = Places(checkpoints=str(checkpoints) if checkpoints else None)
+        places = Places(
+            checkpoints=str(checkpoints) if checkpoints else None,
+            corpus_record=checkpoints / CORPUS_RECORD if checkpoints else None,
+        )
         trainer = Trainer(
             spec,
             comm,

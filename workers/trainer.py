@@ -30,12 +30,14 @@ class Trainer:
     """One rank of a job: its stage of the model, its part of the optimizer, its share of every batch."""
 
     def __init__(self, spec: JobSpec, comm: Comm, reporter: Reporter, peak_flops: float, places: Places = NO_PLACES):
-        """`peak_flops`: peak FLOP/s of this rank's device, for MFU. Raises DataError when the corpus does not do,
+        """`peak_flops`: peak FLOP/s of this rank's device, for MFU. Raises DataError when the corpus does not do, or
+        is not what it was when the job began,
         SharedMemoryError when there is no room for the snapshots."""
         self.spec, self.comm, self.reporter = spec, comm, reporter
         self.clock = comm.step.clock
         self.engine = Engine(spec, comm)
-        self.batches = Batches(spec, comm.index("data"), comm.device, self.engine.model.reads_tokens)
+        reads, records = self.engine.model.reads_tokens, comm.rank == 0
+        self.batches = Batches(spec, comm.index("data"), comm.device, reads, places.corpus_record, records)
         self.state = RankState(spec, self.engine, comm, reporter, places)
         self.guard = self.state.guard
         self.validation = Validation(self.engine, self.batches, comm)

@@ -113,11 +113,23 @@ def test_job_that_does_not_fit_says_what_it_waits_for_and_gets_its_turn(manta):
     manta.until_state(second, "SUCCEEDED")
 
 
-def test_corpus_that_shrinks_while_the_job_runs_is_named(manta, corpus, tmp_path):
-    text = tmp_path / "shrinking.txt"
+def test_corpus_that_changes_while_the_job_runs_is_named_and_once_it_is_back_the_job_goes_on(
+    manta, corpus, tmp_path, kill
+):
+    text = tmp_path / "changing.txt"
     shutil.copy(corpus, text)
     job = manta.submit(manta.spec(steps=10_000, layout=(1, 1, 2), data={"paths": [str(text)]}))
     manta.until_step(job, 1)
+    with text.open("a") as file:
+        file.write("more")
+    manta.until_step(job, manta.client.job(job).step + 5)
+    kill(manta.pids(job)[1])
+    failed = until_final(manta, job)
+    assert (failed.state, failed.reason) == ("FAILED", "bad_data")
+    assert f"{text} has" in failed.message and "when the job began" in failed.message
+    shutil.copy(corpus, text)
+    manta.client.retry(job)
+    manta.until_step(job, failed.step + 5)
     text.write_text("gone")
     ended = until_final(manta, job)
     assert (ended.state, ended.reason) == ("FAILED", "bad_data")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch
 from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan, replica_micro_batches
 from workers.data.corpus import ByteCorpus
+from workers.data.corpus_record import as_recorded
 from workers.data.order import SampleOrder
 from workers.data.skipped_samples import SkippedSamples
 from workers.data.sources import corpus_files, split_corpus
@@ -37,11 +39,21 @@ class MicroBatch:
 class Batches:
     """Reads a replica's micro-batches for any step, in any order. Raises DataError when the corpus does not do."""
 
-    def __init__(self, spec: JobSpec, replica: int, device: torch.device, reads_tokens: bool = True):
-        """`reads_tokens`: whether this rank's stage is the first or the last."""
+    def __init__(
+        self,
+        spec: JobSpec,
+        replica: int,
+        device: torch.device,
+        reads_tokens: bool = True,
+        record: Path | None = None,
+        records: bool = False,
+    ):
+        """`reads_tokens`: whether this rank's stage is the first or the last; `record`: file that says what the corpus
+        was when the job began; `records`: whether this rank makes it."""
         self.spec, self.replica, self.device, self.reads_tokens = spec, replica, device, reads_tokens
         self.plan = BatchPlan(spec.train)
-        self.corpus = ByteCorpus(corpus_files(spec.data))
+        files = corpus_files(spec.data)
+        self.corpus = ByteCorpus(files if record is None else as_recorded(files, record, records))
         self.training_tokens, self.validation_tokens = split_corpus(spec, len(self.corpus))
         self.order = SampleOrder(self.training_tokens, spec.model.sequence_length, spec.train.seed)
         self.skipped = SkippedSamples()

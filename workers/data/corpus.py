@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from workers.data.corpus_record import ADVICE, HEAD_BYTES, head_digest
 from workers.data.sources import CorpusFile
 from workers.errors import DataError
 
@@ -26,7 +27,7 @@ class ByteCorpus:
 
     def read(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) as int64. Raises IndexError outside the corpus, DataError when a file is
-        gone or has become shorter since the job began."""
+        gone, has become shorter or was replaced since the job began."""
         if start < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of a corpus of {len(self)}")
         parts = []
@@ -47,11 +48,19 @@ class ByteCorpus:
         if index not in self._descriptors:
             if len(self._descriptors) >= 256:
                 os.close(self._descriptors.pop(next(iter(self._descriptors))))
-            try:
-                self._descriptors[index] = os.open(self._files[index].path, os.O_RDONLY)
-            except OSError as error:
-                raise DataError(f"cannot be read: {self._files[index].path} ({error.strerror})") from error
+            self._descriptors[index] = self._opened(self._files[index])
         return self._descriptors[index]
+
+    def _opened(self, file: CorpusFile) -> int:
+        try:
+            descriptor = os.open(file.path, os.O_RDONLY)
+            head = os.pread(descriptor, min(HEAD_BYTES, file.size), 0)
+        except OSError as error:
+            raise DataError(f"cannot be read: {file.path} ({error.strerror})") from error
+        if file.head is not None and head_digest(head) != file.head:
+            os.close(descriptor)
+            raise DataError(f"{file.path} is not what it was when the job began: {ADVICE}")
+        return descriptor
 
     def close(self) -> None:
         """Close the files."""

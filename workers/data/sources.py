@@ -23,6 +23,8 @@ class CorpusFile:
     """Absolute path."""
     size: int
     """Bytes."""
+    head: str | None = None
+    """SHA-256 of its beginning (`corpus_record.head_digest`), where it has to be the same."""
 
 
 def corpus_files(data: DataConfig) -> list[CorpusFile]:

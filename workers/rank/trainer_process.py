@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from workers.accounting.device_peak import measure_peak_flops
 from workers.checkpoint.checksums import UnreadableCheckpoint
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
+from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import (
     CheckpointError,
     CheckpointNotSaved,
@@ -297,4 +299,5 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
     comm = Comm(RankGrid(spec.layout), order.rank, device, progress=progress)
     peak = order.peak_flops or measure_peak_flops(device.type).flops
     checkpoints = order.checkpoint_folder if spec.checkpoint.every_steps else None
-    return comm, Trainer(spec, comm, reporter, peak, Places(order.job, order.snapshot_folder, checkpoints))
+    record = Path(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
+    return comm, Trainer(spec, comm, reporter, peak, Places(order.job, order.snapshot_folder, checkpoints, record))

@@ -1,0 +1,108 @@
+"""A corpus stays what it was when its job began."""
+
+import os
+
+import pytest
+
+from workers.config import DataConfig
+from workers.data.corpus import ByteCorpus
+from workers.data.corpus_record import as_recorded
+from workers.data.sources import corpus_files
+from workers.errors import DataError
+
+LENGTH = 10_000
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three texts, the second of which is empty."""
+    made = tmp_path / "texts"
+    made.mkdir()
+    for name, content in (("a.txt", b"a" * LENGTH), ("b.txt", b""), ("c.txt", b"c" * LENGTH)):
+        (made / name).write_bytes(content)
+    return made
+
+
+@pytest.fixture
+def record(tmp_path):
+    return tmp_path / "job" / "corpus.json"
+
+
+def opened(folder, record, write=False):
+    data = DataConfig(source="text", paths=[str(folder)])
+    return ByteCorpus(as_recorded(corpus_files(data), record, write))
+
+
+def refused(folder, record):
+    with pytest.raises(DataError) as error:
+        corpus = opened(folder, record)
+        corpus.read(0, len(corpus))
+    return str(error.value)
+
+
+def test_what_did_not_change_reads_as_it_did(folder, record):
+    first = opened(folder, record, write=True).read(0, 2 * LENGTH)
+    again = opened(folder, record, write=True).read(0, 2 * LENGTH)
+    assert first.tolist() == again.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        (
+            "a.txt",
+            b"a" * (LENGTH + 1),
+            "a.txt has 10001 bytes, and had 10000 when the job began: put it back as it was",
+        ),
+        ("c.txt", b"c" * 5, "c.txt has 5 bytes, and had 10000 when the job began: put it back as it was"),
+        ("a.txt", b"", "a.txt is gone or empty, and was not when the job began: put it back as it was"),
+        ("b.txt", b"more", "b.txt was not there when the job began: take it away"),
+        ("new.txt", b"more", "new.txt was not there when the job began: take it away"),
+        ("c.txt", b"x" * LENGTH, "c.txt is not what it was when the job began: put it back as it was"),
+    ],
+)
+def test_what_changed_is_named_at_the_next_start(folder, record, name, content, sentence):
+    opened(folder, record, write=True)
+    (folder / name).write_bytes(content)
+    assert f"{folder}/{sentence}" in refused(folder, record)
+
+
+def test_file_that_is_gone_is_named(folder, record):
+    opened(folder, record, write=True)
+    (folder / "c.txt").unlink()
+    assert f"{folder}/c.txt is gone" in refused(folder, record)
+
+
+def test_file_that_is_replaced_while_the_job_runs_is_named_before_it_is_first_read(folder, record):
+    corpus = opened(folder, record, write=True)
+    (folder / "c.txt").write_bytes(b"x" * LENGTH)
+    assert len(corpus.read(0, LENGTH)) == LENGTH, "nothing of it is read yet"
+    with pytest.raises(DataError, match=r"c\.txt is not what it was"):
+        corpus.read(LENGTH, 1)
+
+
+def test_only_who_shall_makes_the_record_and_never_a_second_time(folder, record):
+    opened(folder, record)
+    assert not record.exists()
+    opened(folder, record, write=True)
+    made = record.read_bytes()
+    (folder / "a.txt").write_bytes(b"longer" * LENGTH)
+    refused(folder, record)
+    with pytest.raises(DataError):
+        opened(folder, record, write=True)
+    assert record.read_bytes() == made
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"files": [{"path": 1}]}', b'{"files": [{"unknown": 1}]}'])
+def test_record_that_cannot_be_read_keeps_nobody_from_training(folder, record, content):
+    record.parent.mkdir()
+    record.write_bytes(content)
+    assert len(opened(folder, record, write=True)) == 2 * LENGTH
+
+
+def test_record_that_cannot_be_written_keeps_nobody_from_training(folder, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    corpus = opened(folder, tmp_path / "file" / "corpus.json", write=True)
+    assert len(corpus) == 2 * LENGTH
+    os.truncate(folder / "a.txt", LENGTH)
+    assert len(corpus.read(0, LENGTH)) == LENGTH

@@ -1,0 +1,71 @@
+"""What a corpus was when its job began, so that it stays the same for the job's whole life: a file that grew, shrank,
+went, came or was replaced since then is an error that names it, not another order of samples."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from workers.data.sources import CorpusFile
+from workers.errors import DataError
+
+FILE_NAME = "corpus.json"
+HEAD_BYTES = 4096
+ADVICE = "put it back as it was, or submit a new job"
+"""What to do about a file that is not what it was."""
+
+
+def head_digest(content: bytes) -> str:
+    """SHA-256 of the first HEAD_BYTES of a file, of which `content` are the first or all."""
+    return hashlib.sha256(content[:HEAD_BYTES]).hexdigest()
+
+
+def as_recorded(files: Sequence[CorpusFile], record: Path, write: bool) -> list[CorpusFile]:
+    """`files` with the digests that `record` holds, which are checked when a file is first read.
+
+    `write`: make the record where there is none. One that cannot be read or written now is no reason not to train: then
+    `files` come back as they are. Raises DataError where they are others than the record's.
+    """
+    try:
+        recorded = [CorpusFile(**entry) for entry in json.loads(record.read_bytes())["files"]]
+    except FileNotFoundError:
+        return _recorded_now(files, record) if write else list(files)
+    except (OSError, ValueError, TypeError, KeyError):
+        return list(files)
+    now = {file.path: file for file in files}
+    for before in recorded:
+        _compare(now.pop(before.path, None), before)
+    for path in now:
+        raise DataError(f"{path} was not there when the job began: take it away, or submit a new job")
+    return recorded
+
+
+def _compare(file: CorpusFile | None, before: CorpusFile) -> None:
+    if file is None:
+        raise DataError(f"{before.path} is gone or empty, and was not when the job began: {ADVICE}")
+    if file.size != before.size:
+        sizes = f"{file.size} bytes, and had {before.size} when the job began"
+        raise DataError(f"{file.path} has {sizes}: {ADVICE}")
+
+
+def _recorded_now(files: Sequence[CorpusFile], record: Path) -> list[CorpusFile]:
+    recorded = [replace(file, head=_head_of(file)) for file in files]
+    entries = [{"path": file.path, "size": file.size, "head": file.head} for file in recorded]
+    beside = record.with_suffix(".tmp")
+    with contextlib.suppress(OSError):  # a full disk: the next start records it
+        record.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps({"files": entries}))
+        beside.replace(record)
+    return recorded
+
+
+def _head_of(file: CorpusFile) -> str:
+    try:
+        with Path(file.path).open("rb") as content:
+            return head_digest(content.read(min(HEAD_BYTES, file.size)))
+    except OSError as error:
+        raise DataError(f"cannot be read: {file.path} ({error.strerror})") from error
