@@ -95,7 +95,8 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _run(size: int, steps: int, wait: float, beside: bool, replicas: bool) -> tuple[list[Taken], list[dict[str, Any]]]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "workers.trainer"])
     with _folders() as folders, contextlib.ExitStack() as stack:
 
         def start(target: Any, *arguments: Any) -> Connection:

@@ -42,7 +42,7 @@ def last_rows(rows):
     return {row["step"]: (row["loss"], row["grad_norm"], row["learning_rate"], row["tokens"]) for row in rows}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.soak), LAYOUTS[2]])
 def test_rolled_back_job_is_bit_for_bit_the_one_that_never_saw_those_samples(ranks, corpus, layout):
     spec = job(corpus, layout, **ROLL_BACK)
     found = run(ranks, spec, NAN)
@@ -82,8 +82,16 @@ def test_without_bad_numbers_the_policies_change_no_bit(ranks, corpus):
     assert careful[0].events == plain[0].events == []
 
 
-@pytest.mark.parametrize("policy", ["skip", "roll_back", "report"])
-@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 1)])
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [
+        *(((1, 1, 2), "skip"), ((1, 2, 1), "roll_back"), ((1, 1, 2), "report")),
+        *(
+            pytest.param(layout, policy, marks=pytest.mark.soak)
+            for layout, policy in (((1, 2, 1), "skip"), ((1, 1, 2), "roll_back"), ((1, 2, 1), "report"))
+        ),
+    ],
+)
 def test_spike_is_known_before_anything_is_updated(ranks, corpus, layout, policy):
     spike = {"policy": policy, "window": 5}
     spec = job(corpus, layout, spike=spike, roll_back_steps=3)

@@ -43,7 +43,7 @@ def test_the_newest_checkpoint_is_always_whole_and_gives_the_same_next_step(corp
     never_interrupted, expected = lone(document, tmp_path / "none"), [(0.0, 0.0)]
     never_interrupted.restore(Resume())
     reached = 0
-    for _ in range(3):
+    for _ in range(2):
         killed_while_saving(config, folder, draw.uniform(0, 0.1))
         path, skipped = newest_usable(folder)
         assert path == whole_checkpoints(folder)[-1][0]

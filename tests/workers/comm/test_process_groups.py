@@ -100,8 +100,13 @@ def train_in_two_generations(comm: Comm, document: dict[str, Any], folder: str, 
     return losses
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["all leave", "one is lost"])
-@pytest.mark.parametrize("name", ["tensor", "1f1b", "data"])
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        *(("tensor", False), ("1f1b", True), ("data", True)),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in (("tensor", True), ("1f1b", False), ("data", False))),
+    ],
+)
 def test_ranks_meet_again_in_the_next_generation(ranks, corpus, tmp_path: Path, name, lost):
     layout, spec = job(corpus, SAME_BITS[name][0])
     clean = [loss for loss, _ in ranks.run(layout, train_job, spec)[0].statistics]

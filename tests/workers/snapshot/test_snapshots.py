@@ -386,7 +386,8 @@ def test_a_file_that_is_cut_off_under_a_running_rank_is_told_and_does_not_kill_i
         snapshots.load(5)
 
 
-def test_killed_at_any_moment_a_rank_leaves_whole_steps(tmp_path):
+@pytest.mark.parametrize("times", [2, pytest.param(8, marks=pytest.mark.soak)])
+def test_killed_at_any_moment_a_rank_leaves_whole_steps(tmp_path, times):
     """A real process, which fills its state with the number of the step, again and again."""
     program = (
         "import sys, torch; from workers.snapshot.snapshots import Snapshots\n"
@@ -399,7 +400,7 @@ def test_killed_at_any_moment_a_rank_leaves_whole_steps(tmp_path):
         "    snapshots.finish()\n"
     )
     draw, path = random.Random(5), snapshot_path(tmp_path, 0)
-    for _ in range(6):
+    for _ in range(times):
         path.unlink(missing_ok=True)
         with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT) as rank:
             deadline = time.monotonic() + 60
