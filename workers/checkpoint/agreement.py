@@ -17,23 +17,27 @@ class _Problem:
     """Why a rank could not read its part."""
 
     message: str
-    kind: type[CheckpointError]
+    kind: str
     """What it is raised as."""
 
 
-_KINDS: tuple[type[CheckpointError], ...] = (DamagedCheckpoint, UnreadableCheckpoint, CheckpointError)
+_KINDS: dict[str, type[CheckpointError]] = {
+    "damaged": DamagedCheckpoint,
+    "unreadable": UnreadableCheckpoint,
+    "other": CheckpointError,
+}
 
 
 def agree(ranks: SharedWork, problem: CheckpointError | None) -> None:
     """Raise the problem of the first rank that has one, on all ranks; return when there is none. Raises PeerLost."""
     mine = None if problem is None else _Problem(str(problem), _kind_of(problem))
-    first = ranks.together(lambda: mine, _first)
+    first = ranks.together(lambda: mine, _first, (_Problem | None, _Problem | None))
     if first is not None:
-        raise first.kind(first.message) from problem
+        raise _KINDS.get(first.kind, CheckpointError)(first.message) from problem
 
 
-def _kind_of(problem: CheckpointError) -> type[CheckpointError]:
-    return next(kind for kind in _KINDS if isinstance(problem, kind))
+def _kind_of(problem: CheckpointError) -> str:
+    return next(name for name, kind in _KINDS.items() if isinstance(problem, kind))
 
 
 def _first(problems: list[_Problem | None]) -> list[_Problem | None]:

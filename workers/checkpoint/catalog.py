@@ -66,7 +66,8 @@ class Manifest:
         """What is known of `file`. Raises DamagedCheckpoint where it is no file of this checkpoint."""
         if file.name not in self.files:
             raise damaged(file, f"is not in {MANIFEST}")
-        return FileSums(self.files[file.name], self.blocks[file.name] if self.blocks else None, self.block_bytes)
+        blocks = tuple(self.blocks[file.name]) if self.blocks else None
+        return FileSums(self.files[file.name], blocks, self.block_bytes)
 
 
 class Condition(Enum):

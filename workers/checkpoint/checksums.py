@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class FileSums:
 
     size: int
     """Bytes."""
-    blocks: Sequence[int] | None
+    blocks: tuple[int, ...] | None
     """CRC-32 of each block; None: it was written before there were any."""
     block_bytes: int
     """Bytes of each block but the last."""
@@ -162,6 +162,45 @@ class CheckedFile(io.RawIOBase):
             raise damaged(self._file, f"is cut off at byte {at + (count or 0)}: it should have {self._sums.size} bytes")
         if self._sums.blocks is not None and zlib.crc32(block) != self._sums.blocks[number]:
             raise damaged(self._file, f"is not what was written, in the {len(block)} bytes from byte {at}")
+
+
+class Window(io.RawIOBase):
+    """The bytes of `stream` from `start` on, `size` of them, as a file of their own."""
+
+    def __init__(self, stream: CheckedFile, start: int, size: int):
+        self._stream, self._start, self._size = stream, start, size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if position < 0:
+            raise ValueError(f"there is no byte {position}")
+        self._position = position
+        return position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Fill `buffer`, less only at the end. Raises DamagedCheckpoint."""
+        wanted = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
+        self._stream.seek(self._start + self._position)
+        count = self._stream.readinto(wanted)
+        self._position += count
+        return count
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As any file's. Here because torch.load, where `readinto` has raised, finds no `read` that is inherited, and
+        raises that instead."""
+        left = max(0, self._size - self._position)
+        content = bytearray(left if size is None or size < 0 else min(size, left))
+        return bytes(content[: self.readinto(content)])
 
 
 @contextmanager

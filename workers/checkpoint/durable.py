@@ -1,57 +1,52 @@
-"""Durable checkpoints by torch.distributed.checkpoint, in a format that does not know the layout.
+"""Durable checkpoints in torch.distributed.checkpoint's format, which does not know the layout.
 
 Every element of the parameters and of both moments is written once, as a rectangle of its layout-free tensor
-(`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`), so torch's own readers, and any other layout, can load it. DCP's
-files, `.metadata` included, are summed while they are written and checked while they are read.
+(`model.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`), so torch's own readers, and any other layout, can load it. All files
+are summed while they are written and checked while they are read. What lies where is said twice: in `contents.json`,
+which we read, and in `.metadata`, a pickle, which torch's readers want.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import pickle
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from workers.checkpoint.catalog import Manifest, manifest_of
-from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummingFile, checked, damaged
+from workers.checkpoint.checksums import (
+    CheckedFile,
+    DamagedCheckpoint,
+    FileSums,
+    SummingFile,
+    Window,
+    checked,
+    damaged,
+)
+from workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, StoredTensor, merged
+from workers.checkpoint.dcp_metadata import METADATA, metadata_of, read_metadata
 from workers.checkpoint.rectangles import Rectangle
 from workers.comm.shared_work import SharedWork
 from workers.errors import CheckpointError
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
 
-Views = dict[MetadataIndex, torch.Tensor]
 
+@dataclass(frozen=True)
+class Written:
+    """What one rank has written."""
 
-def _index(kind: str, rectangle: Rectangle) -> MetadataIndex:
-    return MetadataIndex(f"{kind}.{rectangle.name}", torch.Size(rectangle.offsets))
+    contents: Contents
+    sums: dict[str, FileSums]
+    """By file."""
 
 
 def save(
@@ -63,58 +58,159 @@ def save(
     Raises what the file system raised or, where there are several ranks, SharedWorkFailed on each of them.
     """
     files = _SummingFiles()
-    writer = dcp.FileSystemWriter(path, sync_files=True)
-    writer.fs = files
-    planner = _RectangleSavePlanner(rectangles, parts)
-    catalogue: list[Metadata] = []
 
-    def plan() -> SavePlan:
-        writer.set_up_storage_writer(ranks.is_first)
-        return writer.prepare_local_plan(planner.create_local_plan())
+    def write() -> Written:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        name = f"__{ranks.rank}_0.distcp"  # as DCP names a rank's file
+        with files.create_stream(Path(path) / name, "wb") as stream:
+            contents = _write_rectangles(stream, name, rectangles, parts)
+            _flush(stream)
+        return Written(contents, files.sums)
 
-    def combine_plans(plans: list[SavePlan]) -> list[SavePlan]:
-        plans, metadata = planner.create_global_plan(plans)
-        catalogue.append(metadata)
-        return writer.prepare_global_plan(plans)
+    def finish(written: list[Written]) -> list[dict[str, FileSums]]:
+        contents = merged(each.contents for each in written)
+        with files.create_stream(Path(path) / CONTENTS, "wb") as stream:
+            stream.write(contents.to_bytes())
+            _flush(stream)
+        writer = dcp.FileSystemWriter(path, sync_files=True)
+        writer.fs = files
+        writer.finish(*metadata_of(contents))
+        together = {name: each for rank in written for name, each in rank.sums.items()}
+        return [together | files.sums, *({} for _ in written[1:])]
 
-    def write() -> tuple[list[WriteResult], dict[str, FileSums]]:
-        written = writer.write_data(planner.finish_plan(mine), planner)
-        written.wait()
-        return written.value(), files.sums
+    return ranks.together(write, finish, (Written, dict[str, FileSums]))
 
-    def finish(results: list[tuple[list[WriteResult], dict[str, FileSums]]]) -> list[dict[str, FileSums]]:
-        writer.finish(catalogue[0], [written for written, _ in results])
-        together = {name: each for _, sums in results for name, each in sums.items()}
-        return [together | files.sums, *({} for _ in results[1:])]
 
-    mine = ranks.together(plan, combine_plans)
-    return ranks.together(write, finish)
+def _write_rectangles(
+    stream: io.BufferedWriter, file: str, rectangles: list[Rectangle], parts: dict[str, torch.Tensor]
+) -> Contents:
+    """Append each rectangle of each part to the new `file` as an archive of its own, and say where they lie."""
+    tensors: dict[str, tuple[tuple[int, ...], str, list[StoredRectangle]]] = {}
+    for kind, part in parts.items():
+        dtype = str(part.dtype).removeprefix("torch.")
+        for each in rectangles:
+            at = stream.tell()
+            torch.save(each.view(part).clone(memory_format=torch.contiguous_format), stream)  # else all of `part`
+            stored = StoredRectangle(each.offsets, each.sizes, file, at, stream.tell() - at)
+            tensors.setdefault(f"{kind}.{each.name}", (each.shape, dtype, []))[2].append(stored)
+    return Contents({name: StoredTensor(shape, kind, tuple(r)) for name, (shape, kind, r) in tensors.items()})
+
+
+def _flush(stream: io.BufferedWriter) -> None:
+    """Have what was written on disk when this returns."""
+    stream.flush()
+    os.fsync(stream.fileno())
 
 
 def load(path: str, rectangles: list[Rectangle], length: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """What the checkpoint at `path` holds of `rectangles`, in new parts of `length` elements (by KINDS, on the CPU;
     zero where no rectangle lies), and its manifest. Each rank reads what it needs by itself.
 
-    Every byte that is used is checked as it is read: the manifest, `.metadata`, and of the data files those blocks
+    Every byte that is used is checked as it is read: the manifest, the contents, and of the data files those blocks
     (4 MiB) in which something lies that the rank needs. That costs a CRC-32 of them, 0.3 s a GB, and no reading of
-    its own; what only other ranks need is left to them.
+    its own; what only other ranks need is left to them. Nothing of what is read is run, whoever wrote it.
 
     Raises DamagedCheckpoint naming file and byte, CheckpointError when it holds another model or cannot be read.
     """
     manifest = manifest_of(Path(path))
     parts = {kind: torch.zeros(length) for kind in KINDS}
-    reader = _CheckingReader(path, manifest)
     try:
-        metadata = reader.read_metadata()
-        planner = _RectangleLoadPlanner(path, rectangles, parts, metadata)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+        contents = read_contents(path, manifest)
+        reads = [
+            read
+            for kind, part in parts.items()
+            for rectangle in rectangles
+            for read in _reads(path, contents, f"{kind}.{rectangle.name}", rectangle, rectangle.view(part))
+        ]
+        _read(path, manifest, reads)
     except CheckpointError:
         raise
     except Exception as error:
         kind = DamagedCheckpoint if manifest.blocks is None else CheckpointError
         raise kind(f"the checkpoint at {path} cannot be read: {_sentence(error)}") from error
     return manifest, parts
+
+
+def read_contents(path: str, manifest: Manifest) -> Contents:
+    """What the checkpoint at `path`, of that `manifest`, contains. One of before there was `contents.json` has to say
+    so in `.metadata`. Raises CheckpointError."""
+    name = CONTENTS if CONTENTS in manifest.files else METADATA
+    with _opened(Path(path) / name, manifest) as stream:
+        contents = Contents.from_bytes(stream.read()) if name == CONTENTS else read_metadata(stream)
+        contents.check(manifest)
+    return contents
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The part of a stored rectangle that falls into a wanted one."""
+
+    source: StoredRectangle
+    dtype: str
+    start: tuple[int, ...]
+    """First index in the stored rectangle, in each dimension."""
+    target: torch.Tensor
+    """Where it goes."""
+
+    def read(self, stream: CheckedFile) -> None:
+        """Read it from its file. Raises what torch.load raises, and ValueError where something else is there."""
+        window = Window(stream, self.source.at, self.source.bytes)
+        found = torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
+        if not isinstance(found, torch.Tensor) or found.shape != self.source.sizes or str(found.dtype) != self.dtype:
+            raise ValueError(f"no {self.dtype}{self.source.sizes} begins at byte {self.source.at}")
+        for dim, (at, count) in enumerate(zip(self.start, self.target.shape, strict=True)):
+            found = found.narrow(dim, at, count)
+        self.target.copy_(found)
+
+
+def _reads(path: str, contents: Contents, name: str, wanted: Rectangle, view: torch.Tensor) -> Iterator[_Read]:
+    """All overlaps of stored rectangles with `wanted`, which is to go into `view`. Raises CheckpointError when a wanted
+    element is not there."""
+    stored = contents.tensors.get(name)
+    if stored is None or stored.shape != wanted.shape:
+        found = stored.shape if stored is not None else "nothing"
+        raise CheckpointError(
+            f"the checkpoint at {path} is of another model: {name} should be {wanted.shape}, found {found}"
+        )
+    count = 0
+    for each in stored.rectangles:
+        low = [max(a, b) for a, b in zip(wanted.offsets, each.offsets, strict=True)]
+        ends = zip(low, wanted.offsets, wanted.sizes, each.offsets, each.sizes, strict=True)
+        lengths = [min(a + m, b + n) - at for at, a, m, b, n in ends]
+        if min(lengths) > 0:
+            count += math.prod(lengths)
+            target = view
+            for dim, (at, offset, size) in enumerate(zip(low, wanted.offsets, lengths, strict=True)):
+                target = target.narrow(dim, at - offset, size)
+            start = tuple(at - offset for at, offset in zip(low, each.offsets, strict=True))
+            yield _Read(each, f"torch.{stored.dtype}", start, target)
+    if count != math.prod(wanted.sizes):
+        raise CheckpointError(f"the checkpoint at {path} does not hold all of {name}")
+
+
+def _read(path: str, manifest: Manifest, reads: list[_Read]) -> None:
+    """Carry out `reads`, each file from its beginning to its end, so that each of its blocks is read once."""
+    by_file: dict[str, list[_Read]] = {}
+    for each in reads:
+        by_file.setdefault(each.source.file, []).append(each)
+    for name, here in sorted(by_file.items()):
+        with _opened(Path(path) / name, manifest) as stream:
+            for each in sorted(here, key=lambda each: each.source.at):
+                each.read(stream)
+
+
+@contextmanager
+def _opened(file: Path, manifest: Manifest) -> Iterator[CheckedFile]:
+    """A file of a checkpoint, checked while it is read. What goes wrong with its content names it."""
+    with checked(file, manifest.sums(file)) as stream:
+        try:
+            yield stream
+        except CheckpointError:
+            raise
+        except Exception as error:
+            if manifest.blocks is None:  # nobody has looked at these bytes before
+                raise damaged(file, f"makes no sense at byte {stream.tell()} ({_sentence(error)})") from None
+            raise CheckpointError(f"{file} is as it was written, but cannot be read: {_sentence(error)}") from error
 
 
 def _sentence(error: Exception) -> str:
@@ -142,158 +238,3 @@ class _SummingFiles(FileSystem):
         """As any rename."""
         super().rename(path, new_path)
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
-
-
-class _CheckedFiles(FileSystem):
-    """The files of a checkpoint, checked while they are read."""
-
-    def __init__(self, manifest: Manifest):
-        self._manifest = manifest
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """One file. What goes wrong with its content names it."""
-        file = Path(path)
-        with checked(file, self._manifest.sums(file)) as stream:
-            try:
-                yield stream
-            except CheckpointError:
-                raise
-            except Exception as error:
-                if self._manifest.blocks is None:  # nobody has looked at these bytes before
-                    raise damaged(file, f"makes no sense at byte {stream.tell()} ({_sentence(error)})") from None
-                raise CheckpointError(f"{file} is as it was written, but cannot be read: {_sentence(error)}") from error
-
-
-class _CheckingReader(dcp.FileSystemReader):
-    """Reads what was checked, and each file from its beginning to its end, so that each block is read once.
-
-    It is used without `dcp.load`, which logs tracebacks of what it cannot read and goes on without.
-    """
-
-    def __init__(self, path: str, manifest: Manifest):
-        super().__init__(path)
-        self.fs = _CheckedFiles(manifest)
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The catalogue of all rectangles."""
-        with self.fs.create_stream(Path(self.path) / ".metadata", "rb") as stream:
-            metadata = pickle.load(stream)
-            if not isinstance(metadata, Metadata):
-                raise TypeError(f"it holds a {type(metadata).__name__}")
-        return metadata
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan in the order of what is on disk."""
-        return replace(plan, items=sorted(plan.items, key=self._place))
-
-    def _place(self, item: ReadItem) -> tuple[str, int]:
-        stored = self.storage_data[item.storage_index]
-        return stored.relative_path, stored.offset
-
-
-class _RectangleSavePlanner(SavePlanner):
-    """Writes rectangles; needs no state dict."""
-
-    def __init__(self, rectangles: list[Rectangle], parts: dict[str, torch.Tensor]):
-        self._rectangles, self._parts = rectangles, parts
-        self._views: Views = {_index(kind, p): p.view(part) for kind, part in parts.items() for p in rectangles}
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing to keep: the rectangles were given."""
-
-    def create_local_plan(self) -> SavePlan:
-        """One write a rectangle."""
-        return SavePlan([self._item(kind, rectangle) for kind in self._parts for rectangle in self._rectangles])
-
-    def _item(self, kind: str, rectangle: Rectangle) -> WriteItem:
-        chunk = ChunkStorageMetadata(torch.Size(rectangle.offsets), torch.Size(rectangle.sizes))
-        properties = TensorProperties(dtype=self._parts[kind].dtype)
-        data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(rectangle.shape))
-        return WriteItem(index=_index(kind, rectangle), type=WriteItemType.SHARD, tensor_data=data)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The catalogue of all ranks' rectangles."""
-        tensors: dict[str, TensorStorageMetadata] = {}
-        for item in (item for plan in all_plans for item in plan.items):
-            data = item.tensor_data
-            assert data is not None
-            entry = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
-            entry.chunks.append(data.chunk)
-        return all_plans, Metadata(state_dict_metadata=dict(tensors))
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The rectangle's elements."""
-        return self._views[write_item.index].contiguous()
-
-
-class _RectangleLoadPlanner(LoadPlanner):
-    """Reads the parts of stored rectangles that fall into this rank's."""
-
-    def __init__(self, path: str, rectangles: list[Rectangle], parts: dict[str, torch.Tensor], metadata: Metadata):
-        self._path, self._rectangles, self._parts, self._metadata = path, rectangles, parts, metadata
-        self._views: Views = {_index(kind, p): p.view(part) for kind, part in parts.items() for p in rectangles}
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Nothing to keep: the catalogue was given."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """All overlaps of wanted and stored rectangles. Raises CheckpointError when a wanted element is not there."""
-        return LoadPlan(
-            [read for kind in self._parts for rectangle in self._rectangles for read in self._reads(kind, rectangle)]
-        )
-
-    def _reads(self, kind: str, rectangle: Rectangle) -> list[ReadItem]:
-        index = _index(kind, rectangle)
-        stored = self._metadata.state_dict_metadata.get(index.fqn)
-        if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != rectangle.shape:
-            shape = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else "nothing"
-            raise CheckpointError(
-                f"the checkpoint at {self._path} is of another model: {index.fqn} should be {rectangle.shape}, "
-                f"found {shape}"
-            )
-        reads = []
-        for chunk in stored.chunks:
-            low = [max(a, b) for a, b in zip(rectangle.offsets, chunk.offsets, strict=True)]
-            ends = zip(rectangle.offsets, rectangle.sizes, chunk.offsets, chunk.sizes, strict=True)
-            lengths = [min(a + m, b + n) - start for start, (a, m, b, n) in zip(low, ends, strict=True)]
-            if min(lengths) > 0:
-                reads.append(
-                    ReadItem(
-                        type=LoadItemType.TENSOR,
-                        dest_index=index,
-                        dest_offsets=torch.Size(a - b for a, b in zip(low, rectangle.offsets, strict=True)),
-                        storage_index=MetadataIndex(index.fqn, chunk.offsets),
-                        storage_offsets=torch.Size(a - b for a, b in zip(low, chunk.offsets, strict=True)),
-                        lengths=torch.Size(lengths),
-                    )
-                )
-        if sum(math.prod(read.lengths) for read in reads) != math.prod(rectangle.sizes):
-            raise CheckpointError(f"the checkpoint at {self._path} does not hold all of {index.fqn}")
-        return reads
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Each rank for itself."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Never asked for: nothing is stored as bytes."""
-        raise CheckpointError(f"the checkpoint at {self._path} holds an unknown entry {read_item.dest_index.fqn}")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Where the read lands."""
-        view = self._views[read_item.dest_index]
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            view = view.narrow(dim, offset, length)
-        return view
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Read in place already."""

@@ -1,9 +1,12 @@
 """Work that all ranks do together beside the training, on a thread and over connections of their own: each does its
-part, rank 0 combines the results, and everybody gets its share of what came out or learns what went wrong."""
+part, rank 0 combines the results, and everybody gets its share of what came out or learns what went wrong.
+
+What they tell each other is JSON, of types that both ends name (`workers/protocol/json_codec.py`): nothing that a rank
+receives can run there."""
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,15 +14,18 @@ import torch
 
 from workers.comm.links import Links
 from workers.errors import MantaError
+from workers.protocol.json_codec import Codec, JsonObject, MalformedMessage, codec_of
 
 Part = TypeVar("Part")
 Share = TypeVar("Share")
 
 _CHANNEL = 0
+_MESSAGE_BYTES = 1 << 30
+"""No rank has more to say."""
 
 
 class SharedWorkFailed(MantaError):
-    """What some rank's part of a work of all ranks failed with."""
+    """What some rank's part of a work of all ranks failed with, also where it said what makes no sense."""
 
 
 class SharedWork:
@@ -30,58 +36,86 @@ class SharedWork:
         self._links, self._size = links, size
 
     @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0."""
-        return self._links is None or self._links.rank == 0
+    def rank(self) -> int:
+        """This rank's number."""
+        return 0 if self._links is None else self._links.rank
 
-    def together(self, part: Callable[[], Part], combine: Callable[[list[Part]], list[Share]]) -> Share:
+    def together(
+        self,
+        part: Callable[[], Part],
+        combine: Callable[[list[Part]], list[Share]],
+        kinds: tuple[Any, Any],
+    ) -> Share:
         """`part` on every rank; on rank 0 `combine` of all results, in order of ranks; what it returns for this rank.
+        `kinds`: the types of a part and of a share, as annotations name them, which is how they travel.
 
         Raises the error of a single rank as it is, SharedWorkFailed on every rank when any part or `combine` has
-        failed, PeerLost when a rank goes away.
+        failed or a rank sends anything else than that, PeerLost when a rank goes away.
         """
         if self._links is None:
             return combine([part()])[0]
-        mine = _attempt(part, self._links.rank)
-        if self._links.rank > 0:
-            self._send(0, mine)
-            value, problem = self._receive(0)
+        parts, shares = (codec_of(kind) for kind in kinds)
+        mine = _attempt(part, self.rank)
+        if self.rank > 0:
+            self._send(0, parts, mine)
+            value, problem = self._receive(0, shares)
         else:
-            value, problem = self._combine([mine, *(self._receive(rank) for rank in range(1, self._size))], combine)
+            others = [self._receive(rank, parts) for rank in range(1, self._size)]
+            value, problem = self._combine([mine, *others], combine, shares)
         if problem is not None:
             raise SharedWorkFailed(problem)
         result: Share = value
         return result
 
-    def _combine(self, parts: list[tuple[Any, str | None]], combine: Callable[[list[Any]], list[Any]]) -> Any:
+    def _combine(self, parts: list[_Outcome], combine: Callable[[list[Any]], list[Any]], kind: Codec) -> _Outcome:
         problem = next((problem for _, problem in parts if problem is not None), None)
         shares: list[Any] = [None] * self._size
         if problem is None:
             combined, problem = _attempt(lambda: combine([value for value, _ in parts]), 0)
             shares = combined if problem is None else shares
         for rank in range(1, self._size):
-            self._send(rank, (shares[rank], problem))
+            self._send(rank, kind, (shares[rank], problem))
         return shares[0], problem
 
-    def _send(self, rank: int, value: Any) -> None:
+    def _send(self, rank: int, kind: Codec, outcome: _Outcome) -> None:
         assert self._links is not None
-        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        value, problem = outcome
+        document = {"value": kind.encode(value)} if problem is None else {"problem": problem}
+        content = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
         self._links.send(rank, _CHANNEL, torch.tensor([len(content)])).wait()
         self._links.send(rank, _CHANNEL, content).wait()
 
-    def _receive(self, rank: int) -> Any:
+    def _receive(self, rank: int, kind: Codec) -> _Outcome:
         assert self._links is not None
         length = torch.zeros(1, dtype=torch.int64)
         self._links.receive(rank, _CHANNEL, length).wait()
+        if not 0 <= int(length) <= _MESSAGE_BYTES:
+            return None, f"rank {rank} said what makes no sense: that its message has {int(length)} bytes"
         content = torch.empty(int(length), dtype=torch.uint8)
         self._links.receive(rank, _CHANNEL, content).wait()
-        return pickle.loads(content.numpy().tobytes())
+        try:
+            return _decoded(json.loads(content.numpy().tobytes()), kind)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MalformedMessage) as error:
+            return None, f"rank {rank} said what makes no sense: {_sentence(error)}"
 
 
-def _attempt(work: Callable[[], Any], rank: int) -> tuple[Any, str | None]:
-    """(Result, None), or (None, what went wrong)."""
+_Outcome = tuple[Any, str | None]
+"""(Result, None), or (None, what went wrong)."""
+
+
+def _decoded(document: JsonObject, kind: Codec) -> _Outcome:
+    if "problem" in document:
+        return None, str(document["problem"])
+    return kind.decode(document["value"]), None
+
+
+def _attempt(work: Callable[[], Any], rank: int) -> _Outcome:
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - whatever it is, all ranks get it and raise it
-        lines = str(error).strip().splitlines()
-        return None, f"rank {rank}: {type(error).__name__}" + (f": {lines[-1]}" if lines else "")
+        return None, f"rank {rank}: {_sentence(error)}"
+
+
+def _sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return type(error).__name__ + (f": {lines[-1]}" if lines else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from workers.comm.comm import Comm
 from workers.config import RecoveryConfig
@@ -50,8 +51,10 @@ class NumberGuard:
         if history is not None:
             self.history = history.with_roll_backs(self.history.roll_backs)
         self.history = self.history.with_roll_backs(known)
-        mine = (self.history, [] if self.copies is None else [copy for copy in self.copies.steps if copy <= step])
-        self.history, common = self.comm.shared_work.together(lambda: mine, _agreed)
+        copies = [] if self.copies is None else [copy for copy in self.copies.steps if copy <= step]
+        mine = _Known(self.history, copies)
+        agreed = self.comm.shared_work.together(lambda: mine, _agreed, (_Known, _Known))
+        self.history, common = agreed.history, agreed.copies
         if self.copies is not None:
             self.copies.forget(*(copy for copy in self.copies.steps if copy not in common))
             if not common:
@@ -112,7 +115,16 @@ def error_of(bad: BadStep) -> type[NonFiniteError | SpikeError]:
     return NonFiniteError if bad.kind == "not_finite" else SpikeError
 
 
-def _agreed(known: list[tuple[NumericsHistory, list[int]]]) -> list[tuple[NumericsHistory, list[int]]]:
+@dataclass(frozen=True)
+class _Known:
+    """What a rank knows, and what all ranks agree on."""
+
+    history: NumericsHistory
+    copies: list[int]
+    """Steps."""
+
+
+def _agreed(known: list[_Known]) -> list[_Known]:
     """For each rank: the history that holds, and the steps of the copies that all ranks have."""
-    common = set.intersection(*(set(steps) for _, steps in known))
-    return [(merged_histories([history for history, _ in known]), sorted(common))] * len(known)
+    common = set.intersection(*(set(each.copies) for each in known))
+    return [_Known(merged_histories([each.history for each in known]), sorted(common))] * len(known)

@@ -41,7 +41,7 @@ from workers.trainer import Trainer
 
 BLOCK = 4096
 MODEL = {"hidden_size": 16}
-DATA, METADATA, MANIFEST = "__0_0.distcp", ".metadata", "manifest.json"
+DATA, CONTENTS, METADATA, MANIFEST = "__0_0.distcp", "contents.json", ".metadata", "manifest.json"
 LAYOUT = {"tensor": 2, "pipeline": 2}
 
 
@@ -102,13 +102,14 @@ def size_of(folder: Path, name: str) -> int:
     return (whole_checkpoints(folder)[-1][0] / name).stat().st_size
 
 
-names = st.sampled_from([DATA, METADATA, MANIFEST])
+READ = (DATA, CONTENTS, MANIFEST)
+"""What a load reads."""
 
 
 @st.composite
-def places(draw: st.DrawFn, folder: Path) -> tuple[str, int]:
+def places(draw: st.DrawFn, folder: Path, names: tuple[str, ...] = (*READ, METADATA)) -> tuple[str, int]:
     """A file of the newest checkpoint and a byte in it, often at an edge."""
-    name = draw(names)
+    name = draw(st.sampled_from(names))
     last = size_of(folder, name) - 1
     edges = {0, 1, last // 2, last - 1, last, *range(0, last, BLOCK), *range(BLOCK - 1, last, BLOCK)}
     return name, draw(st.sampled_from(sorted(edges)) | st.integers(0, last))
@@ -151,7 +152,7 @@ def write(trainer: Trainer, path: Path) -> dict[str, FileSums]:
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_a_save_interrupted_at_any_byte_leaves_the_one_before_it(saved, reader, lengths, data):
-    """The real writes, in their order, of the data and of `.metadata`, cut at any byte."""
+    """The real writes, in their order, of the data, of what lies where and of `.metadata`, cut at any byte."""
     size, total = lengths
     last_bytes = st.sampled_from([0, 1, size - 1, size, size + 1, total - 1])
     budget = data.draw(last_bytes | st.integers(0, total - 1), "bytes written")
@@ -199,7 +200,7 @@ def test_a_file_cut_off_at_any_byte_is_named_and_the_one_before_is_used(saved, d
         assert [path for path, _ in whole_checkpoints(folder)] == [before], "the sizes tell a listing too"
 
 
-@pytest.mark.parametrize("name", [DATA, METADATA, MANIFEST])
+@pytest.mark.parametrize("name", [*READ, METADATA])
 def test_a_file_that_is_gone_is_named_and_the_one_before_is_used(saved, name):
     with copied(saved[0]) as (folder, newest, before):
         (newest / name).unlink()
@@ -212,7 +213,7 @@ def test_a_file_that_is_gone_is_named_and_the_one_before_is_used(saved, name):
 @given(data=st.data())
 def test_one_changed_byte_anywhere_is_located_and_nothing_of_it_is_used(saved, reader, data):
     with copied(saved[0]) as (folder, newest, before):
-        (name, at), change = data.draw(places(saved[0])), data.draw(st.integers(1, 255))
+        (name, at), change = data.draw(places(saved[0], READ)), data.draw(st.integers(1, 255))
         flip(newest / name, at, change)
         state = bits(reader)
         with pytest.raises(DamagedCheckpoint) as caught:
@@ -254,7 +255,7 @@ def test_the_previous_one_gives_the_steps_of_a_run_that_was_never_interrupted(sa
         if change == "flipped":
             flip(newest / DATA, 5 * BLOCK)
         elif change == "cut off":
-            os.truncate(newest / METADATA, 100)
+            os.truncate(newest / CONTENTS, 100)
         elif change == "gone":
             (newest / DATA).unlink()
         else:
@@ -331,10 +332,12 @@ def test_a_checkpoint_of_another_model_is_no_damage_and_ends_the_search(saved, c
 
 
 def without_sums(path: Path) -> None:
-    """Make the manifest one of before there were checksums."""
+    """Make the manifest one of before there were checksums, and before there was `contents.json`."""
     document = json.loads((path / MANIFEST).read_text())
     for key in ("blocks", "block_bytes", "loss_scale", "crc32"):
         del document[key]
+    del document["files"][CONTENTS]
+    (path / CONTENTS).unlink()
     (path / MANIFEST).write_text(json.dumps(document))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,9 @@ from engine_specs import document
 from reported import events_of, rows_of
 
 from workers.checkpoint import durable
+from workers.checkpoint.catalog import MANIFEST, manifest_of, seal
 from workers.checkpoint.checksums import SummingFile
+from workers.checkpoint.contents import CONTENTS
 from workers.checkpoint.rectangles import rectangles_of
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
@@ -60,6 +63,24 @@ def save(trainer: Trainer) -> None:
     assert trainer.state.checkpoints is not None
     trainer.state.checkpoints.start(trainer.step)
     trainer.state.checkpoints.finish()
+
+
+def reseal(path: Path) -> None:
+    """Have the manifest say what now lies at `path`, as anybody can who may write there."""
+    manifest = manifest_of(path)
+    contents = {file.name: file.read_bytes() for file in path.iterdir() if file.name != MANIFEST}
+    step = manifest.block_bytes
+    blocks = {
+        name: [zlib.crc32(content[at : at + step]) for at in range(0, len(content), step)]
+        for name, content in contents.items()
+    }
+    seal(path, replace(manifest, files={name: len(content) for name, content in contents.items()}, blocks=blocks))
+
+
+def make_older(path: Path) -> None:
+    """Make the checkpoint one of before there was `contents.json`."""
+    (path / CONTENTS).unlink()
+    reseal(path)
 
 
 def bits(trainer: Trainer) -> list[torch.Tensor]:

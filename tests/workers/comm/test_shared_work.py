@@ -1,0 +1,130 @@
+"""What ranks do together is everybody's, also where it fails; what makes no sense is told, and never run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+from rank_threads import connected
+
+from workers.comm.links import Links
+from workers.comm.shared_work import SharedWork, SharedWorkFailed
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank tells."""
+
+    rank: int
+    words: tuple[str, ...] = ()
+
+
+KINDS = (Part, list[Part])
+
+
+def test_each_part_comes_to_the_first_rank_and_each_share_to_its_own():
+    def body(links: Links) -> list[Part]:
+        mine = Part(links.rank, ("a", "\N{GREEK SMALL LETTER BETA}"))
+        return SharedWork(links, 3).together(lambda: mine, lambda parts: [parts[rank:] for rank in range(3)], KINDS)
+
+    assert [[part.rank for part in share] for share in connected(3, body)] == [[0, 1, 2], [1, 2], [2]]
+
+
+def test_alone_nothing_is_sent():
+    assert SharedWork().together(lambda: object, lambda parts: parts, KINDS) is object
+
+
+@pytest.mark.parametrize("who", ["rank 1", "what combines"])
+def test_what_fails_on_one_rank_fails_on_all_with_its_words(who):
+    def body(links: Links) -> str:
+        def part() -> Part:
+            if links.rank == 1 and who == "rank 1":
+                raise OSError("the disk is full")
+            return Part(links.rank)
+
+        def combine(parts: list[Part]) -> list[list[Part]]:
+            raise OSError("the disk is full")
+
+        with pytest.raises(SharedWorkFailed) as caught:
+            SharedWork(links, 3).together(part, combine, KINDS)
+        return str(caught.value)
+
+    rank = 1 if who == "rank 1" else 0
+    assert connected(3, body) == [f"rank {rank}: OSError: the disk is full"] * 3
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def say(links: Links, to: int, content: bytes) -> None:
+    """Send what SharedWork would send as a message."""
+    links.send(to, 0, torch.tensor([len(content)])).wait()
+    links.send(to, 0, torch.frombuffer(bytearray(content), dtype=torch.uint8)).wait()
+
+
+def hear(links: Links, source: int) -> bytes:
+    """What SharedWork has sent."""
+    length = torch.zeros(1, dtype=torch.int64)
+    links.receive(source, 0, length).wait()
+    content = torch.empty(int(length), dtype=torch.uint8)
+    links.receive(source, 0, content).wait()
+    return content.numpy().tobytes()
+
+
+NONSENSE = {
+    "broken JSON": b'{"value": {"rank"',
+    "no text": b"\xff\xfe",
+    "no object": b"[1, 2]",
+    "nothing in it": b"{}",
+    "another type": b'{"value": {"rank": "1"}}',
+    "too deep": b"[" * 100_000,
+    "a pickle": None,
+}
+
+
+@pytest.mark.parametrize("content", NONSENSE.values(), ids=NONSENSE)
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_rank_that_says_what_makes_no_sense_is_named_and_nothing_of_it_runs(tmp_path, sender, content):
+    trap = tmp_path / "it ran"
+    content = content or pickle.dumps((Trap(str(trap)), None))
+
+    def body(links: Links) -> str:
+        if links.rank != sender:
+            with pytest.raises(SharedWorkFailed) as caught:
+                SharedWork(links, 2).together(lambda: Part(links.rank), lambda parts: [parts] * 2, KINDS)
+            return str(caught.value)
+        if sender == 1:
+            say(links, 0, content)
+        answer = hear(links, 1 - sender)
+        if sender == 0:
+            say(links, 1, content)
+        return json.loads(answer).get("problem", "")
+
+    said = connected(2, body)
+    assert said[1 - sender].startswith(f"rank {sender} said what makes no sense: ")
+    assert said[sender] == (said[0] if sender == 1 else ""), "all ranks learn what one of them said"
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("length", [-1, 1 << 40])
+def test_a_length_that_makes_no_sense_fills_no_memory(length):
+    def body(links: Links) -> None:
+        if links.rank == 1:
+            links.send(0, 0, torch.tensor([length])).wait()
+            hear(links, 0)
+            return
+        with pytest.raises(SharedWorkFailed, match=f"rank 1 said what makes no sense: that its message has {length} "):
+            SharedWork(links, 2).together(lambda: Part(0), lambda parts: [parts] * 2, KINDS)
+
+    connected(2, body)
