@@ -154,8 +154,8 @@ class NodeClient(Protocol):
         """Say from now on that the node is to be left within `seconds`."""
         ...
 
-    async def start_store(self, job: str, generation: int) -> StoreAddress:
-        """Serve a rendezvous store for the job's generation; where."""
+    async def start_store(self, job: str, generation: int, one_machine: bool = False) -> StoreAddress:
+        """Serve a rendezvous store for the job's generation, all of which may be on this `one_machine`; where."""
         ...
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
@@ -286,8 +286,8 @@ class RayNodeDaemon(RayActor):
     async def drain(self, seconds: float) -> None:
         await self._call(NodeClient.drain, seconds=seconds)
 
-    async def start_store(self, job: str, generation: int) -> StoreAddress:
-        return await self._call(NodeClient.start_store, job=job, generation=generation)
+    async def start_store(self, job: str, generation: int, one_machine: bool = False) -> StoreAddress:
+        return await self._call(NodeClient.start_store, job=job, generation=generation, one_machine=one_machine)
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
         await self._call(NodeClient.end_job, job=job, keep_snapshots=keep_snapshots)

@@ -50,7 +50,7 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     resume = replace(start.resume, began=beginning_of(start.resume, await record.generations()))
     next_one = (await record.job()).generation + 1
     async with asyncio.timeout(LAUNCH_SECONDS):  # for daemons and agents: the database may take as long as it likes
-        store = await _start_store(job, where[0].node, next_one)
+        store = await _start_store(job, where, next_one)
     generation = await record.begin(launch.cause, launch.counts, resume, start.source, gang.layout, launch.incident)
     roll_backs = await record.rolled_back()
     orders = {
@@ -139,14 +139,15 @@ async def _where_all_are(job: JobContext) -> dict[int, AgentDescription]:
     return where
 
 
-async def _start_store(job: JobContext, node: str | None, generation: int) -> StoreAddress | None:
+async def _start_store(job: JobContext, where: Mapping[int, AgentDescription], generation: int) -> StoreAddress | None:
     """Where the ranks of `generation`, the next one, meet; on the node of rank 0."""
     if job.gang.layout.world_size == 1:
         return None
-    daemons = await job.cluster.daemons.ensure()
+    node, daemons = where[0].node, await job.cluster.daemons.ensure()
     if node is None or node not in daemons:  # agents of a real cluster are always on one
         raise LaunchFailed(dict.fromkeys(job.gang.on([str(node)]), f"the daemon of node {node} does not answer"))
-    return await daemons[node].start_store(job.id, generation)
+    one_machine = len({(place.host, place.address) for place in where.values()}) == 1
+    return await daemons[node].start_store(job.id, generation, one_machine)
 
 
 def _row(job: JobContext, order: LaunchOrder, where: AgentDescription, answer: Launched | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from workers.paths import SHARED_MEMORY, Paths, zygote_socket
 from workers.protocol.json_codec import JsonObject, from_json, to_json
 from workers.protocol.messages import NodeDescription, PeakRate, StoreAddress, StoreArgument, StorePort
 from workers.protocol.remote_call import serve
+from workers.system.own_address import LOOPBACK
 from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from workers.zygote.owner import ZygoteOwner
 
@@ -99,9 +100,9 @@ class NodeDaemon:
         the same, with NOTICE_SECONDS."""
         self._heartbeat.drain(seconds)
 
-    async def start_store(self, job: str, generation: int) -> StoreAddress:
+    async def start_store(self, job: str, generation: int, one_machine: bool = False) -> StoreAddress:
         """Serve a rendezvous store for `job`: the one that it has here, where it still runs, since every generation
-        has keys of its own in it.
+        has keys of its own in it. Where all ranks are on this `one_machine` only processes here can reach it.
 
         Raises StoreUnavailable when it does not start, and when a newer generation has its store here already;
         ZygoteUnavailable if the zygote does not answer.
@@ -113,11 +114,11 @@ class NodeDaemon:
                     f"{job} has a store of generation {current.generation} here, so {generation} gets none; "
                     "read the job's current generation."
                 )
-            if current is not None and not current.process.ended:
+            host = LOOPBACK if one_machine else this_host().address
+            if current is not None and not current.process.ended and current.host == host:
                 current.generation = generation
-                return StoreAddress(current.host, current.port)
+                return StoreAddress(host, current.port)
             await self._end_store(job)
-            host = this_host().address
             process = await fork(self._socket_path, "store", to_json(StoreArgument(host)))
             self._stores[job] = store = _Store(generation, process, host)
             line = await process.control.readline()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 
+LOOPBACK = "127.0.0.1"
+"""Reached by processes of this machine only."""
 _DISCARD_PORT = 9
 _SOMEWHERE_ELSE = "192.0.2.1"  # of a network that no machine is in (RFC 5737)
 
@@ -20,4 +22,4 @@ def outward_address() -> str:
     try:
         return address_towards(_SOMEWHERE_ELSE)
     except OSError:
-        return "127.0.0.1"
+        return LOOPBACK

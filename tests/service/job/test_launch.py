@@ -65,8 +65,20 @@ def test_launch_writes_who_runs_where(job, cluster):
     ]  # fmt: skip
     assert [row.actor for row in rows] == job.gang.names
     assert all(row.pid and row.state == "running" for row in rows)
-    assert cluster.daemons._daemon("one").stores == [(job.id, 1)], "on the node of rank 0"
+    assert cluster.daemons._daemon("one").stores == [(job.id, 1, False)], "on the node of rank 0"
     assert all(agent.backs_up_to is not None for agent in job.gang.agents)
+
+
+def test_ranks_on_one_machine_meet_where_no_other_reaches(store, submit, tmp_path):
+    cluster = FakeCluster(tmp_path, one=4)
+    context = JobContext.of(store, cluster, submit(parallel={"tensor": 2, "data": 2}))
+
+    async def body():
+        await context.gang.place(1, context.submitted, ())
+        await (await launch_generation(context, Launch("submitted", counts=False))).close()
+
+    story(body)
+    assert cluster.daemons._daemon("one").stores == [(context.id, 1, True)]
 
 
 def test_agent_that_does_not_say_where_it_is_fails_the_launch_before_it_began(job):

@@ -278,8 +278,8 @@ class FakeDaemon:
     async def drain(self, seconds):
         self.drains.append(seconds)
 
-    async def start_store(self, job, generation):
-        self.stores.append((job, generation))
+    async def start_store(self, job, generation, one_machine=False):
+        self.stores.append((job, generation, one_machine))
         return StoreAddress(self.node, 4000)
 
     async def end_job(self, job, keep_snapshots=False):

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from workers.node.daemon import NodeDaemon, StoreUnavailable
+from workers.node.host import Host
 from workers.protocol.messages import StoreAddress
 
 
@@ -64,6 +65,19 @@ def test_generations_share_a_store_and_none_before_the_newest_gets_it(go, daemon
             await daemon.start_store("job", 2)
         assert ports([await daemon.start_store("another job", 2)]) == [5002]
         assert [store.ended for store in stores] == [False, False]
+
+    go(body)
+
+
+def test_a_store_listens_where_all_ranks_reach_it_and_no_further(go, daemon, stores, monkeypatch):
+    monkeypatch.setattr("workers.node.daemon.this_host", lambda: Host("machine", "192.0.2.7", None, ()))
+
+    async def body():
+        inside = [await daemon.start_store("job", generation, one_machine=True) for generation in (1, 2)]
+        assert inside == [StoreAddress("127.0.0.1", 5001)] * 2
+        assert await daemon.start_store("job", 3) == StoreAddress("192.0.2.7", 5002)
+        assert await daemon.start_store("job", 4, one_machine=True) == StoreAddress("127.0.0.1", 5003)
+        assert [store.ended for store in stores] == [True, True, False]
 
     go(body)
 
