@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +20,7 @@ from workers.accounting.device_peak import measure_peak_flops
 from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
 from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
+from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import CheckpointError, MantaError
@@ -90,7 +92,7 @@ def train(
     if launcher is not None and launcher.world_size > 1:
         is_host = launcher.rank == 0 and not launcher.store_is_running
         store = dist.TCPStore(launcher.host, launcher.port, launcher.world_size, is_host)
-        comm.connect(store, generation, launcher.host)
+        comm.connect(store, generation, launcher.host, _shared_secret(store))
     with MetricsFile(metrics if comm.rank == 0 else None, spec.train.steps) as sink:
         reporter = Reporter(sink.write)
         places = Places(
@@ -109,6 +111,11 @@ def train(
         reporter.close()
     comm.close()
     return trainer
+
+
+def _shared_secret(store: dist.Store) -> str:
+    """The same random one on all ranks. It goes through torchrun's store, so it keeps nobody out who reaches that."""
+    return store.compare_set("manta/secret", "", secrets.token_hex(SECRET_LENGTH // 2)).decode()
 
 
 def _restore(trainer: Trainer, checkpoints: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
+from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.protocol.messages import Resume
@@ -69,10 +71,10 @@ class LocalRanks:
         when that takes more than `seconds`."""
         self._generation += 1
         world = parse_job_spec(document).layout.world_size
-        processes, connections = [], []
+        processes, connections, secret = [], [], secrets.token_hex(SECRET_LENGTH // 2)
         for rank in range(world):
             ours, theirs = self._context.Pipe(duplex=False)
-            place = (theirs, rank, self._store.port, self._generation, device)
+            place = (theirs, rank, self._store.port, self._generation, secret, device)
             target = self._context.Process(target=_run_rank, args=(*place, program, document, arguments), daemon=True)
             processes.append(target)
             target.start()
@@ -107,6 +109,7 @@ def _run_rank(
     rank: int,
     port: int,
     generation: int,
+    secret: str,
     device: str,
     program: Program,
     document: dict[str, Any],
@@ -116,7 +119,7 @@ def _run_rank(
     spec = parse_job_spec(document)
     comm = Comm(RankGrid(spec.layout), rank, torch.device(device), "links")
     if spec.layout.world_size > 1:
-        comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST)
+        comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST, secret)
     connection.send(program(comm, spec, *arguments))
     comm.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from service.job.report_writer import ReportWriter
 from service.job.resume import newest_state
 from service.recovery.durable_state import beginning_of
 from workers.comm.grid import RankGrid
+from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.errors import MantaError
 from workers.protocol.messages import AgentDescription, Launched, LaunchOrder, Resume, StoreAddress
@@ -53,8 +55,9 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
         store = await _start_store(job, where, next_one)
     generation = await record.begin(launch.cause, launch.counts, resume, start.source, gang.layout, launch.incident)
     roll_backs = await record.rolled_back()
+    secret = secrets.token_hex(SECRET_LENGTH // 2)
     orders = {
-        rank: order_for(job, rank, place, gang.spec, generation, resume, store, roll_backs)
+        rank: order_for(job, rank, place, gang.spec, generation, resume, store, roll_backs, secret)
         for rank, place in where.items()
     }
     running = watch_generation(job, generation, resume.step)
@@ -106,9 +109,11 @@ def order_for(
     resume: Resume = FROM_THE_START,
     store: StoreAddress | None = None,
     roll_backs: Sequence[dict[str, Any]] = (),
+    secret: str | None = None,
 ) -> LaunchOrder:
     """The order for the agent of `rank`, which is at `where`. `spec`: in the layout of `generation`; `store`: where its
-    ranks meet; `roll_backs`: what the events of steps that were rolled back say."""
+    ranks meet; `roll_backs`: what the events of steps that were rolled back say; `secret`: what its ranks know each
+    other by."""
     paths = job.cluster.paths
     return LaunchOrder(
         job=job.id,
@@ -117,6 +122,7 @@ def order_for(
         spec=spec.model_dump(mode="json"),
         store_host=store.host if store else None,
         store_port=store.port if store else None,
+        secret=secret,
         snapshot_folder=str(paths.snapshot_folder(job.id)),
         checkpoint_folder=str(paths.checkpoint_folder(job.id)),
         resume=resume,

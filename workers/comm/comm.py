@@ -21,6 +21,7 @@ from workers.comm.host_staged import HostStaged
 from workers.comm.links import Links
 from workers.comm.links_backend import LinksBackend, linked_through_first
 from workers.comm.process_groups import ProcessGroups
+from workers.comm.secret import Secret
 from workers.comm.shared_work import SharedWork
 from workers.errors import PeerLost
 from workers.liveness.progress import Progress
@@ -64,8 +65,9 @@ class Comm:
         self._cut_until = 0.0
         self._lock = threading.Lock()
 
-    def connect(self, store: dist.Store, generation: int, store_host: str) -> None:
-        """Meet the other ranks of `generation` through `store` on `store_host`. Raises PeerLost."""
+    def connect(self, store: dist.Store, generation: int, store_host: str, secret: str) -> None:
+        """Meet the other ranks of `generation` through `store` on `store_host`. `secret`: what they know too and nobody
+        else, see `Secret`; process groups do not ask for it. Raises PeerLost."""
         self.progress.belongs_to(generation)
         self.step.enter("connecting")
         self.generation = generation
@@ -74,16 +76,17 @@ class Comm:
         prefixed = dist.PrefixStore(f"generation-{generation}", store)
         host = address_towards(store_host)
         with naming_lost_peers():
-            self._backend = self._connected_backend(prefixed, host)
+            self._backend = self._connected_backend(prefixed, host, Secret(secret, generation, "training"))
             peers, beside = linked_through_first(self.grid, self.rank), dist.PrefixStore("shared-work", prefixed)
-            self._work_links = Links(self.rank, peers, beside, generation, host, self._is_over)
+            shared = Secret(secret, generation, "shared work")
+            self._work_links = Links(self.rank, peers, beside, shared, host, self._is_over)
         self.shared_work = SharedWork(self._work_links, self.size("world"))
         self.raise_if_over()
 
-    def _connected_backend(self, store: dist.Store, host: str) -> Backend:
+    def _connected_backend(self, store: dist.Store, host: str, secret: Secret) -> Backend:
         if self._kind == "process_groups":
             return ProcessGroups(self.grid, self.rank, self.device, store)
-        links = LinksBackend(self.grid, self.rank, store, self.generation, host, self._is_over, self.progress)
+        links = LinksBackend(self.grid, self.rank, store, secret, host, self._is_over, self.progress)
         return links if self.device.type == "cpu" else HostStaged(links)
 
     def end(self, generation: int) -> None:

@@ -4,33 +4,30 @@ A send hands what fits to the kernel and returns; whatever is left goes out whil
 two ranks that send to each other never block each other. A peer's death closes its connections, which the next
 operation on them notices at once as PeerLost. Why not gloo: docs/decisions/0001-own-links-on-cpu.md.
 
-Every message carries a header (channel, bytes). Both ends must agree on it: a mismatch is a bug, and never silent.
+Every message carries a header (channel, bytes). Both ends must agree on it: a mismatch is a bug, and never silent. How
+the connections are made is in `meeting.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import select
-import selectors
 import socket
 import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from workers.comm.meeting import Meeting
+from workers.comm.secret import Secret
 from workers.errors import MantaError, PeerLost
-from workers.liveness.progress import CONNECTING_CHANNEL, Progress
+from workers.liveness.progress import Progress
 
-_HELLO = struct.Struct("<QQ")  # generation, rank
 _HEADER = struct.Struct("<QQ")  # channel, payload bytes
 _BUFFER_BYTES = 4 * 1024 * 1024  # asked of the kernel, which may grant less
-_BACKLOG = 4096
-# How often a rank that waits to be connected looks whether its generation is over: nothing else can wake it there.
-_LOOK = timedelta(seconds=0.1)
 
 
 class Operation:
@@ -116,86 +113,19 @@ class Links:
         rank: int,
         peers: Iterable[int],
         store: dist.Store,
-        generation: int,
+        secret: Secret,
         host: str,
         is_over: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
     ):
-        """Connect to `peers`, meeting them through `store` (already prefixed by generation). `host` is this rank's
-        address; `progress` learns for whom and how long it waits. Raises PeerLost when a peer goes away
-        meanwhile, and once `is_over()`."""
-        self.rank, self.generation = rank, generation
-        self._is_over = is_over
+        """Connect to `peers`, meeting them through `store` (already prefixed by generation). `secret`: what they know
+        too; `host`: this rank's address; `progress` learns for whom and how long it waits. Raises PeerLost when a peer
+        goes away meanwhile, and once `is_over()`."""
+        self.rank = rank
         self._progress = progress or Progress()
-        self._links: dict[int, _Link] = {}
-        others = sorted(peer for peer in peers if peer != rank)
-        with socket.create_server((host, 0), backlog=_BACKLOG) as listener:
-            store.set(f"address/{rank}", f"{host}:{listener.getsockname()[1]}")
-            for peer in (peer for peer in others if peer < rank):
-                self._links[peer] = _Link(peer, self._call(store, peer))
-            self._answer(listener, {peer for peer in others if peer > rank})
+        meeting = Meeting(rank, set(peers) - {rank}, store, secret, host, is_over, self._progress)
+        self._links = {peer: _Link(peer, each) for peer, each in meeting.connections().items()}
         self._progress.moved()
-
-    def _call(self, store: dist.Store, peer: int) -> socket.socket:
-        self._progress.waits_for(peer, CONNECTING_CHANNEL, sending=False)
-        host, port = self._address_of(peer, store).rsplit(":", 1)
-        try:
-            connection = socket.create_connection((host, int(port)))
-            connection.sendall(_HELLO.pack(self.generation, self.rank))
-        except OSError as error:
-            raise PeerLost(f"rank {peer} cannot be reached at {host}:{port}: {error.strerror or error}") from error
-        return connection
-
-    def _address_of(self, peer: int, store: dist.Store) -> str:
-        while True:
-            self._raise_if_over()
-            try:
-                store.wait([f"address/{peer}"], _LOOK)
-            except dist.DistStoreError:  # not there yet
-                continue
-            return store.get(f"address/{peer}").decode()
-
-    def _raise_if_over(self) -> None:
-        if self._is_over():
-            raise PeerLost("this generation is over")
-
-    def _answer(self, listener: socket.socket, awaited: set[int]) -> None:
-        """Take the calls of all `awaited` peers. Whoever says something else is turned away; whoever says nothing,
-        or half of it, holds nobody up."""
-        heard: dict[socket.socket, bytes] = {}
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            while awaited:
-                self._raise_if_over()
-                self._progress.waits_for(min(awaited), CONNECTING_CHANNEL, sending=False)
-                for key, _ in selector.select(_LOOK.total_seconds()):
-                    if key.fileobj is listener:
-                        connection = listener.accept()[0]
-                        heard[connection] = b""
-                        selector.register(connection, selectors.EVENT_READ)
-                        continue
-                    assert isinstance(key.fileobj, socket.socket)
-                    connection = key.fileobj
-                    more = _hear(connection, _HELLO.size - len(heard[connection]))
-                    heard[connection] += more
-                    if more and len(heard[connection]) < _HELLO.size:
-                        continue
-                    selector.unregister(connection)
-                    peer = self._peer_of(heard.pop(connection))
-                    if peer in awaited:
-                        awaited.remove(peer)
-                        self._links[peer] = _Link(peer, connection)
-                    else:
-                        connection.close()  # a process of another generation, or nobody that was expected
-        for connection in heard:
-            connection.close()
-
-    def _peer_of(self, hello: bytes) -> int:
-        """The rank that says `hello`; -1 where it is of another generation or no hello at all."""
-        if len(hello) < _HELLO.size:
-            return -1
-        generation, peer = _HELLO.unpack(hello)
-        return peer if generation == self.generation else -1
 
     def send(self, peer: int, channel: int, tensor: torch.Tensor) -> Operation:
         """Start sending the contiguous CPU `tensor`, which must not change until the operation is done."""
@@ -252,11 +182,3 @@ class Links:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _hear(connection: socket.socket, size: int) -> bytes:
-    """At most `size` bytes of what has arrived; none at the end."""
-    try:
-        return connection.recv(size)
-    except OSError:
-        return b""

@@ -11,6 +11,7 @@ from workers.comm.backend import Handle, Tensors, Transfer
 from workers.comm.collectives import Collectives, add, maximum
 from workers.comm.grid import AXES, Axis, RankGrid
 from workers.comm.links import Links
+from workers.comm.secret import Secret
 from workers.liveness.progress import Progress
 
 _PIPELINE_CHANNEL = AXES.index("pipeline")
@@ -29,17 +30,18 @@ class LinksBackend:
         grid: RankGrid,
         rank: int,
         store: dist.Store,
-        generation: int,
+        secret: Secret,
         host: str,
         is_over: Callable[[], bool],
         progress: Progress,
     ):
-        """Connect. `host`: address of this rank; `progress` learns for whom and how long it waits. Raises PeerLost."""
+        """Connect. `secret`: what the other ranks know too; `host`: address of this rank; `progress` learns for whom
+        and how long it waits. Raises PeerLost."""
         ranks = {axis: grid.group(axis, rank) for axis in AXES}
         near = {peer for axis in AXES if axis != "world" for peer in ranks[axis]}
         # Sums over all ranks go through rank 0, so everybody knows it and it knows everybody.
         peers = near | linked_through_first(grid, rank)
-        self.links = Links(rank, peers, store, generation, host, is_over, progress)
+        self.links = Links(rank, peers, store, secret, host, is_over, progress)
         self._pipeline = ranks["pipeline"]
         self._along = {
             axis: Collectives(self.links, channel, ranks[axis], star=axis == "world")

@@ -7,13 +7,13 @@ trainer. It carries the generation, by which whoever gets one that was replaced 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from workers.errors import MantaError
 from workers.protocol.json_codec import JsonObject
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of all messages between processes. Raised by a change that the other end must know of."""
 
 
@@ -112,6 +112,8 @@ class LaunchOrder:
     """Host of the rendezvous store; None for a single process."""
     store_port: int | None = None
     """Port of the rendezvous store."""
+    secret: str | None = field(default=None, repr=False)
+    """What the ranks of this generation know and nobody else (`workers.comm.secret`); None for a single process."""
     snapshot_folder: str | None = None
     """Folder in the node's shared memory for this job's snapshots; None turns snapshots off."""
     checkpoint_folder: str | None = None

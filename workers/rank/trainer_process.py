@@ -203,13 +203,13 @@ class TrainerProcess:
         self._watch_for_faults()
         self._comm.end(self._ended_generation)
         if self._comm.size("world") > 1:
-            if order.store_host is None or order.store_port is None:
-                raise ValueError("a job of several ranks needs a rendezvous store in its launch order")
+            if order.store_host is None or order.store_port is None or order.secret is None:
+                raise ValueError("a job of several ranks needs a rendezvous store and a secret in its launch order")
             try:
                 store = dist.TCPStore(order.store_host, order.store_port, is_master=False, timeout=STORE_TIMEOUT)
             except RuntimeError as error:
                 raise PeerLost(f"the rendezvous store does not answer: {str(error).splitlines()[0]}") from error
-            self._comm.connect(store, order.generation, order.store_host)
+            self._comm.connect(store, order.generation, order.store_host, order.secret)
         self._connected_at = time.time()
         self._comm.generation = order.generation
         self._trainer.restore(order.resume, order.roll_backs)

@@ -69,6 +69,22 @@ def test_launch_writes_who_runs_where(job, cluster):
     assert all(agent.backs_up_to is not None for agent in job.gang.agents)
 
 
+def test_ranks_of_a_generation_get_a_secret_of_its_own(job):
+    def given():
+        return {agent.orders[-1].secret for agent in job.gang.agents}
+
+    async def body():
+        secrets = []
+        for _ in range(2):
+            await (await launch_generation(job, Launch("submitted", counts=False))).close()
+            (secret,) = given()
+            assert len(bytes.fromhex(secret)) == 32
+            secrets.append(secret)
+        assert secrets[0] != secrets[1]
+
+    story(body)
+
+
 def test_ranks_on_one_machine_meet_where_no_other_reaches(store, submit, tmp_path):
     cluster = FakeCluster(tmp_path, one=4)
     context = JobContext.of(store, cluster, submit(parallel={"tensor": 2, "data": 2}))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_specs import axes
-from rank_threads import HOST, run_threads
+from rank_threads import HOST, SECRET, run_threads
 
 from workers.comm.comm import Comm
 from workers.comm.grid import AXES, RankGrid
@@ -113,7 +113,7 @@ def test_a_generation_that_is_over_is_not_joined():
     comm = Comm(RankGrid(ParallelConfig(tensor=2)), 0, CPU)
     comm.end(3)
     with pytest.raises(PeerLost, match="generation 3 is over"):
-        comm.connect(dist.HashStore(), 3, HOST)
+        comm.connect(dist.HashStore(), 3, HOST, SECRET)
 
 
 def test_a_rank_whose_generation_ends_while_it_waits_for_a_peer_to_join_is_freed():
@@ -128,7 +128,7 @@ def test_a_rank_whose_generation_ends_while_it_waits_for_a_peer_to_join_is_freed
 
     def body(rank: int) -> None:
         if rank == 0:
-            comm.connect(dist.HashStore(), 1, HOST)
+            comm.connect(dist.HashStore(), 1, HOST, SECRET)
         else:
             waits.wait()
             comm.end(1)
@@ -143,7 +143,7 @@ def test_both_ranks_meet_again_in_the_next_generation():
     def body(rank: int) -> list[float]:
         comm, sums = Comm(grid, rank, CPU), []
         for generation in (1, 2):
-            comm.connect(store, generation, HOST)
+            comm.connect(store, generation, HOST, SECRET)
             total = torch.tensor([float(rank + generation)])
             comm.all_reduce("tensor", total)
             sums.append(total.item())
@@ -159,7 +159,7 @@ def test_a_rank_that_leaves_frees_the_one_that_waits_for_it():
 
     def body(rank: int) -> None:
         comm = Comm(grid, rank, CPU)
-        comm.connect(store, 1, HOST)
+        comm.connect(store, 1, HOST, SECRET)
         try:
             if rank == 0:
                 comm.all_reduce("tensor", torch.ones(1))
@@ -184,7 +184,7 @@ def test_a_rank_whose_network_was_cut_gets_through_again_when_the_time_is_up_and
     comm.cut(3.0)
     now[0] += 1.0
     for generation in (1, 2):
-        comm.connect(dist.HashStore(), generation, HOST)
+        comm.connect(dist.HashStore(), generation, HOST, SECRET)
         connected_at.append(now[0])
         comm.close()
         now[0] += 1.0
@@ -212,7 +212,7 @@ def test_the_end_of_an_earlier_generation_disturbs_no_later_one():
 
     def body(rank: int) -> float:
         comm = Comm(grid, rank, CPU)
-        comm.connect(store, 2, HOST)
+        comm.connect(store, 2, HOST, SECRET)
         comm.end(1)
         total = torch.tensor([float(rank)])
         comm.all_reduce("tensor", total)

@@ -1,20 +1,17 @@
-"""Links deliver what was sent, never block each other, and notice a peer's end, a bug and a stranger."""
+"""Links deliver what was sent, never block each other, and notice a peer's end and a bug."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import struct
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_threads import HOST, connected, run_threads
+from rank_threads import HOST, connected, run_threads, secret
 
 from workers.comm.links import Links
 from workers.errors import MantaError, PeerLost
-from workers.liveness.progress import CONNECTING_CHANNEL, Progress
+from workers.liveness.progress import Progress
 
 MILLION = 1_000_000
 
@@ -22,7 +19,7 @@ MILLION = 1_000_000
 def pair(store: dist.Store | None = None) -> list[Links]:
     """Two ranks, linked."""
     store = store or dist.HashStore()
-    return run_threads(2, lambda rank: Links(rank, range(2), store, 1, HOST))
+    return run_threads(2, lambda rank: Links(rank, range(2), store, secret(), HOST))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16], ids=str)
@@ -171,49 +168,6 @@ def test_a_message_that_was_not_due_is_an_error(sent):
     second.close()
 
 
-def knock(store: dist.Store, hello: bytes) -> socket.socket:
-    """Somebody who connects to rank 0 and says `hello`."""
-    host, port = store.get("address/0").decode().rsplit(":", 1)
-    stranger = socket.create_connection((host, int(port)))
-    stranger.sendall(hello)
-    return stranger
-
-
-@pytest.mark.parametrize(
-    "hello",
-    [b"", b"GET", b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n", struct.pack("<QQ", 8, 1), struct.pack("<QQ", 9, 5)],
-    ids=["silent", "short", "another protocol", "an older generation", "an unknown rank"],
-)
-def test_strangers_are_refused_and_hold_nobody_up(hello):
-    store = dist.HashStore()
-    strangers = []
-
-    def body(rank: int) -> Links:
-        if rank == 1:
-            strangers.append(knock(store, hello))
-        return Links(rank, range(2), store, 9, HOST)
-
-    first, second = run_threads(2, body, seconds=20)
-    found = torch.zeros(1)
-    first.send(1, 0, torch.ones(1)).wait()
-    second.receive(0, 0, found).wait()
-    assert found == 1
-    strangers[0].settimeout(20)
-    with contextlib.suppress(ConnectionResetError):
-        assert strangers[0].recv(1) == b"", "a stranger is told nothing"
-    for each in (first, second, *strangers):
-        each.close()
-
-
-def test_a_peer_that_cannot_be_reached_is_named():
-    store = dist.HashStore()
-    with socket.create_server((HOST, 0)) as closed:
-        port = closed.getsockname()[1]
-    store.set("address/0", f"{HOST}:{port}")
-    with pytest.raises(PeerLost, match=f"rank 0 cannot be reached at {HOST}:{port}"):
-        Links(1, [0], store, 1, HOST)
-
-
 def test_links_that_were_closed_say_so():
     first, second = pair()
     operation = first.receive(1, 0, torch.zeros(1))
@@ -235,32 +189,11 @@ class NotingProgress(Progress):
         self.waits.set()
 
 
-@pytest.mark.parametrize("rank", [0, 1], ids=["that is to be called", "that looks for the other's address"])
-def test_a_rank_whose_generation_ends_before_its_peer_comes_gives_up(rank):
-    """The other rank never calls, nor says where it is: only `is_over` can free this one."""
-    over, progress = threading.Event(), NotingProgress()
-
-    def body(thread: int) -> None:
-        if thread == 0:
-            Links(rank, range(2), dist.HashStore(), 1, HOST, over.is_set, progress)
-        else:
-            progress.waits.wait()
-            over.set()
-
-    lost, _ = run_threads(2, body)
-    assert isinstance(lost, PeerLost)
-    assert "is over" in str(lost)
-    assert set(progress.waited_for) == {(1 - rank, CONNECTING_CHANNEL)}
-
-
-def test_a_generation_that_is_over_already_is_not_waited_for():
-    with pytest.raises(PeerLost, match="is over"):
-        Links(0, range(2), dist.HashStore(), 1, HOST, lambda: True)
-
-
 def test_the_record_learns_for_how_long_a_rank_waits():
     store, progress = dist.HashStore(), NotingProgress()
-    first, second = run_threads(2, lambda rank: Links(rank, range(2), store, 1, HOST, progress=[progress, None][rank]))
+    first, second = run_threads(
+        2, lambda rank: Links(rank, range(2), store, secret(), HOST, progress=[progress, None][rank])
+    )
     before = progress.idle_seconds
     progress.waits.clear()
 

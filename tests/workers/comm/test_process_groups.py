@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_specs import axes, document
-from rank_processes import HOST
+from rank_processes import HOST, SECRET
 from rank_programs import train_job
 
 from workers.comm.comm import Comm
@@ -91,7 +91,7 @@ def train_in_two_generations(comm: Comm, document: dict[str, Any], folder: str, 
     trainer.rest()
     assert trainer.settled_step == 2
     assert not dist.is_initialized()
-    comm.connect(dist.TCPStore(HOST, port, is_master=False), comm.generation + 1_000_000, HOST)
+    comm.connect(dist.TCPStore(HOST, port, is_master=False), comm.generation + 1_000_000, HOST, SECRET)
     trainer.restore(Resume("snapshot", 2))
     losses += [trainer.train_step().loss for _ in range(STEPS - 2)]
     comm.barrier()

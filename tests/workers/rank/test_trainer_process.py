@@ -44,8 +44,8 @@ class FakeComm:
     def size(self, axis):
         return self.world
 
-    def connect(self, store, generation, host):
-        self.connected.append((store, generation, host))
+    def connect(self, store, generation, host, secret):
+        self.connected.append((store, generation, host, secret))
 
     def end(self, generation):
         self.ended.append(generation)
@@ -289,26 +289,27 @@ def test_the_end_of_a_generation_reaches_who_computes_and_who_has_not_begun_yet(
 def test_several_ranks_meet_at_the_store_and_one_that_does_not_answer_is_a_lost_peer(rig, monkeypatch):
     monkeypatch.setattr(trainer_process.dist, "TCPStore", lambda host, port, **_: (host, port))
     run = rig(finish)
-    run.start(order(2, spec={"world": 4}, store_host="h", store_port=7))
+    run.start(order(2, spec={"world": 4}, store_host="h", store_port=7, secret="s"))
     assert run.hear().payload.connected_at > 0
     assert run.ended() == 0
-    assert run.built[0].comm.connected == [(("h", 7), 2, "h")]
+    assert run.built[0].comm.connected == [(("h", 7), 2, "h", "s")]
 
     def refuse(*_, **__):
         raise RuntimeError("timed out\nlong story")
 
     monkeypatch.setattr(trainer_process.dist, "TCPStore", refuse)
     run = rig(finish)
-    run.start(order(2, spec={"world": 4}, store_host="h", store_port=7))
+    run.start(order(2, spec={"world": 4}, store_host="h", store_port=7, secret="s"))
     failure = run.hear().payload
     assert (failure.kind, failure.message) == ("peer_lost", "the rendezvous store does not answer: timed out")
     assert run.ended() == EXIT_PEER_LOST
 
 
-def test_an_order_for_several_ranks_without_a_store_is_an_error(rig):
+@pytest.mark.parametrize("given", [{}, {"store_host": "h", "store_port": 7}, {"secret": "s"}], ids=str)
+def test_an_order_for_several_ranks_without_a_store_or_a_secret_is_an_error(rig, given):
     run = rig(finish)
-    run.start(order(spec={"world": 4}))
-    assert "needs a rendezvous store" in run.hear().payload.message
+    run.start(order(spec={"world": 4}, **given))
+    assert "needs a rendezvous store and a secret" in run.hear().payload.message
     assert run.ended() == EXIT_FAILED
 
 

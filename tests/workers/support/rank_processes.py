@@ -26,11 +26,13 @@ import torch.distributed as dist
 
 from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
+from workers.comm.secret import SECRET_LENGTH
 from workers.config import ParallelConfig
 from workers.errors import PeerLost
 
 RANKS = 8
 HOST = "127.0.0.1"
+SECRET = "5" * SECRET_LENGTH
 
 
 def join_default_group(comm: Comm, port: int) -> None:
@@ -154,7 +156,7 @@ def _outcome(order: bytes) -> tuple[str, Any]:
         rank, layout, port, generation, program, arguments, backend = pickle.loads(order)
         comm = Comm(RankGrid(layout), rank, torch.device("cpu"), backend)
         if layout.world_size > 1:
-            comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST)
+            comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST, SECRET)
         return "returned", program(comm, *arguments)
     except PeerLost:
         return "lost its peer", traceback.format_exc()

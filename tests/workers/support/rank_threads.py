@@ -9,8 +9,15 @@ from typing import Any
 import torch.distributed as dist
 
 from workers.comm.links import Links
+from workers.comm.secret import SECRET_LENGTH, Secret
 
 HOST = "127.0.0.1"
+SECRET = "7" * SECRET_LENGTH
+
+
+def secret(generation: int = 1) -> Secret:
+    """What the ranks of a generation know each other by."""
+    return Secret(SECRET, generation, "test")
 
 
 def run_threads(count: int, body: Callable[[int], Any], seconds: float = 20.0) -> list[Any]:
@@ -37,7 +44,7 @@ def connected(count: int, body: Callable[[Links], Any], generation: int = 1) -> 
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
-        links = Links(rank, range(count), store, generation, HOST)
+        links = Links(rank, range(count), store, secret(generation), HOST)
         try:
             return body(links)
         finally:

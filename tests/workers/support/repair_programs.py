@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from rank_processes import HOST
+from rank_processes import HOST, SECRET
 from reported import rows_of
 
 from workers.comm.comm import Comm
@@ -70,7 +70,7 @@ def train_through(comm: Comm, document: dict[str, Any], folder: str, port: int, 
             trainer.rest()
         resume = _agreed(trainer, store, f"repair-{first}-{lived.generations}")
         lived.steps_redone += trainer.step - resume.step
-        comm.connect(store, first * 1000 + lived.generations, HOST)
+        comm.connect(store, first * 1000 + lived.generations, HOST, SECRET)
     reporter.close()
     state = hashlib.sha256()
     for tensor in (*trainer.engine.state(), trainer.engine.flat.parameters):

@@ -1,0 +1,252 @@
+"""The ranks of a generation find each other and nobody else, whoever reaches their ports or writes where they meet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_threads import HOST, SECRET, run_threads, secret
+
+from workers.comm import meeting
+from workers.comm.links import Links
+from workers.comm.meeting import NONCE_BYTES, STRANGERS
+from workers.comm.secret import PROOF_BYTES, Secret
+from workers.errors import PeerLost
+from workers.liveness.progress import CONNECTING_CHANNEL, Progress
+
+GENERATION = 9
+
+
+def rank_links(rank: int, store: dist.Store, **options) -> Links:
+    """One of two ranks of generation 9."""
+    return Links(rank, range(2), store, secret(GENERATION), HOST, **options)
+
+
+def they_train(first: Links, second: Links) -> bool:
+    """Whether what one of them sends comes to the other, both ways."""
+    found = [torch.zeros(1), torch.zeros(1)]
+    for sender, receiver, into in ((first, second, found[1]), (second, first, found[0])):
+        sender.send(receiver.rank, 0, torch.ones(1)).wait()
+        receiver.receive(sender.rank, 0, into).wait()
+    for each in (first, second):
+        each.close()
+    return found == [1, 1]
+
+
+def knock(store: dist.Store, words: bytes) -> socket.socket:
+    """Somebody who has read where rank 0 is, connects to it and says something."""
+    address = store.get("address/0").decode().split()[0]
+    host, port = address.rsplit(":", 1)
+    stranger = socket.create_connection((host, int(port)))
+    stranger.settimeout(20)
+    stranger.sendall(words)
+    return stranger
+
+
+def is_turned_away(stranger: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionResetError):
+        return stranger.recv(1) == b""
+    return True
+
+
+def hello(generation: int, rank: int) -> bytes:
+    """How a rank begins."""
+    return struct.pack("<QQ", generation, rank) + os.urandom(NONCE_BYTES)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [b"", b"GET", b"GET / HTTP/1.1\r\nHost: rank\r\nAccept: text/html\r\n\r\n", hello(8, 1), hello(GENERATION, 5)],
+    ids=["silent", "short", "another protocol", "an older generation", "an unknown rank"],
+)
+def test_strangers_are_told_nothing_and_hold_nobody_up(words):
+    store, strangers = dist.HashStore(), []
+
+    def body(rank: int) -> Links:
+        if rank == 1:
+            strangers.append(knock(store, words))
+        return rank_links(rank, store)
+
+    assert they_train(*run_threads(2, body))
+    assert is_turned_away(strangers[0])
+
+
+def test_who_only_knows_generation_and_rank_is_not_taken_for_the_peer():
+    store, strangers = dist.HashStore(), []
+
+    def body(rank: int) -> Links:
+        if rank == 1:
+            stranger = knock(store, hello(GENERATION, 1))
+            assert len(stranger.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)) == NONCE_BYTES + PROOF_BYTES
+            stranger.sendall(b"0" * PROOF_BYTES)
+            assert is_turned_away(stranger)
+            strangers.append(knock(store, hello(GENERATION, 1)))  # and one who leaves it at that
+        return rank_links(rank, store)
+
+    assert they_train(*run_threads(2, body))
+    strangers[0].close()
+
+
+def test_what_a_rank_once_said_is_worth_nothing_to_who_says_it_again():
+    """Somebody has listened to rank 1, whose network breaks before it gets through."""
+    store, heard = dist.HashStore(), []
+
+    def body(rank: int) -> Links | None:
+        if rank == 1 and not heard:
+            first = knock(store, words := hello(GENERATION, 1))
+            answer = first.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
+            nonces = (words[16:].hex(), answer[:NONCE_BYTES].hex())
+            said = secret(GENERATION).proof("caller", 0, 1, *nonces)
+            first.close()
+            again = knock(store, words)
+            again.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
+            again.sendall(said)
+            heard.append(is_turned_away(again))
+        return rank_links(rank, store)
+
+    assert they_train(*run_threads(2, body))
+    assert heard == [True]
+
+
+def test_more_silent_strangers_than_there_is_room_for_hold_nobody_up():
+    store, strangers = dist.HashStore(), []
+
+    def body(rank: int) -> Links:
+        if rank == 1:
+            strangers.extend(knock(store, b"") for _ in range(STRANGERS + 10))
+            assert all(is_turned_away(stranger) for stranger in strangers[:9]), "the longest there make room"
+        return rank_links(rank, store)
+
+    assert they_train(*run_threads(2, body))
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_silent_stranger_is_turned_away_after_a_while_whether_or_not_the_peer_comes(monkeypatch):
+    monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 0.1)
+    store = dist.HashStore()
+
+    def body(rank: int) -> Links:
+        if rank == 1:
+            assert is_turned_away(knock(store, b""))
+        return rank_links(rank, store)
+
+    assert they_train(*run_threads(2, body))
+
+
+@pytest.fixture
+def stranger() -> socket.socket:
+    """Listens, and hangs up on nobody."""
+    with socket.create_server((HOST, 0)) as listener:
+        listener.settimeout(0.5)
+        yield listener
+
+
+def at(listener: socket.socket) -> str:
+    return f"{HOST}:{listener.getsockname()[1]}"
+
+
+def said_by(which: Secret, rank: int, address: str) -> str:
+    """What a rank says in the store."""
+    return f"{address} {which.proof('address', rank, address).decode()}"
+
+
+FORGED = {
+    "without a proof": lambda address: address,
+    "with a proof of nothing": lambda address: f"{address} {'0' * PROOF_BYTES}",
+    "by another rank": lambda address: said_by(secret(GENERATION), 1, address),
+    "of another generation": lambda address: said_by(secret(GENERATION - 1), 0, address),
+    "for another purpose": lambda address: said_by(Secret(SECRET, GENERATION, "another"), 0, address),
+    "no text": lambda address: b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+def test_an_address_that_is_not_the_ranks_own_words_is_waited_out(monkeypatch, stranger, forge):
+    """The rank goes on saying where it is."""
+    monkeypatch.setattr(meeting, "_SAY_AGAIN_SECONDS", 0.2)
+    store = dist.HashStore()
+
+    def body(rank: int) -> Links:
+        if rank == 1:
+            store.wait(["address/0"])
+            store.set("address/0", forge(at(stranger)))
+        return rank_links(rank, store)
+
+    assert they_train(*run_threads(2, body))
+    with pytest.raises(TimeoutError):
+        stranger.accept()
+
+
+def test_who_writes_to_the_store_all_the_time_is_named_in_the_end(monkeypatch, stranger):
+    monkeypatch.setattr(meeting, "DISBELIEF_SECONDS", 0.2)
+    store = dist.HashStore()
+    store.set("address/0", at(stranger))
+    with pytest.raises(PeerLost, match="somebody else than rank 0 says in the rendezvous store where it is"):
+        rank_links(1, store)
+
+
+def test_who_answers_in_the_place_of_a_rank_that_is_gone_is_not_taken_for_it(stranger):
+    """The port has become another process's."""
+    store = dist.HashStore()
+    store.set("address/0", said_by(secret(GENERATION), 0, at(stranger)))
+
+    def body(rank: int) -> None:
+        if rank == 1:
+            rank_links(1, store)
+        connection = stranger.accept()[0]
+        connection.sendall(connection.recv(1024).ljust(NONCE_BYTES + PROOF_BYTES, b"0")[: NONCE_BYTES + PROOF_BYTES])
+
+    _, lost = run_threads(2, body)
+    assert isinstance(lost, PeerLost)
+    assert f"what answers at {at(stranger)} is not rank 0" in str(lost)
+
+
+def test_a_peer_that_cannot_be_reached_is_named():
+    store = dist.HashStore()
+    with socket.create_server((HOST, 0)) as closed:
+        address = at(closed)
+    store.set("address/0", said_by(secret(GENERATION), 0, address))
+    with pytest.raises(PeerLost, match=f"rank 0 cannot be reached at {address}: Connection refused"):
+        rank_links(1, store)
+
+
+class NotingProgress(Progress):
+    """Says when a wait has begun, and for whom."""
+
+    def __init__(self) -> None:
+        self.waits, self.waited_for = threading.Event(), []
+        super().__init__()
+
+    def waits_for(self, peer: int, channel: int, sending: bool) -> None:
+        self.waited_for.append((peer, channel))
+        self.waits.set()
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["that is to be called", "that looks for the other's address"])
+def test_a_rank_whose_generation_ends_before_its_peer_comes_gives_up(rank):
+    """The other rank never calls, nor says where it is: only `is_over` can free this one."""
+    over, progress = threading.Event(), NotingProgress()
+
+    def body(thread: int) -> None:
+        if thread == 0:
+            rank_links(rank, dist.HashStore(), is_over=over.is_set, progress=progress)
+        else:
+            progress.waits.wait()
+            over.set()
+
+    lost, _ = run_threads(2, body)
+    assert isinstance(lost, PeerLost)
+    assert "is over" in str(lost)
+    assert set(progress.waited_for) == {(1 - rank, CONNECTING_CHANNEL)}
+
+
+def test_a_generation_that_is_over_already_is_not_waited_for():
+    with pytest.raises(PeerLost, match="is over"):
+        rank_links(0, dist.HashStore(), is_over=lambda: True)

@@ -1,0 +1,299 @@
+"""How the ranks of one generation find each other, and make sure of each other.
+
+Each rank listens on a port of its own, says where in the rendezvous store, and calls the ranks below it. Both ends of a
+call prove that they know the generation's secret, with numbers used once (nonces):
+
+    caller -> called    generation, its rank, a nonce
+    called -> caller    a nonce, proof
+    caller -> called    proof
+
+One loop carries on all calls at once, so that all of it takes a round trip. Anybody may write to the store and reach
+the port: what they say there is not believed, and they can make nobody wait. What is said later over a connection is
+neither hidden nor proved: who can change packets on their way is not kept out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from workers.comm.secret import PROOF_BYTES, Secret
+from workers.errors import PeerLost
+from workers.liveness.progress import CONNECTING_CHANNEL, Progress
+
+NONCE_BYTES = 32
+STRANGERS = 64
+"""Callers at a time, beyond those that are awaited, of whom it is not known who they are."""
+PATIENCE_SECONDS = 20.0
+"""How long one may take to say it."""
+DISBELIEF_SECONDS = 10.0
+"""How long a rank's address may be somebody else's words, before its reader gives up."""
+_HELLO = struct.Struct(f"<QQ{NONCE_BYTES}s")  # generation, rank, nonce
+_BACKLOG = 4096
+# How often a rank that waits to be connected looks whether its generation is over: nothing else can wake it there.
+_LOOK = timedelta(seconds=0.1)
+_SAY_AGAIN_SECONDS = 1.0
+
+
+class _HungUp(Exception):
+    """The other end has closed its connection, or says what it should not."""
+
+
+class _Conversation:
+    """A connection on which two ranks, or a rank and a stranger, make sure of each other. Never blocks."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        self._heard = b""
+        connection.setblocking(False)
+
+    def _hear(self, size: int) -> bytes | None:
+        """The next `size` bytes; None until all have arrived. Raises _HungUp."""
+        while len(self._heard) < size:
+            try:
+                more = self.connection.recv(size - len(self._heard))
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise _HungUp(error.strerror or str(error)) from error
+            if not more:
+                raise _HungUp("it closed the connection")
+            self._heard += more
+        heard, self._heard = self._heard, b""
+        return heard
+
+    def _say(self, words: bytes) -> None:
+        """Few enough for the kernel to take them at once. Raises _HungUp."""
+        try:
+            count = self.connection.send(words)
+        except OSError as error:
+            raise _HungUp(error.strerror or str(error)) from error
+        if count < len(words):
+            raise _HungUp("it does not listen")
+
+
+class _Call(_Conversation):
+    """A call to rank `peer`, which is at `address`."""
+
+    def __init__(self, rank: int, peer: int, address: str, secret: Secret):
+        super().__init__(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        self._rank, self.peer, self._address, self._secret = rank, peer, address, secret
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self.greeted = False
+        host, port = address.rsplit(":", 1)
+        self._began = self.connection.connect_ex((host, int(port)))
+
+    def greet(self) -> None:
+        """Begin to talk, once the connection is there. Raises PeerLost."""
+        number = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._began
+        if number not in (0, errno.EINPROGRESS):
+            raise PeerLost(f"rank {self.peer} cannot be reached at {self._address}: {os.strerror(number)}")
+        self._or_lost(lambda: self._say(_HELLO.pack(self._secret.generation, self._rank, self._nonce)))
+        self.greeted = True
+
+    def go_on(self) -> bool:
+        """Whether both have made sure of each other. Raises PeerLost."""
+        return self._or_lost(self._go_on)
+
+    def _go_on(self) -> bool:
+        answer = self._hear(NONCE_BYTES + PROOF_BYTES)
+        if answer is None:
+            return False
+        nonces = (self._nonce.hex(), answer[:NONCE_BYTES].hex())
+        if not self._secret.proves(answer[NONCE_BYTES:], "called", self.peer, self._rank, *nonces):
+            raise PeerLost(f"what answers at {self._address} is not rank {self.peer}: it does not know the secret")
+        self._say(self._secret.proof("caller", self.peer, self._rank, *nonces))
+        return True
+
+    def _or_lost(self, talk: Callable[[], bool | None]) -> bool:
+        try:
+            return bool(talk())
+        except _HungUp as error:
+            raise PeerLost(f"rank {self.peer} is gone: {error}") from error
+
+
+class _Caller(_Conversation):
+    """Somebody who has called, and may be anybody."""
+
+    def __init__(self, rank: int, connection: socket.socket, secret: Secret):
+        super().__init__(connection)
+        self._rank, self._secret = rank, secret
+        self._peer = -1
+        self._nonces = ("", "")
+        self.since = time.monotonic()
+
+    def go_on(self, awaited: set[int]) -> int | None:
+        """The rank of `awaited` that it is, once it has proved that; None until then. Raises _HungUp."""
+        if self._peer < 0:
+            hello = self._hear(_HELLO.size)
+            if hello is None:
+                return None
+            generation, peer, nonce = _HELLO.unpack(hello)
+            if generation != self._secret.generation or peer not in awaited:
+                raise _HungUp("a process of another generation, or nobody that is expected")
+            self._answer(peer, nonce)
+        proof = self._hear(PROOF_BYTES)
+        if proof is None:
+            return None
+        proved = self._secret.proves(proof, "caller", self._rank, self._peer, *self._nonces)
+        if not proved or self._peer not in awaited:
+            raise _HungUp("it does not know the secret")
+        return self._peer
+
+    def _answer(self, peer: int, nonce: bytes) -> None:
+        own = secrets.token_bytes(NONCE_BYTES)
+        self._peer, self._nonces = peer, (nonce.hex(), own.hex())
+        self._say(own + self._secret.proof("called", self._rank, peer, *self._nonces))
+
+
+class Meeting:
+    """One rank's part in the meeting of a generation."""
+
+    def __init__(
+        self,
+        rank: int,
+        peers: set[int],
+        store: dist.Store,
+        secret: Secret,
+        host: str,
+        is_over: Callable[[], bool],
+        progress: Progress,
+    ):
+        """`store`: prefixed by generation and purpose; `host`: this rank's address."""
+        self._rank, self._store, self._secret, self._host = rank, store, secret, host
+        self._is_over, self._progress = is_over, progress
+        self._below = sorted(peer for peer in peers if peer < rank)
+        self._awaited = {peer for peer in peers if peer > rank}
+        self._address, self._say_again_at = "", 0.0
+        self._calls: set[_Call] = set()
+        self._callers: dict[_Caller, None] = {}  # the longest here first
+        self._met: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def connections(self) -> dict[int, socket.socket]:
+        """A connection to each peer, which does not block. Raises PeerLost when a peer goes away meanwhile, when its
+        address is never its own words, and once the generation is over."""
+        try:
+            with self._selector, socket.create_server((self._host, 0), backlog=_BACKLOG) as listener:
+                self._address = f"{self._host}:{listener.getsockname()[1]}"
+                self._say_where()
+                # All addresses before the first call: who has called must not be kept waiting.
+                for peer, address in [(peer, self._address_of(peer)) for peer in self._below]:
+                    self._call(peer, address)
+                listener.setblocking(False)
+                self._selector.register(listener, selectors.EVENT_READ)
+                self._talk(listener)
+        except BaseException:
+            for connection in self._met.values():
+                connection.close()
+            raise
+        finally:
+            for conversation in (*self._calls, *self._callers):
+                conversation.connection.close()
+        return self._met
+
+    def _say_where(self) -> None:
+        """Say in the store where this rank listens: again and again, since others may write there too."""
+        proof = self._secret.proof("address", self._rank, self._address).decode()
+        self._store.set(f"address/{self._rank}", f"{self._address} {proof}")
+        self._say_again_at = time.monotonic() + _SAY_AGAIN_SECONDS
+
+    def _keep_saying_where(self) -> None:
+        if time.monotonic() >= self._say_again_at:
+            with contextlib.suppress(RuntimeError):  # a store that is gone is missed by whoever still needs it
+                self._say_where()
+
+    def _address_of(self, peer: int) -> str:
+        """Where `peer` says that it is. What others say in its place is waited out."""
+        key, disbelieved = f"address/{peer}", 0.0
+        while True:
+            self._raise_if_over()
+            self._keep_saying_where()
+            self._progress.waits_for(peer, CONNECTING_CHANNEL, sending=False)
+            try:
+                self._store.wait([key], _LOOK)
+                address, _, proof = self._store.get(key).partition(b" ")
+            except dist.DistStoreError:  # not there yet
+                continue
+            said = address.decode(errors="replace")
+            if self._secret.proves(proof, "address", peer, said):
+                return said
+            if disbelieved > DISBELIEF_SECONDS:
+                raise PeerLost(f"somebody else than rank {peer} says in the rendezvous store where it is")
+            time.sleep(_LOOK.total_seconds())
+            disbelieved += _LOOK.total_seconds()
+
+    def _raise_if_over(self) -> None:
+        if self._is_over():
+            raise PeerLost("this generation is over")
+
+    def _talk(self, listener: socket.socket) -> None:
+        while self._awaited or self._calls:
+            self._raise_if_over()
+            self._keep_saying_where()
+            self._progress.waits_for(self._missing(), CONNECTING_CHANNEL, sending=False)
+            for key, _ in self._selector.select(_LOOK.total_seconds()):
+                if key.fileobj is listener:
+                    self._accept(listener)
+                elif isinstance(key.data, _Call):
+                    self._go_on_with_call(key.data)
+                elif key.data in self._callers:  # else it had to make room just now
+                    self._go_on_with_caller(key.data)
+            self._turn_away_the_slow()
+
+    def _missing(self) -> int:
+        return min((*self._awaited, *(call.peer for call in self._calls)))
+
+    def _call(self, peer: int, address: str) -> None:
+        call = _Call(self._rank, peer, address, self._secret)
+        self._calls.add(call)
+        self._selector.register(call.connection, selectors.EVENT_WRITE, call)
+
+    def _go_on_with_call(self, call: _Call) -> None:
+        if not call.greeted:
+            call.greet()
+            self._selector.modify(call.connection, selectors.EVENT_READ, call)
+        elif call.go_on():
+            self._selector.unregister(call.connection)
+            self._calls.discard(call)
+            self._met[call.peer] = call.connection
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it has hung up already
+            caller = _Caller(self._rank, listener.accept()[0], self._secret)
+            self._callers[caller] = None
+            self._selector.register(caller.connection, selectors.EVENT_READ, caller)
+        if len(self._callers) > len(self._awaited) + STRANGERS:
+            self._turn_away(next(iter(self._callers)))
+
+    def _go_on_with_caller(self, caller: _Caller) -> None:
+        try:
+            peer = caller.go_on(self._awaited)
+        except _HungUp:
+            self._turn_away(caller)
+            return
+        if peer is not None:
+            self._selector.unregister(caller.connection)
+            del self._callers[caller]
+            self._awaited.discard(peer)
+            self._met[peer] = caller.connection
+
+    def _turn_away_the_slow(self) -> None:
+        before = time.monotonic() - PATIENCE_SECONDS
+        while self._callers and (caller := next(iter(self._callers))).since < before:
+            self._turn_away(caller)
+
+    def _turn_away(self, caller: _Caller) -> None:
+        self._selector.unregister(caller.connection)
+        del self._callers[caller]
+        caller.connection.close()

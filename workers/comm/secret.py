@@ -1,0 +1,34 @@
+"""What the ranks of one generation know and nobody else, and how they prove that they do. Pure Python."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from dataclasses import dataclass, field
+
+SECRET_LENGTH = 64
+"""Characters of a generation's secret: 256 random bits as hexadecimal digits."""
+PROOF_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Secret:
+    """The secret of one generation, used for one purpose. It never travels between ranks; proofs do."""
+
+    value: str = field(repr=False)
+    generation: int
+    purpose: str
+    """A proof for one purpose is none for another."""
+
+    def __post_init__(self) -> None:
+        if len(self.value) < SECRET_LENGTH:
+            raise ValueError(f"the secret of a generation has {SECRET_LENGTH} characters, not {len(self.value)}")
+
+    def proof(self, *statement: str | int) -> bytes:
+        """PROOF_BYTES that only who knows the secret can say, and nothing else than `statement` with."""
+        text = json.dumps([self.purpose, self.generation, *statement])  # so that no two statements are alike
+        return hmac.new(self.value.encode(), text.encode(), "sha256").hexdigest().encode()
+
+    def proves(self, proof: bytes, *statement: str | int) -> bool:
+        """Whether `proof` is that of `statement`. How long it takes tells nothing about the right one."""
+        return hmac.compare_digest(proof, self.proof(*statement))
