@@ -73,9 +73,11 @@ class _Conversation:
         return heard
 
     def _say(self, words: bytes) -> None:
-        """Few enough for the kernel to take them at once. Raises _HungUp."""
+        """Few enough for the kernel to take them at once. Raises _HungUp, BlockingIOError without a connection."""
         try:
             count = self.connection.send(words)
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise _HungUp(error.strerror or str(error)) from error
         if count < len(words):
@@ -94,12 +96,13 @@ class _Call(_Conversation):
         self._began = self.connection.connect_ex((host, int(port)))
 
     def greet(self) -> None:
-        """Begin to talk, once the connection is there. Raises PeerLost."""
+        """Begin to talk, unless the connection is not there yet. Raises PeerLost."""
         number = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._began
         if number not in (0, errno.EINPROGRESS):
             raise PeerLost(f"rank {self.peer} cannot be reached at {self._address}: {os.strerror(number)}")
-        self._or_lost(lambda: self._say(_HELLO.pack(self._secret.generation, self._rank, self._nonce)))
-        self.greeted = True
+        with contextlib.suppress(BlockingIOError):
+            self._or_lost(lambda: self._say(_HELLO.pack(self._secret.generation, self._rank, self._nonce)))
+            self.greeted = True
 
     def go_on(self) -> bool:
         """Whether both have made sure of each other. Raises PeerLost."""
@@ -257,24 +260,29 @@ class Meeting:
     def _call(self, peer: int, address: str) -> None:
         call = _Call(self._rank, peer, address, self._secret)
         self._calls.add(call)
-        self._selector.register(call.connection, selectors.EVENT_WRITE, call)
+        call.greet()  # within a machine the connection is there at once
+        self._selector.register(call.connection, selectors.EVENT_READ if call.greeted else selectors.EVENT_WRITE, call)
 
     def _go_on_with_call(self, call: _Call) -> None:
         if not call.greeted:
             call.greet()
-            self._selector.modify(call.connection, selectors.EVENT_READ, call)
+            if call.greeted:
+                self._selector.modify(call.connection, selectors.EVENT_READ, call)
         elif call.go_on():
             self._selector.unregister(call.connection)
             self._calls.discard(call)
             self._met[call.peer] = call.connection
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it has hung up already
+        try:
             caller = _Caller(self._rank, listener.accept()[0], self._secret)
-            self._callers[caller] = None
-            self._selector.register(caller.connection, selectors.EVENT_READ, caller)
+        except OSError:  # it has hung up already
+            return
+        self._callers[caller] = None
+        self._selector.register(caller.connection, selectors.EVENT_READ, caller)
         if len(self._callers) > len(self._awaited) + STRANGERS:
             self._turn_away(next(iter(self._callers)))
+        self._go_on_with_caller(caller)  # it may have spoken already
 
     def _go_on_with_caller(self, caller: _Caller) -> None:
         try:
