@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from prometheus_client import CollectorRegistry
 
-from api import problems, schemas
+from api import problems
 from api.control import ControlPlane
+from api.openapi import describe, operation_id
 from api.request_guard import RequestGuard
 from api.routes import (
     checkpoints,
@@ -27,7 +26,6 @@ from api.routes import (
     recoveries,
 )
 from api.telemetry import JobCollector, RequestTimer
-from workers.config import JobSpec
 
 _RESOURCES = (jobs, metrics, events, logs, ranks, checkpoints, ledger, recoveries, faults, cluster, nodes, health)
 
@@ -43,7 +41,7 @@ def create_app(control: ControlPlane, allowed_hosts: Collection[str] = ()) -> Fa
         docs_url=None,  # the interactive pages would fetch their scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,  # one address a resource; anything else is a problem document
-        responses={"default": {"model": schemas.Problem, "description": "Problem (RFC 9457)"}},
+        generate_unique_id_function=operation_id,
     )
     registry = CollectorRegistry()
     registry.register(JobCollector(control.store))
@@ -54,18 +52,5 @@ def create_app(control: ControlPlane, allowed_hosts: Collection[str] = ()) -> Fa
     problems.install(app)
     for resource in _RESOURCES:
         app.include_router(resource.router)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return app
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The API's description, with the JobSpec, which routes read without FastAPI's help."""
-    if app.openapi_schema is not None:
-        return app.openapi_schema
-    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-    spec = JobSpec.model_json_schema(ref_template="#/components/schemas/{model}")
-    schemas_by_name = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas_by_name.update(spec.pop("$defs", {}))
-    schemas_by_name["JobSpec"] = spec
-    app.openapi_schema = document
-    return document

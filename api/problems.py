@@ -12,6 +12,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from starlette.exceptions import HTTPException
 
+from api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
 from api.schemas import FieldProblem, Problem
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
@@ -22,10 +23,7 @@ from workers.spec.problems import SpecError
 
 log = logging.getLogger(__name__)
 
-MEDIA_TYPE = "application/problem+json"
-RETRY_SECONDS = "5"
-"""What a 503 says about when to try again."""
-_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 class MalformedJson(MantaError):
@@ -40,27 +38,41 @@ class NotReady(MantaError):
         super().__init__("; ".join(reasons))
 
 
+_OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
+    (JobNotFound, "job_not_found"),
+    (IllegalTransition, "illegal_transition"),
+    (IdempotencyConflict, "idempotency_conflict"),
+    (FaultsNotAllowed, "faults_not_allowed"),
+    (FaultNotPossible, "fault_not_possible"),
+    (NodeNotFound, "node_not_found"),
+    (NodeUnreachable, "node_unreachable"),
+    (ClusterUnavailable, "cluster_unavailable"),
+    (MalformedJson, "malformed_json"),
+    (SizeOutOfBounds, "size_out_of_bounds"),
+)
+"""Errors that say all that there is to say, and the code that each is answered with."""
+
+
 def problem(
-    status: int, code: str, detail: str, errors: Sequence[FieldProblem] = (), headers: dict[str, str] | None = None
+    code: str,
+    detail: str,
+    errors: Sequence[FieldProblem] = (),
+    headers: dict[str, str] | None = None,
+    status: int | None = None,
 ) -> Response:
-    """A problem document as a response."""
+    """A problem document as a response. `status`: where it is not that of the code."""
+    status = status or KINDS[code].status
     document = Problem(
         code=code, title=HTTPStatus(status).phrase, status=status, detail=detail, errors=list(errors)
     ).model_dump_json()
-    return Response(document, status, media_type=MEDIA_TYPE, headers=headers)
+    retry = {"Retry-After": RETRY_SECONDS} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+    return Response(document, status, media_type=MEDIA_TYPE, headers={**retry, **(headers or {})})
 
 
 def install(app: FastAPI) -> None:
     """Make `app` answer every error with a problem document."""
-    known = ((JobNotFound, 404, "job_not_found"), (IllegalTransition, 409, "illegal_transition"),
-             (IdempotencyConflict, 409, "idempotency_conflict"),
-             (FaultsNotAllowed, 403, "faults_not_allowed"), (FaultNotPossible, 409, "fault_not_possible"),
-             (NodeNotFound, 404, "node_not_found"), (NodeUnreachable, 503, "node_unreachable"),
-             (ClusterUnavailable, 503, "cluster_unavailable"),
-             (MalformedJson, 400, "malformed_json"),
-             (SizeOutOfBounds, 422, "size_out_of_bounds"))  # fmt: skip
-    for kind, status, code in known:
-        app.add_exception_handler(kind, _answer(status, code))
+    for kind, code in _OF_ERRORS:
+        app.add_exception_handler(kind, _answer(code))
     for away in (OperationalError, InterfaceError, NoConnectionLeft):
         app.add_exception_handler(away, _database_unavailable)
     app.add_exception_handler(SpecError, _spec_error)
@@ -71,13 +83,11 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _internal_error)
 
 
-def _answer(status: int, code: str) -> Callable[[Request, Exception], Awaitable[Response]]:
+def _answer(code: str) -> Callable[[Request, Exception], Awaitable[Response]]:
     """A handler that says what the exception says."""
 
-    headers = {"Retry-After": RETRY_SECONDS} if status == 503 else None
-
     async def handler(_request: Request, error: Exception) -> Response:
-        return problem(status, code, str(error), headers=headers)
+        return problem(code, str(error))
 
     return handler
 
@@ -85,24 +95,24 @@ def _answer(status: int, code: str) -> Callable[[Request, Exception], Awaitable[
 async def _database_unavailable(request: Request, error: Exception) -> Response:
     log.warning("%s %s: the database does not answer (%s)", request.method, request.url.path, error)
     detail = "the job database does not answer; jobs run on, and nothing was changed by this request: try it again"
-    return problem(503, "database_unavailable", detail, headers={"Retry-After": RETRY_SECONDS})
+    return problem("database_unavailable", detail)
 
 
 async def _spec_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, SpecError)
     code = "unsupported" if all(entry.unsupported for entry in error.problems) else "invalid_spec"
     errors = [FieldProblem(path=entry.path, rule=entry.rule, suggestion=entry.suggestion) for entry in error.problems]
-    return problem(422, code, str(error), errors)
+    return problem(code, str(error), errors)
 
 
 async def _invalid_cursor(_request: Request, error: Exception) -> Response:
-    return problem(422, "invalid_parameter", str(error), [FieldProblem(path="cursor", rule=str(error))])
+    return problem("invalid_parameter", str(error), [FieldProblem(path="cursor", rule=str(error))])
 
 
 async def _not_ready(_request: Request, error: Exception) -> Response:
     assert isinstance(error, NotReady)
     errors = [FieldProblem(path="", rule=reason) for reason in error.reasons]
-    return problem(503, "not_ready", str(error), errors, {"Retry-After": RETRY_SECONDS})
+    return problem("not_ready", str(error), errors)
 
 
 async def _invalid_parameter(_request: Request, error: Exception) -> Response:
@@ -112,7 +122,7 @@ async def _invalid_parameter(_request: Request, error: Exception) -> Response:
         for entry in error.errors()
     ]
     detail = "; ".join(f"{entry.path}: {entry.rule}" for entry in errors)
-    return problem(422, "invalid_parameter", detail, errors)
+    return problem("invalid_parameter", detail, errors)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -123,9 +133,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     }
     code = _CODES.get(error.status_code, "http_error")
     detail = details.get(error.status_code, str(error.detail))
-    return problem(error.status_code, code, detail, headers=dict(error.headers or {}))
+    return problem(code, detail, headers=dict(error.headers or {}), status=error.status_code)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return problem(500, "internal_error", "something went wrong inside the service; its log says what")
+    return problem("internal_error", "something went wrong inside the service; its log says what")

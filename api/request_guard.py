@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.problem_codes import KINDS
 from api.problems import problem
 
 MAX_BODY_BYTES = 1024 * 1024
@@ -29,9 +30,13 @@ _POLICY_VIOLATION = 1008
 class Refusal:
     """Why a request is not let through."""
 
-    status: int
     code: str
     detail: str
+
+    @property
+    def status(self) -> int:
+        """HTTP status that it is answered with."""
+        return KINDS[self.code].status
 
 
 def refusal(
@@ -42,23 +47,20 @@ def refusal(
     host = headers.get("host", "")
     if not _is_ours(host, own_names):
         return Refusal(
-            403,
             "unknown_host",
             f"the service is not known as {host[:100]!r}; use its address, or add the name to MANTA_ALLOWED_HOSTS",
         )
     origin = headers.get("origin")
     changes = kind == "websocket" or method not in _SAFE
     if changes and origin is not None and not _same_site(origin, host, own_names):
-        return Refusal(403, "cross_site", f"pages of {origin[:100]!r} may not change anything here")
+        return Refusal("cross_site", f"pages of {origin[:100]!r} may not change anything here")
     if (
         changes
         and path.startswith(_JSON_PATHS)
         and _has_body(headers)
         and not _is_json(headers.get("content-type", ""))
     ):
-        return Refusal(
-            415, "unsupported_media_type", "the body must be JSON: send it with Content-Type: application/json"
-        )
+        return Refusal("unsupported_media_type", "the body must be JSON: send it with Content-Type: application/json")
     return None
 
 
@@ -117,11 +119,11 @@ class RequestGuard:
             body = await _body(receive, headers)
             if body is None:
                 detail = f"the body is longer than {MAX_BODY_BYTES} bytes, which no request needs"
-                refused = Refusal(413, "body_too_large", detail)
+                refused = Refusal("body_too_large", detail)
             else:
                 receive = _replayed(body, receive)
         if refused is not None:
-            await problem(refused.status, refused.code, refused.detail)(scope, receive, send)
+            await problem(refused.code, refused.detail)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

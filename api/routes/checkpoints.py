@@ -6,12 +6,13 @@ from fastapi import APIRouter
 
 from api import schemas, views
 from api.parameters import Control, Cursor, JobId, Limit
+from api.problem_codes import OF_A_JOB, reads
 from service.store import checkpoints, jobs
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/checkpoints", tags=["checkpoints"])
 
 
-@router.get("")
+@router.get("", responses=reads(*OF_A_JOB, "invalid_parameter"))
 def list_checkpoints(
     control: Control, job_id: JobId, limit: Limit = 100, cursor: Cursor = None
 ) -> schemas.Items[schemas.Checkpoint]:

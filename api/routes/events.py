@@ -7,7 +7,9 @@ from typing import cast
 from fastapi import APIRouter, Request, Response
 
 from api import schemas, views
+from api.openapi import event_stream
 from api.parameters import Control, Cursor, Follow, JobId, LastEventId, Limit
+from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
 from service.states import is_final
 from service.store import InvalidCursor, Store, events, jobs
@@ -21,9 +23,9 @@ _STREAM_PAGE = 200
 @router.get(
     "",
     response_model=schemas.Stream[schemas.Event],
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses={**event_stream(schemas.Event), **reads(*OF_A_JOB, "invalid_parameter")},
 )
-def read_events(
+def list_job_events(
     request: Request,
     control: Control,
     job_id: JobId,

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import secrets
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 
 from api import schemas
-from api.parameters import Control, JobId
+from api.openapi import json_request
+from api.parameters import Control, JobId, body_as
+from api.problem_codes import OF_A_JOB, changes
 from service.store import jobs
 from workers.protocol.messages import Fault
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/faults", tags=["faults"])
 
 
-@router.post("", status_code=202)
-def inject(control: Control, job_id: JobId, wanted: schemas.FaultRequest) -> schemas.Fault:
+@router.post(
+    "",
+    status_code=202,
+    openapi_extra=json_request(schemas.FaultRequest),
+    responses=changes(
+        *OF_A_JOB,
+        "malformed_json",
+        "invalid_parameter",
+        "faults_not_allowed",
+        "fault_not_possible",
+        "cluster_unavailable",
+    ),
+)
+def inject_fault(
+    control: Control, job_id: JobId, wanted: Annotated[schemas.FaultRequest, Depends(body_as(schemas.FaultRequest))]
+) -> schemas.Fault:
     """Make a fault in a running job. Refused unless the service was started with `--allow-faults`."""
     with control.store.read() as session:
         jobs.get(session, job_id)

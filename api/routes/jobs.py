@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Depends, Query, Response
 
 from api import schemas, views
-from api.parameters import Body, Control, Cursor, IdempotencyKey, JobId, Limit, digest_of
+from api.openapi import json_request
+from api.parameters import Body, Control, Cursor, IdempotencyKey, JobId, Limit, body_as, digest_of
+from api.problem_codes import OF_A_JOB, changes, reads
 from service.states import STATE_NAMES
 from service.store import failed_jobs, jobs
 from workers.config import JobSpec
@@ -17,23 +19,30 @@ from workers.spec.reading import parse_job_spec
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 _MOST_STEPS = 2**53  # numbers that every JSON reader keeps exactly
-_SPEC_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobSpec"}}},
-    }
-}
+_LOCATION = {"Location": {"description": "Path of the job", "schema": {"type": "string"}}}
+_ACTION = changes(*OF_A_JOB, "illegal_transition")
 _STATE_PATTERN = f"^({'|'.join(STATE_NAMES)})$"
 
 
 @router.post(
     "",
     status_code=201,
-    response_model=schemas.Job | schemas.DryRun,
-    openapi_extra=_SPEC_BODY,
-    responses={200: {"model": schemas.Job | schemas.DryRun, "description": "Dry run, or the same request again"}},
+    response_model=None,  # another one for each status; see `responses`
+    openapi_extra=json_request(JobSpec),
+    responses={
+        200: {"model": schemas.Job | schemas.DryRun, "description": "The same request again; or a dry run"},
+        201: {"model": schemas.Job, "description": "The job, QUEUED", "headers": _LOCATION},
+        **changes(
+            "malformed_json",
+            "idempotency_conflict",
+            "invalid_parameter",
+            "invalid_spec",
+            "unsupported",
+            "database_unavailable",
+        ),
+    },
 )
-def submit(
+def submit_job(
     response: Response,
     control: Control,
     document: Body,
@@ -61,7 +70,7 @@ def submit(
     return job
 
 
-@router.get("")
+@router.get("", responses=reads("invalid_parameter", "database_unavailable"))
 def list_jobs(
     control: Control,
     state: Annotated[str | None, Query(pattern=_STATE_PATTERN, description="Only jobs in this state")] = None,
@@ -76,15 +85,15 @@ def list_jobs(
     return schemas.Items(items=items, next_cursor=page.next_cursor)
 
 
-@router.get("/{job_id}")
-def read_job(control: Control, job_id: JobId) -> schemas.Job:
+@router.get("/{job_id}", responses=reads(*OF_A_JOB))
+def get_job(control: Control, job_id: JobId) -> schemas.Job:
     """One job."""
     with control.store.read() as session:
         return views.job_view(session, jobs.get(session, job_id))
 
 
-@router.post("/{job_id}/cancel", status_code=202)
-def cancel(control: Control, job_id: JobId) -> schemas.Job:
+@router.post("/{job_id}/cancel", status_code=202, responses=_ACTION)
+def cancel_job(control: Control, job_id: JobId) -> schemas.Job:
     """Stop a job for good. What it has saved stays."""
 
     def operation(session: Any) -> schemas.Job:
@@ -95,8 +104,8 @@ def cancel(control: Control, job_id: JobId) -> schemas.Job:
     return job
 
 
-@router.post("/{job_id}/retry", status_code=202)
-def retry(control: Control, job_id: JobId) -> schemas.Job:
+@router.post("/{job_id}/retry", status_code=202, responses=_ACTION)
+def retry_job(control: Control, job_id: JobId) -> schemas.Job:
     """Have a job that failed go on from where it failed: from its snapshots in memory, while they are kept, or its
     newest checkpoint."""
 
@@ -108,8 +117,15 @@ def retry(control: Control, job_id: JobId) -> schemas.Job:
     return job
 
 
-@router.post("/{job_id}/resize", status_code=202)
-def resize(control: Control, job_id: JobId, wish: schemas.Resize) -> schemas.Job:
+@router.post(
+    "/{job_id}/resize",
+    status_code=202,
+    openapi_extra=json_request(schemas.Resize),
+    responses=changes(*OF_A_JOB, "illegal_transition", "malformed_json", "invalid_parameter", "size_out_of_bounds"),
+)
+def resize_job(
+    control: Control, job_id: JobId, wish: Annotated[schemas.Resize, Depends(body_as(schemas.Resize))]
+) -> schemas.Job:
     """Go on with another number of replicas, at the same global batch, as soon as there is room for them."""
 
     def operation(session: Any) -> schemas.Job:

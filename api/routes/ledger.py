@@ -8,13 +8,14 @@ from fastapi import APIRouter
 
 from api import schemas, views
 from api.parameters import Control, JobId
+from api.problem_codes import OF_A_JOB, reads
 from service.store import ledgers
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/ledger", tags=["ledger"])
 
 
-@router.get("")
-def read_ledger(control: Control, job_id: JobId) -> schemas.Ledger:
+@router.get("", responses=reads(*OF_A_JOB))
+def get_ledger(control: Control, job_id: JobId) -> schemas.Ledger:
     """Every second of the job by class, from its submission to its end, or to now."""
     with control.store.read() as session:
         return views.ledger_view(ledgers.of_job(session, job_id, time.time()))

@@ -8,7 +8,9 @@ from typing import cast
 from fastapi import APIRouter, Request, Response
 
 from api import schemas, views
+from api.openapi import event_stream
 from api.parameters import Control, Cursor, Follow, JobId, LastEventId, Limit, RankNumber
+from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
 from service.logs import LogLine, Position, decode_position, encode_position, log_folder, read_page
 from service.states import is_final
@@ -22,9 +24,9 @@ _STREAM_PAGE = 500
 @router.get(
     "",
     response_model=schemas.Stream[schemas.LogLine],
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses={**event_stream(schemas.LogLine), **reads(*OF_A_JOB, "invalid_parameter")},
 )
-def read_logs(
+def list_logs(
     request: Request,
     control: Control,
     job_id: JobId,

@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 
 from api import schemas
 from api.parameters import AfterStep, Control, JobId
+from api.problem_codes import OF_A_JOB, reads
 from service.store import jobs, metrics
 from service.store.tables import METRIC_NAMES
 
@@ -18,8 +19,8 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/metrics", tags=["metrics"])
 _NAMES = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}(,[A-Za-z][A-Za-z0-9_]{0,63}){0,63}")
 
 
-@router.get("")
-def read_metrics(
+@router.get("", responses=reads(*OF_A_JOB, "invalid_parameter"))
+def get_metrics(
     control: Control,
     job_id: JobId,
     names: Annotated[str | None, Query(description="Metric names, separated by commas; default: all")] = None,

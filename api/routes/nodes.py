@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Depends, Path
 
 from api import schemas
-from api.parameters import Control
+from api.openapi import json_request
+from api.parameters import Control, body_as
+from api.problem_codes import changes
 
 router = APIRouter(prefix="/v1/nodes/{node_id}", tags=["cluster"])
 
 NodeId = Annotated[str, Path(pattern="^[0-9a-f]{4,64}$", description="Id of a node, or enough of its start.")]
 
 
-@router.post("/drain", status_code=202)
-def drain(control: Control, node_id: NodeId, wanted: schemas.DrainRequest) -> schemas.Node:
+@router.post(
+    "/drain",
+    status_code=202,
+    openapi_extra=json_request(schemas.DrainRequest),
+    responses=changes(
+        "malformed_json",
+        "invalid_parameter",
+        "node_not_found",
+        "node_unreachable",
+        "cluster_unavailable",
+        "database_unavailable",
+    ),
+)
+def drain_node(
+    control: Control, node_id: NodeId, wanted: Annotated[schemas.DrainRequest, Depends(body_as(schemas.DrainRequest))]
+) -> schemas.Node:
     """Have all jobs leave the node before the deadline, without a step done again where there is room elsewhere."""
     return schemas.Node.model_validate(control.drain(node_id, wanted.deadline_seconds))

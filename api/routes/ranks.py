@@ -6,12 +6,13 @@ from fastapi import APIRouter
 
 from api import schemas, views
 from api.parameters import Control, JobId
+from api.problem_codes import OF_A_JOB, reads
 from service.store import jobs, ranks
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/ranks", tags=["ranks"])
 
 
-@router.get("")
+@router.get("", responses=reads(*OF_A_JOB))
 def list_ranks(control: Control, job_id: JobId) -> schemas.Items[schemas.Rank]:
     """All ranks of the job's current gang, by number."""
     with control.store.read() as session:

@@ -6,13 +6,14 @@ from fastapi import APIRouter
 
 from api import schemas, views
 from api.parameters import Control, Cursor, JobId, Limit
+from api.problem_codes import OF_A_JOB, reads
 from service.store import jobs, recoveries
 from service.store.paging import decode_number
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/recoveries", tags=["recoveries"])
 
 
-@router.get("")
+@router.get("", responses=reads(*OF_A_JOB, "invalid_parameter"))
 def list_recoveries(
     control: Control, job_id: JobId, limit: Limit = 100, cursor: Cursor = None
 ) -> schemas.Items[schemas.Recovery]:

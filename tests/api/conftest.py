@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from service.cluster.errors import NodeNotFound
 from service.faults import FaultsNotAllowed, refuse_impossible
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
+from tests.api.support.described_api import DescribedApi
 from workers.protocol.messages import Fault
 
 DOCUMENT: dict[str, Any] = {
@@ -106,6 +108,17 @@ def document() -> dict[str, Any]:
     return copy.deepcopy(DOCUMENT)
 
 
+def client_of(url: str) -> httpx.Client:
+    """A client that holds every answer against the description of the API."""
+    return httpx.Client(base_url=url, timeout=20, event_hooks={"response": [described_api(url).check]})
+
+
+@functools.cache
+def described_api(url: str) -> DescribedApi:
+    """What the server at `url` says about itself."""
+    return DescribedApi(httpx.get(f"{url}/openapi.json", timeout=20).json())
+
+
 @contextlib.contextmanager
 def serving(control: FakeControl) -> Iterator[str]:
     """A server in front of `control`; its address."""
@@ -140,7 +153,7 @@ def service(tmp_path: Path, store: Store, shared_server: tuple[str, FakeControl]
     """A server with an empty database."""
     url, control = shared_server
     control.begin(store, tmp_path)
-    with httpx.Client(base_url=url, timeout=20) as http:
+    with client_of(url) as http:
         yield Service(url, control, http)
 
 
@@ -148,5 +161,5 @@ def service(tmp_path: Path, store: Store, shared_server: tuple[str, FakeControl]
 def own_service(tmp_path: Path, store: Store) -> Iterator[Service]:
     """The same with a server of its own, whose counters begin at zero."""
     control = FakeControl(store, tmp_path)
-    with serving(control) as url, httpx.Client(base_url=url, timeout=20) as http:
+    with serving(control) as url, client_of(url) as http:
         yield Service(url, control, http)

@@ -107,6 +107,8 @@ def test_a_wrong_method_names_what_is_allowed(service):
         ("/v1/jobs?limit=99999", "limit"),
         ("/v1/jobs?state=ASLEEP", "state"),
         ("/v1/jobs?cursor=%21", "cursor"),
+        ("/v1/jobs?cursor=", "cursor"),
+        ("/v1/jobs/{id}/logs?cursor=", "cursor"),
         ("/v1/jobs?cursor=AAAA", "cursor"),
         ("/v1/jobs/{id}/metrics?max_points=0", "max_points"),
         ("/v1/jobs/{id}/metrics?after_step=-1", "after_step"),

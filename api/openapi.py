@@ -1,0 +1,86 @@
+"""What `/openapi.json` says beyond what FastAPI finds out by itself: bodies that routes read without its help, the one
+form of all errors, and what is inside of a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from api import schemas
+from api.problem_codes import Responses
+from workers.config import JobSpec
+
+_COMPONENTS = "#/components/schemas/"
+_READ_BY_ROUTES = (JobSpec, schemas.Resize, schemas.FaultRequest, schemas.DrainRequest, schemas.Problem)
+_NEVER_ANSWERED = ("HTTPValidationError", "ValidationError")
+
+
+def operation_id(route: APIRoute) -> str:
+    """The name of an operation: that of its function."""
+    return route.name
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The API's description."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        known = document.setdefault("components", {}).setdefault("schemas", {})
+        for model in _READ_BY_ROUTES:
+            schema = model.model_json_schema(ref_template=f"{_COMPONENTS}{{model}}")
+            known.update(schema.pop("$defs", {}))
+            known[model.__name__] = schema
+        _without_errors_of_fastapi(document)
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _without_errors_of_fastapi(document: dict[str, Any]) -> None:
+    """FastAPI takes for granted that a request with parameters can be answered with its own kind of 422."""
+    for name in _NEVER_ANSWERED:
+        document["components"]["schemas"].pop(name, None)
+    for path in document["paths"].values():
+        for operation in path.values():
+            if "application/json" in operation["responses"].get("422", {}).get("content", {}):
+                del operation["responses"]["422"]
+
+
+def json_request(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads its body as `model` itself."""
+    schema = {"$ref": f"{_COMPONENTS}{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def event_stream(item: type[BaseModel]) -> Responses:
+    """`responses` of a route that also answers with a stream of `item`. Its events, once read, are the elements of
+    `contentSchema`."""
+    message = {
+        "type": "object",
+        "required": ["id", "data"],
+        "properties": {
+            "id": {"type": "string", "description": "position after it, for Last-Event-ID"},
+            "data": _json_text({"$ref": f"{_COMPONENTS}{item.__name__}"}),
+        },
+        "additionalProperties": False,
+    }
+    state = {"type": "object", "required": ["state"], "properties": {"state": {"type": "string"}}}
+    end = {
+        "type": "object",
+        "description": "the last one: the job is final, and nothing comes after it",
+        "required": ["event", "data"],
+        "properties": {"event": {"const": "end"}, "data": _json_text(state)},
+        "additionalProperties": False,
+    }
+    schema = {
+        "type": "string",
+        "contentMediaType": "text/event-stream",
+        "contentSchema": {"type": "array", "items": {"anyOf": [message, end]}},
+    }
+    return {200: {"content": {"text/event-stream": {"schema": schema}}}}
+
+
+def _json_text(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}

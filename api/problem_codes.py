@@ -1,0 +1,94 @@
+"""Every code that a problem document may carry: the one table that both the answers and their description are made
+from, so that neither says what the other does not.
+
+Routes say which codes they can answer, `responses=reads("job_not_found")`; a test holds each answer against that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+MEDIA_TYPE = "application/problem+json"
+RETRY_SECONDS = "5"
+"""What a 503 says about when to try again."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One code."""
+
+    status: int
+    """HTTP status that it comes with."""
+    meaning: str
+    """When it is answered."""
+
+
+KINDS: dict[str, Kind] = {
+    "malformed_json": Kind(400, "the body is not JSON in UTF-8"),
+    "http_error": Kind(400, "the request is not one that a server can read"),
+    "unknown_host": Kind(403, "the Host header names another site"),
+    "cross_site": Kind(403, "a page of another site sent the request"),
+    "faults_not_allowed": Kind(403, "the service was started without --allow-faults"),
+    "not_found": Kind(404, "there is nothing at this path"),
+    "job_not_found": Kind(404, "there is no such job"),
+    "node_not_found": Kind(404, "there is no such node, or several ids begin like that"),
+    "method_not_allowed": Kind(405, "the path does not take this method"),
+    "illegal_transition": Kind(409, "the job's state does not allow it"),
+    "idempotency_conflict": Kind(409, "the Idempotency-Key was used before with another body"),
+    "fault_not_possible": Kind(409, "the fault could never strike"),
+    "body_too_large": Kind(413, "the body is longer than any request needs"),
+    "unsupported_media_type": Kind(415, "the body does not say that it is JSON"),
+    "invalid_parameter": Kind(422, "a parameter or a field of the body breaks a rule; `errors` has each of them"),
+    "invalid_spec": Kind(422, "the JobSpec breaks rules; `errors` has each of them"),
+    "unsupported": Kind(422, "the JobSpec asks for what is not built yet; `errors` say what works"),
+    "size_out_of_bounds": Kind(422, "the job cannot have this size"),
+    "internal_error": Kind(500, "a defect of the service; its log says more"),
+    "not_ready": Kind(503, "jobs cannot run right now; `errors` has the reasons"),
+    "database_unavailable": Kind(503, "the job database does not answer"),
+    "cluster_unavailable": Kind(503, "Ray does not answer"),
+    "node_unreachable": Kind(503, "the node does not answer"),
+}
+OF_A_JOB = ("job_not_found", "database_unavailable")
+"""What every route about one job can answer."""
+_ANY_REQUEST = ("unknown_host", "body_too_large", "internal_error")
+_ANY_CHANGE = ("cross_site", "unsupported_media_type")
+_RETRY_AFTER = {
+    "Retry-After": {"description": "Seconds after which to try again", "schema": {"type": "integer", "minimum": 0}}
+}
+
+Responses = dict[int | str, dict[str, Any]]
+"""What FastAPI takes as `responses`."""
+
+
+def reads(*codes: str) -> Responses:
+    """The errors of a route that changes nothing: `codes`, and those that any request may be answered with."""
+    return _described((*_ANY_REQUEST, *codes))
+
+
+def changes(*codes: str) -> Responses:
+    """The errors of a route that changes something: `codes`, and those that any such request may be answered with."""
+    return _described((*_ANY_REQUEST, *_ANY_CHANGE, *codes))
+
+
+def _described(codes: tuple[str, ...]) -> Responses:
+    by_status: dict[int, list[str]] = {}
+    for code in codes:
+        by_status.setdefault(KINDS[code].status, []).append(code)
+    return {status: _response(status, by_status[status]) for status in sorted(by_status)}
+
+
+def _response(status: int, codes: list[str]) -> dict[str, Any]:
+    meanings = "; ".join(f"`{code}`: {KINDS[code].meaning}" for code in codes)
+    schema = {
+        "allOf": [
+            {"$ref": "#/components/schemas/Problem"},
+            {"properties": {"code": {"enum": codes}, "status": {"const": status}}},
+        ]
+    }
+    response: dict[str, Any] = {
+        "description": f"{HTTPStatus(status).phrase}. {meanings}",
+        "content": {MEDIA_TYPE: {"schema": schema}},
+    }
+    return {**response, "headers": _RETRY_AFTER} if status == HTTPStatus.SERVICE_UNAVAILABLE else response

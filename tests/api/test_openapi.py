@@ -1,0 +1,117 @@
+"""The API says of itself what it does: names of operations, errors with their codes, what is inside of streams.
+
+That every answer is as described is checked wherever a test asks for something; see `support/described_api.py`.
+"""
+
+import json
+
+import jsonschema
+import pytest
+
+from api.app import create_app
+from api.problem_codes import KINDS, MEDIA_TYPE
+from api.sse_client import EventParser
+from service.logs import log_file, log_folder
+from tests.api.support.described_api import PROBLEM, DescribedApi
+
+OPERATIONS = [
+    "submit_job", "list_jobs", "get_job", "cancel_job", "retry_job", "resize_job", "get_metrics", "list_job_events",
+    "list_logs", "list_ranks", "list_checkpoints", "get_ledger", "list_recoveries", "inject_fault", "get_cluster",
+    "drain_node", "get_health", "get_readiness", "get_prometheus_metrics",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def api():
+    return DescribedApi(create_app(control=type("NoControl", (), {"store": None})()).openapi())
+
+
+def test_operations_have_names_that_clients_can_be_made_with(api):
+    assert [operation.id for operation in api.operations] == OPERATIONS
+
+
+def test_every_error_is_a_problem_document_with_the_codes_that_it_can_carry(api):
+    for operation in api.operations:
+        for status, response in operation.document["responses"].items():
+            if int(status) >= 400:
+                assert list(response["content"]) == [MEDIA_TYPE] == [PROBLEM], operation.id
+        for status, codes in operation.errors.items():
+            assert codes, f"{operation.id} {status}"
+            assert {KINDS[code].status for code in codes} == {status}, operation.id
+            assert ("Retry-After" in operation.document["responses"][str(status)].get("headers", {})) == (status == 503)
+
+
+def test_what_is_refused_before_a_route_sees_it_is_described_too(api):
+    for operation in api.operations:
+        changes = operation.method != "GET"
+        assert "unknown_host" in operation.codes(403)
+        assert ("cross_site" in operation.codes(403)) == changes
+        assert operation.codes(413) == ["body_too_large"]
+        assert operation.codes(415) == (["unsupported_media_type"] if changes else [])
+
+
+def test_errors_are_those_of_the_operation_and_no_others(api):
+    errors = {operation.id: operation.errors for operation in api.operations}
+    assert errors["get_health"] == {403: ["unknown_host"], 413: ["body_too_large"], 500: ["internal_error"]}
+    assert errors["get_job"][404] == ["job_not_found"]
+    assert errors["submit_job"][422] == ["invalid_parameter", "invalid_spec", "unsupported"]
+    assert 422 not in errors["list_ranks"], "it takes nothing that could be wrong"
+    assert 404 not in errors["list_jobs"]
+    assert errors["inject_fault"][403] == ["unknown_host", "cross_site", "faults_not_allowed"]
+    assert errors["drain_node"][503] == ["node_unreachable", "cluster_unavailable", "database_unavailable"]
+
+
+def test_bodies_that_routes_read_themselves_are_described(api):
+    bodies = {
+        operation.id: operation.document["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
+        for operation in api.operations
+        if "requestBody" in operation.document
+    }
+    assert bodies == {
+        "submit_job": "JobSpec",
+        "resize_job": "Resize",
+        "inject_fault": "FaultRequest",
+        "drain_node": "DrainRequest",
+    }
+
+
+def test_every_reference_leads_somewhere_and_nothing_is_there_that_is_never_answered(api):
+    names = set(api.document["components"]["schemas"])
+    references = {part.split('"')[0] for part in json.dumps(api.document).split('"#/components/schemas/')[1:]}
+    assert references <= names
+    assert not names & {"HTTPValidationError", "ValidationError"}
+
+
+@pytest.mark.parametrize("resource", ["events", "logs"])
+def test_events_of_a_stream_are_as_described(service, api, resource):
+    job = service.submit()
+    service.move(job["id"], "CANCELLED")
+    folder = log_folder(service.control.home, job["id"])
+    folder.mkdir(parents=True)
+    log_file(folder, 0).write_text('{"time": 1, "rank": 0, "generation": 1, "text": "hello"}\n')
+    text = service.http.get(f"/v1/jobs/{job['id']}/{resource}?follow=true").text
+    parser = EventParser()
+    events = [event for event in map(parser.feed, text.splitlines()) if event is not None]
+    assert len(events) >= 2
+    schema = api.stream_schema(f"/v1/jobs/{{job_id}}/{resource}")
+    for event in events:
+        fields = {"data": event.data, **({"id": event.id} if event.event == "message" else {"event": event.event})}
+        api.validate(fields, schema)
+        (shape,) = [each for each in schema["anyOf"] if set(each["properties"]) == set(fields)]
+        api.validate(json.loads(event.data), shape["properties"]["data"]["contentSchema"])
+    assert events[-1].event == "end"
+
+
+def test_answer_that_is_not_as_described_is_noticed(api):
+    with pytest.raises(jsonschema.ValidationError):
+        api.validate({"status": 5}, {"$ref": "#/components/schemas/Health"})
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff\xfe", b'{"data": NaN}', b'{"\\ud800": 1}', b"[" * 100_000, b"1" * 5000]
+)
+@pytest.mark.parametrize("path", ["/v1/jobs/{id}/resize", "/v1/jobs/{id}/faults", "/v1/nodes/abcd/drain"])
+def test_body_that_is_no_json_is_malformed_wherever_one_is_taken(service, path, body):
+    path = path.replace("{id}", service.submit()["id"])
+    response = service.http.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert (response.status_code, response.json()["code"]) == (400, "malformed_json")
