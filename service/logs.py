@@ -14,7 +14,7 @@ from pathlib import Path
 
 from service.store.errors import InvalidCursor
 from service.store.ids import is_job_id
-from service.store.paging import decode_cursor, encode_cursor
+from service.store.paging import Cursors
 
 DEFAULT_LIMIT = 1000
 MAX_BYTES = 4 * 1024 * 1024
@@ -109,14 +109,23 @@ def read_page(
     return LogPage(page, after, more=len(page) < len(merged) or any(chunk.full for chunk in chunks))
 
 
-def encode_position(position: Mapping[int, int]) -> str:
-    """`position` as an opaque cursor."""
-    return encode_cursor(",".join(f"{rank}:{offset}" for rank, offset in sorted(position.items())))
+class LogCursors:
+    """Positions in what a job printed as opaque cursors."""
+
+    def __init__(self, job_id: str, rank: int | None = None):
+        """`rank`: the only one that is read; None: all are."""
+        self._cursors = Cursors("logs", job=job_id, rank=rank)
+
+    def encode(self, position: Mapping[int, int]) -> str:
+        """`position` as a cursor."""
+        return self._cursors.encode(",".join(f"{rank}:{offset}" for rank, offset in sorted(position.items())))
+
+    def decode(self, cursor: str) -> Position:
+        """The position in a cursor. Raises InvalidCursor."""
+        return _position(self._cursors.decode(cursor))
 
 
-def decode_position(cursor: str) -> Position:
-    """The position in a cursor. Raises InvalidCursor."""
-    text = decode_cursor(cursor)
+def _position(text: str) -> Position:
     if not re.fullmatch(r"(\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*)?", text, re.ASCII):
         raise InvalidCursor
     pairs = (entry.split(":") for entry in text.split(",") if entry)

@@ -13,7 +13,6 @@ from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
 from service.states import is_final
 from service.store import InvalidCursor, Store, events, jobs
-from service.store.paging import decode_number, encode_cursor
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/events", tags=["events"])
 
@@ -35,7 +34,8 @@ def list_job_events(
     last_event_id: LastEventId = None,
 ) -> schemas.Stream[schemas.Event] | Response:
     """A job's events, oldest first; as a stream when `Accept` or `follow` asks for it."""
-    after = 0 if cursor is None else decode_number(cursor)
+    cursors = events.cursors(job_id)
+    after = 0 if cursor is None else cursors.decode_number(cursor)
     with control.store.read() as session:
         jobs.get(session, job_id)
         if not wants_stream(request, follow):
@@ -44,7 +44,7 @@ def list_job_events(
             return schemas.Stream(
                 items=[views.event_view(event) for event in page.items],
                 next_cursor=page.next_cursor,
-                resume_cursor=encode_cursor(str(last)),
+                resume_cursor=cursors.encode(str(last)),
             )
     store = control.store
     start = after if last_event_id is None else _number_of(last_event_id)

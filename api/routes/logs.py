@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -12,7 +13,7 @@ from api.openapi import event_stream
 from api.parameters import Control, Cursor, Follow, JobId, LastEventId, Limit, RankNumber
 from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
-from service.logs import LogLine, Position, decode_position, encode_position, log_folder, read_page
+from service.logs import LogCursors, LogLine, Position, log_folder, read_page
 from service.states import is_final
 from service.store import Store, jobs
 
@@ -39,15 +40,16 @@ def list_logs(
     """Lines of one rank, or of all ranks merged by time; as a stream when `Accept` or `follow` asks for it."""
     streaming = wants_stream(request, follow)
     start = last_event_id if streaming and last_event_id is not None else cursor
-    position = {} if start is None else decode_position(start)
+    cursors = LogCursors(job_id, rank)
+    position = {} if start is None else cursors.decode(start)
     with control.store.read() as session:
         jobs.get(session, job_id)
     folder = log_folder(control.home, job_id)
     if streaming:
-        store = control.store
-        return stream(request, lambda place: _look(store, folder, job_id, cast(Position, place), rank), position)
+        tail = _Tail(control.store, folder, job_id, rank, cursors)
+        return stream(request, lambda place: tail.look(cast(Position, place)), position)
     page = read_page(folder, position, rank, limit)
-    after = encode_position(page.position)
+    after = cursors.encode(page.position)
     return schemas.Stream(
         items=[views.log_view(line) for line in page.lines],
         next_cursor=after if page.more else None,
@@ -55,17 +57,26 @@ def list_logs(
     )
 
 
-def _look(store: Store, folder: Path, job_id: str, position: Position, rank: int | None) -> Batch:
-    with store.read() as session:  # before the files: what a final job printed is in them by then
-        state = jobs.get(session, job_id).state
-    page = read_page(folder, position, rank, _STREAM_PAGE)
-    return Batch(_entries(position, page.lines), page.position, page.more, is_final(state), state)
+@dataclass(frozen=True)
+class _Tail:
+    """What is read again and again for one stream."""
 
+    store: Store
+    folder: Path
+    job_id: str
+    rank: int | None
+    cursors: LogCursors
 
-def _entries(position: Position, lines: list[LogLine]) -> list[Entry]:
-    """The lines, each with the position after it, so that a stream can go on behind any line."""
-    place, entries = dict(position), []
-    for line in lines:
-        place[line.rank] = line.end
-        entries.append(Entry(encode_position(place), views.log_view(line).model_dump_json()))
-    return entries
+    def look(self, position: Position) -> Batch:
+        with self.store.read() as session:  # before the files: what a final job printed is in them by then
+            state = jobs.get(session, self.job_id).state
+        page = read_page(self.folder, position, self.rank, _STREAM_PAGE)
+        return Batch(self._entries(position, page.lines), page.position, page.more, is_final(state), state)
+
+    def _entries(self, position: Position, lines: list[LogLine]) -> list[Entry]:
+        """The lines, each with the position after it, so that a stream can go on behind any line."""
+        place, entries = dict(position), []
+        for line in lines:
+            place[line.rank] = line.end
+            entries.append(Entry(self.cursors.encode(place), views.log_view(line).model_dump_json()))
+        return entries

@@ -8,7 +8,6 @@ from api import schemas, views
 from api.parameters import Control, Cursor, JobId, Limit
 from api.problem_codes import OF_A_JOB, reads
 from service.store import jobs, recoveries
-from service.store.paging import decode_number
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/recoveries", tags=["recoveries"])
 
@@ -18,8 +17,7 @@ def list_recoveries(
     control: Control, job_id: JobId, limit: Limit = 100, cursor: Cursor = None
 ) -> schemas.Items[schemas.Recovery]:
     """A job's recoveries, oldest first."""
-    after = 0 if cursor is None else decode_number(cursor)
     with control.store.read() as session:
         jobs.get(session, job_id)
-        page = recoveries.page(session, job_id, after, limit)
+        page = recoveries.page(session, job_id, limit, cursor)
     return schemas.Items(items=[views.recovery_view(row) for row in page.items], next_cursor=page.next_cursor)

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 
 from service.store import jobs
 from service.store.errors import InvalidCursor
-from service.store.paging import Page, decode_cursor
+from service.store.paging import Cursors, Page
 from service.store.tables import Checkpoint
 from workers.checkpoint.catalog import Condition, Listing
 
@@ -74,12 +74,13 @@ def find(session: Session, job_id: str, generation: int, step: int) -> Checkpoin
 
 def page(session: Session, job_id: str, limit: int = 100, cursor: str | None = None) -> Page[Checkpoint]:
     """A job's checkpoints, those of the highest step first. Raises InvalidCursor."""
+    cursors = Cursors("checkpoints", job=job_id)
     order = tuple_(Checkpoint.step, Checkpoint.generation)
     query = select(Checkpoint).where(Checkpoint.job_id == job_id)
     if cursor is not None:
-        query = query.where(order < tuple_(*_position(cursor)))
+        query = query.where(order < tuple_(*_position(cursors.decode(cursor))))
     query = query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc()).limit(limit + 1)
-    return Page.of(list(session.scalars(query)), limit, lambda row: f"{row.step} {row.generation}")
+    return Page.of(list(session.scalars(query)), limit, cursors, lambda row: f"{row.step} {row.generation}")
 
 
 def complete_ones(session: Session, job_id: str) -> list[Checkpoint]:
@@ -104,8 +105,8 @@ def reconcile(session: Session, job_id: str, listing: Listing) -> None:
             row.state = FAILED if row.state == SAVING else DELETED
 
 
-def _position(cursor: str) -> tuple[int, int]:
-    parts = decode_cursor(cursor).split(" ")
+def _position(text: str) -> tuple[int, int]:
+    parts = text.split(" ")
     if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
         raise InvalidCursor
     return int(parts[0]), int(parts[1])

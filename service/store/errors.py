@@ -38,10 +38,22 @@ class IdempotencyConflict(MantaError):
 
 
 class InvalidCursor(MantaError):
-    """A page cursor that was not made by this service."""
+    """A page cursor that this release of the service did not make."""
+
+    def __init__(
+        self, message: str = "the cursor is not one that this release of Manta gave out; start again without one"
+    ) -> None:
+        super().__init__(message)
+
+
+class ForeignCursor(InvalidCursor):
+    """A page cursor of another list, or of the same one under another filter."""
 
     def __init__(self) -> None:
-        super().__init__("the cursor is not one that this service gave out; start again without one")
+        super().__init__(
+            "the cursor belongs to another list, or to this one with another filter; repeat the request that gave it "
+            "out, or start again without a cursor"
+        )
 
 
 class StoreUnusable(MantaError):

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from service.store.paging import Page
+from service.store.paging import Cursors, Page
 from service.store.tables import Event
 
 
@@ -54,7 +54,12 @@ def said_since(session: Session, job_id: str, type: str, message: str, since: st
     return session.scalars(query.limit(1)).first() is not None
 
 
+def cursors(job_id: str) -> Cursors:
+    """Of a job's events. What they hold is the id of an event."""
+    return Cursors("events", job=job_id)
+
+
 def page(session: Session, job_id: str, after_id: int = 0, limit: int = 100) -> Page[Event]:
     """A job's events with an id above `after_id`, oldest first."""
     query = select(Event).where(Event.job_id == job_id, Event.id > after_id).order_by(Event.id).limit(limit + 1)
-    return Page.of(list(session.scalars(query)), limit, lambda event: str(event.id))
+    return Page.of(list(session.scalars(query)), limit, cursors(job_id), lambda event: str(event.id))

@@ -15,7 +15,7 @@ from service.states import FINAL, JobState, after_action, can, is_final
 from service.store import events, state_changes
 from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
 from service.store.ids import is_job_id, next_job_id
-from service.store.paging import Page, decode_cursor
+from service.store.paging import Cursors, Page
 from service.store.tables import Job
 from workers.config import JobSpec, ParallelConfig
 
@@ -64,17 +64,18 @@ def page(
     cursor: str | None = None,
 ) -> Page[Job]:
     """Jobs, newest first, optionally only those in `state` or called `name`. Raises InvalidCursor."""
+    cursors = Cursors("jobs", state=state, name=name)
     query = select(Job).order_by(Job.id.desc()).limit(limit + 1)
     if state is not None:
         query = query.where(Job.state == state)
     if name is not None:
         query = query.where(Job.name == name)
     if cursor is not None:
-        last = decode_cursor(cursor)
+        last = cursors.decode(cursor)
         if not is_job_id(last):
             raise InvalidCursor
         query = query.where(Job.id < last)
-    return Page.of(list(session.scalars(query)), limit, lambda job: job.id)
+    return Page.of(list(session.scalars(query)), limit, cursors, lambda job: job.id)
 
 
 def unfinished(session: Session) -> list[Job]:

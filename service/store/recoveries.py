@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from service.recovery.timeline import RecoveryTimeline
-from service.store.paging import Page
+from service.store.paging import Cursors, Page
 from service.store.tables import Recovery
 
 _TIMES = ("failed_at", "noticed_at", "rested_at", "launched_at", "connected_at", "restored_at", "first_step_at")
@@ -95,11 +95,13 @@ def of_job(session: Session, job_id: str) -> list[Recovery]:
     return list(session.scalars(select(Recovery).where(Recovery.job_id == job_id).order_by(Recovery.generation)))
 
 
-def page(session: Session, job_id: str, after_generation: int = 0, limit: int = 100) -> Page[Recovery]:
-    """A job's recoveries that began a generation above `after_generation`, oldest first."""
+def page(session: Session, job_id: str, limit: int = 100, cursor: str | None = None) -> Page[Recovery]:
+    """A job's recoveries, oldest first. Raises InvalidCursor."""
+    cursors = Cursors("recoveries", job=job_id)
+    after_generation = 0 if cursor is None else cursors.decode_number(cursor)
     own = select(Recovery).where(Recovery.job_id == job_id, Recovery.generation > after_generation)
     rows = list(session.scalars(own.order_by(Recovery.generation).limit(limit + 1)))
-    return Page.of(rows, limit, lambda row: str(row.generation))
+    return Page.of(rows, limit, cursors, lambda row: str(row.generation))
 
 
 def timeline(row: Recovery) -> RecoveryTimeline:

@@ -127,6 +127,29 @@ def test_a_bad_parameter_is_named(service, path, field):
     assert [error["path"] for error in problem["errors"]] == [field]
 
 
+def test_cursor_is_good_only_for_the_request_that_gave_it_out(service):
+    """Used for another list or filter it would leave things out, or show them twice."""
+    first, second = service.submit(), service.submit()
+    of_jobs = service.http.get("/v1/jobs?limit=1").json()["next_cursor"]
+    of_events = service.http.get(f"/v1/jobs/{first['id']}/events").json()["resume_cursor"]
+    of_logs = service.http.get(f"/v1/jobs/{first['id']}/logs?rank=0").json()["resume_cursor"]
+    for path in (
+        f"/v1/jobs?state=QUEUED&cursor={of_jobs}",
+        f"/v1/jobs?name=small&cursor={of_jobs}",
+        f"/v1/jobs?cursor={of_events}",
+        f"/v1/jobs/{second['id']}/events?cursor={of_events}",
+        f"/v1/jobs/{first['id']}/checkpoints?cursor={of_events}",
+        f"/v1/jobs/{first['id']}/recoveries?cursor={of_events}",
+        f"/v1/jobs/{first['id']}/logs?cursor={of_logs}",
+        f"/v1/jobs/{first['id']}/logs?rank=1&cursor={of_logs}",
+        f"/v1/jobs/{second['id']}/logs?rank=0&cursor={of_logs}",
+    ):
+        problem = check(service.http.get(path), 422, "invalid_parameter")
+        assert [error["path"] for error in problem["errors"]] == ["cursor"]
+        assert "another filter" in problem["detail"]
+    assert service.http.get(f"/v1/jobs?limit=5&cursor={of_jobs}").status_code == 200, "a page may have another size"
+
+
 def test_a_bad_last_event_id_is_refused(service):
     job = service.submit()
     for resource in ("events", "logs"):

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.logs import decode_position, encode_position, log_file, log_folder, read_page
+from service.logs import LogCursors, log_file, log_folder, read_page
 from service.store import InvalidCursor
+from service.store.errors import ForeignCursor
+
+CURSORS = LogCursors("job_000000000001")
 
 
 def entry(time, text, rank=0, stream="stdout"):
@@ -23,7 +26,7 @@ def write(folder, rank, *lines, end="\n"):
 def read_all(folder, **options):
     texts, position = [], {}
     while True:
-        page = read_page(folder, decode_position(encode_position(position)), **options)
+        page = read_page(folder, CURSORS.decode(CURSORS.encode(position)), **options)
         texts += [line.text for line in page.lines]
         assert page.position != position or not page.more, "no progress"
         position = page.position
@@ -106,7 +109,13 @@ def test_sorted_ranks_read_in_small_chunks_come_out_sorted(tmp_path):
 @pytest.mark.parametrize("cursor", ["?", "AAAA", "MDotMQ", "MA"])
 def test_a_foreign_cursor_is_refused(cursor):
     with pytest.raises(InvalidCursor):
-        decode_position(cursor)
+        CURSORS.decode(cursor)
+
+
+@pytest.mark.parametrize("job_id, rank", [("job_000000000002", None), ("job_000000000001", 0)])
+def test_cursor_of_another_job_or_rank_is_refused(job_id, rank):
+    with pytest.raises(ForeignCursor, match="another list"):
+        CURSORS.decode(LogCursors(job_id, rank).encode({0: 5}))
 
 
 @pytest.mark.parametrize("job_id", ["../..", "job_../../etc/pas", "", "/etc"])

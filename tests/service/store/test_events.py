@@ -1,7 +1,6 @@
 """Events tell a job's story in order, and a reader can go on where it stopped."""
 
 from service.store import events
-from service.store.paging import decode_number
 
 
 def test_pages_go_on_after_an_id_and_belong_to_one_job(store, submit):
@@ -16,7 +15,7 @@ def test_pages_go_on_after_an_id_and_belong_to_one_job(store, submit):
         seen += [event.message for event in page.items]
         if page.next_cursor is None:
             break
-        after = decode_number(page.next_cursor)
+        after = events.cursors(job.id).decode_number(page.next_cursor)
     assert seen[1:] == [f"tick {n}" for n in range(5)]
 
 

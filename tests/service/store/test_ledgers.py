@@ -184,6 +184,6 @@ def test_recoveries_come_in_pages(store, recovering):
         store.write(lambda session, n=number, k=known: recoveries.begin(session, recovering.id, n, k))
     with store.read() as session:
         first = recoveries.page(session, recovering.id, limit=3)
-        rest = recoveries.page(session, recovering.id, first.items[-1].generation, limit=3)
+        rest = recoveries.page(session, recovering.id, limit=3, cursor=first.next_cursor)
     assert [row.generation for row in (*first.items, *rest.items)] == [2, 3, 4, 5]
     assert (first.next_cursor is None, rest.next_cursor) == (False, None)

@@ -1,0 +1,66 @@
+"""Cursors are opaque, and good only for the list and the filter that they were made for."""
+
+import base64
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.store import InvalidCursor
+from service.store.errors import ForeignCursor
+from service.store.paging import Cursors, Page
+
+texts = st.text("job_19 :,.é", max_size=20)
+filters = st.dictionaries(st.sampled_from(["state", "name", "job"]), st.none() | texts | st.integers())
+
+
+@given(texts, filters)
+def test_cursor_holds_what_it_was_made_of_and_is_safe_in_urls(text, given):
+    cursor = Cursors("jobs", **given).encode(text)
+    assert cursor.replace("-", "").replace("_", "").isalnum()
+    assert Cursors("jobs", **given).decode(cursor) == text
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Cursors("jobs"),
+        Cursors("jobs", state="QUEUED", name="a"),
+        Cursors("jobs", name="QUEUED"),
+        Cursors("events", state="QUEUED"),
+    ],
+)
+def test_cursor_of_another_list_or_filter_is_refused(other):
+    with pytest.raises(ForeignCursor, match="another list, or to this one with another filter; repeat the request"):
+        Cursors("jobs", state="QUEUED").decode(other.encode("job_000000000001"))
+
+
+def test_filter_that_filters_nothing_is_no_filter():
+    assert Cursors("jobs").decode(Cursors("jobs", state=None).encode("x")) == "x"
+
+
+def old(text):
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+@pytest.mark.parametrize(
+    "cursor", ["", "?", "a", "AAAA", "é", old("job_000000000001"), old("17"), old("0:5,1:7"), old("g0000000.x")]
+)
+def test_what_this_release_did_not_make_is_refused(cursor):
+    with pytest.raises(InvalidCursor, match="start again without one"):
+        Cursors("jobs").decode(cursor)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "x", "9" * 19 + "9", str(2**63), "١"])
+def test_only_numbers_are_numbers(text):
+    cursors = Cursors("events")
+    with pytest.raises(InvalidCursor):
+        cursors.decode_number(cursors.encode(text))
+    assert cursors.decode_number(cursors.encode(str(2**63 - 1))) == 2**63 - 1
+
+
+def test_page_leads_on_where_there_is_more():
+    cursors = Cursors("numbers")
+    page = Page.of([1, 2, 3], 2, cursors, str)
+    assert (page.items, cursors.decode(page.next_cursor)) == ([1, 2], "2")
+    assert Page.of([1, 2], 2, cursors, str).next_cursor is None
