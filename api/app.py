@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -25,7 +25,9 @@ from api.routes import (
     ranks,
     recoveries,
 )
+from api.state_waits import StateWaits
 from api.telemetry import JobCollector, RequestTimer
+from service.store import jobs as store_jobs
 
 _RESOURCES = (jobs, metrics, events, logs, ranks, checkpoints, ledger, recoveries, faults, cluster, nodes, health)
 
@@ -47,6 +49,7 @@ def create_app(control: ControlPlane, allowed_hosts: Collection[str] = ()) -> Fa
     registry.register(JobCollector(control.store))
     app.state.control = control
     app.state.registry = registry
+    app.state.waits = StateWaits(lambda job_ids: _states(control, job_ids))
     app.add_middleware(RequestGuard, allowed_hosts=allowed_hosts)
     app.add_middleware(RequestTimer, registry=registry)
     problems.install(app)
@@ -54,3 +57,8 @@ def create_app(control: ControlPlane, allowed_hosts: Collection[str] = ()) -> Fa
         app.include_router(resource.router)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     return app
+
+
+def _states(control: ControlPlane, job_ids: Collection[str]) -> Mapping[str, str]:
+    with control.store.read() as session:
+        return store_jobs.states(session, job_ids)

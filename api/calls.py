@@ -55,13 +55,19 @@ class Call(Generic[T]):
     """JSON body."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """More headers."""
+    patience: float = 0.0
+    """Seconds by which the answer may take longer than others."""
 
     def request(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         """The request, as `client` sends it."""
         given = {name: value for name, value in self.parameters.items() if value is not None}
         headers = {**self.headers, **({} if self.body is None else {"Content-Type": "application/json"})}
         content = None if self.body is None else _encoded(self.body)
-        return client.build_request(self.method, self.path, params=given, headers=headers, content=content)
+        request = client.build_request(self.method, self.path, params=given, headers=headers, content=content)
+        usual = client.timeout.read
+        if self.patience and usual is not None:
+            request.extensions["timeout"] = {**client.timeout.as_dict(), "read": usual + self.patience}
+        return request
 
     def read(self, response: httpx.Response) -> T:
         """The answer in `response`, whose body was read. Raises ApiError."""
@@ -129,9 +135,10 @@ def jobs(
     return Call(schemas.Items[schemas.Job], "GET", "/v1/jobs", parameters)
 
 
-def job(job_id: str) -> Call[schemas.Job]:
-    """One job."""
-    return Call(schemas.Job, "GET", _job(job_id))
+def job(job_id: str, wait: float | None = None, state: str | None = None) -> Call[schemas.Job]:
+    """One job; with `wait` as soon as its state is another than `state` (default: than it is now) or final, and after
+    `wait` seconds, at most 60, whatever it is."""
+    return Call(schemas.Job, "GET", _job(job_id), {"wait": wait, "state": state}, patience=wait or 0.0)
 
 
 def cancel(job_id: str) -> Call[schemas.Job]:

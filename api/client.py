@@ -37,11 +37,14 @@ from api.schemas import (
 )
 from api.sse_client import EventParser
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+from service.states import is_final
 from workers.protocol.messages import FaultKind
 
 __all__ = ["ApiError", "AsyncMantaClient", "MantaClient", "Problem", "ServiceUnreachable", "find_url"]
 
 T = TypeVar("T")
+LONGEST_WAIT_SECONDS = 60.0
+"""The longest `wait` that the service takes."""
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 _STREAM_TIMEOUT = httpx.Timeout(60.0, connect=5.0)  # the service says something every 15 seconds
 
@@ -130,9 +133,17 @@ class MantaClient:
         """A page of jobs, newest first."""
         return self.send(calls.jobs(state, name, limit, cursor))
 
-    def job(self, job_id: str) -> Job:
-        """One job."""
-        return self.send(calls.job(job_id))
+    def job(self, job_id: str, wait: float | None = None, state: str | None = None) -> Job:
+        """One job; with `wait` as soon as its state is another than `state` (default: than it is now) or final, and
+        after `wait` seconds, at most 60, whatever it is."""
+        return self.send(calls.job(job_id, wait, state))
+
+    def wait(self, job_id: str) -> Job:
+        """The job, once it is final."""
+        job = self.job(job_id)
+        while not is_final(job.state):
+            job = self.job(job_id, LONGEST_WAIT_SECONDS, job.state)
+        return job
 
     def resize(self, job_id: str, replicas: int) -> Job:
         """Go on with `replicas` data-parallel replicas as soon as there is room for them."""

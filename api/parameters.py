@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from api.control import ControlPlane
 from api.problems import MalformedJson
+from api.state_waits import LONGEST_SECONDS
 from service.store import JobNotFound
 from service.store.ids import is_job_id
 
@@ -82,5 +83,14 @@ LastEventId = Annotated[str | None, Header(description="id of the last event tha
 IdempotencyKey = Annotated[
     str | None,
     Header(min_length=1, max_length=200, description="The same key and body again is the same job, not another one"),
+]
+WaitSeconds = Annotated[
+    float,
+    Query(
+        ge=0,
+        le=LONGEST_SECONDS,
+        allow_inf_nan=False,
+        description="Answer when the job's state is another than `state`, or final; after that many seconds anyway",
+    ),
 ]
 Follow = Annotated[bool, Query(description="Stream as text/event-stream until the job is final")]

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from service.cluster.cluster import Cluster
@@ -161,9 +160,7 @@ class ControlPlane:
 
     def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:
         """Of those of these jobs that the database knows."""
-        with self._store.read() as session:
-            rows = session.execute(select(Job.id, Job.state).where(Job.id.in_(job_ids)))
-            return {job_id: JobState(state) for job_id, state in rows}
+        return self._read(lambda session: jobs.states(session, job_ids))
 
     async def _over(self, job_ids: Collection[str]) -> set[str]:
         """Those of these jobs that are over, and whose snapshots nobody needs any more. What the database does not know

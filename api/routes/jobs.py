@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
 
 from api import schemas, views
+from api.control import ControlPlane
 from api.openapi import json_request
-from api.parameters import Body, Control, Cursor, IdempotencyKey, JobId, Limit, body_as, digest_of
+from api.parameters import Body, Control, Cursor, IdempotencyKey, JobId, Limit, WaitSeconds, body_as, digest_of
 from api.problem_codes import OF_A_JOB, changes, reads
 from service.states import STATE_NAMES
 from service.store import failed_jobs, jobs
@@ -21,7 +23,10 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 _MOST_STEPS = 2**53  # numbers that every JSON reader keeps exactly
 _LOCATION = {"Location": {"description": "Path of the job", "schema": {"type": "string"}}}
 _ACTION = changes(*OF_A_JOB, "illegal_transition")
-_STATE_PATTERN = f"^({'|'.join(STATE_NAMES)})$"
+_STATE = f"^({'|'.join(STATE_NAMES)})$"
+
+StateFilter = Annotated[str | None, Query(pattern=_STATE, description="Only jobs in this state")]
+KnownState = Annotated[str | None, Query(pattern=_STATE, description="With `wait`: the state that you know of")]
 
 
 @router.post(
@@ -73,7 +78,7 @@ def submit_job(
 @router.get("", responses=reads("invalid_parameter", "database_unavailable"))
 def list_jobs(
     control: Control,
-    state: Annotated[str | None, Query(pattern=_STATE_PATTERN, description="Only jobs in this state")] = None,
+    state: StateFilter = None,
     name: Annotated[str | None, Query(max_length=100, description="Only jobs of this name")] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
@@ -85,9 +90,18 @@ def list_jobs(
     return schemas.Items(items=items, next_cursor=page.next_cursor)
 
 
-@router.get("/{job_id}", responses=reads(*OF_A_JOB))
-def get_job(control: Control, job_id: JobId) -> schemas.Job:
-    """One job."""
+@router.get("/{job_id}", responses=reads(*OF_A_JOB, "invalid_parameter"))
+async def get_job(
+    request: Request, control: Control, job_id: JobId, wait: WaitSeconds = 0.0, state: KnownState = None
+) -> schemas.Job:
+    """One job; with `wait` as soon as its state is another than `state` (default: than it is now) or final, and after
+    `wait` seconds whatever it is."""
+    if wait:
+        await request.app.state.waits.until_changed(job_id, state, wait)
+    return await run_in_threadpool(_read, control, job_id)
+
+
+def _read(control: ControlPlane, job_id: str) -> schemas.Job:
     with control.store.read() as session:
         return views.job_view(session, jobs.get(session, job_id))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import func, select
@@ -76,6 +77,12 @@ def page(
             raise InvalidCursor
         query = query.where(Job.id < last)
     return Page.of(list(session.scalars(query)), limit, cursors, lambda job: job.id)
+
+
+def states(session: Session, job_ids: Collection[str]) -> dict[str, JobState]:
+    """The states of those of these jobs that the database knows."""
+    rows = session.execute(select(Job.id, Job.state).where(Job.id.in_(job_ids)))
+    return {job_id: JobState(state) for job_id, state in rows}
 
 
 def unfinished(session: Session) -> list[Job]:

@@ -1,0 +1,87 @@
+"""Requests that wait until a job's state changes. However many wait, one look at the database every 0.2 seconds answers
+them all, on a thread of its own: none of the threads that other requests need is held."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from service.states import is_final
+
+LOOK_SECONDS = 0.2
+LONGEST_SECONDS = 60.0
+"""Longer waits are refused; whoever wants to wait on asks again."""
+
+StatesOf = Callable[[Collection[str]], Mapping[str, str]]
+"""The states of those of these jobs that there are. Runs in a thread, so it may block."""
+
+
+@dataclass
+class _Wait:
+    """One request that waits."""
+
+    job_id: str
+    known: str
+    """The state that it shall change from."""
+    over: asyncio.Future[None]
+
+    def see(self, state: str | None) -> None:
+        """The job is in `state`; None: there is no such job any more."""
+        if state is None or state != self.known or is_final(state):
+            self.end()
+
+    def end(self, error: Exception | None = None) -> None:
+        if self.over.done():  # its client may have left
+            return
+        if error is None:
+            self.over.set_result(None)
+        else:
+            self.over.set_exception(error)
+
+
+class StateWaits:
+    """All requests of one app that wait; used on one event loop."""
+
+    def __init__(self, states_of: StatesOf):
+        self._states_of = states_of
+        self._waits: list[_Wait] = []
+        self._task: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-waits")
+
+    async def until_changed(self, job_id: str, known: str | None, seconds: float) -> None:
+        """Return when the job is in another state than `known` (None: than now), is final or gone, or after `seconds`.
+        Raises what the database says when it does not answer."""
+        now = (await self._look({job_id})).get(job_id)
+        wait = _Wait(job_id, known or now or "", asyncio.get_running_loop().create_future())
+        wait.see(now)
+        self._waits.append(wait)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._watch(), name="waits for states")
+        try:
+            async with asyncio.timeout(seconds):
+                await wait.over
+        except TimeoutError:
+            return
+        finally:
+            self._waits.remove(wait)
+
+    async def _watch(self) -> None:
+        """Until nobody waits any more."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            asked = list(self._waits)
+            if not asked:
+                return
+            try:
+                states = await self._look({wait.job_id for wait in asked})
+            except Exception as error:  # noqa: BLE001 - each request answers it, as it would at any other time
+                for wait in asked:
+                    wait.end(error)
+                continue
+            for wait in asked:
+                wait.see(states.get(wait.job_id))
+
+    async def _look(self, job_ids: Collection[str]) -> Mapping[str, str]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._states_of, job_ids)

@@ -1,0 +1,144 @@
+"""A request may wait for a job's state to change: it is answered as soon as that happens, and holds nobody up."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from api import state_waits
+from api.client import MantaClient
+from api.state_waits import StateWaits
+
+LONG = 20  # seconds that no test waits for
+
+
+def ask(service, job, **parameters):
+    """The answer, and how long it took."""
+    began = time.monotonic()
+    response = service.http.get(f"/v1/jobs/{job['id']}", params=parameters)
+    return response, time.monotonic() - began
+
+
+def test_answer_comes_when_the_state_changes(service):
+    job = service.submit()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, service, job, wait=LONG, state="QUEUED")
+        time.sleep(2 * state_waits.LOOK_SECONDS)
+        assert not waiting.done()
+        service.move(job["id"], "STARTING")
+        response, seconds = waiting.result()
+    assert (response.status_code, response.json()["state"]) == (200, "STARTING")
+    assert seconds < LONG / 2
+
+
+def test_state_that_shall_change_is_the_one_of_now_where_none_is_given():
+    states, looked = {"job": "STARTING"}, threading.Event()
+
+    def states_of(job_ids):
+        looked.set()
+        return dict(states)
+
+    async def main():
+        wait = asyncio.create_task(StateWaits(states_of).until_changed("job", None, LONG))
+        await asyncio.to_thread(looked.wait)
+        await asyncio.sleep(2 * state_waits.LOOK_SECONDS)
+        assert not wait.done()
+        states["job"] = "RUNNING"
+        async with asyncio.timeout(LONG / 2):
+            await wait
+
+    asyncio.run(main())
+
+
+def test_change_that_happened_before_the_request_is_not_missed(service):
+    job = service.submit()
+    service.move(job["id"], "STARTING")
+    response, seconds = ask(service, job, wait=LONG, state="QUEUED")
+    assert response.json()["state"] == "STARTING"
+    assert seconds < LONG / 2
+
+
+def test_nothing_is_waited_for_where_nothing_can_come(service):
+    job = service.submit()
+    service.move(job["id"], "CANCELLED")
+    for parameters in ({"wait": LONG}, {"wait": LONG, "state": "CANCELLED"}, {"wait": 0, "state": "QUEUED"}):
+        response, seconds = ask(service, job, **parameters)
+        assert response.json()["state"] == "CANCELLED"
+        assert seconds < LONG / 2
+    unknown, seconds = ask(service, {"id": "job_000000000000"}, wait=LONG)
+    assert (unknown.status_code, unknown.json()["code"]) == (404, "job_not_found")
+    assert seconds < LONG / 2
+
+
+def test_after_the_time_the_answer_is_the_job_as_it_is(service):
+    job = service.submit()
+    response, seconds = ask(service, job, wait=0.3)
+    assert (response.status_code, response.json()["state"]) == (200, "QUEUED")
+    assert seconds >= 0.3
+
+
+@pytest.mark.parametrize(("parameter", "value"), [("wait", 61), ("wait", -1), ("wait", "nan"), ("state", "ASLEEP")])
+def test_wait_beyond_all_measure_or_for_no_state_is_refused(service, parameter, value):
+    response, _ = ask(service, service.submit(), **{parameter: value})
+    assert (response.status_code, response.json()["errors"][0]["path"]) == (422, parameter)
+
+
+def test_many_that_wait_do_not_hold_up_other_requests_and_are_all_answered(service):
+    """More than there are threads for requests."""
+    job = service.submit()
+    with ThreadPoolExecutor(60) as pool:
+        waiting = [pool.submit(ask, service, job, wait=LONG) for _ in range(60)]
+        began = time.monotonic()
+        for _ in range(5):
+            assert service.http.get(f"/v1/jobs/{job['id']}/ranks").status_code == 200
+        assert time.monotonic() - began < LONG / 2
+        assert not any(wait.done() for wait in waiting)
+        service.move(job["id"], "CANCELLED")
+        assert {wait.result()[0].json()["state"] for wait in waiting} == {"CANCELLED"}
+
+
+def test_all_that_wait_share_one_look():
+    looks = []
+
+    def states_of(job_ids):
+        looks.append(set(job_ids))
+        return dict.fromkeys(job_ids, "QUEUED")
+
+    async def main():
+        waits, seconds = StateWaits(states_of), 2.5 * state_waits.LOOK_SECONDS
+        await asyncio.gather(*(waits.until_changed(f"job {n}", None, seconds) for n in range(20)))
+        await asyncio.sleep(2 * state_waits.LOOK_SECONDS)
+        before = len(looks)
+        await asyncio.sleep(2 * state_waits.LOOK_SECONDS)
+        assert len(looks) == before, "nobody waits, and it still looks"
+
+    asyncio.run(main())
+    first, later = looks[:20], looks[20:]
+    assert all(len(look) == 1 for look in first), "each looks once when it comes"
+    assert 1 <= len(later) <= 4
+    assert max(map(len, later)) == 20
+
+
+def test_database_that_does_not_answer_is_told_to_who_waits(service, monkeypatch):
+    job = service.submit()
+
+    def away(*arguments):
+        raise OperationalError("SELECT", {}, Exception("database is locked"))
+
+    timer = threading.Timer(0.5, monkeypatch.setattr, ("service.store.jobs.states", away))
+    timer.start()
+    response, seconds = ask(service, job, wait=LONG)
+    assert (response.status_code, response.json()["code"]) == (503, "database_unavailable")
+    assert response.headers["Retry-After"]
+    assert seconds < LONG / 2
+
+
+def test_client_waits_until_the_job_is_final(service):
+    job = service.submit()
+    with MantaClient(service.url) as client:
+        assert client.job(job["id"], wait=0.1).state == "QUEUED"
+        threading.Timer(0.3, service.move, (job["id"], "STARTING", "RUNNING", "SUCCEEDED")).start()
+        assert client.wait(job["id"]).state == "SUCCEEDED"
