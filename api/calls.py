@@ -18,6 +18,7 @@ from workers.nonfinite import spell
 from workers.spec.problems import Problem, SpecError
 
 T = TypeVar("T")
+_DELETION_SECONDS = 600.0  # checkpoints may be large, and file systems slow
 
 
 class ApiError(MantaError):
@@ -144,6 +145,11 @@ def job(job_id: str, wait: float | None = None, state: str | None = None) -> Cal
 def cancel(job_id: str) -> Call[schemas.Job]:
     """Stop a job for good."""
     return Call(schemas.Job, "POST", _job(job_id, "/cancel"))
+
+
+def delete(job_id: str) -> Call[schemas.DeletedJob]:
+    """Delete a job that is over, and all that it has."""
+    return Call(schemas.DeletedJob, "DELETE", _job(job_id), patience=_DELETION_SECONDS)
 
 
 def retry(job_id: str) -> Call[schemas.Job]:

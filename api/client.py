@@ -19,6 +19,7 @@ from api.calls import ApiError, Call, ServiceUnreachable, raise_for_problem
 from api.schemas import (
     Checkpoint,
     Cluster,
+    DeletedJob,
     DryRun,
     Event,
     Fault,
@@ -156,6 +157,10 @@ class MantaClient:
     def cancel(self, job_id: str) -> Job:
         """Stop a job for good."""
         return self.send(calls.cancel(job_id))
+
+    def delete(self, job_id: str) -> DeletedJob:
+        """Delete a job that is over, and all that it has: rows, checkpoints, logs."""
+        return self.send(calls.delete(job_id))
 
     def metrics(
         self, job_id: str, names: Sequence[str] | None = None, after_step: int = 0, max_points: int = 1000

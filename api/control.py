@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from service.deletion import Deletion
 from service.store import Store
 from workers.protocol.messages import Fault
 
@@ -25,6 +26,10 @@ class ControlPlane(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """A job was moved to CANCELLED or CANCELLING: wake whoever owns it."""
+
+    def delete(self, job_id: str) -> Deletion:
+        """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
+        ClusterUnavailable."""
 
     def inject(self, job_id: str, fault: Fault) -> None:
         """Make a fault in a job. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""

@@ -16,8 +16,16 @@ from api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
 from api.schemas import FieldProblem, Problem
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
+from service.deletion import FilesNotRemoved
 from service.faults import FaultNotPossible, FaultsNotAllowed
-from service.store import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
+from service.store import (
+    IdempotencyConflict,
+    IllegalTransition,
+    InvalidCursor,
+    JobBeingDeleted,
+    JobNotFinal,
+    JobNotFound,
+)
 from workers.errors import MantaError
 from workers.spec.problems import SpecError
 
@@ -41,6 +49,9 @@ class NotReady(MantaError):
 _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (JobNotFound, "job_not_found"),
     (IllegalTransition, "illegal_transition"),
+    (JobNotFinal, "job_not_final"),
+    (JobBeingDeleted, "job_being_deleted"),
+    (FilesNotRemoved, "files_not_removed"),
     (IdempotencyConflict, "idempotency_conflict"),
     (FaultsNotAllowed, "faults_not_allowed"),
     (FaultNotPossible, "fault_not_possible"),

@@ -148,6 +148,23 @@ class Job(Answer):
     """When it reached its final state."""
     memory_kept_until: Time | None = None
     """Of a job that failed: until when its snapshots stay in memory for a retry."""
+    deletion_began_at: Time | None = None
+    """Since when it is being deleted, where that could not be finished: delete it again."""
+
+
+class DeletedJob(Answer):
+    """What was deleted with a job."""
+
+    id: str
+    """The job's id, by which it is not found any more."""
+    rows: dict[str, int]
+    """Rows of the database, by table: events, metrics and so on."""
+    checkpoints: int
+    """Durable checkpoints, whole or not."""
+    logs: int
+    """Log files of ranks."""
+    bytes: int
+    """Size of all its files on disk."""
 
 
 class Resize(BaseModel):

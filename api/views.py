@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from api import schemas
 from service.cluster.sizes import layout_in_use
+from service.deletion import Deletion
 from service.ledger import Ledger
 from service.logs import LogLine
 from service.states import JobState
@@ -58,6 +59,7 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
         started_at=_moment_or_none(job.started_at),
         finished_at=_moment_or_none(job.finished_at),
         memory_kept_until=_moment_or_none(job.memory_kept_until),
+        deletion_began_at=_moment_or_none(job.deletion_began_at),
     )
 
 
@@ -96,6 +98,14 @@ def dry_run_view(spec: JobSpec) -> schemas.DryRun:
 def _place(rank: int, layout: ParallelConfig) -> schemas.RankPlace:
     at = RankGrid(layout).coordinates(rank)
     return schemas.RankPlace(rank=rank, tensor=at.tensor, pipeline=at.pipeline, data=at.data, context=at.context)
+
+
+def deletion_view(job_id: str, deletion: Deletion) -> schemas.DeletedJob:
+    """What was deleted with a job."""
+    files = deletion.files
+    return schemas.DeletedJob(
+        id=job_id, rows=deletion.rows, checkpoints=files.checkpoints, logs=files.logs, bytes=files.bytes
+    )
 
 
 def event_view(event: tables.Event) -> schemas.Event:

@@ -24,12 +24,13 @@ from service.cluster.node_care import NodeCare
 from service.cluster.node_watch import NodeWatch
 from service.cluster.placement import unit_of
 from service.cluster.ray_head import ExistingRay, RayHead
+from service.deletion import Deletion, delete_job
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.owner import JobOwner
 from service.scheduler import Scheduler
 from service.states import JobState, is_final
-from service.store import Store, failed_jobs, installation, jobs, ranks
+from service.store import Store, deletion, failed_jobs, installation, jobs, ranks
 from service.store.tables import Job
 from workers.paths import Paths
 from workers.protocol.messages import Fault
@@ -148,28 +149,28 @@ class ControlPlane:
     async def _release_those_without_owner(self) -> None:
         assert self._cluster is not None
         held = await self._cluster.jobs()
-        states = await asyncio.to_thread(self._states, held)
+        states, deleted = await asyncio.to_thread(self._fates, held)
         keeping = await asyncio.to_thread(self._read, failed_jobs.holding_memory)
         for job in held:
-            if job not in states:
+            if job not in states and job not in deleted:
                 log.error(UNKNOWN_JOB, job)
-            elif is_final(states[job]) or states[job] == JobState.QUEUED:
+            elif job in deleted or is_final(states[job]) or states[job] == JobState.QUEUED:
                 # One that waits, or may be tried again, goes on from its snapshots.
                 await self._cluster.release(job, keep_snapshots=job in keeping)
                 log.warning("released what was left of %s", job)
 
-    def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:
-        """Of those of these jobs that the database knows."""
-        return self._read(lambda session: jobs.states(session, job_ids))
+    def _fates(self, job_ids: Collection[str]) -> tuple[dict[str, JobState], set[str]]:
+        """The states of those of these jobs that the database knows, and those that were deleted."""
+        return self._read(lambda session: (jobs.states(session, job_ids), deletion.deleted_ones(session, job_ids)))
 
     async def _over(self, job_ids: Collection[str]) -> set[str]:
         """Those of these jobs that are over, and whose snapshots nobody needs any more. What the database does not know
         is not over: it may be a backup, older than the job."""
-        states = await asyncio.to_thread(self._states, job_ids)
+        states, deleted = await asyncio.to_thread(self._fates, job_ids)
         keeping = await asyncio.to_thread(self._read, failed_jobs.holding_memory)
-        for job in set(job_ids) - states.keys():
+        for job in set(job_ids) - states.keys() - deleted:
             log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
-        return {job for job, state in states.items() if is_final(state) and job not in keeping}
+        return {job for job, state in states.items() if is_final(state) and job not in keeping} | deleted
 
     async def _watch_ray(self) -> None:
         """Notice the death of our Ray. All trainers died with it; their jobs go on from their snapshots."""
@@ -268,6 +269,19 @@ class ControlPlane:
     def cancel(self, job_id: str) -> None:
         """A job was moved to CANCELLING or CANCELLED: wake its owner."""
         self._loop.call_soon_threadsafe(self._cancel, job_id)
+
+    def delete(self, job_id: str) -> Deletion:
+        """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
+        ClusterUnavailable."""
+        return delete_job(self._store, Paths.of(self._home), job_id, lambda: self._call(self._let_go(job_id)))
+
+    async def _let_go(self, job_id: str) -> None:
+        """Nothing of a final job is left on the cluster, and nobody looks after it."""
+        assert self._cluster is not None
+        _, task = self._owners.get(job_id, (None, None))
+        if task is not None:
+            await asyncio.wait({task})  # it is about to leave
+        await self._cluster.end_job(job_id)
 
     def inject(self, job_id: str, fault: Fault) -> None:
         """Make `fault` in a job that runs. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""

@@ -200,6 +200,23 @@ def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
 
 
 @app.command()
+def delete(
+    job: JobId,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Delete a job that is over and all that it has: checkpoints, logs, metrics, events."""
+    with connect(url) as client:
+        if not yes:
+            known = client.job(job)
+            about = f"{known.id} ({known.name}, {known.state}, step {known.step} of {known.steps})"
+            typer.confirm(f"Delete {about} with its checkpoints and logs for good?", abort=True, err=True)
+        answer = client.delete(job)
+    _show(answer, as_json, lambda console: render.deletion(console, answer))
+
+
+@app.command()
 def retry(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Have a job that failed go on from where it failed."""
     with connect(url) as client:

@@ -105,6 +105,13 @@ def job_page(console: Console, job: schemas.Job) -> None:
         console.print(f"[bold]{name:<{width}}[/bold]  {escape(value)}", highlight=False, soft_wrap=True)
 
 
+def deletion(console: Console, answer: schemas.DeletedJob) -> None:
+    """What `manta delete` says."""
+    counted = (("checkpoint", answer.checkpoints), ("log file", answer.logs), ("row", sum(answer.rows.values())))
+    what = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counted)
+    console.print(f"{answer.id} is deleted: {what}, {size(answer.bytes)}", highlight=False)
+
+
 def layout_page(console: Console, answer: schemas.DryRun) -> None:
     """What `manta submit --dry-run` says."""
     layout = answer.layout

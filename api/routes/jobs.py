@@ -106,6 +106,13 @@ def _read(control: ControlPlane, job_id: str) -> schemas.Job:
         return views.job_view(session, jobs.get(session, job_id))
 
 
+@router.delete("/{job_id}", responses=changes(*OF_A_JOB, "job_not_final", "files_not_removed", "cluster_unavailable"))
+def delete_job(control: Control, job_id: JobId) -> schemas.DeletedJob:
+    """Delete a job that is over and all that it has: rows, checkpoints, logs, snapshots in memory. Nothing of it comes
+    back. Where something cannot be removed the job stays, and can be deleted again."""
+    return views.deletion_view(job_id, control.delete(job_id))
+
+
 @router.post("/{job_id}/cancel", status_code=202, responses=_ACTION)
 def cancel_job(control: Control, job_id: JobId) -> schemas.Job:
     """Stop a job for good. What it has saved stays."""
@@ -118,7 +125,9 @@ def cancel_job(control: Control, job_id: JobId) -> schemas.Job:
     return job
 
 
-@router.post("/{job_id}/retry", status_code=202, responses=_ACTION)
+@router.post(
+    "/{job_id}/retry", status_code=202, responses=changes(*OF_A_JOB, "illegal_transition", "job_being_deleted")
+)
 def retry_job(control: Control, job_id: JobId) -> schemas.Job:
     """Have a job that failed go on from where it failed: from its snapshots in memory, while they are kept, or its
     newest checkpoint."""

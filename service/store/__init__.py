@@ -1,7 +1,15 @@
 """The job database: `Store` for connections, one module of queries a table."""
 
 from service.store.database import Store
-from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound, StoreUnusable
+from service.store.errors import (
+    IdempotencyConflict,
+    IllegalTransition,
+    InvalidCursor,
+    JobBeingDeleted,
+    JobNotFinal,
+    JobNotFound,
+    StoreUnusable,
+)
 from service.store.paging import Page
 from service.store.tables import Checkpoint, Event, Generation, Job, Metric, Rank, Recovery, StateChange
 
@@ -13,6 +21,8 @@ __all__ = [
     "IllegalTransition",
     "InvalidCursor",
     "Job",
+    "JobBeingDeleted",
+    "JobNotFinal",
     "JobNotFound",
     "Metric",
     "Page",

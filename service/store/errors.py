@@ -27,6 +27,25 @@ class IllegalTransition(MantaError):
             super().__init__(f"job {job_id} is {state} and cannot become {target}; what may follow: {exits}")
 
 
+class JobNotFinal(MantaError):
+    """A job that is not over cannot be deleted."""
+
+    def __init__(self, job_id: str, state: JobState):
+        self.job_id, self.state = job_id, state
+        super().__init__(
+            f"job {job_id} is {state}, and only a job that is over can be deleted: cancel it first "
+            f"(`manta cancel {job_id}`), and delete it once it is {JobState.CANCELLED}"
+        )
+
+
+class JobBeingDeleted(MantaError):
+    """The deletion of a job has begun, so nothing else can be done with it."""
+
+    def __init__(self, job_id: str):
+        self.job_id = job_id
+        super().__init__(f"job {job_id} is being deleted, and part of it may be gone: finish that with `manta delete`")
+
+
 class IdempotencyConflict(MantaError):
     """An idempotency key was used before with another body."""
 

@@ -7,16 +7,18 @@ from sqlalchemy.orm import Session
 
 from service.states import FINAL, JobState, after_action, is_final
 from service.store import generations, jobs
-from service.store.errors import IllegalTransition
+from service.store.errors import IllegalTransition, JobBeingDeleted
 from service.store.tables import Job
 
 
 def request_retry(session: Session, job_id: str) -> Job:
     """Have a FAILED job go on from where it failed: it is QUEUED again, and its failures so far do not count any more.
 
-    Raises JobNotFound, and IllegalTransition when the job's state does not allow it.
+    Raises JobNotFound, JobBeingDeleted, and IllegalTransition when the job's state does not allow it.
     """
     job = jobs.get(session, job_id, lock=True)
+    if job.deletion_began_at is not None:
+        raise JobBeingDeleted(job_id)
     state = JobState(job.state)
     target = after_action("retry", state)
     if target is None:

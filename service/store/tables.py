@@ -100,6 +100,20 @@ class Job(Base):
     """When a user last had it tried again; failures before that do not count any more."""
     memory_kept_until: Mapped[float | None] = mapped_column(Real)
     """Of a job that failed: until when its snapshots stay in shared memory for a retry."""
+    deletion_began_at: Mapped[float | None] = mapped_column(Real)
+    """Since when it is being deleted: it is not tried again any more, and may be deleted again until it is gone."""
+
+
+class DeletedJob(Base):
+    """A job that is no more. What is found of it on a node that did not answer meanwhile can go; what belongs to a job
+    that the database never knew is left alone."""
+
+    __tablename__ = "deleted_jobs"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    """Its id."""
+    deleted_at: Mapped[float] = mapped_column(Real)
+    """When its rows were deleted."""
 
 
 class Installation(Base):
@@ -252,7 +266,8 @@ class Event(Base):
     """Something that happened to a job and that a person would want to be told."""
 
     __tablename__ = "events"
-    __table_args__ = (Index(None, "job_id", "id"),)
+    # Whoever has read up to an id would miss an event that got it a second time.
+    __table_args__ = (Index(None, "job_id", "id"), {"sqlite_autoincrement": True})
 
     id: Mapped[int] = mapped_column(BigKey, primary_key=True, autoincrement=True)
     """Grows with time over all jobs."""

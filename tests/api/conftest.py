@@ -15,10 +15,12 @@ import uvicorn
 
 from api.app import create_app
 from service.cluster.errors import NodeNotFound
+from service.deletion import Deletion, delete_job
 from service.faults import FaultsNotAllowed, refuse_impossible
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
 from tests.api.support.described_api import DescribedApi
+from workers.paths import Paths
 from workers.protocol.messages import Fault
 
 DOCUMENT: dict[str, Any] = {
@@ -56,6 +58,9 @@ class FakeControl:
             raise FaultsNotAllowed()
         refuse_impossible(fault, ranks=4, step=2, steps=10)
         self.faults.append(fault)
+
+    def delete(self, job_id: str) -> Deletion:
+        return delete_job(self.store, Paths.of(self.home), job_id, lambda: self.asked.append(("let_go", job_id)))
 
     def resize(self, job_id: str) -> None:
         self.asked.append(("resize", job_id))

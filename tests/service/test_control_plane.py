@@ -15,9 +15,10 @@ from service.control_plane import ControlPlane
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.supervisor import Supervisor
 from service.states import JobState
-from service.store import JobNotFound, events, jobs
+from service.store import JobNotFinal, JobNotFound, events, jobs
 from tests.service.support.fake_cluster import FakeCluster
 from workers.config import JobSpec
+from workers.paths import Paths
 from workers.protocol.messages import Fault
 
 SECONDS = 20.0
@@ -432,3 +433,65 @@ def test_peaks_are_asked_for_until_all_nodes_know_them(start, cluster, monkeypat
 
     plane._call(learned())
     assert cluster.peak_flops == {"node_a": 1e12, "node_b": 2e12}
+
+
+def test_deleted_job_leaves_nothing_on_the_nodes_that_answer(start, cluster, submit, store, tmp_path):
+    plane = start()
+    behave(cluster, train_to_the_end)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    with pytest.raises(JobNotFinal):
+        plane.delete(job.id)
+    until(plane, job, "SUCCEEDED")
+    folder = Paths.of(tmp_path).checkpoint_folder(job.id)
+    folder.mkdir(parents=True)
+    assert plane.delete(job.id).rows["ranks"] == 2
+    assert not folder.parent.exists()
+    assert all(cluster.daemons._daemon(node).ended_jobs[-1] == job.id for node in ("node_a", "node_b"))
+    with pytest.raises(JobNotFound):
+        plane.delete(job.id)
+
+
+def test_deletion_lets_the_snapshots_of_a_failed_job_go(start, cluster, submit, store):
+    job = submit()
+    store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
+    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() + 1000))
+    daemon = cluster.daemons._daemon("node_a")
+    daemon.left = [job.id]
+    plane = start()
+    plane._call(reached(lambda: "node_a" in cluster.peak_flops))
+    assert daemon.left == [job.id], "kept for a retry until then"
+    plane.delete(job.id)
+    assert daemon.left == []
+
+
+def test_what_is_left_of_a_deleted_job_goes_when_its_node_comes_back(start, cluster, submit, store):
+    """What belongs to a job that the database never knew would be left alone."""
+    first, second = submit(), submit()
+    plane = start()
+    for job in (first, second):
+        store.write(lambda s, job=job: jobs.request_cancel(s, job.id))
+        plane.delete(job.id)
+    plane.stop()
+    hold(cluster, first)
+    daemon = cluster.daemons._daemon("node_b")
+    daemon.left = [second.id, "job_000000000000"]
+    plane = start()
+    plane._call(reached(lambda: daemon.left == ["job_000000000000"] and not cluster.agents.living))
+    assert cluster.groups.held == {}
+
+
+def test_job_whose_agents_cannot_be_reached_is_not_deleted(start, cluster, submit, store, monkeypatch):
+    job = submit()
+    store.write(lambda s: jobs.request_cancel(s, job.id))
+    plane = start()
+
+    async def away(*arguments):
+        raise ClusterUnavailable(TimeoutError("no answer"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "end_job", away)
+        with pytest.raises(ClusterUnavailable):
+            plane.delete(job.id)
+    assert plane._job(job.id).deletion_began_at is not None
+    assert plane.delete(job.id).rows["jobs"] == 1

@@ -19,8 +19,8 @@ def manta(service, tmp_path):
     """Runs a command; checks its exit code and that nobody sees a traceback."""
     environment = {"MANTA_URL": service.url, "MANTA_HOME": str(tmp_path), "COLUMNS": "200"}
 
-    def run(*arguments, code=0, **changes):
-        result = CliRunner().invoke(app, [*map(str, arguments)], env={**environment, **changes})
+    def run(*arguments, code=0, input=None, **changes):
+        result = CliRunner().invoke(app, [*map(str, arguments)], env={**environment, **changes}, input=input)
         assert result.exit_code == code, result.output
         assert "Traceback" not in result.output
         return result
@@ -148,6 +148,22 @@ def test_cancel(manta, service, job):
     assert manta("cancel", job).stdout == f"{job} is CANCELLING\n", "who did not hear the answer may ask again"
     service.move(job, "CANCELLED")
     assert "CANCELLED" in manta("cancel", job, code=2).stderr
+
+
+def test_delete_asks_first(manta, service, job):
+    assert f"manta cancel {job}" in manta("delete", job, "--yes", code=2).stderr
+    service.move(job, "FAILED")
+    refused = manta("delete", job, code=1, input="n\n")
+    assert f"Delete {job} (small, FAILED, step 2 of 10)" in refused.stderr
+    manta("delete", job, code=1)  # nobody there to ask
+    assert manta("status", job).stdout
+    assert manta("delete", job, input="y\n").stdout.count(f"{job} is deleted: 0 checkpoints, 2 log files, ")
+    assert "manta ps" in manta("status", job, code=2).stderr
+
+
+def test_deletion_for_programs(manta, service, job):
+    service.move(job, "FAILED")
+    assert json.loads(manta("delete", job, "--yes", "--json").stdout)["rows"]["jobs"] == 1
 
 
 def test_retry(manta, service, job):

@@ -18,7 +18,8 @@ from service.store.database import newest_revision
 from service.store.tables import Base
 
 TABLES = {
-    "checkpoints", "events", "generations", "installation", "jobs", "metrics", "ranks", "recoveries", "state_changes",
+    "checkpoints", "deleted_jobs", "events", "generations", "installation", "jobs", "metrics", "ranks", "recoveries",
+    "state_changes",
 }  # fmt: skip
 
 
@@ -105,10 +106,17 @@ def test_each_database_is_an_installation_of_its_own_for_good(store, tmp_path):
 
 
 def test_database_of_a_release_before_finds_what_runs_until_ray_is_a_new_one(store, submit):
-    submit()
-    store.write(lambda session: session.execute(text("DROP TABLE installation")))
-    store.write(lambda session: session.execute(text("UPDATE alembic_version SET version_num = '0005'")))
+    job = submit()
+    for statement in (
+        "DROP TABLE installation",
+        "DROP TABLE deleted_jobs",
+        "ALTER TABLE jobs DROP COLUMN deletion_began_at",
+        "UPDATE alembic_version SET version_num = '0005'",
+    ):
+        store.write(lambda session, statement=statement: session.execute(text(statement)))
     store.migrate()
+    with store.read() as session:
+        assert [event.type for event in events.page(session, job.id).items] == ["submitted"]
     assert namespace(store) == "manta"
     own = namespace(store, ray_is_new=True)
     assert own.startswith("manta-") and namespace(store) == own

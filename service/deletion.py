@@ -1,0 +1,96 @@
+"""Deletes a job for good: what it holds on the cluster, its files, its rows, in that order.
+
+It is marked first. Whatever fails, or whoever is killed, in between: the job is still listed, says that it is being
+deleted, and can be deleted again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.store import Store, deletion
+from workers.errors import MantaError
+from workers.paths import Paths
+
+
+class FilesNotRemoved(MantaError):
+    """Something in a job's folder cannot be removed."""
+
+    def __init__(self, job_id: str, folder: Path, error: OSError):
+        self.job_id = job_id
+        why = error.strerror or str(error) or type(error).__name__
+        super().__init__(
+            f"{error.filename or folder} cannot be removed ({why}), so the job and what is left of it are still there; "
+            f"see to it that it can, and delete {job_id} again"
+        )
+
+
+@dataclass(frozen=True)
+class RemovedFiles:
+    """What was in a job's folder."""
+
+    checkpoints: int = 0
+    """Folders of durable checkpoints, whole or not."""
+    logs: int = 0
+    """Log files of ranks."""
+    bytes: int = 0
+    """Of all files."""
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """What was deleted."""
+
+    rows: dict[str, int]
+    """Rows of the database, by table."""
+    files: RemovedFiles
+    """Files."""
+
+
+def delete_job(store: Store, paths: Paths, job_id: str, let_go: Callable[[], None]) -> Deletion:
+    """Delete a final job. `let_go` returns when nothing of it is left on the cluster, its snapshots in memory included.
+
+    Raises JobNotFound, JobNotFinal, FilesNotRemoved, and whatever `let_go` does.
+    """
+    store.write(lambda session: deletion.begin(session, job_id))
+    let_go()
+    try:
+        files = remove_files(paths, job_id)
+    except FilesNotRemoved as error:
+        why = str(error)
+        store.write(lambda session: deletion.note_obstacle(session, job_id, why))
+        raise
+    metrics = 0
+    while some := store.write(lambda session: deletion.delete_some_metrics(session, job_id)):
+        metrics += some
+    rows = store.write(lambda session: deletion.end(session, job_id))
+    return Deletion({**rows, "metrics": rows["metrics"] + metrics}, files)
+
+
+def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
+    """Remove the folder of a job: checkpoints, logs and all else. Raises FilesNotRemoved."""
+    folder = paths.job_folder(job_id)
+    if not os.path.lexists(folder):
+        return RemovedFiles()
+    try:
+        found = RemovedFiles(
+            checkpoints=_entries(paths.checkpoint_folder(job_id)),
+            logs=_entries(paths.log_folder(job_id)),
+            bytes=sum(_size(Path(place, name)) for place, _, names in os.walk(folder) for name in names),
+        )
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise FilesNotRemoved(job_id, folder, error) from error
+    return found
+
+
+def _entries(folder: Path) -> int:
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def _size(file: Path) -> int:
+    return file.lstat().st_size

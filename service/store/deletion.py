@@ -1,0 +1,79 @@
+"""All queries that delete jobs. A job is marked first and its rows go last, so that whatever happens in between, it is
+still there and can be deleted again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection
+from typing import Any, cast
+
+from sqlalchemy import CursorResult, delete, select
+from sqlalchemy.orm import Session
+
+from service.states import JobState, is_final
+from service.store import events, failed_jobs, jobs
+from service.store.errors import JobNotFinal
+from service.store.tables import (
+    Base,
+    Checkpoint,
+    DeletedJob,
+    Event,
+    Generation,
+    Job,
+    Metric,
+    Rank,
+    Recovery,
+    StateChange,
+)
+
+METRICS_AT_ONCE = 10_000
+"""Rows of metrics that one transaction deletes: reports of other jobs must not wait for millions of them."""
+_OF_A_JOB: tuple[type[Base], ...] = (Event, Metric, Rank, Checkpoint, Recovery, Generation, StateChange)
+
+
+def begin(session: Session, job_id: str) -> None:
+    """Mark a final job as being deleted: it is not tried again, and its snapshots in memory are not kept for that.
+
+    Raises JobNotFound, JobNotFinal.
+    """
+    job = jobs.get(session, job_id, lock=True)
+    if not is_final(job.state):
+        raise JobNotFinal(job_id, JobState(job.state))
+    failed_jobs.let_memory_go(session, job_id, math.inf)
+    if job.deletion_began_at is None:
+        job.deletion_began_at = job.updated_at = time.time()
+        events.append(session, job_id, "deletion_began", "the user deletes the job")
+
+
+def note_obstacle(session: Session, job_id: str, why: str) -> None:
+    """Say why a job that is being deleted is still there. Raises JobNotFound."""
+    jobs.get(session, job_id, lock=True)
+    events.append(session, job_id, "deletion_failed", why)
+
+
+def delete_some_metrics(session: Session, job_id: str) -> int:
+    """Delete the first METRICS_AT_ONCE rows of a job's metrics; how many there were."""
+    first = select(Metric.step).where(Metric.job_id == job_id).order_by(Metric.step).limit(METRICS_AT_ONCE)
+    return _deleted(session, delete(Metric).where(Metric.job_id == job_id, Metric.step.in_(first)))
+
+
+def end(session: Session, job_id: str) -> dict[str, int]:
+    """Delete all rows of a job that is being deleted; how many there were, by table. Raises JobNotFound."""
+    jobs.get(session, job_id, lock=True)
+    counts = {
+        table.__tablename__: _deleted(session, delete(table).where(table.job_id == job_id))  # type: ignore[attr-defined]
+        for table in _OF_A_JOB
+    }
+    counts[Job.__tablename__] = _deleted(session, delete(Job).where(Job.id == job_id))
+    session.add(DeletedJob(id=job_id, deleted_at=time.time()))
+    return counts
+
+
+def deleted_ones(session: Session, job_ids: Collection[str]) -> set[str]:
+    """Those of these jobs that were deleted."""
+    return set(session.scalars(select(DeletedJob.id).where(DeletedJob.id.in_(job_ids))))
+
+
+def _deleted(session: Session, statement: Any) -> int:
+    return cast("CursorResult[Any]", session.execute(statement)).rowcount

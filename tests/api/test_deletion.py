@@ -1,0 +1,75 @@
+"""DELETE /v1/jobs/{id}: only what is over, all that it has, and an answer that says what that was."""
+
+import pytest
+
+from api.client import ApiError, MantaClient
+from service.cluster.errors import ClusterUnavailable
+from service.logs import log_file, log_folder
+
+
+@pytest.fixture
+def job(service):
+    """A job that is over."""
+    made = service.submit()
+    folder = log_folder(service.control.home, made["id"])
+    folder.mkdir(parents=True)
+    log_file(folder, 0).write_text("{}\n")
+    service.move(made["id"], "STARTING", "RUNNING")
+    service.report(made["id"], [{"step": 1, "loss": 1.0}])
+    service.move(made["id"], "FAILED")
+    return made
+
+
+def test_deleted_job_is_gone_and_the_answer_says_what_went(service, job):
+    other = service.submit()
+    response = service.http.delete(f"/v1/jobs/{job['id']}")
+    assert response.status_code == 200
+    answer = response.json()
+    assert (answer["id"], answer["checkpoints"], answer["logs"], answer["bytes"]) == (job["id"], 0, 1, 3)
+    assert (answer["rows"]["jobs"], answer["rows"]["metrics"], answer["rows"]["generations"]) == (1, 1, 1)
+    assert ("let_go", job["id"]) in service.control.asked
+    assert service.http.get(f"/v1/jobs/{job['id']}").status_code == 404
+    assert service.http.delete(f"/v1/jobs/{job['id']}").json()["code"] == "job_not_found"
+    assert [each["id"] for each in service.http.get("/v1/jobs").json()["items"]] == [other["id"]]
+
+
+@pytest.mark.parametrize("states", [(), ("STARTING",), ("STARTING", "RUNNING", "CANCELLING")])
+def test_job_that_is_not_over_has_to_be_cancelled_first(service, states):
+    job = service.submit()
+    service.move(job["id"], *states)
+    response = service.http.delete(f"/v1/jobs/{job['id']}")
+    assert (response.status_code, response.json()["code"]) == (409, "job_not_final")
+    assert f"manta cancel {job['id']}" in response.json()["detail"]
+    assert ("let_go", job["id"]) not in service.control.asked
+
+
+def test_what_cannot_be_removed_is_named_and_the_job_says_that_its_deletion_has_begun(service, job):
+    folder = log_folder(service.control.home, job["id"]).parent
+    folder.rename(folder.parent / "elsewhere")
+    folder.symlink_to(folder.parent / "elsewhere")
+    response = service.http.delete(f"/v1/jobs/{job['id']}")
+    assert (response.status_code, response.json()["code"]) == (409, "files_not_removed")
+    assert str(folder) in response.json()["detail"]
+    assert service.http.get(f"/v1/jobs/{job['id']}").json()["deletion_began_at"] is not None
+    retried = service.http.post(f"/v1/jobs/{job['id']}/retry")
+    assert (retried.status_code, retried.json()["code"]) == (409, "job_being_deleted")
+    folder.unlink()
+    assert service.http.delete(f"/v1/jobs/{job['id']}").status_code == 200
+
+
+def test_cluster_that_does_not_answer_keeps_the_job(service, job, monkeypatch):
+    def away(job_id):
+        raise ClusterUnavailable(TimeoutError("no answer"))
+
+    monkeypatch.setattr(service.control, "delete", away)
+    response = service.http.delete(f"/v1/jobs/{job['id']}")
+    assert (response.status_code, response.json()["code"]) == (503, "cluster_unavailable")
+    monkeypatch.undo()
+    assert service.http.delete(f"/v1/jobs/{job['id']}").status_code == 200
+
+
+def test_client_deletes(service, job):
+    with MantaClient(service.url) as client:
+        assert client.delete(job["id"]).rows["jobs"] == 1
+        with pytest.raises(ApiError, match="no job"):
+            client.delete(job["id"])

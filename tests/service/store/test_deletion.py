@@ -1,0 +1,122 @@
+"""A job is marked when its deletion begins, and its rows go last: all of them, and no others."""
+
+import pytest
+from sqlalchemy import func, select
+
+from service.recovery.timeline import RecoveryTimeline
+from service.states import JobState
+from service.store import (
+    JobBeingDeleted,
+    JobNotFinal,
+    JobNotFound,
+    checkpoints,
+    deletion,
+    events,
+    failed_jobs,
+    generations,
+    jobs,
+    metrics,
+    ranks,
+    recoveries,
+)
+from service.store.recoveries import Beginning
+from service.store.tables import Base
+
+
+def full(session, job_id):
+    """Give a job a row in every table."""
+    jobs.transition(session, job_id, JobState.STARTING)
+    generation = generations.begin(session, job_id, "submitted", False)
+    recoveries.begin(session, job_id, generation, Beginning("killed", 0, "killed", RecoveryTimeline(1.0)))
+    place = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": generation, "state": "exited"}
+    ranks.replace(session, job_id, [place])
+    checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
+    metrics.record(session, job_id, generation, 0, 1, [{"step": step, "loss": 1.0} for step in (1, 2, 3)])
+    jobs.transition(session, job_id, JobState.FAILED, "x", "y")
+    jobs.get(session, job_id).memory_kept_until = 1e12
+
+
+@pytest.fixture
+def two(store, submit):
+    """Two jobs that failed, with rows in every table."""
+    made = [submit().id, submit().id]
+    for job_id in made:
+        store.write(lambda session, job_id=job_id: full(session, job_id))
+    return made
+
+
+def rows_of(store, job_id):
+    """Number of rows by table."""
+    with store.read() as session:
+        tables = [table for table in Base.metadata.sorted_tables if "job_id" in table.c]
+        counts = {
+            table.name: session.scalar(select(func.count()).select_from(table).where(table.c.job_id == job_id))
+            for table in tables
+        }
+        jobs_table = Base.metadata.tables["jobs"]
+        counts["jobs"] = session.scalar(select(func.count()).select_from(jobs_table).where(jobs_table.c.id == job_id))
+    return counts
+
+
+def test_every_row_of_the_job_goes_and_no_other(store, two):
+    gone, stays = two
+    before, others = rows_of(store, gone), rows_of(store, stays)
+    assert all(before.values()), "a table is missing in this test"
+    store.write(lambda session: deletion.begin(session, gone))
+    counted = store.write(lambda session: deletion.end(session, gone))
+    assert counted == {**before, "events": before["events"] + 1}
+    assert not any(rows_of(store, gone).values())
+    assert rows_of(store, stays) == others
+    with store.read() as session:
+        assert deletion.deleted_ones(session, two) == {gone}
+        with pytest.raises(JobNotFound):
+            jobs.get(session, gone)
+
+
+def test_deletion_that_has_begun_is_marked_and_lets_the_snapshots_go(store, two):
+    job_id, _ = two
+    store.write(lambda session: deletion.begin(session, job_id))
+    with store.read() as session:
+        job = jobs.get(session, job_id)
+        assert job.deletion_began_at is not None
+        assert job_id not in failed_jobs.holding_memory(session)
+        assert events.page(session, job_id, limit=1000).items[-1].type == "deletion_began"
+    store.write(lambda session: deletion.begin(session, job_id))
+    with store.read() as session:
+        assert jobs.get(session, job_id).deletion_began_at == job.deletion_began_at
+        assert [e.type for e in events.page(session, job_id, limit=1000).items].count("deletion_began") == 1
+
+
+def test_job_that_is_being_deleted_is_not_tried_again(store, two):
+    job_id, _ = two
+    store.write(lambda session: deletion.begin(session, job_id))
+    with pytest.raises(JobBeingDeleted, match="manta delete"):
+        store.write(lambda session: failed_jobs.request_retry(session, job_id))
+
+
+@pytest.mark.parametrize("retried", [False, True])
+def test_only_what_is_over_is_deleted(store, two, submit, retried):
+    job_id = two[0] if retried else submit().id
+    if retried:
+        store.write(lambda session: failed_jobs.request_retry(session, job_id))
+    with pytest.raises(JobNotFinal, match=f"is QUEUED.*manta cancel {job_id}"):
+        store.write(lambda session: deletion.begin(session, job_id))
+    with store.read() as session:
+        assert jobs.get(session, job_id).deletion_began_at is None
+
+
+def test_metrics_go_in_parts(store, two, monkeypatch):
+    monkeypatch.setattr(deletion, "METRICS_AT_ONCE", 2)
+    job_id, other = two
+    counts = [store.write(lambda session: deletion.delete_some_metrics(session, job_id)) for _ in range(3)]
+    assert counts == [2, 1, 0]
+    assert rows_of(store, other)["metrics"] == 3
+
+
+def test_id_of_an_event_is_never_given_twice(store, two, submit):
+    """Whoever reads the events of all jobs goes on after the last id that it saw."""
+    job_id, other = two
+    newest = store.write(lambda session: events.append(session, job_id, "told", "the newest of all")).id
+    store.write(lambda session: deletion.begin(session, job_id))
+    store.write(lambda session: deletion.end(session, job_id))
+    assert store.write(lambda session: events.append(session, other, "told", "later")).id > newest

@@ -1,0 +1,88 @@
+"""A job is deleted for good, and stays as a whole thing that can be deleted again where that is not possible."""
+
+import pytest
+
+from service import deletion
+from service.deletion import FilesNotRemoved, RemovedFiles, delete_job, remove_files
+from service.states import JobState
+from service.store import JobNotFound, events, jobs
+from workers.paths import Paths
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return Paths.of(tmp_path)
+
+
+@pytest.fixture
+def job(store, submit, paths):
+    """A job that is over, with two checkpoints and a log."""
+    job_id = submit().id
+    for state in (JobState.STARTING, JobState.SUCCEEDED):
+        store.write(lambda session, to=state: jobs.transition(session, job_id, to))
+    for name in ("step-00000005-generation-1", "step-00000010-generation-1"):
+        folder = paths.checkpoint_folder(job_id) / name
+        folder.mkdir(parents=True)
+        (folder / "data").write_bytes(b"x" * 100)
+    paths.log_folder(job_id).mkdir()
+    paths.rank_log(job_id, 0).write_bytes(b"y" * 10)
+    return job_id
+
+
+def types_of(store, job_id):
+    with store.read() as session:
+        return [event.type for event in events.page(session, job_id, limit=1000).items]
+
+
+def test_files_and_rows_go_once_the_cluster_holds_nothing(store, paths, job):
+    seen = []
+
+    def let_go():
+        with store.read() as session:
+            seen.append((jobs.get(session, job).deletion_began_at is not None, paths.job_folder(job).exists()))
+
+    deleted = delete_job(store, paths, job, let_go)
+    assert seen == [(True, True)], "marked, and nothing removed yet"
+    assert deleted.files == RemovedFiles(checkpoints=2, logs=1, bytes=210)
+    assert (deleted.rows["jobs"], deleted.rows["events"], deleted.rows["metrics"]) == (1, 4, 0)
+    assert not paths.job_folder(job).exists()
+    with store.read() as session, pytest.raises(JobNotFound):
+        jobs.get(session, job)
+
+
+def test_folder_that_cannot_be_removed_is_named_and_the_job_stays(store, paths, job, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    paths.job_folder(job).rename(elsewhere)
+    paths.job_folder(job).symlink_to(elsewhere)
+    with pytest.raises(FilesNotRemoved, match=f"{job} cannot be removed.*delete {job} again"):
+        delete_job(store, paths, job, lambda: None)
+    assert (elsewhere / "checkpoints").exists(), "what a link leads to is not ours"
+    assert types_of(store, job)[-2:] == ["deletion_began", "deletion_failed"]
+    paths.job_folder(job).unlink()
+    assert delete_job(store, paths, job, lambda: None).rows["jobs"] == 1
+
+
+@pytest.mark.parametrize("moment", ["let_go", "rmtree", "delete_some_metrics", "end"])
+def test_whoever_is_killed_in_between_leaves_a_job_that_can_be_deleted_again(store, paths, job, monkeypatch, moment):
+    class Killed(BaseException):
+        pass
+
+    def killed(*arguments):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        if moment != "let_go":
+            patch.setattr(deletion.shutil if moment == "rmtree" else deletion.deletion, moment, killed)
+        with pytest.raises(Killed):
+            delete_job(store, paths, job, killed if moment == "let_go" else lambda: None)
+    with store.read() as session:
+        assert jobs.get(session, job).deletion_began_at is not None, "it says so"
+    delete_job(store, paths, job, lambda: None)
+    assert not paths.job_folder(job).exists()
+
+
+def test_job_without_files_is_deleted_too(store, paths, submit):
+    job_id = submit().id
+    store.write(lambda session: jobs.request_cancel(session, job_id))
+    assert delete_job(store, paths, job_id, lambda: None).files == RemovedFiles()
+    assert remove_files(paths, job_id) == RemovedFiles()
