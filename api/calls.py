@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from api import schemas
+from api import requests, schemas
 from workers.errors import MantaError
 from workers.nonfinite import spell
 from workers.spec.problems import Problem, SpecError
@@ -147,6 +147,16 @@ def cancel(job_id: str) -> Call[schemas.Job]:
     return Call(schemas.Job, "POST", _job(job_id, "/cancel"))
 
 
+def edit(
+    job_id: str, name: str | None = None, priority: int | None = None, etag: str | None = None
+) -> Call[schemas.Job]:
+    """Change a job's name or priority; with `etag`, that of the job as it was read, unless somebody has changed it."""
+    wanted = {"name": name, "priority": priority}
+    body = {key: value for key, value in wanted.items() if value is not None}
+    headers = {} if etag is None else {"If-Match": etag}
+    return Call(schemas.Job, "PATCH", _job(job_id), body=body, headers=headers)
+
+
 def delete(job_id: str) -> Call[schemas.DeletedJob]:
     """Delete a job that is over, and all that it has."""
     return Call(schemas.DeletedJob, "DELETE", _job(job_id), patience=_DELETION_SECONDS)
@@ -209,7 +219,7 @@ def recoveries(job_id: str, limit: int = 100, cursor: str | None = None) -> Call
     return Call(schemas.Items[schemas.Recovery], "GET", _job(job_id, "/recoveries"), parameters)
 
 
-def inject(job_id: str, fault: schemas.FaultRequest) -> Call[schemas.Fault]:
+def inject(job_id: str, fault: requests.FaultRequest) -> Call[schemas.Fault]:
     """Make a fault in a job, where the service allows that."""
     return Call(schemas.Fault, "POST", _job(job_id, "/faults"), body=fault.model_dump(mode="json"))
 

@@ -16,6 +16,7 @@ import httpx
 
 from api import calls
 from api.calls import ApiError, Call, ServiceUnreachable, raise_for_problem
+from api.requests import FaultRequest
 from api.schemas import (
     Checkpoint,
     Cluster,
@@ -23,7 +24,6 @@ from api.schemas import (
     DryRun,
     Event,
     Fault,
-    FaultRequest,
     Health,
     Items,
     Job,
@@ -157,6 +157,11 @@ class MantaClient:
     def cancel(self, job_id: str) -> Job:
         """Stop a job for good."""
         return self.send(calls.cancel(job_id))
+
+    def edit(self, job_id: str, name: str | None = None, priority: int | None = None, etag: str | None = None) -> Job:
+        """Change a job's name or priority; with `etag`, that of the job as it was read, unless somebody has changed
+        it."""
+        return self.send(calls.edit(job_id, name, priority, etag))
 
     def delete(self, job_id: str) -> DeletedJob:
         """Delete a job that is over, and all that it has: rows, checkpoints, logs."""

@@ -22,7 +22,7 @@ class ControlPlane(Protocol):
         """Folder of the embedded state; job logs lie in `jobs/<id>/logs` below it."""
 
     def submitted(self, job_id: str) -> None:
-        """A job was stored in state QUEUED: wake the scheduler."""
+        """A job was stored in state QUEUED, or may have another place in the queue: wake the scheduler."""
 
     def cancel(self, job_id: str) -> None:
         """A job was moved to CANCELLED or CANCELLING: wake whoever owns it."""

@@ -10,12 +10,19 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from api import schemas
+from api import requests, schemas
 from api.problem_codes import Responses
 from workers.config import JobSpec
 
 _COMPONENTS = "#/components/schemas/"
-_READ_BY_ROUTES = (JobSpec, schemas.Resize, schemas.FaultRequest, schemas.DrainRequest, schemas.Problem)
+_READ_BY_ROUTES = (
+    JobSpec,
+    requests.Resize,
+    requests.JobChanges,
+    requests.FaultRequest,
+    requests.DrainRequest,
+    schemas.Problem,
+)
 _NEVER_ANSWERED = ("HTTPValidationError", "ValidationError")
 
 

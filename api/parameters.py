@@ -53,6 +53,14 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
+def versions_in(if_match: str | None) -> set[str] | None:
+    """The versions in an If-Match header; None where any will do. A weak one stands for nothing (RFC 9110, 13.1.1)."""
+    if if_match is None or if_match.strip() == "*":
+        return None
+    tags = (tag.strip() for tag in if_match.split(","))
+    return {tag[1:-1] for tag in tags if len(tag) > 2 and tag[0] == tag[-1] == '"'}
+
+
 Control = Annotated[ControlPlane, Depends(control_of)]
 JobId = Annotated[str, Depends(checked_job_id)]
 Body = Annotated[Any, Depends(json_body)]
@@ -83,6 +91,9 @@ LastEventId = Annotated[str | None, Header(description="id of the last event tha
 IdempotencyKey = Annotated[
     str | None,
     Header(min_length=1, max_length=200, description="The same key and body again is the same job, not another one"),
+]
+IfMatch = Annotated[
+    str | None, Header(max_length=1000, description="Only if the job's ETag is (one of) these, or * for any")
 ]
 WaitSeconds = Annotated[
     float,

@@ -23,6 +23,7 @@ from service.store import (
     IllegalTransition,
     InvalidCursor,
     JobBeingDeleted,
+    JobChanged,
     JobNotFinal,
     JobNotFound,
 )
@@ -51,6 +52,7 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (IllegalTransition, "illegal_transition"),
     (JobNotFinal, "job_not_final"),
     (JobBeingDeleted, "job_being_deleted"),
+    (JobChanged, "precondition_failed"),
     (FilesNotRemoved, "files_not_removed"),
     (IdempotencyConflict, "idempotency_conflict"),
     (FaultsNotAllowed, "faults_not_allowed"),

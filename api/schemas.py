@@ -1,9 +1,9 @@
-"""What the REST API says, as data. The client reads answers with the same models that the server writes them with."""
+"""What the REST API answers, as data. The client reads answers with the models that the server writes them with."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -12,11 +12,9 @@ from pydantic import (
     Field,
     PlainSerializer,
     WithJsonSchema,
-    model_validator,
 )
 
 from workers.nonfinite import number, spell
-from workers.protocol.messages import FaultKind, FaultPhase
 
 T = TypeVar("T")
 
@@ -112,6 +110,8 @@ class Job(Answer):
 
     id: str
     """Its id."""
+    etag: str | None = None
+    """For If-Match: another one whenever something has changed that a PATCH can change."""
     name: str
     """Its name, not necessarily unique."""
     state: str
@@ -165,15 +165,6 @@ class DeletedJob(Answer):
     """Log files of ranks."""
     bytes: int
     """Size of all its files on disk."""
-
-
-class Resize(BaseModel):
-    """How large a job shall be."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    data: Annotated[int, Field(strict=True, ge=1)]
-    """Number of data-parallel replicas, within the spec's elastic.min_data..max_data."""
 
 
 class RankPlace(Answer):
@@ -342,39 +333,6 @@ class Recovery(Answer):
     """From the failure to the next committed step; null before that."""
 
 
-class FaultRequest(BaseModel):
-    """A fault to be made in a job."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    kind: FaultKind
-    """kill: SIGKILL to the rank's process; stop: SIGSTOP to it; hang: it never goes on; oom: it gets no more memory;
-    exception: it raises; slow: it sleeps in each step from then on; node: all that runs on its node is killed; store:
-    the job's rendezvous store is killed, where it runs on the rank's node; partition: its connections are cut."""
-    rank: int = Field(ge=0, le=10**8)
-    """Global rank."""
-    at_step: int = Field(0, ge=0, le=2**53)
-    """First step in which it may strike: at once when the job is further already, in the step that comes next."""
-    phase: FaultPhase = "data"
-    """Where in the step, or start and recovery: when the next generation begins."""
-    seconds: float = Field(0.0, ge=0, le=3600)
-    """slow: more time in each step; partition: how long the rank cannot be reached."""
-    delay: float = Field(0.0, ge=0, le=3600)
-    """kill and stop: seconds from the beginning of the phase."""
-    hold_gil: bool = False
-    """hang: no other thread of the process runs either."""
-
-    @model_validator(mode="after")
-    def _fits_the_kind(self) -> Self:
-        takers = {"seconds": ("slow", "partition"), "delay": ("kill", "stop"), "hold_gil": ("hang",)}
-        for name, kinds in takers.items():
-            if getattr(self, name) and self.kind not in kinds:
-                raise ValueError(f"{name} is for {' and '.join(kinds)} only, not for {self.kind}")
-        if self.kind == "slow" and not self.seconds:
-            raise ValueError("slow needs seconds: how much longer each step shall take")
-        return self
-
-
 class Fault(Answer):
     """A fault that will be made. The event `fault_injected` tells of it, and `fault_struck` that it has struck."""
 
@@ -412,15 +370,6 @@ class Node(Answer):
     """Places that nobody has."""
     ranks: list[RunningRank] = []
     """Who has the others."""
-
-
-class DrainRequest(BaseModel):
-    """The body of a drain."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    deadline_seconds: float = Field(default=120.0, ge=0, le=604_800, allow_inf_nan=False)
-    """How long the node can still be counted on, in seconds."""
 
 
 class Cluster(Answer):

@@ -15,7 +15,7 @@ from service.deletion import Deletion
 from service.ledger import Ledger
 from service.logs import LogLine
 from service.states import JobState
-from service.store import jobs, ledgers, metrics, recoveries, tables
+from service.store import edits, jobs, ledgers, metrics, recoveries, tables
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec, ParallelConfig
 
@@ -41,6 +41,7 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
     known = dict.fromkeys(("step", *tables.METRIC_NAMES))
     return schemas.Job(
         id=job.id,
+        etag=f'"{edits.version_of(job)}"',
         name=job.name,
         state=job.state,
         reason=job.reason,

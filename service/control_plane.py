@@ -262,7 +262,7 @@ class ControlPlane:
                 self._scheduler.wake()
 
     def submitted(self, job_id: str) -> None:
-        """A job was stored, or is tried again: wake the scheduler."""
+        """A job was stored, is tried again, or has another priority: wake the scheduler."""
         if self._scheduler is not None:
             self._loop.call_soon_threadsafe(self._scheduler.wake)
 

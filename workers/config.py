@@ -26,6 +26,8 @@ Steps = Annotated[int, Field(gt=0, le=1_000_000_000, strict=True)]
 StepsOrNever = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
 Count = Annotated[int, Field(ge=0, le=1_000_000_000, strict=True)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
+JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")]
+Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
 
 BYTE_VOCABULARY = 256
 LEAST_WINDOW = 5
@@ -333,7 +335,7 @@ class RecoveryConfig(Section):
 class JobSpec(Section):
     """One training job, as submitted."""
 
-    name: Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]*$")] = "job"
+    name: JobName = "job"
     """A name for people; need not be unique."""
     model: ModelConfig
     """The transformer."""
@@ -351,7 +353,7 @@ class JobSpec(Section):
     """Durable checkpoints and snapshots."""
     recovery: RecoveryConfig = RecoveryConfig()
     """Limits of automatic recovery."""
-    priority: Annotated[int, Field(strict=True, ge=-1000, le=1000)] = 0
+    priority: Priority = 0
     """Higher starts first among queued jobs."""
 
     @property

@@ -16,7 +16,8 @@ from api import calls
 from api.cli import render
 from api.cli.progress import follow as follow_progress
 from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
-from api.schemas import FaultRequest, FieldProblem
+from api.requests import FaultRequest
+from api.schemas import FieldProblem
 from service.settings import Settings
 from service.states import STATE_NAMES, JobState
 from workers.errors import MantaError
@@ -197,6 +198,22 @@ def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
     with connect(url) as client:
         answer = client.cancel(job)
     _show(answer, as_json, lambda console: console.print(f"{answer.id} is {answer.state}", highlight=False))
+
+
+@app.command()
+def edit(
+    job: JobId,
+    name: Annotated[str | None, typer.Option("--name", help="Its new name.")] = None,
+    priority: Annotated[int | None, typer.Option("--priority", help="Higher starts first among queued jobs.")] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Change a job's name or priority."""
+    if name is None and priority is None:
+        raise fail("say what to change: --name, --priority", EXIT_BAD_INPUT)
+    with connect(url) as client:
+        answer = client.edit(job, name, priority)
+    _show(answer, as_json, lambda console: render.edited(console, answer))
 
 
 @app.command()

@@ -105,6 +105,11 @@ def job_page(console: Console, job: schemas.Job) -> None:
         console.print(f"[bold]{name:<{width}}[/bold]  {escape(value)}", highlight=False, soft_wrap=True)
 
 
+def edited(console: Console, job: schemas.Job) -> None:
+    """What `manta edit` says."""
+    console.print(f"{job.id} is called {job.name} and has priority {job.spec.get('priority')}", highlight=False)
+
+
 def deletion(console: Console, answer: schemas.DeletedJob) -> None:
     """What `manta delete` says."""
     counted = (("checkpoint", answer.checkpoints), ("log file", answer.logs), ("row", sum(answer.rows.values())))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
-from api import schemas
+from api import requests, schemas
 from api.openapi import json_request
 from api.parameters import Control, JobId, body_as
 from api.problem_codes import OF_A_JOB, changes
@@ -20,7 +20,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/faults", tags=["faults"])
 @router.post(
     "",
     status_code=202,
-    openapi_extra=json_request(schemas.FaultRequest),
+    openapi_extra=json_request(requests.FaultRequest),
     responses=changes(
         *OF_A_JOB,
         "malformed_json",
@@ -31,7 +31,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/faults", tags=["faults"])
     ),
 )
 def inject_fault(
-    control: Control, job_id: JobId, wanted: Annotated[schemas.FaultRequest, Depends(body_as(schemas.FaultRequest))]
+    control: Control, job_id: JobId, wanted: Annotated[requests.FaultRequest, Depends(body_as(requests.FaultRequest))]
 ) -> schemas.Fault:
     """Make a fault in a running job. Refused unless the service was started with `--allow-faults`."""
     with control.store.read() as session:

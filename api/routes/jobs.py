@@ -7,13 +7,25 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from api import schemas, views
+from api import requests, schemas, views
 from api.control import ControlPlane
 from api.openapi import json_request
-from api.parameters import Body, Control, Cursor, IdempotencyKey, JobId, Limit, WaitSeconds, body_as, digest_of
+from api.parameters import (
+    Body,
+    Control,
+    Cursor,
+    IdempotencyKey,
+    IfMatch,
+    JobId,
+    Limit,
+    WaitSeconds,
+    body_as,
+    digest_of,
+    versions_in,
+)
 from api.problem_codes import OF_A_JOB, changes, reads
 from service.states import STATE_NAMES
-from service.store import failed_jobs, jobs
+from service.store import edits, failed_jobs, jobs
 from workers.config import JobSpec
 from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import parse_job_spec
@@ -22,6 +34,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 _MOST_STEPS = 2**53  # numbers that every JSON reader keeps exactly
 _LOCATION = {"Location": {"description": "Path of the job", "schema": {"type": "string"}}}
+_ETAG = {"ETag": {"description": "`etag` of the job, for If-Match", "schema": {"type": "string"}}}
 _ACTION = changes(*OF_A_JOB, "illegal_transition")
 _STATE = f"^({'|'.join(STATE_NAMES)})$"
 
@@ -90,20 +103,55 @@ def list_jobs(
     return schemas.Items(items=items, next_cursor=page.next_cursor)
 
 
-@router.get("/{job_id}", responses=reads(*OF_A_JOB, "invalid_parameter"))
+@router.get("/{job_id}", responses={200: {"headers": _ETAG}, **reads(*OF_A_JOB, "invalid_parameter")})
 async def get_job(
-    request: Request, control: Control, job_id: JobId, wait: WaitSeconds = 0.0, state: KnownState = None
+    request: Request,
+    response: Response,
+    control: Control,
+    job_id: JobId,
+    wait: WaitSeconds = 0.0,
+    state: KnownState = None,
 ) -> schemas.Job:
     """One job; with `wait` as soon as its state is another than `state` (default: than it is now) or final, and after
     `wait` seconds whatever it is."""
     if wait:
         await request.app.state.waits.until_changed(job_id, state, wait)
-    return await run_in_threadpool(_read, control, job_id)
+    job = await run_in_threadpool(_read, control, job_id)
+    response.headers["ETag"] = job.etag or ""
+    return job
 
 
 def _read(control: ControlPlane, job_id: str) -> schemas.Job:
     with control.store.read() as session:
         return views.job_view(session, jobs.get(session, job_id))
+
+
+@router.patch(
+    "/{job_id}",
+    openapi_extra=json_request(requests.JobChanges),
+    responses={
+        200: {"headers": _ETAG},
+        **changes(*OF_A_JOB, "malformed_json", "invalid_parameter", "precondition_failed"),
+    },
+)
+def edit_job(
+    response: Response,
+    control: Control,
+    job_id: JobId,
+    wanted: Annotated[requests.JobChanges, Depends(body_as(requests.JobChanges))],
+    if_match: IfMatch = None,
+) -> schemas.Job:
+    """Change a job's name or priority, whatever its state; what is left out stays. With `If-Match` only if nobody else
+    has changed it."""
+    expected = versions_in(if_match)
+
+    def operation(session: Any) -> schemas.Job:
+        return views.job_view(session, edits.edit(session, job_id, **wanted.given, expected=expected))
+
+    job = control.store.write(operation)
+    control.submitted(job_id)
+    response.headers["ETag"] = job.etag or ""
+    return job
 
 
 @router.delete("/{job_id}", responses=changes(*OF_A_JOB, "job_not_final", "files_not_removed", "cluster_unavailable"))
@@ -143,11 +191,11 @@ def retry_job(control: Control, job_id: JobId) -> schemas.Job:
 @router.post(
     "/{job_id}/resize",
     status_code=202,
-    openapi_extra=json_request(schemas.Resize),
+    openapi_extra=json_request(requests.Resize),
     responses=changes(*OF_A_JOB, "illegal_transition", "malformed_json", "invalid_parameter", "size_out_of_bounds"),
 )
 def resize_job(
-    control: Control, job_id: JobId, wish: Annotated[schemas.Resize, Depends(body_as(schemas.Resize))]
+    control: Control, job_id: JobId, wish: Annotated[requests.Resize, Depends(body_as(requests.Resize))]
 ) -> schemas.Job:
     """Go on with another number of replicas, at the same global batch, as soon as there is room for them."""
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path
 
-from api import schemas
+from api import requests, schemas
 from api.openapi import json_request
 from api.parameters import Control, body_as
 from api.problem_codes import changes
@@ -19,7 +19,7 @@ NodeId = Annotated[str, Path(pattern="^[0-9a-f]{4,64}$", description="Id of a no
 @router.post(
     "/drain",
     status_code=202,
-    openapi_extra=json_request(schemas.DrainRequest),
+    openapi_extra=json_request(requests.DrainRequest),
     responses=changes(
         "malformed_json",
         "invalid_parameter",
@@ -30,7 +30,7 @@ NodeId = Annotated[str, Path(pattern="^[0-9a-f]{4,64}$", description="Id of a no
     ),
 )
 def drain_node(
-    control: Control, node_id: NodeId, wanted: Annotated[schemas.DrainRequest, Depends(body_as(schemas.DrainRequest))]
+    control: Control, node_id: NodeId, wanted: Annotated[requests.DrainRequest, Depends(body_as(requests.DrainRequest))]
 ) -> schemas.Node:
     """Have all jobs leave the node before the deadline, without a step done again where there is room elsewhere."""
     return schemas.Node.model_validate(control.drain(node_id, wanted.deadline_seconds))

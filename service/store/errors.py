@@ -46,6 +46,17 @@ class JobBeingDeleted(MantaError):
         super().__init__(f"job {job_id} is being deleted, and part of it may be gone: finish that with `manta delete`")
 
 
+class JobChanged(MantaError):
+    """A job is not any more what whoever changes it has read."""
+
+    def __init__(self, job_id: str, version: str):
+        self.job_id, self.version = job_id, version
+        super().__init__(
+            f"somebody else has changed job {job_id} since it was read (its version is {version} now): read it again, "
+            "and repeat the change if it still makes sense"
+        )
+
+
 class IdempotencyConflict(MantaError):
     """An idempotency key was used before with another body."""
 

@@ -150,6 +150,13 @@ def test_cancel(manta, service, job):
     assert "CANCELLED" in manta("cancel", job, code=2).stderr
 
 
+def test_edit(manta, service, job):
+    assert manta("edit", job, "--priority", 3).stdout == f"{job} is called small and has priority 3\n"
+    assert json.loads(manta("edit", job, "--name", "better", "--json").stdout)["name"] == "better"
+    assert "priority" in manta("edit", job, "--priority", 5000, code=2).stderr
+    assert "--name, --priority" in manta("edit", job, code=2).stderr
+
+
 def test_delete_asks_first(manta, service, job):
     assert f"manta cancel {job}" in manta("delete", job, "--yes", code=2).stderr
     service.move(job, "FAILED")

@@ -1,0 +1,82 @@
+"""What the REST API is asked for in bodies, as data; JobSpecs are in `workers/config.py`. What they do not know is an
+error: a slip of the hand is not taken for a wish."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from workers.config import JobName, Priority
+from workers.protocol.messages import FaultKind, FaultPhase
+
+
+class Resize(BaseModel):
+    """How large a job shall be."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    data: Annotated[int, Field(strict=True, ge=1)]
+    """Number of data-parallel replicas, within the spec's elastic.min_data..max_data."""
+
+
+def _without_default(schema: dict[str, Any]) -> None:
+    schema.pop("default", None)
+
+
+class JobChanges(BaseModel):
+    """What shall be different about a job; what is left out stays."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: JobName = Field("", json_schema_extra=_without_default)
+    """Its name."""
+    priority: Priority = Field(0, json_schema_extra=_without_default)
+    """Higher starts first among queued jobs."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What was not left out."""
+        return self.model_dump(exclude_unset=True)
+
+
+class FaultRequest(BaseModel):
+    """A fault to be made in a job."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: FaultKind
+    """kill: SIGKILL to the rank's process; stop: SIGSTOP to it; hang: it never goes on; oom: it gets no more memory;
+    exception: it raises; slow: it sleeps in each step from then on; node: all that runs on its node is killed; store:
+    the job's rendezvous store is killed, where it runs on the rank's node; partition: its connections are cut."""
+    rank: int = Field(ge=0, le=10**8)
+    """Global rank."""
+    at_step: int = Field(0, ge=0, le=2**53)
+    """First step in which it may strike: at once when the job is further already, in the step that comes next."""
+    phase: FaultPhase = "data"
+    """Where in the step, or start and recovery: when the next generation begins."""
+    seconds: float = Field(0.0, ge=0, le=3600)
+    """slow: more time in each step; partition: how long the rank cannot be reached."""
+    delay: float = Field(0.0, ge=0, le=3600)
+    """kill and stop: seconds from the beginning of the phase."""
+    hold_gil: bool = False
+    """hang: no other thread of the process runs either."""
+
+    @model_validator(mode="after")
+    def _fits_the_kind(self) -> Self:
+        takers = {"seconds": ("slow", "partition"), "delay": ("kill", "stop"), "hold_gil": ("hang",)}
+        for name, kinds in takers.items():
+            if getattr(self, name) and self.kind not in kinds:
+                raise ValueError(f"{name} is for {' and '.join(kinds)} only, not for {self.kind}")
+        if self.kind == "slow" and not self.seconds:
+            raise ValueError("slow needs seconds: how much longer each step shall take")
+        return self
+
+
+class DrainRequest(BaseModel):
+    """The body of a drain."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    deadline_seconds: float = Field(default=120.0, ge=0, le=604_800, allow_inf_nan=False)
+    """How long the node can still be counted on, in seconds."""

@@ -1,0 +1,99 @@
+"""PATCH /v1/jobs/{id}: name and priority, and nobody's change is undone by somebody who did not know of it."""
+
+import pytest
+
+from api.client import ApiError, MantaClient
+from api.parameters import versions_in
+
+
+def patch(service, job, body, **headers):
+    return service.http.patch(
+        f"/v1/jobs/{job['id']}", json=body, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
+
+
+def test_what_is_given_changes_and_the_rest_stays(service):
+    job = service.submit()
+    response = patch(service, job, {"priority": 5})
+    assert response.status_code == 200
+    changed = response.json()
+    assert (changed["name"], changed["spec"]["priority"]) == ("small", 5)
+    assert service.control.asked[-1] == ("submitted", job["id"]), "it may have another place in the queue"
+    assert patch(service, job, {"name": "better"}).json()["name"] == "better"
+    assert patch(service, job, {}).json()["spec"]["name"] == "better"
+
+
+@pytest.mark.parametrize("states", [("STARTING", "RUNNING"), ("CANCELLED",)])
+def test_job_in_any_state_may_be_called_something_else(service, states):
+    job = service.submit()
+    service.move(job["id"], *states)
+    assert patch(service, job, {"name": "better"}).json()["name"] == "better"
+
+
+def test_merge_patch_is_json_too(service):
+    job = service.submit()
+    response = service.http.patch(
+        f"/v1/jobs/{job['id']}",
+        content=b'{"priority": 1}',
+        headers={"Content-Type": "application/merge-patch+json"},
+    )
+    assert response.json()["spec"]["priority"] == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"priority": "5"}, "priority"), ({"priority": 1001}, "priority"), ({"priority": None}, "priority"),
+        ({"name": ""}, "name"), ({"name": "a/b"}, "name"), ({"name": None}, "name"), ({"steps": 5}, "steps"),
+        ([], ""),
+    ],
+)  # fmt: skip
+def test_change_that_makes_no_sense_names_the_field(service, body, field):
+    response = patch(service, service.submit(), body)
+    assert (response.status_code, response.json()["code"]) == (422, "invalid_parameter")
+    assert [error["path"] for error in response.json()["errors"]] == [field]
+
+
+def test_unknown_job_is_not_found(service):
+    response = patch(service, {"id": "job_000000000000"}, {"priority": 1})
+    assert (response.status_code, response.json()["code"]) == (404, "job_not_found")
+
+
+def test_etag_is_that_of_what_can_be_changed(service):
+    job = service.submit()
+    path = f"/v1/jobs/{job['id']}"
+    etag = service.http.get(path).headers["ETag"]
+    assert etag == job["etag"] == service.http.get("/v1/jobs").json()["items"][0]["etag"]
+    service.move(job["id"], "STARTING")
+    assert service.http.get(path).headers["ETag"] == etag, "the job went on, and nobody changed it"
+    changed = patch(service, job, {"priority": 1})
+    assert changed.headers["ETag"] == changed.json()["etag"] == service.http.get(path).headers["ETag"] != etag
+
+
+def test_change_of_what_somebody_else_has_changed_is_refused(service):
+    job = service.submit()
+    assert patch(service, job, {"priority": 1}, If_Match=job["etag"]).status_code == 200
+    refused = patch(service, job, {"priority": 2}, If_Match=job["etag"])
+    assert (refused.status_code, refused.json()["code"]) == (412, "precondition_failed")
+    assert "read it again" in refused.json()["detail"]
+    assert patch(service, job, {"priority": 2}, If_Match="*").status_code == 200
+    newest = service.http.get(f"/v1/jobs/{job['id']}").headers["ETag"]
+    assert patch(service, job, {"priority": 3}, If_Match=f'"other", {newest}').json()["spec"]["priority"] == 3
+
+
+@pytest.mark.parametrize(
+    ("header", "versions"),
+    [(None, None), ("*", None), ('"a"', {"a"}), ('"a" , "b"', {"a", "b"}), ('W/"a"', set()), ("a", set()), ("", set())],
+)
+def test_versions_of_a_condition(header, versions):
+    assert versions_in(header) == versions
+
+
+def test_client_changes_a_job(service):
+    job = service.submit()
+    with MantaClient(service.url) as client:
+        changed = client.edit(job["id"], name="better", priority=2, etag=client.job(job["id"]).etag)
+        assert (changed.name, changed.spec["priority"]) == ("better", 2)
+        with pytest.raises(ApiError) as refused:
+            client.edit(job["id"], priority=3, etag=job["etag"])
+        assert refused.value.problem.status == 412

@@ -1,0 +1,65 @@
+"""A user changes a job's name or priority: in its row, in its spec, in its events."""
+
+import pytest
+
+from service.states import JobState
+from service.store import JobChanged, JobNotFound, edits, events, jobs
+
+
+def edit(store, job, **changes):
+    return store.write(lambda session: edits.edit(session, job.id, **changes))
+
+
+def test_name_and_priority_change_in_the_spec_too(store, submit):
+    job = submit()
+    changed = edit(store, job, name="better", priority=7)
+    assert (changed.name, changed.spec["name"]) == ("better", "better")
+    assert (changed.priority, changed.spec["priority"]) == (7, 7)
+    with store.read() as session:
+        told = events.page(session, job.id).items[-1]
+    assert (told.type, told.message) == (
+        "edited", "the user changed name from 'small' to 'better' and priority from 0 to 7"
+    )  # fmt: skip
+    assert told.data == {"name": {"from": "small", "to": "better"}, "priority": {"from": 0, "to": 7}}
+
+
+def test_what_is_left_out_or_the_same_stays_and_is_no_event(store, submit):
+    job = submit()
+    assert edit(store, job, priority=0).updated_at == job.updated_at
+    assert edit(store, job, priority=3).name == "small"
+    with store.read() as session:
+        assert [event.type for event in events.page(session, job.id).items] == ["submitted", "edited"]
+
+
+def test_priority_moves_a_job_in_the_queue(store, submit):
+    first, second = submit(), submit()
+    edit(store, second, priority=1)
+    with store.read() as session:
+        assert [job.id for job in jobs.unfinished(session)] == [second.id, first.id]
+
+
+def test_version_is_another_one_when_something_was_changed_and_not_when_the_job_goes_on(store, submit):
+    job = submit()
+    version = edits.version_of(job)
+    moved = store.write(lambda session: jobs.transition(session, job.id, JobState.STARTING))
+    assert edits.version_of(moved) == version
+    assert edits.version_of(edit(store, job, priority=1)) != version
+    assert edits.version_of(edit(store, job, name="other")) != version
+    assert edits.version_of(submit()) != version, "two jobs have nothing in common"
+
+
+def test_change_of_what_somebody_else_has_changed_is_refused(store, submit):
+    job = submit()
+    version = edits.version_of(job)
+    edit(store, job, priority=1, expected={version, "another"})
+    with pytest.raises(JobChanged, match="read it again"):
+        edit(store, job, priority=2, expected={version})
+    with pytest.raises(JobChanged):
+        edit(store, job, priority=2, expected=set())
+    with store.read() as session:
+        assert jobs.get(session, job.id).priority == 1
+
+
+def test_job_that_is_not_there_is_not_changed(store):
+    with pytest.raises(JobNotFound):
+        store.write(lambda session: edits.edit(session, "job_000000000000", priority=1))
