@@ -12,6 +12,7 @@ from api.control import ControlPlane
 from api.openapi import describe, operation_id
 from api.request_guard import RequestGuard
 from api.routes import (
+    all_events,
     checkpoints,
     cluster,
     events,
@@ -29,7 +30,21 @@ from api.state_waits import StateWaits
 from api.telemetry import JobCollector, RequestTimer
 from service.store import jobs as store_jobs
 
-_RESOURCES = (jobs, metrics, events, logs, ranks, checkpoints, ledger, recoveries, faults, cluster, nodes, health)
+_RESOURCES = (
+    jobs,
+    metrics,
+    events,
+    all_events,
+    logs,
+    ranks,
+    checkpoints,
+    ledger,
+    recoveries,
+    faults,
+    cluster,
+    nodes,
+    health,
+)
 
 
 def create_app(control: ControlPlane, allowed_hosts: Collection[str] = ()) -> FastAPI:

@@ -189,6 +189,14 @@ def events(job_id: str, cursor: str | None = None, limit: int = 100) -> Call[sch
     return Call(schemas.Stream[schemas.Event], "GET", _job(job_id, "/events"), {"cursor": cursor, "limit": limit})
 
 
+def all_events(
+    job_id: str | None = None, type: str | None = None, cursor: str | None = None, limit: int = 100
+) -> Call[schemas.Stream[schemas.JobEvent]]:
+    """A page of the events of all jobs, oldest first, optionally only those of one job, or of one type."""
+    parameters = {"job": job_id, "type": type, "cursor": cursor, "limit": limit}
+    return Call(schemas.Stream[schemas.JobEvent], "GET", "/v1/events", parameters)
+
+
 def logs(
     job_id: str, rank: int | None = None, cursor: str | None = None, limit: int = 500
 ) -> Call[schemas.Stream[schemas.LogLine]]:
@@ -242,6 +250,14 @@ def ready() -> Call[schemas.Health]:
 def follow_events(job_id: str, after: str | None = None) -> Call[schemas.Event]:
     """All events of a job as a stream, or those after the event with id `after`."""
     return Call(schemas.Event, "GET", _job(job_id, "/events"), {"follow": "true"}, headers=_resume(after))
+
+
+def follow_all_events(
+    job_id: str | None = None, type: str | None = None, after: str | None = None
+) -> Call[schemas.JobEvent]:
+    """The events of all jobs as a stream that never ends, or those after the event with id `after`."""
+    parameters = {"follow": "true", "job": job_id, "type": type}
+    return Call(schemas.JobEvent, "GET", "/v1/events", parameters, headers=_resume(after))
 
 
 def follow_logs(job_id: str, rank: int | None = None, after: str | None = None) -> Call[schemas.LogLine]:

@@ -27,6 +27,7 @@ from api.schemas import (
     Health,
     Items,
     Job,
+    JobEvent,
     Ledger,
     LogLine,
     MetricSeries,
@@ -177,6 +178,12 @@ class MantaClient:
         """A page of events, oldest first."""
         return self.send(calls.events(job_id, cursor, limit))
 
+    def all_events(
+        self, job_id: str | None = None, type: str | None = None, cursor: str | None = None, limit: int = 100
+    ) -> Stream[JobEvent]:
+        """A page of the events of all jobs, oldest first, optionally only those of one job, or of one type."""
+        return self.send(calls.all_events(job_id, type, cursor, limit))
+
     def logs(
         self, job_id: str, rank: int | None = None, cursor: str | None = None, limit: int = 500
     ) -> Stream[LogLine]:
@@ -186,6 +193,12 @@ class MantaClient:
     def follow_events(self, job_id: str, after: str | None = None) -> Iterator[Event]:
         """Events as they come, until the job is final."""
         return self.stream(calls.follow_events(job_id, after))
+
+    def follow_all_events(
+        self, job_id: str | None = None, type: str | None = None, after: str | None = None
+    ) -> Iterator[JobEvent]:
+        """Events of all jobs as they come, without end."""
+        return self.stream(calls.follow_all_events(job_id, type, after))
 
     def follow_logs(self, job_id: str, rank: int | None = None) -> Iterator[LogLine]:
         """Log lines as they come, until the job is final."""

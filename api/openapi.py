@@ -61,9 +61,9 @@ def json_request(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def event_stream(item: type[BaseModel]) -> Responses:
-    """`responses` of a route that also answers with a stream of `item`. Its events, once read, are the elements of
-    `contentSchema`."""
+def event_stream(item: type[BaseModel], ends: bool = True) -> Responses:
+    """`responses` of a route that also answers with a stream of `item`, which `ends` when the job is final. Its events,
+    once read, are the elements of `contentSchema`."""
     message = {
         "type": "object",
         "required": ["id", "data"],
@@ -84,7 +84,7 @@ def event_stream(item: type[BaseModel]) -> Responses:
     schema = {
         "type": "string",
         "contentMediaType": "text/event-stream",
-        "contentSchema": {"type": "array", "items": {"anyOf": [message, end]}},
+        "contentSchema": {"type": "array", "items": {"anyOf": [message, end] if ends else [message]}},
     }
     return {200: {"content": {"text/event-stream": {"schema": schema}}}}
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from api.control import ControlPlane
 from api.problems import MalformedJson
 from api.state_waits import LONGEST_SECONDS
-from service.store import JobNotFound
+from service.store import InvalidCursor, JobNotFound
 from service.store.ids import is_job_id
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -51,6 +51,13 @@ def digest_of(document: Any) -> str:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def event_number(last_event_id: str) -> int:
+    """The id of an event in a Last-Event-ID header. Raises InvalidCursor."""
+    if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 19):
+        raise InvalidCursor
+    return int(last_event_id)
 
 
 def versions_in(if_match: str | None) -> set[str] | None:

@@ -249,6 +249,13 @@ class Event(Answer):
     """More about it."""
 
 
+class JobEvent(Event):
+    """An event, and the job that it happened to."""
+
+    job: str
+    """Job id."""
+
+
 class LogLine(Answer):
     """One line that a rank printed."""
 

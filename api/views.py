@@ -111,16 +111,25 @@ def deletion_view(job_id: str, deletion: Deletion) -> schemas.DeletedJob:
 
 def event_view(event: tables.Event) -> schemas.Event:
     """An event."""
-    return schemas.Event(
-        id=str(event.id),
-        time=moment(event.time),
-        type=event.type,
-        generation=event.generation,
-        rank=event.rank,
-        step=event.step,
-        message=event.message,
-        data=event.data,
-    )
+    return schemas.Event(**_of_event(event))
+
+
+def job_event_view(event: tables.Event) -> schemas.JobEvent:
+    """An event, and its job."""
+    return schemas.JobEvent(job=event.job_id, **_of_event(event))
+
+
+def _of_event(event: tables.Event) -> dict[str, Any]:
+    return {
+        "id": str(event.id),
+        "time": moment(event.time),
+        "type": event.type,
+        "generation": event.generation,
+        "rank": event.rank,
+        "step": event.step,
+        "message": event.message,
+        "data": event.data,
+    }
 
 
 def rank_view(row: tables.Rank) -> schemas.Rank:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import BaseModel, ValidationError
@@ -17,7 +17,7 @@ from api.cli import render
 from api.cli.progress import follow as follow_progress
 from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
 from api.requests import FaultRequest
-from api.schemas import FieldProblem
+from api.schemas import Event, FieldProblem, Items, JobEvent, LogLine
 from service.settings import Settings
 from service.states import STATE_NAMES, JobState
 from workers.errors import MantaError
@@ -25,6 +25,7 @@ from workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
 from workers.spec.problems import SpecError
 from workers.spec.reading import read_document
 
+T = TypeVar("T")
 MOST_RECOVERIES = 1000
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -170,11 +171,21 @@ def logs(job: JobId, rank: RankNumber = None, follow: Follow = False, url: Url =
 
 
 @app.command()
-def events(job: JobId, follow: Follow = False, url: Url = None, as_json: Json = False) -> None:
-    """Print what happened to a job."""
+def events(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id; default: all jobs.")] = None,
+    type: Annotated[str | None, typer.Option("--type", help="Only events of this type, such as recovered.")] = None,
+    follow: Follow = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Print what happened to a job, or to all jobs."""
     with connect(url) as client:
-        answer = client.follow_events(job) if follow else _all_events(client, job)
-        _show_lines(answer, as_json, render.event_line)
+        if job is None:
+            everywhere = client.follow_all_events(type=type) if follow else _events_of_all(client, type)
+            _show_lines(everywhere, as_json, render.job_event_line)
+            return
+        answer = client.follow_events(job) if follow else _events_of(client, job)
+        _show_lines((event for event in answer if type in (None, event.type)), as_json, render.event_line)
 
 
 @app.command()
@@ -341,20 +352,23 @@ def _read(file: Path) -> Any:
         raise fail(f"cannot read {file}: {error.strerror or error}", EXIT_BAD_INPUT) from error
 
 
-def _all_logs(client: MantaClient, job: str, rank: int | None) -> Iterable[BaseModel]:
-    cursor: str | None = None
-    while True:
-        page = client.logs(job, rank, cursor)
-        yield from page.items
-        cursor = page.next_cursor
-        if cursor is None:
-            return
+def _all_logs(client: MantaClient, job: str, rank: int | None) -> Iterator[LogLine]:
+    return _to_the_last_page(lambda cursor: client.logs(job, rank, cursor))
 
 
-def _all_events(client: MantaClient, job: str) -> Iterable[BaseModel]:
+def _events_of(client: MantaClient, job: str) -> Iterator[Event]:
+    return _to_the_last_page(lambda cursor: client.events(job, cursor))
+
+
+def _events_of_all(client: MantaClient, type: str | None) -> Iterator[JobEvent]:
+    return _to_the_last_page(lambda cursor: client.all_events(None, type, cursor, limit=1000))
+
+
+def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
+    """All items of a list, page by page."""
     cursor: str | None = None
     while True:
-        page = client.events(job, cursor)
+        page = page_at(cursor)
         yield from page.items
         cursor = page.next_cursor
         if cursor is None:

@@ -137,6 +137,11 @@ def event_line(event: schemas.Event) -> str:
     return f"{moment(event.time)}  {event.type}{where}  {event.message}"
 
 
+def job_event_line(event: schemas.JobEvent) -> str:
+    """One event of any job in a line."""
+    return f"{event.job}  {event_line(event)}"
+
+
 def log_line(line: schemas.LogLine) -> str:
     """One log line."""
     return f"[{line.rank}] {line.text}"

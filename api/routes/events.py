@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request, Response
 
 from api import schemas, views
 from api.openapi import event_stream
-from api.parameters import Control, Cursor, Follow, JobId, LastEventId, Limit
+from api.parameters import Control, Cursor, Follow, JobId, LastEventId, Limit, event_number
 from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
 from service.states import is_final
-from service.store import InvalidCursor, Store, events, jobs
+from service.store import Store, events, jobs
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/events", tags=["events"])
 
@@ -47,7 +47,7 @@ def list_job_events(
                 resume_cursor=cursors.encode(str(last)),
             )
     store = control.store
-    start = after if last_event_id is None else _number_of(last_event_id)
+    start = after if last_event_id is None else event_number(last_event_id)
     return stream(request, lambda position: _look(store, job_id, cast(int, position)), start)
 
 
@@ -58,9 +58,3 @@ def _look(store: Store, job_id: str, after: int) -> Batch:
     entries = [Entry(str(event.id), views.event_view(event).model_dump_json()) for event in page.items]
     position = page.items[-1].id if page.items else after
     return Batch(entries, position, page.next_cursor is not None, is_final(job.state), job.state)
-
-
-def _number_of(last_event_id: str) -> int:
-    if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 19):
-        raise InvalidCursor
-    return int(last_event_id)

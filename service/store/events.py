@@ -63,3 +63,20 @@ def page(session: Session, job_id: str, after_id: int = 0, limit: int = 100) -> 
     """A job's events with an id above `after_id`, oldest first."""
     query = select(Event).where(Event.job_id == job_id, Event.id > after_id).order_by(Event.id).limit(limit + 1)
     return Page.of(list(session.scalars(query)), limit, cursors(job_id), lambda event: str(event.id))
+
+
+def cursors_of_all(job_id: str | None = None, type: str | None = None) -> Cursors:
+    """Of the events of all jobs. What they hold is the id of an event."""
+    return Cursors("all events", job=job_id, type=type)
+
+
+def page_of_all(
+    session: Session, job_id: str | None = None, type: str | None = None, after_id: int = 0, limit: int = 100
+) -> Page[Event]:
+    """Events of all jobs with an id above `after_id`, oldest first, optionally only those of one job, or of `type`."""
+    query = select(Event).where(Event.id > after_id).order_by(Event.id).limit(limit + 1)
+    if job_id is not None:
+        query = query.where(Event.job_id == job_id)
+    if type is not None:
+        query = query.where(Event.type == type)
+    return Page.of(list(session.scalars(query)), limit, cursors_of_all(job_id, type), lambda event: str(event.id))

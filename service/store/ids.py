@@ -10,7 +10,10 @@ ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _DIGITS = 12
 _EPOCH_SECONDS = 1_735_689_600  # 2025-01-01: 41 bits of milliseconds from here last until 2094
 _RANDOM_BITS = 19
-_PATTERN = re.compile(rf"job_[{ALPHABET}]{{{_DIGITS}}}")
+JOB_ID_PATTERN = rf"job_[{ALPHABET}]{{{_DIGITS}}}"
+"""Regular expression of a job id."""
+
+_PATTERN = re.compile(JOB_ID_PATTERN)
 
 
 def is_job_id(text: str) -> bool:

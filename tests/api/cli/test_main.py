@@ -137,6 +137,16 @@ def test_logs_and_events_are_printed_to_their_last_page(manta, service, job):
     assert printed[-600:] == many
 
 
+def test_events_of_all_jobs(manta, service, job):
+    other = service.submit()["id"]
+    lines = manta("events").stdout.splitlines()
+    assert {line.split()[0] for line in lines} == {job, other}
+    assert [line["job"] for line in map(json.loads, manta("events", "--json").stdout.splitlines())][-1] == other
+    (told,) = manta("events", "--type", "told").stdout.splitlines()
+    assert told.startswith(job) and told.endswith("something [odd] happened")
+    assert manta("events", job, "--type", "told").stdout.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", ["logs", "events"])
 def test_following_ends_with_the_job(manta, service, job, command):
     service.move(job, "SUCCEEDED")

@@ -1,0 +1,72 @@
+"""The events of all jobs: a page, or a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from fastapi import APIRouter, Query, Request, Response
+
+from api import schemas, views
+from api.openapi import event_stream
+from api.parameters import Control, Cursor, LastEventId, Limit, event_number
+from api.problem_codes import reads
+from api.sse_server import Batch, Entry, stream, wants_stream
+from service.store import Store, events
+from service.store.ids import JOB_ID_PATTERN
+
+router = APIRouter(prefix="/v1/events", tags=["events"])
+
+_STREAM_PAGE = 200
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """What is read again and again for one stream."""
+
+    store: Store
+    job: str | None
+    type: str | None
+
+    def look(self, after: int) -> Batch:
+        with self.store.read() as session:
+            page = events.page_of_all(session, self.job, self.type, after, _STREAM_PAGE)
+        entries = [Entry(str(event.id), views.job_event_view(event).model_dump_json()) for event in page.items]
+        position = page.items[-1].id if page.items else after
+        return Batch(entries, position, page.next_cursor is not None, final=False, state="")
+
+
+@router.get(
+    "",
+    response_model=schemas.Stream[schemas.JobEvent],
+    responses={
+        **event_stream(schemas.JobEvent, ends=False),
+        **reads("invalid_parameter", "database_unavailable"),
+    },
+)
+def list_events(
+    request: Request,
+    control: Control,
+    job: Annotated[str | None, Query(pattern=f"^{JOB_ID_PATTERN}$", description="Only events of this job")] = None,
+    type: Annotated[str | None, Query(min_length=1, max_length=64, description="Only events of this type")] = None,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    follow: Annotated[bool, Query(description="Stream as text/event-stream until you leave")] = False,
+    last_event_id: LastEventId = None,
+) -> schemas.Stream[schemas.JobEvent] | Response:
+    """Events of all jobs, oldest first; as a stream when `Accept` or `follow` asks for it. Those of deleted jobs are
+    gone."""
+    cursors = events.cursors_of_all(job, type)
+    after = 0 if cursor is None else cursors.decode_number(cursor)
+    if wants_stream(request, follow):
+        tail = _Tail(control.store, job, type)
+        start = after if last_event_id is None else event_number(last_event_id)
+        return stream(request, lambda position: tail.look(cast(int, position)), start)
+    with control.store.read() as session:
+        page = events.page_of_all(session, job, type, after, limit)
+    last = page.items[-1].id if page.items else after
+    return schemas.Stream(
+        items=[views.job_event_view(event) for event in page.items],
+        next_cursor=page.next_cursor,
+        resume_cursor=cursors.encode(str(last)),
+    )
