@@ -11,6 +11,8 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
+from service.store import JobNotFound
+
 POLL_SECONDS = 0.2
 KEEPALIVE_SECONDS = 15.0
 MEDIA_TYPE = "text/event-stream"
@@ -53,7 +55,7 @@ def wants_stream(request: Request, follow: bool) -> bool:
 
 def stream(request: Request, look: Look, position: object) -> StreamingResponse:
     """A response that sends everything from `position` on, ends with an `end` event after the job is final, and
-    stops when the client is gone."""
+    stops when the client or the job is gone."""
     return StreamingResponse(
         _events(request, look, position),
         media_type=MEDIA_TYPE,
@@ -66,7 +68,10 @@ async def _events(request: Request, look: Look, position: object) -> AsyncIterat
     spoke_at = loop.time()
     yield KEEPALIVE_COMMENT  # the client learns at once that the stream is open
     while not await request.is_disconnected():
-        batch = await run_in_threadpool(look, position)
+        try:
+            batch = await run_in_threadpool(look, position)
+        except JobNotFound:  # it was deleted meanwhile
+            return
         position = batch.position
         for entry in batch.entries:
             yield format_sse_event(data_str=entry.data, id=entry.id)

@@ -8,7 +8,8 @@ import pytest
 
 from api import sse_server
 from service.logs import log_file, log_folder
-from service.store import events
+from service.states import JobState
+from service.store import deletion, events, jobs
 
 
 def read_stream(service, path, *, headers=None, until=None):
@@ -141,3 +142,18 @@ def test_open_streams_do_not_block_other_requests_and_notice_that_the_client_lef
             break
     else:
         pytest.fail("streams go on although their clients left")
+
+
+def test_stream_of_a_job_that_is_deleted_meanwhile_ends(service):
+    job = service.submit()
+
+    def vanish(session):
+        jobs.transition(session, job["id"], JobState.CANCELLED)
+        deletion.begin(session, job["id"])
+        deletion.end(session, job["id"])
+
+    with service.http.stream("GET", f"/v1/jobs/{job['id']}/events?follow=true") as response:
+        lines = response.iter_lines()
+        assert any(line.startswith("data") for line in lines)
+        service.store.write(vanish)
+        assert not any(line.startswith("data") for line in lines)
