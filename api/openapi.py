@@ -62,12 +62,13 @@ def json_request(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def event_stream(item: type[BaseModel], ends: bool = True) -> Responses:
-    """`responses` of a route that also answers with a stream of `item`, which `ends` when the job is final. Its events,
-    once read, are the elements of `contentSchema`."""
+    """`responses` of a route that also answers with a stream of `item`, which `ends` when the job is final. The schema
+    is that of one event; OpenAPI 3.1 has no other place for it."""
     message = {
         "type": "object",
         "required": ["id", "data"],
         "properties": {
+            "event": {"const": "message"},
             "id": {"type": "string", "description": "position after it, for Last-Event-ID"},
             "data": _json_text({"$ref": f"{_COMPONENTS}{item.__name__}"}),
         },
@@ -78,15 +79,10 @@ def event_stream(item: type[BaseModel], ends: bool = True) -> Responses:
         "type": "object",
         "description": "the last one: the job is final, and nothing comes after it",
         "required": ["event", "data"],
-        "properties": {"event": {"const": "end"}, "data": _json_text(state)},
+        "properties": {"event": {"const": "end"}, "id": {"type": "string"}, "data": _json_text(state)},
         "additionalProperties": False,
     }
-    schema = {
-        "type": "string",
-        "contentMediaType": "text/event-stream",
-        "contentSchema": {"type": "array", "items": {"anyOf": [message, end] if ends else [message]}},
-    }
-    return {200: {"content": {"text/event-stream": {"schema": schema}}}}
+    return {200: {"content": {"text/event-stream": {"schema": {"anyOf": [message, end] if ends else [message]}}}}}
 
 
 def _json_text(schema: dict[str, Any]) -> dict[str, Any]:

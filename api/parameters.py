@@ -19,6 +19,7 @@ from service.store.ids import is_job_id
 
 Model = TypeVar("Model", bound=BaseModel)
 _LARGEST_INTEGER = 2**63 - 1
+_LONGEST_CURSOR = 60_000  # the HTTP server takes no address of more than 64 KiB
 
 
 def control_of(request: Request) -> ControlPlane:
@@ -90,11 +91,19 @@ def body_as(model: type[Model]) -> Callable[..., Awaitable[Model]]:
 
 Limit = Annotated[int, Query(ge=1, le=1000, description="Most items on a page")]
 Cursor = Annotated[
-    str | None, Query(min_length=1, max_length=100_000, description="next_cursor of the page before, of the same list")
+    str | None,
+    Query(
+        min_length=1,
+        max_length=_LONGEST_CURSOR,
+        description="next_cursor of the page before, of the same list",
+    ),
 ]
 AfterStep = Annotated[int, Query(ge=0, le=_LARGEST_INTEGER, description="Only steps above this one")]
 RankNumber = Annotated[int | None, Query(ge=0, le=10**8, description="Only this rank")]
-LastEventId = Annotated[str | None, Header(description="id of the last event that a broken stream delivered")]
+LastEventId = Annotated[
+    str | None,
+    Header(max_length=_LONGEST_CURSOR, description="id of the last event that a broken stream delivered"),
+]
 IdempotencyKey = Annotated[
     str | None,
     Header(min_length=1, max_length=200, description="The same key and body again is the same job, not another one"),

@@ -1,4 +1,4 @@
-"""Jobs: submit, list, read, resize, cancel, retry."""
+"""Jobs: submit, list, read, change, delete, resize, cancel, retry."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from service.deletion import Deletion, delete_job
 from service.faults import FaultsNotAllowed, refuse_impossible
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
-from tests.api.support.described_api import DescribedApi
+from tests.api.support.described_api import description_at
 from workers.paths import Paths
 from workers.protocol.messages import Fault
 
@@ -115,13 +114,7 @@ def document() -> dict[str, Any]:
 
 def client_of(url: str) -> httpx.Client:
     """A client that holds every answer against the description of the API."""
-    return httpx.Client(base_url=url, timeout=20, event_hooks={"response": [described_api(url).check]})
-
-
-@functools.cache
-def described_api(url: str) -> DescribedApi:
-    """What the server at `url` says about itself."""
-    return DescribedApi(httpx.get(f"{url}/openapi.json", timeout=20).json())
+    return httpx.Client(base_url=url, timeout=20, event_hooks={"response": [description_at(url).check]})
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Holds every answer that a test gets against what `/openapi.json` says about the operation."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -86,4 +87,10 @@ class DescribedApi:
     def stream_schema(self, path: str) -> dict[str, Any]:
         """What one event of the stream at `path` is."""
         content = self.document["paths"][path]["get"]["responses"]["200"]["content"]["text/event-stream"]
-        return content["schema"]["contentSchema"]["items"]
+        return content["schema"]
+
+
+@functools.cache
+def description_at(url: str) -> DescribedApi:
+    """What the server at `url` says about itself."""
+    return DescribedApi(httpx.get(f"{url}/openapi.json", timeout=20).json())
