@@ -21,9 +21,10 @@ from service.states import is_final
 from workers.paths import Paths
 
 SECONDS = 60.0
-POLL_SECONDS = 0.02
-END_POLL_SECONDS = 0.1
-"""How often an end is looked for: each look costs 6 ms of the cores that the job runs on."""
+POLL_SECONDS = 0.1
+"""Each look costs 6 ms of the cores that the job runs on."""
+OFTEN_SECONDS = 0.02
+"""How often it is looked for what lasts for a moment only."""
 STEPS = 60
 SLOTS = 8
 MIDDLE = 20
@@ -96,7 +97,7 @@ class Manta:
             assert found.step >= step or not is_final(found.state), self.story(job)
             return found.step >= step
 
-        self.until(f"step {step} of {job}", reached, every=2 * POLL_SECONDS)
+        self.until(f"step {step} of {job}", reached)
 
     def inject(self, job: str, kind: Any, rank: int, **more: Any) -> Any:
         """Ask for a fault as soon as the job has processes, which is before their first step."""
@@ -136,7 +137,7 @@ class Manta:
             assert found.state in states or not is_final(found.state), self.story(job)
             return found if found.state in states else None
 
-        every = END_POLL_SECONDS if all(is_final(state) for state in states) else POLL_SECONDS
+        every = POLL_SECONDS if all(is_final(state) for state in states) else OFTEN_SECONDS
         try:
             return self.until(f"{job} being {' or '.join(states)}", reached, every=every)
         except AssertionError as error:

@@ -8,7 +8,7 @@ import psutil
 from api.client import ServiceUnreachable
 from service.cluster.ray_head import RayHead
 from service.states import is_final
-from tests.e2e.conftest import EVERY_STEP, MIDDLE
+from tests.e2e.conftest import EVERY_STEP, MIDDLE, OFTEN_SECONDS
 
 
 def test_killed_rank_costs_no_more_steps_than_promised(manta, undisturbed, kill):
@@ -67,7 +67,7 @@ def test_killed_again_and_again_it_loses_nothing(manta, undisturbed, kill):
     manta.hold(job, 2, MIDDLE + 20)
     kill(manta.pids(job)[2])
     manta.until_generation(job, 4)
-    kill(manta.until("a trainer of generation 4", lambda: trainer_of_generation(manta, job, 4)))
+    kill(manta.until("a trainer of generation 4", lambda: trainer_of_generation(manta, job, 4), every=OFTEN_SECONDS))
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == undisturbed
     assert ended.restarts == 4, "several that are killed together are one recovery"

@@ -141,7 +141,7 @@ def test_hardware_flops_count_what_a_layout_computes_twice_or_for_nothing(policy
     assert step_flops(found).hardware_full == counted(found, 6)
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "layout",
     [

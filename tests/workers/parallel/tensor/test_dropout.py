@@ -250,8 +250,11 @@ def test_the_plain_model_drops_at_the_places_of_the_engine():
 @pytest.mark.parametrize(
     "layout",
     [
-        *((1, 1, 1), (1, 2, 1), (1, 1, 3), (2, 2, 2)),
-        *(pytest.param(layout, marks=pytest.mark.soak) for layout in ((2, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2))),
+        *((1, 1, 1), (1, 1, 3), (2, 2, 2)),
+        *(
+            pytest.param(each, marks=pytest.mark.soak)
+            for each in ((2, 1, 1), (1, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2))
+        ),
     ],
     ids=str,
 )
