@@ -28,6 +28,8 @@ OFTEN_SECONDS = 0.02
 STEPS = 60
 SLOTS = 8
 MIDDLE = 20
+PAIR = (1, 1, 2)
+"""Layout of a job that needs no more than two ranks."""
 EVERY_STEP = {"every_steps": 0, "snapshot_every_steps": 1}
 """`checkpoint` of a job of which a death costs one step at most; without, the interval grows on a slow machine."""
 HOLD_SECONDS = 0.5
@@ -220,6 +222,14 @@ def manta(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Ma
 def undisturbed(manta: Manta) -> list[tuple[int, float, float]]:
     """The curve of the usual job when nothing happens to it."""
     job = manta.submit(manta.spec())
+    manta.until_state(job, "SUCCEEDED")
+    return manta.curve(job)
+
+
+@pytest.fixture(scope="session")
+def pair_undisturbed(manta: Manta) -> list[tuple[int, float, float]]:
+    """The curve of a job of PAIR's ranks when nothing happens to it."""
+    job = manta.submit(manta.spec(layout=PAIR))
     manta.until_state(job, "SUCCEEDED")
     return manta.curve(job)
 

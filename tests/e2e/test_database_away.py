@@ -3,7 +3,7 @@
 import contextlib
 import sqlite3
 
-from tests.e2e.conftest import EVERY_STEP
+from tests.e2e.conftest import EVERY_STEP, PAIR
 from workers.snapshot.files import steps_kept
 
 
@@ -28,8 +28,8 @@ def complaints(manta):
     return (manta.home / "logs" / "service.log").read_text().count("the database does not answer")
 
 
-def test_database_that_is_locked_while_a_rank_dies(manta, undisturbed, kill):
-    job = manta.submit(manta.spec(checkpoint=EVERY_STEP))
+def test_database_that_is_locked_while_a_rank_dies(manta, pair_undisturbed, kill):
+    job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
     manta.hold(job, 1)
     pids, before, said = manta.pids(job), newest_step(manta, job), complaints(manta)
     with locked(manta.home):
@@ -38,7 +38,7 @@ def test_database_that_is_locked_while_a_rank_dies(manta, undisturbed, kill):
         manta.until("an error of the database", lambda: complaints(manta) > said)
         assert manta.client.job(job).state == "RUNNING", "what can be read is answered"
     ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert (ended.restarts, ended.generation) == (1, 2)
     assert len(manta.events(job, "ranks_replaced")[0].data["kept"]) == len(pids) - 1
     assert manta.leftovers(job) == []

@@ -4,7 +4,7 @@ import pytest
 
 from api.client import ApiError
 from service.states import is_final
-from tests.e2e.conftest import MIDDLE
+from tests.e2e.conftest import MIDDLE, PAIR
 
 
 def inject(manta, job, kind, rank, **more):
@@ -39,21 +39,21 @@ def test_rank_killed_in_each_phase_of_a_step(manta, undisturbed):
     assert ended.restarts == len(phases)
 
 
-def test_rank_that_fails_otherwise(manta, undisturbed):
+def test_rank_that_fails_otherwise(manta, pair_undisturbed):
     """An exception, an out-of-memory error and a standstill that holds the GIL, one after the other."""
     strikes = [
-        (2, MIDDLE, "exception in backward"),
-        (2, MIDDLE + 15, "oom in backward"),
-        (2, MIDDLE + 30, "hang in backward"),
+        (1, MIDDLE, "exception in backward"),
+        (1, MIDDLE + 15, "oom in backward"),
+        (1, MIDDLE + 30, "hang in backward"),
     ]
-    job = manta.submit(manta.spec())
+    job = manta.submit(manta.spec(layout=PAIR))
     for rank, step, said in strikes:
         kind, _, phase = said.split()
         inject(manta, job, kind, rank, at_step=step, phase=phase, hold_gil=kind == "hang")
     ended = manta.until_state(job, "SUCCEEDED")
     assert struck(manta, job) == strikes
-    assert lost(manta, job) == [(2, "exception"), (2, "exception"), (2, "hung")]
-    assert manta.curve(job) == undisturbed
+    assert lost(manta, job) == [(1, "exception"), (1, "exception"), (1, "hung")]
+    assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == len(strikes)
 
 
@@ -86,24 +86,24 @@ def test_faults_of_a_beginning_strike_in_the_next_generation(manta, undisturbed)
     assert ended.restarts >= 2
 
 
-def test_killed_store_is_started_anew_by_the_next_recovery(manta, undisturbed):
-    job = manta.submit(manta.spec())
+def test_killed_store_is_started_anew_by_the_next_recovery(manta, pair_undisturbed):
+    job = manta.submit(manta.spec(layout=PAIR))
     inject(manta, job, "store", 0, at_step=MIDDLE)
     manta.hold(job, 1, MIDDLE + 2)
     assert {process.pid for process in manta.trainers()} == set(manta.pids(job)), "only the store is gone"
     inject(manta, job, "kill", 1, at_step=MIDDLE + 4)
     manta.until_state(job, "SUCCEEDED")
     assert lost(manta, job) == [(1, "killed")]
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
 
 
-def test_lost_node_costs_no_committed_step(manta, undisturbed):
-    job = manta.submit(manta.spec())
+def test_lost_node_costs_no_committed_step(manta, pair_undisturbed):
+    job = manta.submit(manta.spec(layout=PAIR))
     zygote = manta.zygote().pid
-    inject(manta, job, "node", 2, at_step=MIDDLE)
+    inject(manta, job, "node", 1, at_step=MIDDLE)
     manta.until_state(job, "SUCCEEDED")
     assert manta.zygote().pid != zygote
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert manta.leftovers(job) == []
 
 

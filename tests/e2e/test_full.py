@@ -5,6 +5,8 @@ import subprocess
 
 import pytest
 
+from tests.e2e.conftest import PAIR
+
 
 @contextlib.contextmanager
 def small_file_system(folder, kilobytes):
@@ -20,15 +22,15 @@ def small_file_system(folder, kilobytes):
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_full_disk_costs_checkpoints_but_never_the_last_one(manta, undisturbed):
-    job = manta.submit(manta.spec(checkpoint={"every_steps": 20}))
+def test_full_disk_costs_checkpoints_but_never_the_last_one(manta, pair_undisturbed):
+    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 20}))
     folder = manta.paths.checkpoint_folder(job)
     with small_file_system(folder, 64):
         failed = manta.until("a failed checkpoint", lambda: manta.events(job, "checkpoint_failed"))
         manta.until("a second try of the last one", lambda: manta.events(job, "rank_lost"))
     ended = manta.until_state(job, "SUCCEEDED")
     assert "No space left on device" in failed[0].message
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert {event.data["kind"] for event in manta.events(job, "rank_lost")} == {"not_saved"}
     assert manta.client.checkpoints(job).items[0].step == ended.step
 

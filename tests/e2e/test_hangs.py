@@ -8,7 +8,7 @@ import threading
 import psutil
 import pytest
 
-from tests.e2e.conftest import MIDDLE
+from tests.e2e.conftest import MIDDLE, PAIR
 
 
 def wake(pid):
@@ -51,8 +51,8 @@ def test_stopped_rank_of_a_pipeline_is_named_though_all_stand_still(manta):
     assert manta.curve(job) == manta.curve(clean)
 
 
-def test_hang_that_began_while_the_control_plane_was_away_is_found_by_the_next(manta, undisturbed):
-    job = manta.submit(manta.spec())
+def test_hang_that_began_while_the_control_plane_was_away_is_found_by_the_next(manta, pair_undisturbed):
+    job = manta.submit(manta.spec(layout=PAIR))
     manta.hold(job, 1)
     pid = manta.pids(job)[1]
     manta.kill_service()
@@ -60,11 +60,11 @@ def test_hang_that_began_while_the_control_plane_was_away_is_found_by_the_next(m
     manta.start()
     manta.until_state(job, "SUCCEEDED")
     assert [event.rank for event in manta.events(job, "rank_hung")] == [1]
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
 
 
-def test_clean_run_raises_no_alarm(manta, undisturbed):
-    job = manta.submit(manta.spec(checkpoint={"every_steps": 10}, train={"validate_every": 15}))
+def test_clean_run_raises_no_alarm(manta):
+    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 10}, train={"validate_every": 15}))
     ended = manta.until_state(job, "SUCCEEDED")
     assert ended.generation == 1
     kinds = {event.type for event in manta.events(job)}

@@ -4,11 +4,11 @@ import contextlib
 
 import pytest
 
-from tests.e2e.conftest import EVERY_STEP
+from tests.e2e.conftest import EVERY_STEP, PAIR
 
 
 def test_clean_job_is_accounted_for_to_the_thousandth(manta):
-    job = manta.submit(manta.spec(checkpoint={"every_steps": 20}))
+    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 20}))
     ended = manta.until_state(job, "SUCCEEDED")
     ledger = manta.client.ledger(job)
     assert ledger.closed
@@ -24,22 +24,22 @@ def test_clean_job_is_accounted_for_to_the_thousandth(manta):
     assert manta.client.recoveries(job).items == []
 
 
-def test_killed_rank_is_accounted_for_by_phase(manta, undisturbed, kill):
-    job = manta.submit(manta.spec(checkpoint=EVERY_STEP))
-    manta.hold(job, 3)
-    kill(manta.pids(job)[3])
+def test_killed_rank_is_accounted_for_by_phase(manta, pair_undisturbed, kill):
+    job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
+    manta.hold(job, 1)
+    kill(manta.pids(job)[1])
     ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     ledger = manta.client.ledger(job)
     assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall_seconds, rel=1e-3)
     assert (ledger.closed, ledger.goodput) == (True, ended.goodput)
     assert ledger.seconds["re_form"] > 0 and ledger.seconds["redo"] > 0
     assert ledger.seconds["idle_without_capacity"] == ledger.seconds["pause"] == 0
     (recovery,) = manta.client.recoveries(job).items
-    assert (recovery.generation, recovery.kind, recovery.rank) == (2, "killed", 3)
-    assert "rank 3 was killed by SIGKILL" in recovery.cause
-    assert 3 in recovery.forked
-    assert len(recovery.forked) + recovery.kept == 4
+    assert (recovery.generation, recovery.kind, recovery.rank) == (2, "killed", 1)
+    assert "rank 1 was killed by SIGKILL" in recovery.cause
+    assert 1 in recovery.forked
+    assert len(recovery.forked) + recovery.kept == 2
     assert recovery.steps_redone in (0, 1)
     assert recovery.wait_seconds == 0
     assert all(seconds is not None for seconds in recovery.seconds.values()), recovery

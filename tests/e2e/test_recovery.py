@@ -8,7 +8,7 @@ import psutil
 from api.client import ServiceUnreachable
 from service.cluster.ray_head import RayHead
 from service.states import is_final
-from tests.e2e.conftest import EVERY_STEP, MIDDLE, OFTEN_SECONDS
+from tests.e2e.conftest import EVERY_STEP, MIDDLE, OFTEN_SECONDS, PAIR
 
 
 def test_killed_rank_costs_no_more_steps_than_promised(manta, undisturbed, kill):
@@ -79,9 +79,9 @@ def trainer_of_generation(manta, job, generation):
     return ranks[0].pid if ranks else None
 
 
-def test_every_process_beside_the_trainers_is_replaced_when_it_is_killed(manta, undisturbed):
+def test_every_process_beside_the_trainers_is_replaced_when_it_is_killed(manta, pair_undisturbed):
     """An agent, the zygote that all trainers are forked from, and the node's daemon, one after the other."""
-    job = manta.submit(manta.spec())
+    job = manta.submit(manta.spec(layout=PAIR))
     manta.hold(job, 1)
     agent_of(manta, job, 1).kill()
     manta.until_generation(job, 2)
@@ -93,7 +93,7 @@ def test_every_process_beside_the_trainers_is_replaced_when_it_is_killed(manta, 
     manta.hold(job, 1, MIDDLE + 20)
     manta.zygote().parent().kill()
     ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == 3
     assert manta.leftovers(job) == []
 
@@ -105,8 +105,8 @@ def agent_of(manta, job, rank):
     return agent
 
 
-def test_rendezvous_store_is_needed_at_the_start_only(manta, undisturbed, kill):
-    job = manta.submit(manta.spec())
+def test_rendezvous_store_is_needed_at_the_start_only(manta, pair_undisturbed, kill):
+    job = manta.submit(manta.spec(layout=PAIR))
     manta.hold(job, 1)
     pids = set(manta.pids(job))
     (store,) = [process for process in manta.trainers() if process.pid not in pids]
@@ -114,19 +114,19 @@ def test_rendezvous_store_is_needed_at_the_start_only(manta, undisturbed, kill):
     manta.until_step(job, MIDDLE + 3)
     kill(manta.pids(job)[1])
     ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == 1
 
 
-def test_without_snapshots_the_newest_durable_checkpoint_is_used(manta, undisturbed, kill):
-    job = manta.submit(manta.spec(checkpoint={"every_steps": 10}))
+def test_without_snapshots_the_newest_durable_checkpoint_is_used(manta, pair_undisturbed, kill):
+    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 10}))
     manta.hold(job, 1)
     manta.until("a complete checkpoint", lambda: complete_checkpoints(manta, job))
     shutil.rmtree(manta.paths.snapshot_folder(job))
     newest = max(complete_checkpoints(manta, job))
     kill(manta.pids(job)[1])
     ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == 1
     resumed = manta.events(job, "generation_started")[-1].data
     assert resumed["resume_source"] == "checkpoint"
@@ -154,8 +154,10 @@ def test_without_its_own_snapshot_a_rank_goes_on_from_a_peers(manta, kill):
     assert recovered.data["steps_redone"] <= 1, "rows that a peer kept too are not of steps done again"
 
 
-def test_job_that_may_not_be_restarted_fails_and_says_why_and_goes_on_when_it_is_tried_again(manta, undisturbed, kill):
-    job = manta.submit(manta.spec(recovery={"max_restarts": 0}, checkpoint=EVERY_STEP))
+def test_job_that_may_not_be_restarted_fails_and_says_why_and_goes_on_when_it_is_tried_again(
+    manta, pair_undisturbed, kill
+):
+    job = manta.submit(manta.spec(layout=PAIR, recovery={"max_restarts": 0}, checkpoint=EVERY_STEP))
     manta.hold(job, 1)
     kill(manta.pids(job)[1])
     failed = manta.until("the end", lambda: (found := manta.client.job(job)) and is_final(found.state) and found)
@@ -165,7 +167,7 @@ def test_job_that_may_not_be_restarted_fails_and_says_why_and_goes_on_when_it_is
     assert failed.memory_kept_until is not None
     manta.client.retry(job)
     ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert (ended.generation, ended.restarts, ended.memory_kept_until) == (2, 0, None)
     second = manta.events(job, "generation_started")[1]
     assert second.data["resume_source"] == "snapshot" and second.data["resume_step"] >= failed.step - 1 > 0
@@ -181,8 +183,8 @@ def test_lost_agent_of_a_job_that_may_not_be_restarted_leaves_no_process(manta):
     manta.until("the end of its processes", lambda: manta.keeps_only_snapshots(job))
 
 
-def test_killed_ray_is_replaced_and_the_snapshots_survive_it(manta, undisturbed):
-    job = manta.submit(manta.spec())
+def test_killed_ray_is_replaced_and_the_snapshots_survive_it(manta, pair_undisturbed):
+    job = manta.submit(manta.spec(layout=PAIR))
     manta.hold(job, 1)
     psutil.Process(RayHead(manta.home).record().pid).kill()
 
@@ -194,6 +196,6 @@ def test_killed_ray_is_replaced_and_the_snapshots_survive_it(manta, undisturbed)
 
     manta.until("the service having taken the job up again", taken_up)
     ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert manta.events(job, "generation_started")[-1].data["resume_source"] == "snapshot"
     assert ended.restarts == 1

@@ -13,7 +13,7 @@ import pytest
 
 from api.cli.service import start_service, stop_service
 from service.cluster.ray_head import MARK
-from tests.e2e.conftest import MIDDLE
+from tests.e2e.conftest import MIDDLE, PAIR
 from workers.paths import Paths
 from workers.snapshot.files import steps_kept
 
@@ -44,20 +44,20 @@ def test_training_never_notices_that_the_service_ends(manta):
     assert manta.leftovers(job) == []
 
 
-def test_rank_that_died_while_the_service_was_away(manta, undisturbed, kill):
-    job = manta.submit(manta.spec())
+def test_rank_that_died_while_the_service_was_away(manta, pair_undisturbed, kill):
+    job = manta.submit(manta.spec(layout=PAIR))
     manta.hold(job, 1)
     victim = manta.pids(job)[1]
     manta.kill_service()
     kill(victim)
     manta.start()
     ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == 1
 
 
-def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta, undisturbed):
-    job = manta.submit(manta.spec(steps=10_000))
+def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta):
+    job = manta.submit(manta.spec(layout=PAIR, steps=10_000))
     manta.until_step(job, MIDDLE)
     before = manta.pids(job)
     manta.kill_service()
@@ -81,14 +81,14 @@ def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta
 
 
 @pytest.mark.parametrize("state", ["STARTING", "RECOVERING", "CANCELLING"])
-def test_job_is_taken_over_in_every_state(manta, undisturbed, kill, state):
+def test_job_is_taken_over_in_every_state(manta, pair_undisturbed, kill, state):
     with contextlib.ExitStack() as until_the_next_service:
         if state == "STARTING":
             until_the_next_service.enter_context(manta.zygote_stopped())
-            job = manta.submit(manta.spec())
+            job = manta.submit(manta.spec(layout=PAIR))
             manta.until_state(job, "STARTING")
         else:
-            job = manta.submit(manta.spec())
+            job = manta.submit(manta.spec(layout=PAIR))
             manta.hold(job, 1)
         if state == "RECOVERING":
             until_the_next_service.enter_context(manta.zygote_stopped())
@@ -102,7 +102,7 @@ def test_job_is_taken_over_in_every_state(manta, undisturbed, kill, state):
         manta.until_state(job, "CANCELLED")
     else:
         manta.until_state(job, "SUCCEEDED")
-        assert manta.curve(job) == undisturbed
+        assert manta.curve(job) == pair_undisturbed
     assert manta.leftovers(job) == []
 
 
