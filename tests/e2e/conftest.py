@@ -32,6 +32,7 @@ PAIR = (1, 1, 2)
 """Layout of a job that needs no more than two ranks."""
 EVERY_STEP = {"every_steps": 0, "snapshot_every_steps": 1}
 """`checkpoint` of a job of which a death costs one step at most; without, the interval grows on a slow machine."""
+SLOW_SECONDS = 0.1
 HOLD_SECONDS = 0.5
 """How long each step of a job that is held takes: longer than anything that a test does meanwhile."""
 
@@ -119,6 +120,11 @@ class Manta:
         `rank` is replaced. So what the test does next happens in the middle of the run, however slow the machine is."""
         self.inject(job, "slow", rank, at_step=step + 1, seconds=HOLD_SECONDS)
         self.until_step(job, step)
+
+    def leave_room(self, job: str) -> None:
+        """Make each step take a little longer, until the process of rank 0 is replaced: a job that runs on and on leaves
+        the cores to whatever else happens."""
+        self.inject(job, "slow", 0, seconds=SLOW_SECONDS)
 
     @contextlib.contextmanager
     def zygote_stopped(self) -> Iterator[None]:

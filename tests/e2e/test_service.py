@@ -25,6 +25,7 @@ def snapshot_step(manta, job):
 
 def test_training_never_notices_that_the_service_ends(manta):
     job = manta.submit(manta.spec(steps=10_000))
+    manta.leave_room(job)
     manta.until_step(job, 5)
     before = manta.pids(job)
     for times, how in enumerate((signal.SIGKILL, signal.SIGTERM), start=1):
@@ -58,6 +59,7 @@ def test_rank_that_died_while_the_service_was_away(manta, pair_undisturbed, kill
 
 def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta):
     job = manta.submit(manta.spec(layout=PAIR, steps=10_000))
+    manta.leave_room(job)
     manta.until_step(job, MIDDLE)
     before = manta.pids(job)
     manta.kill_service()
