@@ -122,8 +122,8 @@ class Manta:
         self.until_step(job, step)
 
     def leave_room(self, job: str) -> None:
-        """Make each step take a little longer, until the process of rank 0 is replaced: a job that runs on and on leaves
-        the cores to whatever else happens."""
+        """Make each step take a little longer, until the process of rank 0 is replaced: a job that runs on and on then
+        leaves the cores to whatever else happens."""
         self.inject(job, "slow", 0, seconds=SLOW_SECONDS)
 
     @contextlib.contextmanager
