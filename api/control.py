@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from service.data_roots import DataRoots
 from service.deletion import Deletion
 from service.store import Store
 from workers.protocol.messages import Fault
@@ -20,6 +21,10 @@ class ControlPlane(Protocol):
     @property
     def home(self) -> Path:
         """Folder of the embedded state; job logs lie in `jobs/<id>/logs` below it."""
+
+    @property
+    def data_roots(self) -> DataRoots:
+        """Below which folders jobs may read."""
 
     def submitted(self, job_id: str) -> None:
         """A job was stored in state QUEUED, or may have another place in the queue: wake the scheduler."""

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING
 from service.cluster.processes import same_process, start_of, started_in
 from service.cluster.ray_head import ExistingRay, RayHead
 from service.control_plane import ControlPlane
+from service.data_roots import DataRoots
 from service.settings import Settings
 from workers.errors import MantaError
 
@@ -58,6 +59,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         lambda: _start_over(home, host, port, slots, allow_faults),
         allow_faults,
         settings.failed_memory_hours * 3600,
+        DataRoots.of(settings.data_roots, host),
     )
     control.start()
     service_file = settings.service_file

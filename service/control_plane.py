@@ -24,11 +24,12 @@ from service.cluster.node_care import NodeCare
 from service.cluster.node_watch import NodeWatch
 from service.cluster.placement import unit_of
 from service.cluster.ray_head import ExistingRay, RayHead
+from service.data_roots import DataRoots
 from service.deletion import Deletion, delete_job
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.owner import JobOwner
-from service.scheduler import Scheduler
+from service.scheduler import ANYWHERE, Scheduler
 from service.states import JobState, is_final
 from service.store import Store, deletion, failed_jobs, installation, jobs, ranks
 from service.store.tables import Job
@@ -62,11 +63,13 @@ class ControlPlane:
         start_over: Callable[[], None] | None = None,
         allow_faults: bool = False,
         memory_seconds: float = DEFAULT_MEMORY_SECONDS,
+        data_roots: DataRoots = ANYWHERE,
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
         `allow_faults`: make faults in jobs on request; `memory_seconds`: how long the snapshots of a failed job are
-        kept for a retry."""
+        kept for a retry; `data_roots`: below which folders jobs may read."""
+        self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults, self._memory_seconds = allow_faults, memory_seconds
         self._store = Store(f"sqlite:///{home / 'manta.db'}")
@@ -112,7 +115,7 @@ class ControlPlane:
 
     async def _begin(self, ray: Any) -> None:
         cluster = self._cluster = Cluster.connected(ray, self._home)
-        self._scheduler = Scheduler(self._store, cluster, self._placed)
+        self._scheduler = Scheduler(self._store, cluster, self._placed, self.data_roots)
         unfinished = await asyncio.to_thread(self._unfinished)
         for job in unfinished:
             if job.state != JobState.QUEUED:

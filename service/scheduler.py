@@ -20,6 +20,7 @@ from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement import missing, unit_of
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
+from service.data_roots import DataRoots
 from service.job.record import JobRecord
 from service.states import JobState
 from service.store import IllegalTransition, Store, jobs
@@ -27,13 +28,13 @@ from service.store.retries import may_pass
 from service.store.tables import Job
 from service.stored_specs import stored_spec_problem
 from workers.config import JobSpec, ParallelConfig
-from workers.data.sources import check_data
 from workers.errors import DataError
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 PLACEMENT_SECONDS = 10.0
+ANYWHERE = DataRoots()
 
 
 class Look(Enum):
@@ -51,8 +52,8 @@ Placed = Callable[[Job, int], None]
 class Scheduler:
     """The owner loop of QUEUED jobs."""
 
-    def __init__(self, store: Store, cluster: Cluster, placed: Placed):
-        self._store, self._cluster, self._placed = store, cluster, placed
+    def __init__(self, store: Store, cluster: Cluster, placed: Placed, data_roots: DataRoots = ANYWHERE):
+        self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
         self._wake = asyncio.Event()
         self.placing: set[str] = set()
         """Jobs that are STARTING and have no owner yet, because they are being placed."""
@@ -120,7 +121,7 @@ class Scheduler:
 
     async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:
         try:
-            await asyncio.to_thread(check_data, spec)
+            await asyncio.to_thread(self._data_roots.check, spec)
         except DataError as error:
             await self._transition(job, JobState.FAILED, "bad_data", str(error))
             return False

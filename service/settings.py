@@ -35,22 +35,34 @@ class Settings:
     failed_memory_hours: float = 24.0
     """How long the snapshots of a job that failed stay in shared memory for `manta retry`
     (MANTA_FAILED_MEMORY_HOURS); 0: they go at once."""
+    data_roots: tuple[Path, ...] | None = None
+    """Folders below which jobs may read data (MANTA_DATA_ROOTS, separated by colons); None: it depends on the address on
+    which the service listens (`service/data_roots.py`)."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Read MANTA_HOME (default ~/.manta), MANTA_URL, MANTA_ALLOW_FAULTS, MANTA_ALLOWED_HOSTS and
+        """Read MANTA_HOME (default ~/.manta), MANTA_URL, MANTA_ALLOW_FAULTS, MANTA_ALLOWED_HOSTS, MANTA_DATA_ROOTS and
         MANTA_FAILED_MEMORY_HOURS from `environment`, by default the process's own. Raises BadSetting."""
         source = os.environ if environment is None else environment
         home = Path(source.get("MANTA_HOME") or "~/.manta").expanduser().absolute()
         allow_faults = source.get("MANTA_ALLOW_FAULTS", "").strip().lower() in ("1", "true", "yes", "on")
         hours = _hours(source.get("MANTA_FAILED_MEMORY_HOURS") or "24")
         hosts = tuple(filter(None, (name.strip() for name in source.get("MANTA_ALLOWED_HOSTS", "").split(","))))
-        return cls(home, source.get("MANTA_URL") or None, allow_faults, hosts, hours)
+        roots = _folders(source.get("MANTA_DATA_ROOTS") or "")
+        return cls(home, source.get("MANTA_URL") or None, allow_faults, hosts, hours, roots)
 
     @property
     def service_file(self) -> Path:
         """JSON file `{"url", "pid"}` in which a running embedded service says where it answers."""
         return self.home / "service.json"
+
+
+def _folders(text: str) -> tuple[Path, ...] | None:
+    folders = tuple(Path(each).expanduser() for each in text.split(os.pathsep) if each)
+    for folder in folders:
+        if not folder.is_absolute():
+            raise BadSetting(f"MANTA_DATA_ROOTS names {folder}; each of its folders must be an absolute path")
+    return folders or None
 
 
 def _hours(text: str) -> float:

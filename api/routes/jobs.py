@@ -68,7 +68,7 @@ def submit_job(
     dry_run: Annotated[bool, Query(description="Only check the spec")] = False,
 ) -> schemas.Job | schemas.DryRun:
     """Check a JobSpec and store it as a QUEUED job; with `dry_run` only check it and show its layout."""
-    spec = _checked(document)
+    spec = _checked(document, control)
     if dry_run:
         response.status_code = 200
         return views.dry_run_view(spec)
@@ -207,9 +207,12 @@ def resize_job(
     return job
 
 
-def _checked(document: Any) -> JobSpec:
+def _checked(document: Any, control: ControlPlane) -> JobSpec:
     """The JobSpec in `document`. Raises SpecError."""
     spec = parse_job_spec(document)
     if spec.train.steps > _MOST_STEPS:
         raise SpecError([Problem("train.steps", f"must be at most {_MOST_STEPS}", str(_MOST_STEPS))])
+    outside = control.data_roots.problems(spec)
+    if outside:
+        raise SpecError(outside)
     return spec

@@ -14,6 +14,7 @@ import uvicorn
 
 from api.app import create_app
 from service.cluster.errors import NodeNotFound
+from service.data_roots import DataRoots
 from service.deletion import Deletion, delete_job
 from service.faults import FaultsNotAllowed, refuse_impossible
 from service.states import JobState
@@ -41,6 +42,7 @@ class FakeControl:
     reasons: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     allow_faults: bool = False
+    data_roots: DataRoots = field(default_factory=DataRoots)
 
     def begin(self, store: Store, home: Path) -> None:
         """Forget the test before this one."""

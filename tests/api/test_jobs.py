@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from service.data_roots import DataRoots
+
 JOB_KEYS = {
     "id", "name", "state", "reason", "message", "spec", "step", "steps", "eta_seconds", "parallel", "generation",
     "restarts", "metrics", "goodput", "queue", "created_at", "started_at", "finished_at",
@@ -201,3 +203,14 @@ def test_resize_that_makes_no_sense_is_refused(service):
     assert answer({"data": 1}, "job_unknown") == (404, "job_not_found")
     service.http.post(f"/v1/jobs/{job['id']}/cancel")
     assert answer({"data": 1}) == (409, "illegal_transition")
+
+
+def test_data_outside_of_the_folders_that_jobs_may_read_is_refused(service, document, tmp_path):
+    service.control.data_roots = DataRoots((tmp_path / "data",))
+    document = {**document, "data": {"source": "text", "paths": ["/etc/passwd"]}}
+    for query in ("", "?dry_run=true"):
+        answer = service.http.post(f"/v1/jobs{query}", json=document)
+        (error,) = answer.json()["errors"]
+        assert (answer.status_code, error["path"]) == (422, "data.paths.0")
+        assert "is not below any of the folders that jobs may read" in error["rule"]
+    assert service.control.asked == []

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from service import scheduler
+from service import data_roots
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.scheduler import Scheduler
@@ -88,7 +88,7 @@ def test_job_that_cannot_be_looked_at_holds_up_no_other(store, submit, look, mon
         if spec.name == "odd":
             raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
 
-    monkeypatch.setattr(scheduler, "check_data", check)
+    monkeypatch.setattr(data_roots, "check_data", check)
     assert [job for job, _ in look()] == [fine.id]
     assert job_now(store, odd).state == "QUEUED"
 

@@ -35,6 +35,14 @@ def test_hours_that_are_none_are_refused(value):
         Settings.from_environment({"MANTA_FAILED_MEMORY_HOURS": value})
 
 
+def test_folders_of_data_are_separated_by_colons_and_absolute():
+    assert Settings.from_environment({}).data_roots is None
+    read = Settings.from_environment({"MANTA_DATA_ROOTS": "/data:/srv/texts:"})
+    assert read.data_roots == (Path("/data"), Path("/srv/texts"))
+    with pytest.raises(BadSetting, match="MANTA_DATA_ROOTS names texts"):
+        Settings.from_environment({"MANTA_DATA_ROOTS": "/data:texts"})
+
+
 @pytest.mark.parametrize(("value", "allowed"), [("1", True), ("yes", True), ("0", False), ("", False)])
 def test_faults_are_made_only_where_somebody_said_so(value, allowed):
     assert Settings.from_environment({"MANTA_ALLOW_FAULTS": value}).allow_faults is allowed

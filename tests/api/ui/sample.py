@@ -17,6 +17,7 @@ import uvicorn
 
 from api.app import create_app
 from api.ui import mount
+from service.data_roots import DataRoots
 from service.logs import log_file, log_folder
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
@@ -40,6 +41,7 @@ class SampleControl:
     def __init__(self, store: Store, home: Path):
         self.store = store
         self.home = home
+        self.data_roots = DataRoots()
 
     def submitted(self, job_id: str) -> None:
         """Nothing to do."""

@@ -1,0 +1,79 @@
+"""Jobs read below the folders that they may read, and learn nothing of others."""
+
+from pathlib import Path
+
+import pytest
+
+from service.data_roots import DataRoots
+from workers.errors import DataError
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A folder that may be read, and one beside it whose name begins alike."""
+    for name in ("data", "data-of-others"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text("words " * 100)
+    return tmp_path / "data", tmp_path / "data-of-others"
+
+
+def spec_of(make_spec, *paths):
+    return make_spec(data={"source": "text", "paths": [str(path) for path in paths]})
+
+
+def test_what_is_below_may_be_read(folders, make_spec):
+    data, others = folders
+    roots = DataRoots((others, data))
+    for path in (data, data / "text.txt", data / "." / "text.txt"):
+        spec = spec_of(make_spec, path)
+        assert roots.problems(spec) == []
+        roots.check(spec)
+
+
+@pytest.mark.parametrize(
+    "outside", ["../data-of-others", "../data-of-others/text.txt", "..", "../nowhere", "/etc/passwd"]
+)
+def test_what_is_not_is_refused_with_the_same_sentence_whether_it_is_there_or_not(folders, make_spec, outside):
+    data, _ = folders
+    spec = spec_of(make_spec, data, data / outside)
+    (problem,) = DataRoots((data,)).problems(spec)
+    assert problem.path == "data.paths.1"
+    assert (
+        problem.rule
+        == f"{data / outside} is not below any of the folders that jobs may read (MANTA_DATA_ROOTS: {data})"
+    )
+    with pytest.raises(DataError, match=r"data\.paths\.1: .* is not below"):
+        DataRoots((data,)).check(spec)
+
+
+def test_links_are_followed_before_that(folders, make_spec):
+    data, others = folders
+    (data / "way-out").symlink_to(others)
+    (data / "file.txt").symlink_to(others / "text.txt")
+    assert DataRoots((data,)).problems(spec_of(make_spec, data / "way-out"))
+    with pytest.raises(DataError, match=r"file\.txt leads elsewhere"):
+        DataRoots((data,)).check(spec_of(make_spec, data))
+    linked = data.parent / "linked"
+    linked.symlink_to(data)
+    assert DataRoots((linked,)).problems(spec_of(make_spec, data / "text.txt")) == []
+
+
+def test_standard_library_may_always_be_read(make_spec):
+    spec = make_spec(data={"source": "python-stdlib"})
+    assert DataRoots(()).problems(spec) == []
+    DataRoots(()).check(spec)
+
+
+@pytest.mark.parametrize(
+    ("set_to", "host", "folders"),
+    [
+        (None, "127.0.0.1", None),
+        (None, "localhost", None),
+        (None, "0.0.0.0", ()),
+        (None, "10.1.2.3", ()),
+        ((Path("/data"),), "127.0.0.1", (Path("/data"),)),
+        ((Path("/data"),), "0.0.0.0", (Path("/data"),)),
+    ],
+)
+def test_without_a_setting_it_is_everything_on_loopback_and_nothing_elsewhere(set_to, host, folders):
+    assert DataRoots.of(set_to, host).folders == folders
