@@ -36,8 +36,8 @@ class Settings:
     """How long the snapshots of a job that failed stay in shared memory for `manta retry`
     (MANTA_FAILED_MEMORY_HOURS); 0: they go at once."""
     data_roots: tuple[Path, ...] | None = None
-    """Folders below which jobs may read data (MANTA_DATA_ROOTS, separated by colons); None: it depends on the address on
-    which the service listens (`service/data_roots.py`)."""
+    """Folders below which jobs may read data (MANTA_DATA_ROOTS, separated by colons); None: `DataRoots.of` says which,
+    by the address on which the service listens."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
