@@ -20,6 +20,8 @@ from workers.protocol.messages import AgentDescription
 from workers.snapshot.files import layout_tag
 
 REPLICA_SECONDS = 10.0
+# In the place of the placement group of a replica of which nobody is left.
+NOWHERE = ""
 """How long a replica that there should be room for may take to be placed."""
 
 
@@ -118,13 +120,13 @@ class Gang:
 
     async def adopt(self, names: Sequence[str], after: dict[int, int]) -> dict[int, AgentDescription] | None:
         """Take over the agents with these names, by rank; by rank how those that are left describe themselves. None
-        when of some replica none is: then nobody knows its places any more."""
+        when none is left. The places of a replica of which nobody is left are not known any more, and freed."""
         if len(names) != self.layout.world_size:
             return None
         agents = await self._cluster.agents.find(names)
         about = await describe_each({rank: agent for rank, agent in enumerate(agents) if agent is not None})
         self.nodes = {rank: place.node for rank, place in about.items()}
-        if len(self.replicas_of(about)) < self.layout.data:
+        if not about:
             return None
         self.agents, self.names, self.after = agents, list(names), after
         self.note_places(about)
@@ -135,7 +137,7 @@ class Gang:
         """Remember where the agents are, as they describe themselves, by rank."""
         self.note_nodes({rank: place.node for rank, place in about.items()})
         by_replica = {replica_of(self.layout, rank): place.group for rank, place in about.items()}
-        self.groups = [by_replica[replica] for replica in range(self.layout.data)]
+        self.groups = [by_replica.get(replica, NOWHERE) for replica in range(self.layout.data)]
 
     def note_nodes(self, nodes: Mapping[int, str | None]) -> None:
         """Remember on which nodes the agents of these ranks, and of no others, are."""
@@ -145,6 +147,8 @@ class Gang:
     async def replace(self, generation: int, lost: Sequence[int]) -> bool:
         """New agents for the ranks `lost`, in their places; False where those are gone too."""
         if any(self.nodes.get(rank) in self._cluster.nodes.lost for rank in lost):
+            return False
+        if NOWHERE in self._groups_of(self.replicas_of(lost)):
             return False
         seats = seats_of(self.layout, self.groups)
         wanted = {rank: seats[rank] for rank in lost}
@@ -166,7 +170,8 @@ class Gang:
         """End what is left of these replicas, and free their places. Their snapshots stay."""
         ranks = self.ranks_in(replicas)
         expected = given_back(await self.capacity(), [self.nodes.get(rank) for rank in ranks])
-        await self._cluster.dismiss([self.agents[rank] for rank in ranks], [self.groups[each] for each in replicas])
+        places = [group for group in self._groups_of(replicas) if group != NOWHERE]
+        await self._cluster.dismiss([self.agents[rank] for rank in ranks], places)
         await self._cluster.nodes.until_free(expected)
 
     async def start_standby(
@@ -242,7 +247,11 @@ class Gang:
     def _set_of(self, ranks: Sequence[int], replicas: Sequence[int]) -> AgentSet:
         """The agents of these ranks that are not lost, with the groups of these replicas."""
         living = self.by_rank
-        return AgentSet([living[rank] for rank in ranks if rank in living], [self.groups[each] for each in replicas])
+        places = [group for group in self._groups_of(replicas) if group != NOWHERE]
+        return AgentSet([living[rank] for rank in ranks if rank in living], places)
+
+    def _groups_of(self, replicas: Sequence[int]) -> list[str]:
+        return [self.groups[replica] for replica in replicas]
 
     def _put(self, rank: int, agent: AgentClient | None, name: str) -> None:
         self.agents[rank], self.names[rank] = agent, name

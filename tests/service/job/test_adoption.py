@@ -103,16 +103,44 @@ def test_agent_that_was_lost_meanwhile_is_replaced(two_replicas, cluster):
     assert cluster.nothing_held
 
 
-@pytest.mark.parametrize("lost", [1, 2], ids=["a_whole_replica", "everybody"])
-def test_job_of_whose_replica_nobody_is_left_is_placed_anew(two_replicas, tmp_path, lost):
+def lose(cluster, agents):
+    for agent in agents:
+        agent.lose()
+        del cluster.agents.living[agent.name]
+
+
+def test_replica_of_which_nobody_is_left_is_placed_anew_and_the_others_go_on(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0})
 
     async def body():
         await run_and_lose_control(job, 1)
-        for agent in list(cluster.agents.living.values())[4 - 2 * lost :]:
-            agent.lose()
-            del cluster.agents.living[agent.name]
+        agents = list(cluster.agents.living.values())
+        lose(cluster, agents[2:])
+        job.supervise(None)
+        await job.watched(2)
+        assert job.ranks[:2] == agents[:2]
+        assert [agent.running for agent in job.ranks] == 4 * [True]
+        assert len(cluster.groups.held) == 2, "the places that nobody knew are free again"
+        await job.commit(2)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
+    assert next(event.data for event in job.events if event.type == "ranks_replaced") == {
+        "kept": [0, 1],
+        "started": [2, 3],
+    }
+    assert cluster.nothing_held
+
+
+def test_job_of_which_nobody_is_left_is_placed_anew(two_replicas, tmp_path):
+    cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
+    job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0})
+
+    async def body():
+        await run_and_lose_control(job, 1)
+        lose(cluster, list(cluster.agents.living.values()))
         job.supervise(None)
         await job.watched(2)
         assert len(cluster.agents.living) == 4
