@@ -11,7 +11,10 @@ import pytest
 from api import calls
 from api.client import ApiError, AsyncMantaClient, MantaClient, ServiceUnreachable, find_url
 from api.sse_client import EventParser, ServerEvent
+from api.sse_server import KEEPALIVE_SECONDS
+from api.state_waits import LONGEST_SECONDS
 from service.settings import Settings
+from tests.api.support.silent_service import SilentService
 
 
 @pytest.fixture
@@ -109,3 +112,95 @@ def test_streams_are_parsed_as_the_standard_says():
     lines = [": hello", "", "id: 1", "data: a", "data:b", "", "event: end", "data: {}", "", "data: cut"]
     events = [event for event in map(parser.feed, lines) if event is not None]
     assert events == [ServerEvent("a\nb", "message", "1"), ServerEvent("{}", "end", "")]
+
+
+JOB = "job_000000000001"
+EVENT_STREAM = {"accept": "text/event-stream"}
+
+
+@pytest.mark.parametrize(
+    ("ask", "line", "body", "headers"),
+    [
+        (lambda c: c.submit({"name": "a"}, "once"), "POST /v1/jobs", {"name": "a"}, {"idempotency-key": "once"}),
+        (lambda c: c.dry_run({"name": "a"}), "POST /v1/jobs?dry_run=true", {"name": "a"}, {}),
+        (lambda c: c.jobs("FAILED", "a", 7, "x"), "GET /v1/jobs?state=FAILED&name=a&limit=7&cursor=x", None, {}),
+        (lambda c: c.job(JOB), f"GET /v1/jobs/{JOB}", None, {}),
+        (lambda c: c.job(JOB, 0, "QUEUED"), f"GET /v1/jobs/{JOB}?wait=0&state=QUEUED", None, {}),
+        (lambda c: c.resize(JOB, 3), f"POST /v1/jobs/{JOB}/resize", {"data": 3}, {}),
+        (lambda c: c.retry(JOB), f"POST /v1/jobs/{JOB}/retry", None, {}),
+        (lambda c: c.cancel(JOB), f"POST /v1/jobs/{JOB}/cancel", None, {}),
+        (
+            lambda c: c.edit(JOB, "a", 0, '"e"'),
+            f"PATCH /v1/jobs/{JOB}",
+            {"name": "a", "priority": 0},
+            {"if-match": '"e"'},
+        ),
+        (lambda c: c.delete(JOB), f"DELETE /v1/jobs/{JOB}", None, {}),
+        (
+            lambda c: c.metrics(JOB, ["loss", "tokens"], 3, 9),
+            f"GET /v1/jobs/{JOB}/metrics?names=loss,tokens&after_step=3&max_points=9",
+            None,
+            {},
+        ),
+        (lambda c: c.events(JOB, "x", 7), f"GET /v1/jobs/{JOB}/events?cursor=x&limit=7", None, {}),
+        (lambda c: c.all_events(JOB, "t", "x", 7), f"GET /v1/events?job={JOB}&type=t&cursor=x&limit=7", None, {}),
+        (lambda c: c.logs(JOB, 0, "x", 7), f"GET /v1/jobs/{JOB}/logs?rank=0&cursor=x&limit=7", None, {}),
+        (
+            lambda c: next(c.follow_events(JOB, "0")),
+            f"GET /v1/jobs/{JOB}/events?follow=true",
+            None,
+            {**EVENT_STREAM, "last-event-id": "0"},
+        ),
+        (
+            lambda c: next(c.follow_all_events(JOB, "t", "0")),
+            f"GET /v1/events?follow=true&job={JOB}&type=t",
+            None,
+            {**EVENT_STREAM, "last-event-id": "0"},
+        ),
+        (lambda c: next(c.follow_logs(JOB, 0)), f"GET /v1/jobs/{JOB}/logs?follow=true&rank=0", None, EVENT_STREAM),
+        (lambda c: c.ranks(JOB), f"GET /v1/jobs/{JOB}/ranks", None, {}),
+        (lambda c: c.checkpoints(JOB, 7, "x"), f"GET /v1/jobs/{JOB}/checkpoints?limit=7&cursor=x", None, {}),
+        (lambda c: c.ledger(JOB), f"GET /v1/jobs/{JOB}/ledger", None, {}),
+        (lambda c: c.recoveries(JOB, 7, "x"), f"GET /v1/jobs/{JOB}/recoveries?limit=7&cursor=x", None, {}),
+        (lambda c: c.drain("ab/c", 0.0), "POST /v1/nodes/ab%2Fc/drain", {"deadline_seconds": 0.0}, {}),
+        (lambda c: c.cluster(), "GET /v1/cluster", None, {}),
+        (lambda c: c.ready(), "GET /readyz", None, {}),
+    ],
+)
+def test_all_that_a_method_is_given_is_in_its_request(ask, line, body, headers):
+    """Zero is as good as any other number, and not taken for nothing."""
+    service = SilentService()
+    with MantaClient("http://there", service) as client, pytest.raises(ApiError):
+        ask(client)
+    (asked,) = service.asked
+    assert (asked.line, asked.body) == (line, body)
+    assert {name: asked.headers[name] for name in headers} == headers
+
+
+def test_client_is_more_patient_than_the_answer_may_take():
+    service = SilentService()
+
+    def patience(ask):
+        with MantaClient("http://there", service) as client, pytest.raises(ApiError):
+            ask(client)
+        return service.asked[-1].timeout["read"]
+
+    assert patience(lambda client: next(client.follow_logs(JOB))) > 2 * KEEPALIVE_SECONDS
+    assert patience(lambda client: next(client.follow_all_events())) > 2 * KEEPALIVE_SECONDS
+    assert patience(lambda client: client.job(JOB, wait=LONGEST_SECONDS)) > LONGEST_SECONDS
+    assert patience(lambda client: client.delete(JOB)) > 60 > patience(lambda client: client.job(JOB))
+
+
+def test_event_loops_are_as_patient_with_a_stream_that_has_nothing_to_say():
+    waited = []
+
+    def note(request):
+        waited.append(request.extensions["timeout"]["read"])
+        return httpx.Response(200, content=b'event: end\ndata: {"state": "FAILED"}\n\n')
+
+    async def main():
+        async with AsyncMantaClient("http://there", httpx.MockTransport(note)) as client:
+            return [line async for line in client.stream(calls.follow_logs(JOB))]
+
+    assert asyncio.run(main()) == []
+    assert waited[0] > 2 * KEEPALIVE_SECONDS

@@ -7,11 +7,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from api.cli import main
 from api.cli.main import app
+from api.client import MantaClient
 from service.logs import log_file, log_folder
 from service.recovery.timeline import RecoveryTimeline
 from service.store import checkpoints, events, generations, ranks, recoveries
 from service.store.recoveries import Beginning
+from tests.api.support.silent_service import SilentService
 
 
 @pytest.fixture
@@ -187,6 +190,8 @@ def test_retry(manta, service, job):
     assert "retry works only while it is one of FAILED" in manta("retry", job, code=2).stderr
     service.move(job, "FAILED")
     assert manta("retry", job).stdout == f"{job} is QUEUED\n"
+    service.move(job, "STARTING", "FAILED")
+    assert json.loads(manta("retry", job, "--json").stdout)["state"] == "QUEUED"
 
 
 def test_a_wrong_spec_is_a_list_of_what_is_wrong_and_how_to_mend_it(manta, spec_file, document):
@@ -247,3 +252,87 @@ def test_no_service_is_a_sentence_and_exit_code_three(manta, job, url):
 def test_the_address_may_come_from_the_home(manta, service, tmp_path):
     (tmp_path / "service.json").write_text(json.dumps({"url": service.url, "pid": 1}))
     assert "no jobs yet" in manta("ps", MANTA_URL="").stdout
+
+
+JOB = "job_000000000001"
+FAULT = {"kind": "kill", "rank": 0, "at_step": 0, "phase": "data", "seconds": 0.0, "delay": 0.0, "hold_gil": False}
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "body"),
+    [
+        ("ps", "GET /v1/jobs?limit=50", None),
+        ("ps --state failed --name a --limit 7", "GET /v1/jobs?state=FAILED&name=a&limit=7", None),
+        ("status JOB", "GET /v1/jobs/JOB", None),
+        ("logs JOB --rank 0", "GET /v1/jobs/JOB/logs?rank=0&limit=500", None),
+        ("logs JOB --rank 0 --follow", "GET /v1/jobs/JOB/logs?follow=true&rank=0", None),
+        ("logs JOB -f", "GET /v1/jobs/JOB/logs?follow=true", None),
+        ("events JOB", "GET /v1/jobs/JOB/events?limit=100", None),
+        ("events JOB --follow", "GET /v1/jobs/JOB/events?follow=true", None),
+        ("events --type told", "GET /v1/events?type=told&limit=1000", None),
+        ("events --type told -f", "GET /v1/events?follow=true&type=told", None),
+        ("metrics JOB", "GET /v1/jobs/JOB/metrics?after_step=0&max_points=20", None),
+        (
+            "metrics JOB --names loss,tokens --after-step 3 --max-points 7",
+            "GET /v1/jobs/JOB/metrics?names=loss,tokens&after_step=3&max_points=7",
+            None,
+        ),
+        ("cancel JOB", "POST /v1/jobs/JOB/cancel", None),
+        ("edit JOB --name a --priority 0", "PATCH /v1/jobs/JOB", {"name": "a", "priority": 0}),
+        ("edit JOB --priority 0", "PATCH /v1/jobs/JOB", {"priority": 0}),
+        ("delete JOB", "GET /v1/jobs/JOB", None),
+        ("delete JOB -y", "DELETE /v1/jobs/JOB", None),
+        ("retry JOB", "POST /v1/jobs/JOB/retry", None),
+        ("resize JOB --data 3", "POST /v1/jobs/JOB/resize", {"data": 3}),
+        ("checkpoints JOB", "GET /v1/jobs/JOB/checkpoints?limit=100", None),
+        ("ranks JOB", "GET /v1/jobs/JOB/ranks", None),
+        ("ledger JOB", "GET /v1/jobs/JOB/ledger", None),
+        ("recoveries JOB", "GET /v1/jobs/JOB/recoveries?limit=1000", None),
+        ("inject JOB --fault kill --rank 0", "POST /v1/jobs/JOB/faults", FAULT),
+        (
+            "inject JOB --fault stop --rank 3 --at-step 5 --phase reduction --delay 0.5",
+            "POST /v1/jobs/JOB/faults",
+            {**FAULT, "kind": "stop", "rank": 3, "at_step": 5, "phase": "reduction", "delay": 0.5},
+        ),
+        (
+            "inject JOB --fault slow --rank 1 --seconds 2",
+            "POST /v1/jobs/JOB/faults",
+            {**FAULT, "kind": "slow", "rank": 1, "seconds": 2.0},
+        ),
+        (
+            "inject JOB --fault hang --rank 1 --hold-gil",
+            "POST /v1/jobs/JOB/faults",
+            {**FAULT, "kind": "hang", "rank": 1, "hold_gil": True},
+        ),
+        ("drain abcd", "POST /v1/nodes/abcd/drain", {"deadline_seconds": 120.0}),
+        ("drain abcd --deadline 0", "POST /v1/nodes/abcd/drain", {"deadline_seconds": 0.0}),
+        ("nodes", "GET /v1/cluster", None),
+    ],
+)
+def test_all_that_is_said_to_a_command_is_in_its_request(command, line, body, monkeypatch):
+    service = SilentService()
+    monkeypatch.setattr(main, "MantaClient", lambda url: MantaClient(url, service))
+    words = command.replace("JOB", JOB).split()
+    result = CliRunner().invoke(app, [*words, "--url", "http://there:1"], env={"MANTA_URL": "http://elsewhere:1"})
+    assert (result.exit_code, result.stderr) == (1, "ask again later\n")
+    assert [(asked.line, asked.body) for asked in service.asked] == [(line.replace("JOB", JOB), body)]
+    assert service.asked[0].host == "there"
+
+
+def test_what_was_done_is_told_to_people_and_to_programs(manta, service, document):
+    service.control.allow_faults = True
+    elastic = {**document, "parallel": {"data": 2}, "elastic": {"min_data": 1}}
+    job = service.http.post("/v1/jobs", json=elastic).json()["id"]
+
+    def told(*command):
+        return manta(*command).stdout.strip(), json.loads(manta(*command, "--json").stdout)
+
+    assert (said := told("resize", job, "--data", 1))[0] == f"{job} will go on with 1 replicas"
+    assert said[1]["id"] == job
+    assert (said := told("drain", "abcd"))[0] == "abcd1234 is being left"
+    assert said[1]["draining"] is True
+    service.move(job, "STARTING", "RUNNING")
+    fault = json.loads(manta("inject", job, "--fault", "kill", "--rank", 1, "--json").stdout)
+    assert fault["id"] == service.control.faults[-1].id
+    assert (said := told("cancel", job))[0] == f"{job} is CANCELLING"
+    assert said[1]["state"] == "CANCELLING"
