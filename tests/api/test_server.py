@@ -2,15 +2,26 @@
 
 import json
 import os
+import socket
 import subprocess
 
 import psutil
 import pytest
+import uvicorn
 
 from api import server
 from api.cli import service
 from api.server import _announce, running_service
+from service.cluster.ray_head import ExistingRay
 from service.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def own_mask():
+    """A service sets its process's mask of new files."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 def test_announced_service_is_found_by_the_start_of_its_process(tmp_path, monkeypatch):
@@ -75,3 +86,56 @@ def test_service_that_is_not_ready_in_time_takes_only_what_it_started_with_it(tm
         service.start_service(tmp_path, "127.0.0.1", 0, None, None)
     assert sleeper[0].returncode is not None
     assert stopped == ([] if ray_ran else [tmp_path])
+
+
+class NotedControl:
+    """A control plane that remembers what it was made of."""
+
+    made = None
+
+    def __init__(self, home, head, start_over, allow_faults, memory_seconds):
+        self.head, self.allow_faults, self.memory_seconds = head, allow_faults, memory_seconds
+        NotedControl.made = self
+
+    def start(self):
+        pass
+
+    def stop(self):
+        pass
+
+
+@pytest.mark.parametrize(("hours", "seconds"), [(0.5, 1800), (0.0, 0)])
+def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hours, seconds):
+    served = []
+    monkeypatch.setattr(server, "ControlPlane", NotedControl)
+    monkeypatch.setattr(server, "build_app", lambda control, url, hosts: served.append((url, hosts)))
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: served.append(running_service(tmp_path)))
+    settings = Settings(tmp_path, None, True, ("manta.example.org",), hours)
+    server.serve(settings, "127.0.0.1", 0, 3, None)
+    made, ((url, hosts), announced) = NotedControl.made, served
+    assert (made.allow_faults, made.memory_seconds) == (True, seconds)
+    assert '--resources={"manta_slot": 3}' in made.head._command()
+    assert set(hosts) == {"127.0.0.1", "manta.example.org"}
+    assert announced["url"] == url != "http://127.0.0.1:0", "the port that was found free"
+    assert running_service(tmp_path) is None, "it is not announced any more"
+    assert (tmp_path / "service.lock").stat().st_mode & 0o077 == 0, "what it makes is for its own user alone"
+
+
+def test_ray_of_somebody_else_is_used_and_no_own_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "ControlPlane", NotedControl)
+    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: None)
+    server.serve(Settings(tmp_path), "127.0.0.1", 0, None, "there:6379")
+    assert isinstance(NotedControl.made.head, ExistingRay)
+
+
+def test_second_service_of_a_home_gives_way(tmp_path):
+    with server._lock(tmp_path), pytest.raises(server.AlreadyRunning, match="manta down"):
+        server._lock(tmp_path)
+
+
+def test_address_in_use_is_a_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(server.PortTaken, match=f"cannot listen on 127.0.0.1:{port}"):
+            server._listen("127.0.0.1", port)

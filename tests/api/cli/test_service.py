@@ -1,0 +1,158 @@
+"""`manta up`, `down`, `serve`: what they are told is what the service gets, and what `down` takes with it."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from api import server
+from api.cli import service
+from service.cluster.ray_head import RayHead
+from service.settings import Settings
+from service.states import JobState
+from service.store import jobs
+from workers import paths
+from workers.paths import Paths
+from workers.spec.reading import parse_job_spec
+
+ALL_OPTIONS = ["--host", "0.0.0.0", "--port", "0", "--slots", "3", "--ray", "there:6379", "--allow-faults"]
+ALL_TAKEN = ("0.0.0.0", 0, 3, "there:6379")
+
+
+@pytest.fixture
+def manta(tmp_path):
+    """Runs a command of the service in a home of its own."""
+    app = typer.Typer()
+    service.register(app)
+
+    def run(*arguments, **environment):
+        result = CliRunner().invoke(app, [*arguments], env={"MANTA_HOME": str(tmp_path), **environment})
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What the service is run with."""
+    runs = []
+    monkeypatch.setattr(service, "serve", lambda *arguments: runs.append(arguments))
+    monkeypatch.setattr(service, "configure_logging", lambda: None)
+    return runs
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Commands that are started in the background, with their environment."""
+    commands = []
+
+    def start(command, **options):
+        commands.append((command, options["env"]))
+        return SimpleNamespace(poll=lambda: 0)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(service, "_wait_until_ready", lambda *arguments: "http://127.0.0.1:1")
+    return commands
+
+
+@pytest.mark.parametrize(
+    ("options", "taken", "allow_faults"),
+    [([], ("127.0.0.1", 8400, None, None), False), (ALL_OPTIONS, ALL_TAKEN, True)],
+)
+def test_service_in_the_background_is_run_with_what_up_was_told(
+    manta, served, started, tmp_path, options, taken, allow_faults
+):
+    assert "Manta is up: http://127.0.0.1:1" in manta("up", *options)
+    ((command, environment),) = started
+    assert command[:3] == [sys.executable, "-m", "api.cli"]
+    assert environment["MANTA_HOME"] == str(tmp_path)
+    manta(*command[3:])
+    assert served == [(Settings(tmp_path, allow_faults=allow_faults), *taken)]
+
+
+def test_faults_that_the_environment_allows_are_allowed_in_the_background_too(manta, served, started, tmp_path):
+    manta("up", MANTA_ALLOW_FAULTS="1")
+    manta(*started[0][0][3:])
+    manta("serve", MANTA_ALLOW_FAULTS="1")
+    assert [settings.allow_faults for settings, *_ in served] == [True, True]
+
+
+def test_service_that_starts_over_is_run_as_before(manta, served, tmp_path, monkeypatch):
+    replaced = []
+    monkeypatch.setattr(os, "execve", lambda *call: replaced.append(call))
+    for slots, allow_faults in ((3, True), (None, False)):
+        server._start_over(tmp_path, "0.0.0.0", 1234, slots, allow_faults)
+        program, command, environment = replaced[-1]
+        assert (program, environment["MANTA_HOME"]) == (sys.executable, str(tmp_path))
+        manta(*command[3:])
+        assert served[-1] == (Settings(tmp_path, allow_faults=allow_faults), "0.0.0.0", 1234, slots, None)
+
+
+def test_up_starts_no_second_service(manta, started, tmp_path):
+    server._announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234")
+    assert manta("up") == "Manta runs already: http://127.0.0.1:1234\n"
+    assert started == []
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A home whose jobs have something in shared memory and in the runtime folder."""
+    monkeypatch.setattr(paths, "SHARED_MEMORY", tmp_path / "shm")
+    ours = Paths.of(tmp_path)
+    ours.snapshot_folder("job").mkdir(parents=True)
+    (ours.make_runtime_folder() / "zygote.sock").touch()
+    yield ours
+    ours.remove_runtime_folder()
+
+
+def test_what_jobs_have_on_the_ray_of_somebody_else_stays_when_the_service_goes(manta, home):
+    service.stop_service(home.home)
+    assert home.snapshot_folder("job").exists()
+    assert (home.runtime_folder / "zygote.sock").exists()
+
+
+def test_our_own_ray_goes_with_all_that_jobs_had_there(home, monkeypatch):
+    left = []
+    monkeypatch.setattr(RayHead, "stop", lambda head: left.append(home.snapshot_folder("job").exists()))
+    home.ray_record.write_text("{}")
+    assert service.stop_service(home.home), "a Ray without a service is something that was stopped"
+    assert left == [True], "first whoever writes there"
+    assert not home.snapshot_root.exists()
+    assert not home.runtime_folder.exists()
+
+
+def test_service_is_asked_to_end_and_is_ended_where_it_does_not(home, monkeypatch):
+    with subprocess.Popen(["sh", "-c", "trap '' TERM; echo ready; while :; do read line; done"],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as deaf:  # fmt: skip
+        assert deaf.stdout.readline() == b"ready\n"
+        monkeypatch.setattr(service, "running_service", lambda home: {"pid": deaf.pid})
+        monkeypatch.setattr(service, "DOWN_SECONDS", 0.05)
+        assert service.stop_service(home.home)
+        assert deaf.wait(10) == -9
+
+
+@pytest.mark.parametrize(
+    ("own_ray", "fate"),
+    [(True, "was ended at step 3 of 10, and goes on from its newest checkpoint"),
+     (False, "runs on, on the Ray cluster that is not ours, at step 3 or later")],
+)  # fmt: skip
+def test_down_says_what_becomes_of_the_jobs(manta, home, store, document, monkeypatch, own_ray, fate):
+    spec = parse_job_spec(document)
+    running, queued, over = [store.write(lambda s: jobs.create(s, spec))[0].id for _ in range(3)]
+    store.write(lambda s: jobs.transition(s, running, JobState.STARTING))
+    store.write(lambda s: setattr(jobs.get(s, running), "step", 3))
+    store.write(lambda s: jobs.transition(s, over, JobState.CANCELLED))
+    if own_ray:
+        home.ray_record.write_text("{}")
+    monkeypatch.setattr(service, "stop_service", lambda home: True)
+    said = manta("down").splitlines()
+    assert said[0] == "Manta is down."
+    assert set(said[1:3]) == {f"  {running} (small) {fate}", f"  {queued} (small) waits in the queue"}
+    assert over not in "".join(said)
+    monkeypatch.setattr(service, "stop_service", lambda home: False)
+    assert manta("down") == f"No service runs with home {home.home}.\n"
