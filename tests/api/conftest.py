@@ -69,7 +69,7 @@ class FakeControl:
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
         if not "abcd1234".startswith(node):
             raise NodeNotFound(node, 0)
-        self.asked.append(("drain", node))
+        self.asked.append((f"drain within {seconds:g} s", node))
         return {**self.cluster()["nodes"][0], "id": "abcd1234", "draining": True}
 
     def cluster(self) -> dict[str, Any]:

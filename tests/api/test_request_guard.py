@@ -1,10 +1,14 @@
 """What other sites make a browser send is refused, and so are bodies that no request needs."""
 
+from types import SimpleNamespace
+
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api.app import create_app
 from api.request_guard import MAX_BODY_BYTES, refusal
 
 OURS = {"localhost", "trainer7", "manta.example.org"}
@@ -31,6 +35,12 @@ def test_addresses_and_own_names_are_hosts(host):
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_name_of_somebody_else_that_leads_here_is_refused(host, method):
     assert code(host=host, method=method) == (403, "unknown_host")
+
+
+def test_service_is_reached_under_the_names_that_it_was_given(store):
+    app = create_app(SimpleNamespace(store=store), ["Manta.Example.org"])
+    for host, status in (("manta.example.org", 200), ("localhost", 200), ("evil.example", 403)):
+        assert TestClient(app, base_url=f"http://{host}").get("/healthz").status_code == status
 
 
 @pytest.mark.parametrize(

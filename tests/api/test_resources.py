@@ -156,6 +156,10 @@ def test_the_cluster_is_what_the_control_plane_says(service):
 def test_a_node_is_drained_by_the_start_of_its_id(service):
     answer = service.http.post("/v1/nodes/abcd/drain", json={"deadline_seconds": 30})
     assert (answer.status_code, answer.json()["id"], answer.json()["draining"]) == (202, "abcd1234", True)
+    assert service.http.post("/v1/nodes/abcd/drain", json={"deadline_seconds": 0}).status_code == 202
+    assert service.http.post("/v1/nodes/abcd/drain", json={}).status_code == 202
+    deadlines = [f"drain within {seconds} s" for seconds in (30, 0, 120)]
+    assert service.control.asked == [(each, "abcd") for each in deadlines]
     unknown = service.http.post("/v1/nodes/0123/drain", json={})
     assert (unknown.status_code, unknown.json()["code"]) == (404, "node_not_found")
     assert service.http.post("/v1/nodes/abcd/drain", json={"deadline_seconds": -1}).status_code == 422

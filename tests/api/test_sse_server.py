@@ -1,5 +1,7 @@
 """Live streams: everything once, in order, from where a client stopped, until the job is final."""
 
+import asyncio
+import contextlib
 import json
 import threading
 
@@ -7,9 +9,12 @@ import httpx
 import pytest
 
 from api import sse_server
+from api.routes import logs
+from api.sse_server import KEEPALIVE_SECONDS, POLL_SECONDS, Batch, Entry
 from service.logs import log_file, log_folder
 from service.states import JobState
 from service.store import deletion, events, jobs
+from tests.service.support.virtual_time import VirtualTimeLoop
 
 
 def read_stream(service, path, *, headers=None, until=None):
@@ -114,6 +119,61 @@ def test_what_a_job_prints_last_is_in_the_stream(service):
 
     read_stream(service, f"/v1/jobs/{job['id']}/logs", until=once)
     assert seen == ["first", "last"]
+
+
+def test_what_a_job_prints_last_is_in_the_stream_though_it_ends_while_its_log_is_read(service, monkeypatch):
+    job = service.submit()
+    folder = log_folder(service.control.home, job["id"])
+    folder.mkdir(parents=True)
+    read, looks = logs.read_page, []
+
+    def read_page(*arguments):
+        page = read(*arguments)
+        if not looks:
+            line = {"time": 1, "rank": 0, "generation": 1, "text": "last"}
+            log_file(folder, 0).write_text(json.dumps(line) + "\n")
+            service.move(job["id"], "CANCELLED")
+        looks.append(page)
+        return page
+
+    monkeypatch.setattr(logs, "read_page", read_page)
+    entries, state = read_stream(service, f"/v1/jobs/{job['id']}/logs")
+    assert ([line["text"] for _, line in entries], state) == (["last"], "CANCELLED")
+
+
+def said_by_a_stream(monkeypatch, seconds, news):
+    """By second what a stream says in that time; `news`: what a look at the second of its key finds."""
+    loop, left, said = VirtualTimeLoop(), dict(news), []
+
+    def look(position):
+        due = [second for second in left if second <= loop.time()]
+        return Batch([Entry(str(second), left.pop(second)) for second in due], position, False, False, "RUNNING")
+
+    async def at_once(function, *arguments):
+        return function(*arguments)
+
+    class OpenRequest:
+        async def is_disconnected(self):
+            return False
+
+    async def listen():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                async for part in sse_server.stream(OpenRequest(), look, 0).body_iterator:
+                    said.append((loop.time(), part.decode()))
+
+    monkeypatch.setattr(sse_server, "run_in_threadpool", at_once)
+    loop.run_until_complete(listen())
+    loop.close()
+    return said
+
+
+def test_quiet_stream_is_kept_alive_now_and_then(monkeypatch):
+    said = said_by_a_stream(monkeypatch, 4.5 * KEEPALIVE_SECONDS, {2 * KEEPALIVE_SECONDS - 5: "news"})
+    assert [part.startswith(":") for _, part in said] == [True, True, False, True, True]
+    times = [second for second, _ in said]
+    quiet = [times[1] - times[0], times[3] - times[2], times[4] - times[3]]
+    assert all(KEEPALIVE_SECONDS < each <= KEEPALIVE_SECONDS + 3 * POLL_SECONDS for each in quiet)
 
 
 def test_open_streams_do_not_block_other_requests_and_notice_that_the_client_left(service, monkeypatch):

@@ -46,3 +46,13 @@ def test_folders_of_data_are_separated_by_colons_and_absolute():
 @pytest.mark.parametrize(("value", "allowed"), [("1", True), ("yes", True), ("0", False), ("", False)])
 def test_faults_are_made_only_where_somebody_said_so(value, allowed):
     assert Settings.from_environment({"MANTA_ALLOW_FAULTS": value}).allow_faults is allowed
+
+
+def test_names_of_the_service_are_separated_by_commas():
+    assert Settings.from_environment({}).allowed_hosts == ()
+    named = Settings.from_environment({"MANTA_ALLOWED_HOSTS": " a.example, b.example ,,"})
+    assert named.allowed_hosts == ("a.example", "b.example")
+
+
+def test_snapshots_of_failed_jobs_may_go_at_once():
+    assert Settings.from_environment({"MANTA_FAILED_MEMORY_HOURS": "0"}).failed_memory_hours == 0

@@ -1,0 +1,30 @@
+"""The demo as a whole: when it kills, and that it leaves nothing running."""
+
+import copy
+
+import pytest
+
+from api.demo import __main__ as demo
+from tests.api.conftest import DOCUMENT
+from workers.errors import MantaError
+from workers.spec.reading import parse_job_spec
+
+
+@pytest.mark.parametrize(("steps", "every", "saved"), [(20, 5, 15), (21, 5, 20), (24, 5, 20), (5, 5, 0), (4, 5, 0)])
+def test_steps_around_the_failure_begin_at_the_last_checkpoint_on_the_way(steps, every, saved):
+    """That of the last step is saved when nothing can be killed any more."""
+    document = copy.deepcopy(DOCUMENT)
+    document["train"]["steps"], document["checkpoint"] = steps, {"every_steps": every}
+    assert demo.last_checkpoint_on_the_way(parse_job_spec(document)) == saved
+
+
+@pytest.mark.parametrize(("error", "status"), [(MantaError("no room"), 1), (KeyboardInterrupt(), 130)])
+def test_demo_that_breaks_off_says_so_and_leaves_no_service(monkeypatch, error, status):
+    stopped = []
+
+    def broken(console):
+        raise error
+
+    monkeypatch.setattr(demo, "_demo", broken)
+    monkeypatch.setattr(demo, "stop_service", stopped.append)
+    assert (demo.main(), stopped) == (status, [demo.HOME])
