@@ -1,0 +1,104 @@
+"""Which nodes there are, and what of them may be used."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from service.cluster import nodes as nodes_module
+from service.cluster.nodes import Nodes
+from service.cluster.placement import Capacity
+from service.cluster.placement_groups import PlacementGroups
+from tests.service.support.virtual_time import VirtualTimeLoop
+from workers.config import ParallelConfig
+
+
+class FakeConnection:
+    """A Ray that answers at once."""
+
+    def __init__(self, module):
+        self.module = module
+
+    async def read(self, function):
+        return function()
+
+    async def run(self, function, *arguments):
+        return function(*arguments)
+
+
+def node(name, gpus=0, alive=True):
+    units = {"manta_slot": 4.0, **({"GPU": float(gpus)} if gpus else {})}
+    return {
+        "NodeID": name, "Alive": alive, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1,
+        "NodeManagerHostname": f"host of {name}", "Resources": units,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    """Four nodes, on each of which one of four slots is taken, and one that Ray takes for dead."""
+    free = {name: {"manta_slot": 3.0} for name in "abcd"}
+    monkeypatch.setattr(nodes_module, "free_resources", lambda ray: free)
+    made = SimpleNamespace(free=free, groups={})
+    made.nodes = lambda: [*map(node, "abcd"), node("dead", gpus=8, alive=False)]
+    made.util = SimpleNamespace(
+        placement_group=lambda bundles, name, **options: made.groups.update({name: options["bundle_label_selector"]})
+    )
+    monkeypatch.setattr(
+        "service.cluster.placement_groups.placement_group_states", lambda ray: dict.fromkeys(ray.groups, "CREATED")
+    )
+    return made
+
+
+@pytest.fixture
+def nodes(ray):
+    return Nodes(FakeConnection(ray))
+
+
+def test_nothing_more_is_placed_on_nodes_that_are_lost_or_to_be_left_or_silent(ray, nodes):
+    nodes.lost, nodes.draining, nodes.silent = {"a"}, {"b"}, {"c"}
+    usable = asyncio.run(nodes.capacity("manta_slot"))
+    assert usable == Capacity("manta_slot", 4, 3, {"d": (4, 3)})
+    groups = PlacementGroups(nodes._ray, nodes)
+    asyncio.run(groups.acquire("job", 1, ParallelConfig(tensor=2), "manta_slot"))
+    assert ray.groups == {"replica/job/1/0": [{"ray.io/node-id": "!in(a,b,c)"}]}
+
+
+def test_nodes_that_live_are_shown_though_nothing_is_placed_there(nodes):
+    """What is free on a node whose daemon does not answer is of no use to anybody."""
+    nodes.lost, nodes.draining, nodes.silent = {"a"}, {"b"}, {"c"}
+    shown = asyncio.run(nodes.capacity("manta_slot", all_living=True))
+    assert shown == Capacity("manta_slot", 12, 6, {"b": (4, 3), "c": (4, 0), "d": (4, 3)})
+    assert asyncio.run(nodes.living()) == ["b", "c", "d"]
+
+
+def test_gpus_are_those_of_living_nodes(ray, nodes):
+    assert not asyncio.run(nodes.has_gpus()), "those of the dead one do not count"
+    ray.nodes = lambda: [node("a"), node("b", gpus=2)]
+    assert asyncio.run(nodes.has_gpus())
+    assert asyncio.run(nodes.capacity("GPU")) == Capacity("GPU", 2, 0, {"a": (0, 0), "b": (2, 0)})
+    nodes.lost.add("b")
+    assert not asyncio.run(nodes.has_gpus())
+
+
+def test_known_nodes_say_where_they_are_and_whether_they_live(nodes):
+    known = {each.id: each for each in asyncio.run(nodes.known())}
+    assert (known["a"].raylet, known["a"].host, known["a"].alive) == (("127.0.0.1", 1), "host of a", True)
+    assert not known["dead"].alive
+
+
+@pytest.mark.parametrize(("comes_after", "waited"), [(0.0, 0.0), (0.5, 0.5), (None, nodes_module.SETTLED_SECONDS)])
+def test_what_was_given_back_is_waited_for_as_long_as_ray_may_take_to_show_it(ray, nodes, comes_after, waited):
+    loop = VirtualTimeLoop()
+
+    async def wait():
+        if comes_after is not None:
+            loop.call_later(comes_after, ray.free["a"].update, {"manta_slot": 4.0})
+            await asyncio.sleep(0)
+        await nodes.until_free(Capacity("manta_slot", 16, 13, {}))
+        return loop.time()
+
+    try:
+        assert loop.run_until_complete(wait()) == pytest.approx(waited, abs=2 * nodes_module.LOOK_SECONDS)
+    finally:
+        loop.close()
