@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from service.cluster import node_care
-from service.cluster.agent_client import AgentFailed
+from service.cluster.agent_client import AgentFailed, AgentSilent
 from service.cluster.node_care import NodeCare
 from tests.service.support.fake_cluster import FakeCluster
 
@@ -18,7 +18,7 @@ def cluster(tmp_path, monkeypatch):
     return FakeCluster(tmp_path, a=2, b=2)
 
 
-def cared(cluster, story, over=lambda jobs: set(jobs)):
+def cared(cluster, story, over=lambda jobs: set(jobs), answered=lambda: None):
     """What `story(care, until)` answers while all nodes are looked after."""
 
     async def asked(jobs):
@@ -29,7 +29,7 @@ def cared(cluster, story, over=lambda jobs: set(jobs)):
             await asyncio.sleep(0)
 
     async def run():
-        care = NodeCare(cluster, asked)
+        care = NodeCare(cluster, asked, answered)
         task = asyncio.create_task(care.run())
         try:
             async with asyncio.timeout(SECONDS):
@@ -100,3 +100,89 @@ def test_daemon_of_a_release_before_cannot_tell_what_is_left_and_is_used_all_the
     daemon.jobs = unknown_method
     cared(cluster, lambda care, until: until(lambda: "a" in cluster.peak_flops))
     assert cluster.nodes.closed == set()
+
+
+def test_node_that_goes_before_it_has_answered_is_waited_for_no_more(cluster, monkeypatch):
+    monkeypatch.setattr(node_care, "FIRST_SECONDS", 1.0)
+    cluster.daemons.hang["b"] = lambda _: asyncio.Event().wait()
+
+    async def story(care, until):
+        await until(lambda: "a" in cluster.peak_flops and "b" in care._tasks)
+        cluster.nodes.lost.add("b")
+        await care.first_answers()
+        assert cluster.nodes.silent == set(), "all that are there have answered"
+
+    cared(cluster, story)
+
+
+def test_whoever_places_jobs_is_told_when_a_node_answers_again(cluster):
+    told = []
+    cluster.daemons.silent.add("b")
+
+    async def story(care, until):
+        await until(lambda: cluster.nodes.silent == {"b"} and "a" in cluster.peak_flops)
+        assert told == [], "the other one has answered all along"
+        cluster.daemons.silent.discard("b")
+        await until(lambda: "b" in cluster.peak_flops)
+        assert told == ["again"]
+
+    cared(cluster, story, answered=lambda: told.append("again"))
+
+
+def test_node_that_could_not_say_what_is_left_is_swept_when_it_can(cluster):
+    daemon, tried = cluster.daemons._daemon("b"), []
+    daemon.left, answer = ["over"], daemon.jobs
+
+    async def silent():
+        tried.append("b")
+        raise AgentSilent("no answer")
+
+    async def story(care, until):
+        daemon.jobs = silent
+        await until(lambda: len(tried) >= 3)
+        daemon.jobs = answer
+        await until(lambda: not daemon.left)
+
+    cared(cluster, story)
+
+
+def test_node_that_could_not_be_told_of_a_jobs_end_is_swept_again_and_once(cluster):
+    daemon, asked = cluster.daemons._daemon("b"), []
+    answer = daemon.jobs
+
+    async def jobs():
+        asked.append("b")
+        return await answer()
+
+    async def story(care, until):
+        await until(lambda: len(cluster.peak_flops) == 2)
+        daemon.left, daemon.jobs = ["over"], jobs
+        cluster.nodes.unswept.add("b")
+        await until(lambda: not daemon.left and not cluster.nodes.unswept)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert asked == ["b"]
+
+    cared(cluster, story)
+
+
+def test_nodes_are_looked_for_again_where_ray_does_not_tell_them(cluster, monkeypatch):
+    living, errors = cluster.nodes.living, [RuntimeError("Ray is restarting")]
+
+    async def unsure():
+        if errors:
+            raise errors.pop()
+        return await living()
+
+    monkeypatch.setattr(cluster.nodes, "living", unsure)
+    cared(cluster, lambda care, until: until(lambda: len(cluster.peak_flops) == 2))
+    assert not errors
+
+
+def test_node_that_joins_later_is_looked_after_too(cluster):
+    async def story(care, until):
+        await until(lambda: len(cluster.peak_flops) == 2)
+        cluster.nodes.slots["c"] = cluster.nodes.used["c"] = 2
+        await until(lambda: "c" in cluster.peak_flops)
+
+    cared(cluster, story)

@@ -161,6 +161,50 @@ def test_daemon_that_was_restarted_is_no_loss(cluster):
     assert cluster.lost == set()
 
 
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_node_that_is_to_be_left_is_told_however_little_time_is_left(cluster, seconds):
+    cluster.heartbeat.drain(seconds)
+
+    async def story(told):
+        return await told.get()
+
+    node, left = watched(cluster, story)
+    assert node == "n1"
+    assert 0 <= left <= seconds
+
+
+def test_node_of_which_nobody_has_said_that_it_ends_is_not_left(cluster):
+    heard, hear = [], NodeWatch._hear
+
+    def note(self, heartbeat):
+        heard.append(heartbeat)
+        hear(self, heartbeat)
+
+    async def story(told):
+        await until(lambda: len(heard) >= 2)
+        return told.empty()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NodeWatch, "_hear", note)
+        assert watched(cluster, story)
+
+
+def test_loss_that_ray_could_not_be_told_of_ends_no_watch(cluster, frequent_looks):
+    async def broken(node):
+        raise RuntimeError("Ray is restarting")
+
+    cluster.fail_calls_to = broken
+
+    async def story(news):
+        await until(lambda: cluster.asked)
+        cluster.fall_silent()
+        await news.get()
+        cluster.come_back()
+        await until(lambda: not cluster.lost)
+
+    watched(cluster, story)
+
+
 def test_process_too_busy_to_accept_still_takes_connections():
     with socket.create_server(("127.0.0.1", 0)) as nobody_accepts:
         assert any_listens([nobody_accepts.getsockname()])

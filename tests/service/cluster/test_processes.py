@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from service.cluster.processes import end_all, same_process, start_of, started_in, wait_until_ended
+from service.cluster import processes
+from service.cluster.processes import end_all, same_process, session_leader, start_of, started_in, wait_until_ended
 
 
 def start(**environment):
@@ -28,6 +29,57 @@ def test_marked_processes_end_and_others_do_not():
         for process in (ours, other):
             process.kill()
             process.wait()
+
+
+def test_processes_that_are_started_while_the_others_are_killed_end_too(monkeypatch):
+    first, late = start(MANTA_TEST_MARK="three"), []
+
+    def wait(killed, seconds):
+        if not late:
+            late.append(start(MANTA_TEST_MARK="three"))
+        return wait_until_ended(killed, seconds)
+
+    monkeypatch.setattr(processes, "wait_until_ended", wait)
+    try:
+        end_all(("MANTA_TEST_MARK", "three"), first.pid)
+        assert late[0].wait(10) < 0
+    finally:
+        for process in (first, *late):
+            process.kill()
+            process.wait()
+
+
+def test_process_that_the_kernel_holds_on_to_is_not_waited_for_without_end(monkeypatch):
+    process = start(MANTA_TEST_MARK="four")
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(psutil.Process, "kill", lambda process: None)
+            patch.setattr(processes, "KILL_SECONDS", 0.05)
+            end_all(("MANTA_TEST_MARK", "four"), None)
+        assert process.poll() is None
+    finally:
+        end_all(("MANTA_TEST_MARK", "four"), None)
+        process.wait()
+
+
+def test_leader_is_known_by_mark_words_and_session():
+    script = "import time; print(flush=True); time.sleep(1000)"
+    environment = {**os.environ, "MANTA_TEST_MARK": "five"}
+    leader, member = (
+        subprocess.Popen([sys.executable, "-c", script, "head"], env=environment, start_new_session=own, stdout=-1)
+        for own in (True, False)
+    )
+    try:
+        for each in (leader, member):
+            each.stdout.readline()
+        assert session_leader(("MANTA_TEST_MARK", "five"), ("head",)) == leader.pid
+        assert session_leader(("MANTA_TEST_MARK", "five"), ("head", "worker")) is None
+        assert session_leader(("MANTA_TEST_MARK", "six"), ("head",)) is None
+    finally:
+        for each in (leader, member):
+            each.kill()
+            each.wait()
+            each.stdout.close()
 
 
 def test_unreaped_process_counts_as_ended():
