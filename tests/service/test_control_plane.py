@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service import control_plane
+from service import control_plane, scheduler
 from service.cluster import node_care
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.placement import agent_name, placement_group_name, seats_of
@@ -274,6 +274,87 @@ def test_job_that_nobody_owns_is_taken_up(start, cluster, submit, store, monkeyp
     job = submit()
     store.write(lambda s: jobs.transition(s, job.id, JobState.STARTING))
     assert until(plane, job, "SUCCEEDED").step == 10
+
+
+def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(
+    start, cluster, submit, store, monkeypatch
+):
+    monkeypatch.setattr(control_plane, "CLAIM_SECONDS", 0.001)
+    plane, looks, acquire = start(), [], cluster.groups.acquire
+    unfinished = plane._unfinished
+
+    def look():
+        looks.append(plane._scheduler.placing)
+        return unfinished()
+
+    async def slow(*arguments, **options):
+        monkeypatch.setattr(plane, "_unfinished", look)
+        while len(looks) < 5:
+            await asyncio.sleep(0)
+        assert plane._owners == {}
+        await acquire(*arguments, **options)
+
+    monkeypatch.setattr(cluster.groups, "acquire", slow)
+    behave(cluster, train_to_the_end)
+    job = submit()
+    plane.submitted(job.id)
+    until(plane, job, "SUCCEEDED")
+    assert log(store, job) == ["STARTING", "generation_started", "RUNNING", "first_step", "SUCCEEDED"]
+
+
+def test_job_that_waits_gets_its_turn_as_soon_as_another_ends(start, cluster, submit, store, monkeypatch):
+    monkeypatch.setattr(scheduler, "IDLE_SECONDS", 1000.0)
+    plane = start()
+    behave(cluster, start_training)
+    first = submit(parallel={"tensor": 2, "data": 4})
+    plane.submitted(first.id)
+    until(plane, first, "RUNNING")
+    behave(cluster, train_to_the_end)
+    second = submit()
+    plane.submitted(second.id)
+    plane._call(reached(lambda: plane._job(second.id).waiting_for is not None))
+    store.write(lambda s: jobs.request_cancel(s, first.id))
+    plane.cancel(first.id)
+    until(plane, second, "SUCCEEDED")
+
+
+def test_jobs_on_a_node_that_is_drained_or_lost_are_told(start, cluster, submit, store):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    plane.drain("node_a", 60.0)
+    plane._call(reached(lambda: "node_draining" in log(store, job)))
+    plane._call(reached(lambda: {agent.node for agent in cluster.agents.living.values()} == {"node_b"}))
+
+    async def lose():
+        cluster.lose_node("node_b")
+        cluster.nodes.draining.clear()
+        plane._node_lost("node_b", "it does not answer")
+
+    plane._call(lose())
+    plane._call(reached(lambda: "node_lost" in log(store, job)))
+    plane._call(reached(lambda: {agent.node for agent in cluster.agents.living.values()} == {"node_a"}))
+
+
+@pytest.mark.parametrize("seconds", [1000.0, 0.0])
+def test_snapshots_of_a_job_that_fails_are_kept_for_as_long_as_was_asked_for(start, cluster, submit, seconds):
+    plane = start(memory_seconds=seconds)
+
+    def train_and_fail(agent):
+        start_training(agent)
+        if agent.rank == 0:
+            agent.fail("bad_data", 2)
+
+    behave(cluster, train_and_fail)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    failed = until(plane, job, "FAILED")
+    if seconds:
+        assert failed.memory_kept_until == pytest.approx(failed.finished_at + seconds, abs=60)
+    else:
+        assert failed.memory_kept_until is None
 
 
 def test_error_of_our_own_costs_a_job_nothing(start, cluster, submit, store, monkeypatch):

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from workers.accounting import device_peak
-from workers.accounting.device_table import known_peak
+from workers.accounting.device_table import DEVICE_PEAKS, known_peak
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,12 @@ from workers.accounting.device_table import known_peak
 def test_known_devices(name, bf16, fp32):
     assert known_peak(name) == bf16
     assert known_peak(name, "fp32") == fp32
+
+
+def test_no_device_is_taken_for_another_whose_name_is_in_its_own():
+    assert [known_peak(f"NVIDIA {device.name.upper()}") for device in DEVICE_PEAKS] == [
+        device.bf16 for device in DEVICE_PEAKS
+    ]
 
 
 def test_unknown_device_has_no_peak():

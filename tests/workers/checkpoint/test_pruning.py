@@ -87,6 +87,14 @@ def saved(folder: Path, step: int, generation: int, whole: bool = True) -> Path:
     return path
 
 
+def test_what_a_roll_back_goes_back_to_stays_and_what_it_undoes_goes(tmp_path):
+    kept = [saved(tmp_path, 10, 1), saved(tmp_path, 20, 2)]
+    undone = [saved(tmp_path, 21, 2), saved(tmp_path, 30, 2)]
+    under_way = saved(tmp_path, 40, 2, whole=False)
+    assert remove_after(tmp_path, 20) == undone
+    assert sorted(tmp_path.iterdir()) == [*kept, under_way]
+
+
 def test_training_that_began_anew_leaves_what_was_there(tmp_path):
     before = [saved(tmp_path, 30, 1), saved(tmp_path, 40, 1), saved(tmp_path, 50, 1, whole=False)]
     new = [saved(tmp_path, step, 3) for step in (10, 20, 35)]

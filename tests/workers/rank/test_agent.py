@@ -284,6 +284,21 @@ async def until_trainer_other_than(agent, pid):
     return found
 
 
+def test_trainer_that_has_gone_on_since_is_not_brought_to_rest(make_agent, go):
+    """Who ordered the rest of an earlier generation was slower than the launch of this one."""
+
+    async def body():
+        agent = make_agent()
+        launched = await agent.launch(order(2, reports=1, wait=True))
+        await agent.reports(0, 20.0)
+        assert await agent.rest(1, grace=0.0) is False
+        assert (await agent.describe()).trainer_pid == launched.pid
+        assert await agent.reports(1, 0.0) == []
+        await agent.close()
+
+    go(body)
+
+
 def test_a_trainer_that_does_not_come_to_rest_is_killed(make_agent, go, gone):
     async def body():
         agent = make_agent()

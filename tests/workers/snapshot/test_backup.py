@@ -211,6 +211,33 @@ def test_a_step_back_is_followed(tmp_path, send):
     assert there(tmp_path) == [3]
 
 
+def test_a_step_that_was_done_again_replaces_what_it_was_before(tmp_path, server, send):
+    """A roll-back, after which other samples lead to another state of the same step."""
+    rank, sender = Rank(tmp_path / "here"), send()
+    rank.commit(6)
+    until(lambda: sender.state.step == 6)
+    rank.snapshots.clear()
+    for tensor in rank.state:
+        tensor.fill_(99)
+    rank.snapshots.save(6, b"another 6")
+    until(lambda: sender.state.sent == 2)
+    assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [6]
+    fresh = Rank(tmp_path / "new")
+    assert fresh.snapshots.load(6) == b"another 6"
+    assert all(bool((tensor == 99).all()) for tensor in fresh.state)
+
+
+def test_snapshots_of_a_rank_with_the_same_state_may_be_had_instead(tmp_path, server, send):
+    rank, sender = Rank(tmp_path / "here"), send()
+    rank.commit(1)
+    until(lambda: sender.state.step == 1)
+    with pytest.raises(BackupError, match="there is no snapshot of rank 1"):
+        fetch(tmp_path / "new", 1, LAYOUT, server.address, TOKEN, 3)
+    assert fetch(tmp_path / "new", 1, LAYOUT, server.address, TOKEN, 3, of=0) == [1]
+    assert committed_steps(snapshot_path(tmp_path / "new", 1, LAYOUT)) == [1]
+    assert not snapshot_path(tmp_path / "new", 0, LAYOUT).exists()
+
+
 def test_without_the_token_nobody_reads_or_writes(tmp_path, server, send):
     Rank(tmp_path / "here").commit(1)
     sender = send(token="a guess")

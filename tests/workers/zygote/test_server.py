@@ -62,6 +62,30 @@ def test_signal_is_told_and_group_dies_with_its_leader(zygote, go, gone):
     go(body)
 
 
+def test_ends_of_several_children_at_once_are_all_told(zygote, go):
+    """The kernel sends one signal for all that end while it is not heard."""
+
+    async def body():
+        children = [await fork(zygote.socket, "wait", {}) for _ in range(3)]
+        for child in children:
+            await child.control.readline()
+        zygote.process.send_signal(signal.SIGSTOP)
+        try:
+            for child in children:
+                os.kill(child.pid, signal.SIGKILL)
+            for child in children:
+                while "\nState:\tZ" not in Path(f"/proc/{child.pid}/status").read_text():
+                    await asyncio.sleep(0.001)
+        finally:
+            zygote.process.send_signal(signal.SIGCONT)
+        async with asyncio.timeout(10):
+            assert [await child.wait() for child in children] == [Exit(None, signal.SIGKILL)] * 3
+        for child in children:
+            child.close()
+
+    go(body)
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_child_dies_when_its_requester_hangs_up(zygote, go, gone, stopped):
     async def body():

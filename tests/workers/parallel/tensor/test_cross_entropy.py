@@ -61,3 +61,20 @@ def test_every_row_of_16_bit_logits_is_processed(dtype, rounding, rows):
     losses.sum().backward()
     torch.testing.assert_close(losses.detach().double(), expected.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1.01 * rounding, atol=2.0**-24)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_logits_are_summed_over_ranks_whose_own_largest_ones_differ(ranks, dtype):
+    tensor, vocabulary = 2, 12
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(TOKENS, vocabulary_rows(vocabulary, tensor) * tensor, generator=generator).to(dtype)
+    logits[:, vocabulary // 2 :] += 4.0
+    targets = torch.arange(TOKENS) % vocabulary
+    exact = logits[:, :vocabulary].double().requires_grad_()
+    expected = F.cross_entropy(exact, targets, reduction="none")
+    expected.backward(torch.arange(1, TOKENS + 1, dtype=torch.float64))
+    found = ranks.run(layout_of(tensor=tensor), cross_entropy, logits, targets, vocabulary)
+    for losses, _ in found:
+        torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-6, atol=1e-6)
+    gradient = torch.cat([grad for _, grad in found], dim=1)[:, :vocabulary]
+    torch.testing.assert_close(gradient.double(), exact.grad, rtol=2.0**-7, atol=2.0**-10)

@@ -1,0 +1,96 @@
+"""Who takes the place of agents that are lost, and where."""
+
+import asyncio
+import time
+
+import pytest
+
+from service.job.context import JobContext
+from service.job.lost_agents import place_all, replace_lost
+from service.recovery.budgets import AVOID_FAILURES, PastFailure
+from service.store import events
+from tests.service.support.fake_cluster import FakeCluster
+
+TWO_REPLICAS = {"parallel": {"tensor": 2, "data": 2}}
+
+
+@pytest.fixture
+def placed(store, submit, tmp_path):
+    """Makes a job of tensor 2 x data 2 ranks, which are on nodes `one` and `two`; rank 2 has lost its agent."""
+
+    def make(**sections):
+        cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
+        job = JobContext.of(store, cluster, submit(**{**TWO_REPLICAS, **sections}))
+        asyncio.run(job.gang.place(1, job.submitted, ()))
+        job.gang.note_nodes({rank: agent.node for rank, agent in job.gang.by_rank.items()})
+        job.gang.agents[2].lose()
+        return job
+
+    return make
+
+
+def failures(node, how_many=AVOID_FAILURES, kind="killed"):
+    return [PastFailure(kind, time.time(), node=node)] * how_many
+
+
+def nodes_of(job):
+    return [agent.node if agent is not None else None for agent in job.gang.agents]
+
+
+def replace(job, history=(), lost=(2,)):
+    return asyncio.run(replace_lost(job, list(lost), 2, list(history)))
+
+
+@pytest.mark.parametrize("history", [[], failures("two", AVOID_FAILURES - 1), failures("two", kind="exception")])
+def test_lost_rank_gets_another_agent_in_its_place(placed, history):
+    job = placed()
+    before = list(job.gang.agents)
+    assert replace(job, history)
+    assert nodes_of(job) == ["one", "one", "two", "two"]
+    assert [old is new for old, new in zip(before, job.gang.agents, strict=True)] == [True, True, False, True]
+    assert job.departing == []
+
+
+def test_replica_leaves_a_node_that_keeps_failing_it(placed):
+    job = placed()
+    assert replace(job, failures("two"))
+    assert nodes_of(job) == ["one", "one", "three", "three"]
+    assert job.cluster.groups.acquired[-1][3] == {"two"}
+    (departing,) = job.departing
+    assert [agent.node for agent in departing.agents] == ["two"], "its snapshots are fetched from there"
+
+
+def test_node_that_keeps_failing_is_better_than_none(placed):
+    job = placed()
+    del job.cluster.nodes.slots["three"]
+    assert replace(job, failures("two"))
+    assert nodes_of(job) == ["one", "one", "two", "two"]
+
+
+def test_replica_whose_node_is_lost_goes_elsewhere(placed):
+    job = placed()
+    job.cluster.lose_node("two")
+    assert replace(job, lost=(2, 3))
+    assert nodes_of(job) == ["one", "one", "three", "three"]
+    assert [departing.agents for departing in job.departing] == [[]], "nobody is there who could be asked"
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_where_there_is_no_room_the_others_go_on_alone_if_they_may(placed, store, elastic):
+    job = placed(**({"elastic": {"min_data": 1}} if elastic else {}))
+    del job.cluster.nodes.slots["three"]
+    job.cluster.lose_node("two")
+    assert replace(job, lost=(2, 3)) is elastic
+    with store.read() as session:
+        told = [event.type for event in events.page(session, job.id).items]
+    assert ("shrunk" in told) is elastic
+    if elastic:
+        assert (job.gang.layout.data, nodes_of(job)) == (1, ["one", "one"])
+
+
+def test_gang_of_which_nobody_is_left_is_placed_anew_away_from_nodes_that_keep_failing(placed):
+    job = placed()
+    assert not replace(job, lost=(0, 1, 2, 3))
+    asyncio.run(job.gang.release())
+    asyncio.run(place_all(job, 2, failures("one")))
+    assert nodes_of(job) == ["two", "two", "three", "three"]

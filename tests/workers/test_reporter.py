@@ -1,0 +1,94 @@
+"""What a rank has to say arrives in order, in batches, and all of it before the rank ends."""
+
+import threading
+import time
+
+import pytest
+
+from workers import reporter as module
+from workers.protocol.reports import Event, Finished, Metrics
+from workers.reporter import Reporter
+
+
+class Listener:
+    """Takes what is shipped."""
+
+    def __init__(self, seconds=0.0):
+        self.batches, self._seconds, self.heard = [], seconds, threading.Event()
+
+    def __call__(self, messages):
+        time.sleep(self._seconds)
+        self.batches.append([message.payload for message in messages])
+        self.heard.set()
+
+    @property
+    def payloads(self):
+        return [payload for batch in self.batches for payload in batch]
+
+
+def test_all_that_was_said_has_been_heard_when_it_is_closed(monkeypatch):
+    """The process ends right after that, and so does a thread that still ships."""
+    monkeypatch.setattr(module, "BATCH_SECONDS", 1000.0)
+    listener = Listener(seconds=0.02)
+    reporter = Reporter(listener)
+    rows = [{"step": step} for step in range(1, 6)]
+    for row in rows:
+        reporter.metrics(row)
+    reporter.event("told", 5, "something happened", {"a": 1})
+    reporter.send(Finished(5))
+    reporter.close()
+    expected = [*(Metrics((row,)) for row in rows), Event("told", "something happened", 5, {"a": 1}), Finished(5)]
+    assert listener.payloads == expected
+
+
+def test_what_somebody_waits_for_does_not_wait_for_a_batch(monkeypatch):
+    monkeypatch.setattr(module, "BATCH_SECONDS", 1000.0)
+    listener = Listener()
+    reporter = Reporter(listener)
+    reporter.metrics({"step": 1})
+    assert listener.heard.wait(20)
+    listener.heard.clear()
+    for step in (2, 3):
+        reporter.metrics({"step": step})
+    reporter.send(Finished(3))
+    assert listener.heard.wait(20)
+    reporter.close()
+    assert listener.payloads[-1] == Finished(3)
+    assert len(listener.batches) <= 3, "what came meanwhile is one batch"
+
+
+def test_messages_say_when_they_were_made_and_not_when_they_were_shipped(monkeypatch):
+    monkeypatch.setattr(module.time, "time", lambda: 100.0)
+    shipped, hold = [], threading.Event()
+
+    def sink(messages):
+        shipped.extend(messages)
+        assert hold.wait(20)
+
+    reporter = Reporter(sink)
+    reporter.send(Finished(1))
+    reporter.send(Finished(2))
+    monkeypatch.setattr(module.time, "time", lambda: 200.0)
+    hold.set()
+    reporter.close()
+    assert [message.time for message in shipped] == [100.0, 100.0]
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, ConnectionResetError])
+def test_nobody_who_listens_is_no_reason_not_to_end(error):
+    def gone(messages):
+        raise error
+
+    reporter = Reporter(gone)
+    reporter.metrics({"step": 1})
+    reporter.close()
+    assert not reporter._thread.is_alive()
+
+
+def test_listener_that_takes_nothing_is_waited_for_no_longer_than_asked():
+    hold = threading.Event()
+    reporter = Reporter(lambda messages: hold.wait(20))
+    reporter.send(Finished(1))
+    reporter.close(timeout=0.01)
+    assert reporter._thread.is_alive()
+    hold.set()
