@@ -357,7 +357,11 @@ def test_job_in_a_smaller_layout_is_placed_anew_when_there_is_room_again(two_rep
 
     story(body)
     assert len(job.ranks) == (2 if taken else 4)
-    assert job.generations[1][0] == "placed anew as tensor 2 x pipeline 2 x data 1: there is room again"
+    cause, _, resume_step = job.generations[1]
+    assert (cause, resume_step) == ("placed anew as tensor 2 x pipeline 2 x data 1: there is room again", 1)
+    holders = cluster.agents.holders
+    assert {holder.node for holder in holders} == {"one"}, "who hands out the snapshots that were left there"
+    assert all(holder in cluster.agents.ended for holder in holders)
     assert (job.row.tensor, job.row.pipeline) == (2, 1 if taken else 2)
     assert [each for each in job.log if each != "ranks_replaced"] == [
         *UP, *(each for each in CHANGED if each != "ranks_replaced"), "SUCCEEDED"

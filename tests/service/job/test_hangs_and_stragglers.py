@@ -1,6 +1,7 @@
 """The control plane and a hang, over agents that say what a test lets them say."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -147,6 +148,28 @@ def test_a_straggler_is_replaced_after_a_commit_and_not_twice_in_ten_minutes(wat
     watch(agents, lambda events, lost: agents[1].kills, [SLOW, SLOW], "replace", replaced := {})
     assert [(reason.kind, after) for _, reason, after in agents[1].kills] == [("straggler", True)]
     assert list(replaced) == [1]
+
+
+def test_a_straggler_that_was_replaced_long_ago_may_be_replaced_again(watch):
+    for minutes, kills in ((11, 1), (9, 0)):
+        agents, replaced = [agent(), agent()], {1: time.monotonic() - 60 * minutes}
+        other = report(Event("straggler", data={"straggler": 0}))  # heard after it
+        watch(agents, lambda events, lost, of=agents: of[0].kills, [SLOW, other], "replace", replaced)
+        assert len(agents[1].kills) == kills
+
+
+def test_a_straggler_that_could_not_be_replaced_is_tried_again(watch):
+    """Such as one that has committed no step in time: nothing has been done to it."""
+    agents, asked = [agent(), agent()], []
+    kill = agents[1].kill
+
+    async def refuse_once(*arguments):
+        asked.append(arguments)
+        return False if len(asked) == 1 else await kill(*arguments)
+
+    agents[1].kill = refuse_once
+    watch(agents, lambda events, lost: agents[1].kills, [SLOW, SLOW], "replace")
+    assert len(asked) == 2
 
 
 def test_a_straggler_is_only_reported_unless_the_policy_says_more(watch):

@@ -29,3 +29,25 @@ def test_an_event_keeps_what_it_was_told(store, submit):
         stored = events.page(session, job.id, event.id - 1).items[0]
     assert (stored.generation, stored.rank, stored.step, stored.time) == (2, 3, 4, 5.5)
     assert stored.data == {"loss": "nan", "ranks": [1, 2]}
+
+
+def test_what_was_said_since_something_else_is_known(store, submit):
+    job, other = submit(), submit()
+
+    def said(text, since="first_step"):
+        with store.read() as session:
+            return events.said_since(session, job.id, "held", text, since)
+
+    def tell(kind, text, of=job):
+        store.write(lambda session: events.append(session, of.id, kind, text))
+
+    tell("held", "why", of=other)
+    assert not said("why")
+    tell("held", "why")
+    assert said("why") and not said("another reason")
+    tell("first_step", "step 1", of=other)
+    assert said("why"), "of another job"
+    tell("first_step", "step 1")
+    assert not said("why"), "that was before"
+    tell("held", "why")
+    assert said("why")

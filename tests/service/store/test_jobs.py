@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.states import JobState
-from service.store import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound, events, jobs
+from service.store import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound, events, generations, jobs
 from service.store.ids import is_job_id, next_job_id
 
 times = st.floats(min_value=1_800_000_000, max_value=3_000_000_000)
@@ -107,8 +107,40 @@ def test_transitions_follow_the_edges_and_leave_times_and_events(store, submit):
     assert job.created_at <= ended.started_at <= ended.finished_at
     with store.read() as session:
         told = [(event.type, event.data.get("to")) for event in events.page(session, job.id).items]
+        last = events.page(session, job.id).items[-1]
+    assert (last.message, last.data) == (
+        "RUNNING -> FAILED: boom", {"from": "RUNNING", "to": "FAILED", "reason": "user_error"}
+    )  # fmt: skip
     changes = [("state_changed", state) for state in ("STARTING", "RUNNING", "FAILED")]
     assert told == [("submitted", None), *changes]
+
+
+def test_change_of_state_says_where_the_job_was(store, started):
+    def reach(session):
+        generations.begin(session, started.id, "submitted", False)
+        jobs.get(session, started.id, lock=True).step = 7
+
+    store.write(reach)
+    store.write(lambda session: jobs.transition(session, started.id, JobState.RUNNING))
+    with store.read() as session:
+        last = events.page(session, started.id).items[-1]
+    assert (last.generation, last.step) == (1, 7)
+
+
+def test_state_leaves_no_reason_of_the_one_before(store, started):
+    store.write(lambda session: jobs.transition(session, started.id, JobState.QUEUED, "insufficient_slots", "full"))
+    again = store.write(lambda session: jobs.transition(session, started.id, JobState.STARTING))
+    assert (again.reason, again.message, again.finished_at) == (None, None, None)
+
+
+def test_size_that_is_wanted_is_noted_and_told(store, submit):
+    job = submit(parallel={"data": 2}, elastic={"min_data": 1})
+    assert store.write(lambda session: jobs.request_resize(session, job.id, 1)).wanted_replicas == 1
+    with store.read() as session:
+        last = events.page(session, job.id).items[-1]
+    assert (last.type, last.data, last.message) == (
+        "resize_requested", {"data": 1}, "the user asked for 1 replicas"
+    )  # fmt: skip
 
 
 def test_an_illegal_transition_names_the_state_and_changes_nothing(store, submit):
