@@ -38,7 +38,7 @@ class JobContext:
     failed_launches: list[PastFailure] = field(default_factory=list)
     """Since the last launch that did not fail: such failures have no rows."""
     stragglers_replaced: dict[int, float] = field(default_factory=dict)
-    """When each rank was last replaced as a straggler, Unix seconds."""
+    """When each rank was last replaced as a straggler, in seconds of the monotonic clock."""
     retried_at: float = 0.0
     """When the user last had it tried again, Unix seconds: failures before that do not count."""
     memory_seconds: float = DEFAULT_MEMORY_SECONDS

@@ -102,10 +102,10 @@ class JobOwner:
             await self._record.event(kind, message)
 
     async def _pause(self, seconds: float) -> None:
-        self._wake.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._wake.wait()
+                await self._wake.wait()  # set already by a cancel that came before the pause
+        self._wake.clear()
 
     def cancel(self) -> None:
         """The job is CANCELLING: stop it."""

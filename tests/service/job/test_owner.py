@@ -7,10 +7,11 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from service.cluster.errors import ClusterUnavailable
-from service.job import launch, resume
+from service.job import launch, resize_and_drain, resume
 from service.job import owner as owning
 from service.job.owner import JobOwner
 from service.job.record import JobRecord
+from service.job.resize_and_drain import ElasticityPlanner
 from service.job.supervisor import Supervisor
 from service.recovery import durable_state
 from service.states import JobState
@@ -105,13 +106,36 @@ def test_cancel_ends_the_pause_after_an_error(owned, monkeypatch):
         while "supervision_failed" not in owned.log:
             await asyncio.sleep(0)
         owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
-        while not owned.task.done():
-            owned.owner.cancel()
-            await asyncio.sleep(0)
+        owned.owner.cancel()  # once, and perhaps before the pause has begun
+        await owned.task
 
     story(body)
     assert owned.row.state == "CANCELLED"
     assert owned.cluster.nothing_held
+
+
+@pytest.mark.parametrize("wish", ["resize", "drain"])
+def test_change_that_is_wanted_while_nobody_looks_after_the_job_is_made_later(owned, cluster, monkeypatch, wish):
+    monkeypatch.setattr(resize_and_drain, "ROOM_SECONDS", 1000.0)  # it does not look by itself
+    job, wanted = owned, asyncio.Event()
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        await job.die_with_control_plane()
+        monkeypatch.setattr(ElasticityPlanner, "plan", plan)
+        owner = job.owner = JobOwner(job.store, cluster, job.id)
+        owner.resize() if wish == "resize" else owner.node_draining("one", 60.0)
+        job.task = asyncio.create_task(owner.run(None))
+        await wanted.wait()
+        await job.finish()
+
+    async def plan(self, running):
+        self._job.change_possible.clear()
+        wanted.set()
+
+    story(body)
 
 
 def test_spec_of_another_release_leaves_the_ranks_alone_until_the_job_is_cancelled(owned, cluster):
