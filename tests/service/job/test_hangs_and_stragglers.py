@@ -113,6 +113,13 @@ def test_a_rank_that_moves_between_two_looks_is_not_accused(watch):
     assert agents[0].kills == []
 
 
+def test_what_was_seen_before_all_might_go_on_counts_no_more(watch):
+    """Two looks in a row must agree, not two of any."""
+    agents = [agent(overdue=lambda asked: asked != 2), agent(waits_for=0, overdue=True)]
+    watch(agents, lambda events, lost: agents[0].kills)
+    assert agents[0].asked == 4
+
+
 def test_it_goes_on_looking_while_the_culprit_may_yet_go_on(watch):
     agents = [agent(overdue=lambda asked: asked > 5), agent(waits_for=0, overdue=True)]
     events, _ = watch(agents, lambda events, lost: agents[0].kills)

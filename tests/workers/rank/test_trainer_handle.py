@@ -1,0 +1,205 @@
+"""An agent's handle on its trainer: which commands go down, what is made of the reports, and when it is at rest."""
+
+import asyncio
+import json
+
+import pytest
+
+from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
+from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting, Started
+from workers.rank.commands import Arm, Go, Rest, read_command
+from workers.rank.report_buffer import ReportBuffer
+from workers.rank.trainer_handle import TrainerHandle
+from workers.zygote.client import Exit
+
+SECONDS = 20.0
+
+
+class FakeProcess:
+    """A trainer that says what a test lets it say, and keeps the commands that it gets."""
+
+    pid = 100
+
+    def __init__(self):
+        self.control, self.stdout, self.stderr = (asyncio.StreamReader() for _ in range(3))
+        self.control_writer, self.commands = self, []
+        self.on_command = lambda command: None
+        self._exit = asyncio.get_running_loop().create_future()
+
+    def write(self, line):
+        self.commands.append(read_command(line))
+        self.on_command(self.commands[-1])
+
+    def say(self, payload, generation=1, time=5.0):
+        report = Report(payload, generation, 3, time)
+        self.control.feed_data(json.dumps(report.to_json()).encode() + b"\n")
+
+    def end(self, code=None, signal=None):
+        if not self._exit.done():
+            for stream in (self.control, self.stdout, self.stderr):
+                stream.feed_eof()
+            self._exit.set_result(Exit(code, signal))
+
+    @property
+    def ended(self):
+        return self._exit.done()
+
+    async def wait(self):
+        return await asyncio.shield(self._exit)
+
+    def kill(self):
+        self.end(signal=9)
+
+    def close(self):
+        pass
+
+
+class FakeLog:
+    def write(self, generation, stream, lines):
+        pass
+
+
+def order(generation):
+    return LaunchOrder(job="job-1", generation=generation, rank=3, spec={})
+
+
+class Rig:
+    """A handle on a trainer of generation 1, and what it has reported."""
+
+    def __init__(self, prepared=False):
+        self.process, self.reports, self.struck = FakeProcess(), ReportBuffer(), set()
+        self.trainer = TrainerHandle(order(1), self.process, self.reports, FakeLog(), prepared, self.struck)
+
+
+def story(body, **options):
+    async def bounded():
+        async with asyncio.timeout(SECONDS):
+            rig = Rig(**options)
+            await body(rig)
+            rig.process.end(code=0)
+            await rig.trainer.wait()
+
+    asyncio.run(bounded())
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def test_trainer_may_finish_its_step_before_it_is_told_to_break_it_off():
+    async def body(rig):
+        resting = asyncio.create_task(rig.trainer.rest(1, grace=1000.0, patience=0.01))
+        await until(lambda: len(rig.process.commands) == 2)
+        rig.process.say(Resting(7))
+        assert await resting
+        assert rig.process.commands == [Rest(1, after_step=True), Rest(1, after_step=False)]
+        assert rig.trainer.at_rest
+
+    story(body)
+
+
+def test_trainer_that_rests_after_its_step_is_asked_once():
+    async def body(rig):
+        rig.process.on_command = lambda command: rig.process.say(Resting(7))
+        assert await rig.trainer.rest(1, grace=1000.0, patience=1000.0)
+        assert await rig.trainer.rest(1, grace=1000.0), "it rests already"
+        assert rig.process.commands == [Rest(1, after_step=True)]
+
+    story(body)
+
+
+def test_without_patience_it_is_not_waited_for_the_step():
+    async def body(rig):
+        rig.process.on_command = lambda command: rig.process.say(Resting(7))
+        assert await rig.trainer.rest(1, grace=1000.0)
+        assert rig.process.commands == [Rest(1, after_step=False)]
+
+    story(body)
+
+
+def test_trainer_that_ends_on_its_way_to_rest_is_not_at_rest():
+    async def body(rig):
+        rig.process.on_command = lambda command: rig.process.end(signal=11)
+        assert not await rig.trainer.rest(1, grace=1000.0)
+        assert await rig.trainer.wait() == Exit(None, 11)
+
+    story(body)
+
+
+def test_trainer_that_goes_on_is_at_rest_no_more_and_speaks_for_its_new_generation():
+    async def body(rig):
+        rig.process.say(Resting(7))
+        await until(lambda: rig.trainer.at_rest)
+        rig.trainer.go(order(2))
+        assert not rig.trainer.at_rest
+        assert rig.process.commands == [Go(order(2))]
+        assert not await rig.trainer.rest(1, grace=0.0), "that was ordered before it went on"
+        assert not rig.process.ended
+        rig.process.say(Event("late", "of the generation before"), generation=1)
+        rig.process.say(Started(100), generation=2)
+        await until(lambda: rig.reports._last == 2)
+        assert [(report.kind, report.generation) for report in await rig.reports.read(0, 0.0)] == [
+            ("resting", 1), ("started", 2)
+        ]  # fmt: skip
+
+    story(body)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_prepared_trainer_waits_for_its_order(ends):
+    async def body(rig):
+        assert rig.trainer.at_rest and rig.trainer.generation == 0
+        ready = asyncio.create_task(rig.trainer.prepared())
+        rig.process.end(signal=9) if ends else rig.process.say(Prepared(), generation=0)
+        assert await ready is not ends
+
+    story(body, prepared=True)
+
+
+def test_end_of_a_trainer_says_why_and_under_which_number_it_was_known():
+    async def body(rig):
+        rig.trainer.become(1, FakeLog())
+        rig.process.say(Failure("exception", 4, "ValueError", "no"), time=17.0)
+        rig.trainer.kill(KillReason("hung", "stood still"))
+        await rig.trainer.wait()
+        (report,) = await rig.reports.read(0, 0.0)
+        failure = Failure("exception", 4, "ValueError", "no", at=17.0)
+        assert report.payload == Exited(None, 9, (), failure, KillReason("hung", "stood still"))
+        assert (report.rank, report.generation) == (1, 1)
+
+    story(body)
+
+
+def test_fault_that_struck_is_known_and_one_is_armed_only_while_the_trainer_lives():
+    async def body(rig):
+        fault = Fault("f1", "kill", 3)
+        rig.trainer.arm(fault)
+        assert rig.process.commands == [Arm(fault)]
+        rig.process.say(Event(FAULT_STRUCK, "f1 strikes", 2, {"fault": "f1"}))
+        await until(lambda: rig.struck == {"f1"})
+        await rig.trainer.stop()
+        rig.trainer.arm(fault)
+        assert len(rig.process.commands) == 1
+
+    story(body)
+
+
+def test_what_is_done_beside_a_trainer_ends_with_it_and_when_something_else_is_done():
+    ended = []
+
+    async def beside(name):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+
+    async def body(rig):
+        for name in ("first", "second"):
+            rig.trainer.run_alongside(beside(name))
+            await asyncio.sleep(0)
+        await until(lambda: ended == ["first"])
+        await rig.trainer.stop()
+        await until(lambda: ended == ["first", "second"])
+
+    story(body)
