@@ -8,13 +8,14 @@ import pytest
 from service.job.actions import Launch, launch_after
 from service.job.context import JobContext
 from service.job.incident import Incident
-from service.job.launch import LaunchFailed, launch_generation, order_for
+from service.job.launch import LaunchFailed, launch_generation, order_for, watch_generation
 from service.recovery.budgets import PastFailure
 from service.recovery.decisions import Death
 from service.recovery.timeline import RecoveryTimeline
 from service.store import events, generations, ranks
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
+from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.messages import AgentDescription, Resume
 
 
@@ -138,6 +139,26 @@ def test_agent_that_refuses_its_order_is_a_death_and_nobody_keeps_backups(job):
         "running",
     ]
     assert all(agent.backs_up_to is None for agent in job.gang.agents)
+
+
+def test_straggler_that_was_replaced_is_not_replaced_again_in_the_next_generation(store, submit, cluster):
+    spec = {"parallel": {"tensor": 2, "data": 2}, "recovery": {"stragglers": "replace"}}
+    job = JobContext.of(store, cluster, submit(**spec))
+
+    async def body():
+        await job.gang.place(1, job.submitted, ())
+        agents = job.gang.agents
+        for generation in (1, 2):
+            running = watch_generation(job, generation, 0)
+            for agent in agents:
+                agent.generation, agent.status = generation, TrainerStatus(100, overdue=False)
+            for straggler in (1, 1 + generation):
+                agents[0].event("straggler", 1, straggler=straggler)
+            await cluster.agents.until(lambda of=agents[1 + generation]: of.kills)
+            await running.close()
+        assert [len(agent.kills) for agent in agents] == [0, 1, 1, 1]
+
+    story(body)
 
 
 def test_nothing_listens_any_more_when_a_launch_breaks_off(job, monkeypatch):

@@ -40,6 +40,14 @@ def test_a_failed_save_can_be_tried_again(store, started):
     assert (newest(store, started).bytes, newest(store, started).state) == (100, "complete")
 
 
+def test_what_is_complete_cannot_fail_any_more(store, started):
+    saved = save(store, started, 50)
+    assert not store.write(lambda session: checkpoints.fail(session, saved))
+    assert not store.write(lambda session: checkpoints.complete(session, saved, 7)), "nor be completed again"
+    assert (newest(store, started).id, newest(store, started).bytes) == (saved, 100)
+    assert not store.write(lambda session: checkpoints.fail(session, "ckpt_nowhere"))
+
+
 def test_pages_show_the_highest_step_first(store, started):
     for step in (50, 150, 100):
         save(store, started, step)

@@ -81,9 +81,10 @@ def test_ranks_are_replaced_as_a_whole(store, started):
     store.write(lambda session: ranks.replace(session, started.id, rows(2, 2)))
     assert store.write(lambda session: ranks.set_state(session, started.id, 2, 1, "running", pid=41))
     assert not store.write(lambda session: ranks.set_state(session, started.id, 2, 3, "running"))
+    assert store.write(lambda session: ranks.set_state(session, started.id, 2, 0, "exited"))
     with store.read() as session:
         found = ranks.of_job(session, started.id)
-    assert [(row.rank, row.state, row.pid) for row in found] == [(0, "starting", 0), (1, "running", 41)]
+    assert [(row.rank, row.state, row.pid) for row in found] == [(0, "exited", 0), (1, "running", 41)]
     store.write(lambda session: ranks.set_all(session, started.id, "exited"))
     with store.read() as session:
         assert {(row.state, row.pid) for row in ranks.of_job(session, started.id)} == {("exited", None)}
