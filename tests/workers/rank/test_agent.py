@@ -12,7 +12,7 @@ import pytest
 
 from workers.paths import Paths
 from workers.protocol.json_codec import to_json
-from workers.protocol.messages import Fault, Launched, LaunchOrder
+from workers.protocol.messages import BackupAddress, Fault, Launched, LaunchOrder
 from workers.protocol.reports import Exited, Failure, KillReason
 from workers.rank.agent import Agent
 from workers.rank.trainer_handle import TrainerHandle
@@ -282,6 +282,38 @@ async def until_trainer_other_than(agent, pid):
     while (found := (await agent.describe()).trainer_pid) in (None, pid):
         await asyncio.sleep(0.01)
     return found
+
+
+def test_backups_go_to_nobody_in_a_new_generation_until_it_says_to_whom(make_agent, go):
+    """The partner of before may have gone, or keep another rank's backup now."""
+
+    async def body():
+        agent = make_agent()
+        await agent.launch(order(1, wait=True))
+        assert await agent.backup_progress() is None
+        await agent.send_backups(BackupAddress("127.0.0.1", 1), "token", 1, "0a0a0a0a")
+        assert await agent.backup_progress() is not None
+        await agent.launch(order(2, wait=True))
+        assert await agent.backup_progress() is None
+        await agent.send_backups(BackupAddress("127.0.0.1", 1), "token", 2, "0a0a0a0a")
+        await agent.stop_backups()
+        assert await agent.backup_progress() is None
+        await agent.close()
+
+    go(body)
+
+
+def test_agent_says_where_it_is_placed(tmp_path, go):
+    async def body():
+        agent = Agent("job-1", 3, str(tmp_path), str(tmp_path), None, "replica/job-1/1/0")
+        about = await agent.describe()
+        assert (about.group, about.pid, about.generation, about.trainer_pid) == (
+            "replica/job-1/1/0", os.getpid(), 0, None
+        )  # fmt: skip
+        assert await agent.stop() == Exit(None, None), "none ran"
+        await agent.close()
+
+    go(body)
 
 
 def test_trainer_that_has_gone_on_since_is_not_brought_to_rest(make_agent, go):
