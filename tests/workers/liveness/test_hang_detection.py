@@ -187,11 +187,12 @@ def test_a_stopped_process_is_overdue_after_a_second_in_any_phase_but_when_it_is
     assert not watch.overdue
 
 
-def test_a_rank_that_waits_for_another_may_stand_still_for_longer(look_at):
+@pytest.mark.parametrize("peer", [0, 1])
+def test_a_rank_that_waits_for_another_may_stand_still_for_longer(look_at, peer):
     progress, look = look_at
     progress.at("forward")
     assert look(0).allowed == LEAST_SECONDS
-    progress.waits_for(1, 2, sending=False)
+    progress.waits_for(peer, 2, sending=False)
     assert look(0).allowed == WAITING_FACTOR * LEAST_SECONDS
     assert not look(2 * LEAST_SECONDS).overdue
     assert look(2 * LEAST_SECONDS).overdue

@@ -133,6 +133,26 @@ def test_death_of_the_owner_leaves_no_process_and_no_socket(zygote, go, gone):
     assert not zygote.socket.exists()
 
 
+def test_zygote_that_ends_leaves_the_socket_of_its_successor(tmp_path, go, start_zygote):
+    async def works(running):
+        child = await fork(running.socket, "echo", {})
+        assert await child.wait() == Exit(0, None)
+        child.close()
+
+    async def body():
+        first = start_zygote(tmp_path, "--warm=json")
+        await works(first)
+        own = first.socket.stat().st_ino
+        second = start_zygote(tmp_path, "--warm=json")
+        while second.socket.stat().st_ino == own:
+            await asyncio.sleep(0.01)
+        first.disown()
+        assert await asyncio.to_thread(first.process.wait, 10) == 0
+        await works(second)
+
+    go(body)
+
+
 def test_death_of_the_zygote_takes_its_children_along(zygote, go, gone):
     async def body():
         child = await fork(zygote.socket, "wait", {})
@@ -181,6 +201,22 @@ def test_request_may_be_large_and_hanging_up_early_is_no_harm(zygote, go):
         assert len(json.loads(await child.control.readline())["argument"]["text"]) == 3_000_000
         assert await child.wait() == Exit(0, None)
         child.close()
+
+    go(body)
+
+
+def test_whoever_has_its_child_has_nothing_more_to_say(zygote, go):
+    async def body():
+        child = await fork(zygote.socket, "wait", {})
+        await child.control.readline()
+        child._requests.write(b'{"entry": "echo", "argument": {}, "environment": {}}\n')
+        await child._requests.drain()
+        other = await fork(zygote.socket, "echo", {})
+        assert await other.wait() == Exit(0, None)
+        os.kill(child.pid, signal.SIGTERM)
+        assert await child.wait() == Exit(None, signal.SIGTERM), "it was left alone"
+        for each in (child, other):
+            each.close()
 
     go(body)
 
