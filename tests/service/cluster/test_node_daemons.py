@@ -32,7 +32,7 @@ class FakeDaemonActor:
     def __init__(self, node, **options):
         self.answer = to_json(NodeDescription(node, node, "127.0.0.1", 1, 2, **options))
         self.call = SimpleNamespace(remote=self._call)
-        self.calls = []
+        self.calls, self.killed = [], False
 
     async def _call(self, method, arguments):
         self.calls.append(method)
@@ -56,6 +56,7 @@ def made(monkeypatch):
         nodes=lambda: NODES,
         get_actor=lambda name: actors[name.removeprefix(node_daemon_name(""))],
         remote=lambda cls: cls,
+        kill=lambda actor, no_restart: setattr(actor, "killed", True),
     )
     connection = RayConnection(ray)
     nodes = Nodes(connection)
@@ -102,3 +103,40 @@ def test_daemon_that_could_not_be_told_of_a_jobs_end_is_to_be_swept(made):
         assert actors["well"].calls[-1] == "end_job"
 
     asyncio.run(body())
+
+
+def test_daemon_that_does_not_hear_of_its_nodes_end_is_told_apart(made):
+    daemons, _, actors = made
+
+    async def body():
+        assert await daemons.drain("well", 30.0)
+        assert actors["well"].calls == ["start", "drain"]
+        actors["sick"].answer = None
+        assert not await daemons.drain("sick", 30.0)
+        real = actors["well"]._call
+
+        async def only_starts(method, arguments):
+            return await (real(method, arguments) if method == "start" else asyncio.Event().wait())
+
+        actors["well"].call.remote = only_starts
+        assert not await daemons.drain("well", 30.0)
+
+    asyncio.run(body())
+
+
+def test_heartbeats_come_from_where_the_daemon_says(made):
+    daemons, nodes, actors = made
+    assert asyncio.run(daemons.heartbeat_address("well")) == ("127.0.0.1", 2)
+    actors["sick"].answer = None
+    assert asyncio.run(daemons.heartbeat_address("sick")) is None
+    assert nodes.closed == {"sick"}
+
+
+def test_daemons_of_all_nodes_but_lost_ones_are_shut_down(made):
+    daemons, nodes, actors = made
+    nodes.lost.add("sick")
+    asyncio.run(daemons.end_all())
+    assert (actors["well"].calls, actors["well"].killed) == (["shutdown"], True)
+    assert (actors["sick"].calls, actors["sick"].killed) == ([], False)
+    asyncio.run(daemons.kill("sick"))
+    assert actors["sick"].killed

@@ -1,0 +1,126 @@
+"""Agents in Ray: where they are started, and how they end."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from service.cluster import agents as agents_module
+from service.cluster.agents import Agents
+from service.cluster.connection import RayConnection
+from service.cluster.nodes import Nodes
+from service.cluster.placement import Seat
+from workers.paths import Paths
+
+NODES = [
+    {"NodeID": node, "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1,
+     "NodeManagerHostname": node, "Resources": {"manta_slot": 4}}
+    for node in ("a", "b", "c")
+]  # fmt: skip
+
+
+class ActorError(Exception):
+    """Ray's."""
+
+
+class Actor:
+    """An actor that was started with these options and arguments."""
+
+    def __init__(self, options, arguments):
+        self.options, self.arguments, self.calls, self.dead = SimpleNamespace(**options), arguments, [], False
+        self.call = SimpleNamespace(remote=self._call)
+
+    async def _call(self, method, arguments):
+        self.calls.append(method)
+        if method == "reports":  # which is heard until the actor is dead
+            while not self.dead:
+                await asyncio.sleep(0)
+            raise ActorError("dead")
+        return {"code": None, "signal": 9} if method == "stop" else None
+
+    def kill(self):
+        self.calls.append("killed")
+        self.dead = True
+
+
+@pytest.fixture
+def agents(tmp_path):
+    """On three nodes."""
+    strategies = SimpleNamespace(
+        PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: (
+            group,
+            placement_group_bundle_index,
+        ),
+        NodeAffinitySchedulingStrategy=lambda node_id, soft: (node_id, soft),
+    )
+    ray = SimpleNamespace(
+        exceptions=SimpleNamespace(RayError=ActorError, RayTaskError=ValueError),
+        util=SimpleNamespace(scheduling_strategies=strategies, get_placement_group=lambda name: f"group {name}"),
+        nodes=lambda: NODES,
+        kill=lambda actor, no_restart: actor.kill(),
+        remote=lambda cls: SimpleNamespace(
+            options=lambda **options: SimpleNamespace(remote=lambda *arguments: Actor(options, arguments))
+        ),
+    )
+    connection = RayConnection(ray)
+    return Agents(connection, Nodes(connection), Paths.of(tmp_path))
+
+
+def actors(started):
+    return [agent.actor for agent in asyncio.run(started)]
+
+
+@pytest.mark.parametrize("unit", ["manta_slot", "GPU"])
+def test_agents_are_started_in_their_seats_with_what_a_rank_takes(agents, tmp_path, unit):
+    seats = {2: Seat("one", 1), 3: Seat("two", 0)}
+    first, second = actors(agents.start("job_1", 4, seats, unit))
+    assert (first.options.scheduling_strategy, second.options.scheduling_strategy) == (
+        ("group one", 1),
+        ("group two", 0),
+    )
+    assert (first.options.name, first.options.lifetime) == ("agent/job_1/4/2", "detached")
+    assert first.options.num_gpus == (1 if unit == "GPU" else 0)
+    assert unit == "GPU" or first.options.resources == {"manta_slot": 1}
+    job, rank, home, _, snapshots, group = second.arguments
+    assert (job, rank, home, group) == ("job_1", 3, str(tmp_path.resolve()), "two")
+    assert snapshots.endswith("/job_1")
+
+
+@pytest.mark.parametrize(("wanted", "lost", "found"), [
+    ((), set(), ["a", "b", "c"]),
+    (("c", "a", "gone"), set(), ["a", "c"]),
+    (("c", "a"), {"a"}, ["c"]),
+    ((), {"a", "b"}, []),
+])  # fmt: skip
+def test_snapshots_are_handed_out_on_the_nodes_that_live(agents, wanted, lost, found):
+    """Where there is one node, all that was left is there already."""
+    agents._nodes.lost = lost
+    holders = actors(agents.start_snapshot_holders("job_1", wanted))
+    assert [holder.options.scheduling_strategy for holder in holders] == [(node, False) for node in found]
+    assert not any(hasattr(holder.options, "name") for holder in holders), "they end with who started them"
+
+
+@pytest.mark.parametrize(("keep", "asked"), [(True, "stop"), (False, "close")])
+def test_agent_ends_its_trainer_first_and_is_dead_in_the_end(agents, keep, asked):
+    async def body():
+        (agent,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
+        await agents.end([agent, None], keep)
+        return agent.actor.calls
+
+    assert asyncio.run(body()) == [asked, "killed", "reports"]
+
+
+def test_agent_that_does_not_answer_is_killed(agents, monkeypatch):
+    monkeypatch.setattr(agents_module, "CLOSE_SECONDS", 0.02)
+
+    async def body():
+        (agent,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
+
+        async def silent(method, arguments):
+            await asyncio.Event().wait()
+
+        agent.actor.call.remote = silent
+        await agents.end([agent], keep_snapshots=True)
+        return agent.actor.dead
+
+    assert asyncio.run(body())
