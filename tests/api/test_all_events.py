@@ -83,6 +83,10 @@ def test_stream_goes_on_behind_the_last_event(service, two):
     again = {"Last-Event-ID": entries[-1][0]}
     entries, _ = read_stream(service, "/v1/events?type=kind_1", headers=again, until=lambda event: True)
     assert [event["message"] for _, event in entries] == ["later"]
+    cursor = service.http.get("/v1/events", params={"type": "kind_1"}).json()["resume_cursor"]
+    tell(service, two[1], "kind_1", "latest")
+    entries, _ = read_stream(service, f"/v1/events?type=kind_1&cursor={cursor}", until=lambda event: True)
+    assert [event["message"] for _, event in entries] == ["latest"], "behind a page, too"
     for broken in ("x", "-1", "9" * 30):
         headers = {"Last-Event-ID": broken, "Accept": "text/event-stream"}
         assert service.http.get("/v1/events", headers=headers).status_code == 422

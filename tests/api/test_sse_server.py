@@ -73,6 +73,25 @@ def test_a_broken_stream_goes_on_behind_the_last_event(service):
     assert [event["message"] for _, event in rest][:2] == ["3", "4"]
 
 
+@pytest.mark.parametrize("resource", ["events", "logs"])
+def test_a_stream_begins_where_a_page_ended_unless_it_was_broken_off_later(service, resource):
+    job = service.submit()
+    folder = log_folder(service.control.home, job["id"])
+    folder.mkdir(parents=True)
+    for number in range(4):
+        tell(service, job["id"], str(number))
+        with log_file(folder, 0).open("a") as file:
+            file.write(json.dumps({"time": number, "rank": 0, "generation": 1, "text": str(number)}) + "\n")
+    service.move(job["id"], "CANCELLED")
+    path = f"/v1/jobs/{job['id']}/{resource}"
+    everything, _ = read_stream(service, path)
+    page = service.http.get(path, params={"limit": 2}).json()
+    assert page["items"] == [data for _, data in everything[:2]]
+    behind_it = f"{path}?cursor={page['next_cursor']}"
+    assert read_stream(service, behind_it)[0] == everything[2:]
+    assert read_stream(service, behind_it, headers={"Last-Event-ID": everything[2][0]})[0] == everything[3:]
+
+
 def test_the_stream_of_a_finished_job_ends_by_itself(service):
     job = service.submit()
     service.move(job["id"], "CANCELLED")
