@@ -148,6 +148,27 @@ def test_recoveries_say_what_failed_what_was_replaced_and_for_how_long(service):
     assert service.http.get(path, params={"cursor": "nonsense!"}).status_code == 422
 
 
+@pytest.mark.parametrize(("resource", "number", "expected"), [
+    ("checkpoints", "step", [30, 20, 10]), ("recoveries", "generation", [1, 2, 3]),
+])  # fmt: skip
+def test_lists_come_in_pages_of_the_size_that_was_asked_for(service, resource, number, expected):
+    job = service.submit()
+
+    def prepare(session):
+        for step in (10, 20, 30):
+            begun = generations.begin(session, job["id"], "rank 3 was killed", True)
+            known = Beginning("killed", 3, "rank 3 was killed", RecoveryTimeline(101.0))
+            recoveries.begin(session, job["id"], begun, known)
+            checkpoints.begin(session, job["id"], begun, step, f"/somewhere/{step}")
+
+    service.store.write(prepare)
+    path = f"/v1/jobs/{job['id']}/{resource}"
+    first = service.http.get(path, params={"limit": 2}).json()
+    rest = service.http.get(path, params={"limit": 2, "cursor": first["next_cursor"]}).json()
+    assert [[item[number] for item in page["items"]] for page in (first, rest)] == [expected[:2], expected[2:]]
+    assert rest["next_cursor"] is None
+
+
 def test_the_cluster_is_what_the_control_plane_says(service):
     node = service.http.get("/v1/cluster").json()["nodes"][0]
     assert (node["total"], node["free"], node["ranks"]) == (16, 15, [{"job": "job_000000000001", "rank": 0}])
