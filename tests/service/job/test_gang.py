@@ -14,7 +14,7 @@ def gang(store, submit, tmp_path):
     """Three replicas of two ranks, each replica on a node of its own. Of rank n report 10 + n was the last that was
     handled, and its process, which is at rest, holds step n."""
     spec = {"parallel": {"tensor": 2, "data": 3}, "train": {"steps": 10, "global_batch_size": 12}}
-    job = JobContext.of(store, FakeCluster(tmp_path, one=2, two=2, three=2, four=2), submit(**spec))
+    job = JobContext.of(store, FakeCluster(tmp_path, one=2, two=2, three=2, four=2, five=2), submit(**spec))
     made = job.gang
     asyncio.run(made.place(1, job.submitted, ()))
     made.note_nodes({rank: agent.node for rank, agent in made.by_rank.items()})
@@ -57,7 +57,7 @@ def test_no_process_holds_a_state_of_another_layout(gang, replicas):
     assert (gang.layout.data, gang.held_steps) == (replicas, {})
 
 
-def test_snapshots_are_looked_for_on_all_nodes_that_the_job_was_ever_on(gang):
+def test_snapshots_are_looked_for_on_all_nodes_that_the_job_was_ever_on_and_no_others(gang):
     """A state that no other node has may lie where the job was two generations ago."""
     gang.note_nodes(dict.fromkeys(range(6), "four"))
     holders = asyncio.run(gang.release())

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from service.job import hangs_and_stragglers
 from service.job.actions import Launch, launch_after
 from service.job.context import JobContext
 from service.job.incident import Incident
@@ -141,6 +142,23 @@ def test_agent_that_refuses_its_order_is_a_death_and_nobody_keeps_backups(job):
     assert all(agent.backs_up_to is None for agent in job.gang.agents)
 
 
+def test_whoever_takes_a_generation_over_looks_whether_it_stands_still(job, monkeypatch):
+    """The report that it does may have gone to the control plane before."""
+    monkeypatch.setattr(hangs_and_stragglers, "CONFIRM_SECONDS", 0.0)
+    hung = job.gang.agents[2]
+    for agent in job.gang.agents:
+        agent.generation, agent.status = 1, TrainerStatus(100, overdue=agent is hung)
+
+    async def body():
+        running = watch_generation(job, 1, 0, taken_over=True)
+        while not hung.kills:
+            await asyncio.sleep(0)
+        await running.close()
+
+    story(body)
+    assert [reason.kind for _, reason, _ in hung.kills] == ["hung"]
+
+
 def test_straggler_that_was_replaced_is_not_replaced_again_in_the_next_generation(store, submit, cluster):
     spec = {"parallel": {"tensor": 2, "data": 2}, "recovery": {"stragglers": "replace"}}
     job = JobContext.of(store, cluster, submit(**spec))
@@ -154,7 +172,8 @@ def test_straggler_that_was_replaced_is_not_replaced_again_in_the_next_generatio
                 agent.generation, agent.status = generation, TrainerStatus(100, overdue=False)
             for straggler in (1, 1 + generation):
                 agents[0].event("straggler", 1, straggler=straggler)
-            await cluster.agents.until(lambda of=agents[1 + generation]: of.kills)
+            while not agents[1 + generation].kills:
+                await asyncio.sleep(0)
             await running.close()
         assert [len(agent.kills) for agent in agents] == [0, 1, 1, 1]
 
