@@ -1,4 +1,5 @@
-"""A daemon's rendezvous stores: one a job, which its generations share, and none before the newest gets."""
+"""A daemon's rendezvous stores: one a job, which its generations share, and none before the newest gets; and what else
+it looks after on its node."""
 
 from __future__ import annotations
 
@@ -7,9 +8,15 @@ import json
 
 import pytest
 
+from workers import paths
+from workers.node import daemon as module
 from workers.node.daemon import NodeDaemon, StoreUnavailable
 from workers.node.host import Host
+from workers.node.preemption import NOTICE_SECONDS
+from workers.paths import Paths
 from workers.protocol.messages import StoreAddress
+from workers.zygote.client import ZygoteUnavailable
+from workers.zygote.owner import ZygoteOwner
 
 
 class Store:
@@ -107,3 +114,57 @@ def test_a_store_that_does_not_start_says_why_and_is_tried_again(go, daemon, sto
         assert ports([await daemon.start_store("job", 1)]) == [5001]
 
     go(body)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Paths:
+    """The daemon's, with a shared memory of its own."""
+    monkeypatch.setattr(paths, "SHARED_MEMORY", tmp_path)
+    return Paths.of(tmp_path)
+
+
+def test_what_a_job_has_left_goes_but_for_snapshots_that_may_be_needed(go, daemon, stores, home):
+    async def body():
+        for job in ("job", "another"):
+            home.snapshot_folder(job).mkdir(parents=True)
+        await daemon.start_store("job", 1)
+        await daemon.start_store("third", 1)
+        assert await daemon.jobs() == ["another", "job", "third"]
+        await daemon.end_job("job", keep_snapshots=True)
+        assert stores[0].ended and home.snapshot_folder("job").exists()
+        await daemon.end_job("job")
+        await daemon.end_job("absent")
+        assert await daemon.jobs() == ["another", "third"]
+        await daemon.shutdown()
+        assert stores[1].ended and not home.snapshot_root.exists()
+
+    go(body)
+
+
+def test_machine_that_is_taken_away_is_to_be_left_at_once(go, daemon, home, monkeypatch):
+    asked = []
+
+    async def nothing(*arguments):
+        raise ZygoteUnavailable("none is started here")
+
+    async def started(owner):
+        return None
+
+    monkeypatch.setattr(module, "on_termination", asked.append)
+    monkeypatch.setattr(module, "fork", nothing)
+    monkeypatch.setattr(ZygoteOwner, "start", started)
+
+    async def body():
+        for _ in range(2):
+            about = await daemon.start()
+        assert (about.node, about.peak_flops, len(asked)) == ("n1", None, 1)
+        assert daemon._heartbeat.drain_seconds is None
+        asked[0]()
+        assert 0 < daemon._heartbeat.drain_seconds <= NOTICE_SECONDS
+        await daemon.drain(7.0)
+        assert daemon._heartbeat.drain_seconds <= 7.0, "the last word counts"
+
+    try:
+        go(body)
+    finally:
+        home.remove_runtime_folder()
