@@ -126,6 +126,20 @@ def test_a_step_that_is_not_finite_can_pass_without_an_update(tmp_path):
     assert [math.isfinite(loss) for loss in losses] == [True, False, True]
 
 
+def test_time_before_the_steps_belongs_to_none_of_them(tmp_path, monkeypatch):
+    """It is the start, or the recovery: a rank may have rested for long."""
+    messages, now, job = [], [0.0], _two_step_job(tmp_path)
+    reporter = Reporter(messages.extend)
+    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, Places())
+    monkeypatch.setattr(trainer.clock, "_clock", lambda: now[0])
+    for step in (1, 2):
+        trainer.restore(Resume("snapshot" if step > 1 else "start", step - 1))
+        now[0] += 1000.0
+        trainer.train(stop_after_step=step)
+    reporter.close()
+    assert [row["seconds"]["wall"] for row in rows_of(messages)] == [0.0, 0.0]
+
+
 def test_every_kth_row_says_where_the_time_went(tmp_path):
     messages = []
     job = _two_step_job(tmp_path).model_copy(deep=True)
