@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from api.cli import progress
 from api.cli.progress import duration, follow, progress_line
 from api.schemas import Job
 
@@ -64,3 +65,19 @@ def test_following_ends_with_the_job_and_shows_its_last_state(terminal):
     assert "FAILED" in output.getvalue()
     if not terminal:
         assert [line.split()[0] for line in output.getvalue().splitlines()] == ["STARTING", "RUNNING", "FAILED"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_whoever_follows_sees_every_look(terminal):
+    looks = [make_job(step=0), make_job(), make_job(), make_job(state="FAILED")]
+    console, seen = Console(file=io.StringIO(), force_terminal=terminal, width=200), []
+    follow(Script(*looks), "job_000000000001", console, poll_seconds=0, on_progress=seen.append)
+    assert seen == looks
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(0.0, 4), (1000.0, 2)])
+def test_without_a_terminal_there_is_a_line_now_and_then(monkeypatch, seconds, lines):
+    monkeypatch.setattr(progress, "PLAIN_SECONDS", seconds)
+    output, jobs = io.StringIO(), [make_job(), make_job(), make_job(), make_job(state="FAILED")]
+    follow(Script(*jobs), "job_000000000001", Console(file=output, width=200), poll_seconds=0)
+    assert len(output.getvalue().splitlines()) == lines

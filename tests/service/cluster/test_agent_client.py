@@ -1,7 +1,9 @@
 """Agents and daemons over an actor that speaks Ray's language: JSON crosses, Ray's errors do not."""
 
 import asyncio
+import itertools
 import json
+import typing
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,15 @@ from service.cluster.agent_client import (
 )
 from tests.service.support.fake_agents import FakeAgent
 from workers.node.daemon import NodeDaemon
-from workers.protocol.messages import AgentDescription, Fault, Launched, LaunchOrder, NodeDescription, ProtocolMismatch
+from workers.protocol.messages import (
+    AgentDescription,
+    BackupAddress,
+    Fault,
+    Launched,
+    LaunchOrder,
+    NodeDescription,
+    ProtocolMismatch,
+)
 from workers.protocol.remote_call import serve
 from workers.rank.agent import Agent
 
@@ -78,6 +88,40 @@ def test_agents_and_daemons_have_what_their_clients_ask_for(protocol, real):
     for name in (name for name in vars(protocol) if not name.startswith("_")):
         asked, there = getattr(protocol, name).__annotations__, getattr(real, name).__annotations__
         assert asked == there, name
+
+
+class Heard(Exception):
+    """A call has arrived."""
+
+
+METHODS = [
+    (protocol, client, name)
+    for protocol, client in ((AgentClient, RayAgent), (NodeClient, RayNodeDaemon))
+    for name in vars(protocol)
+    if not name.startswith("_")
+]
+
+
+@pytest.mark.parametrize(("protocol", "client", "name"), METHODS, ids=lambda value: getattr(value, "__name__", value))
+def test_all_that_an_agent_or_a_daemon_is_given_arrives_there(protocol, client, name):
+    hints, heard, numbers = typing.get_type_hints(getattr(protocol, name)), [], itertools.count(1)
+    made = {
+        int: lambda: next(numbers), float: lambda: next(numbers) / 2, str: lambda: f"text {next(numbers)}",
+        bool: lambda: True, int | None: lambda: next(numbers), str | None: lambda: f"text {next(numbers)}",
+        Fault: lambda: Fault("f", "kill", 3), BackupAddress: lambda: BackupAddress("there", 7000),
+        LaunchOrder: lambda: LaunchOrder("job-1", 2, 3, {"any": 1}),
+    }  # fmt: skip
+
+    async def note(self, **given):
+        heard.append(given)
+        raise Heard
+
+    note.__annotations__ = dict(hints)
+    given = {parameter: made[kind]() for parameter, kind in hints.items() if parameter != "return"}
+    there = over_ray(type("There", (), {name: note})(), client)
+    with pytest.raises(Heard):
+        asyncio.run(getattr(there, name)(*given.values()))
+    assert heard == [given]
 
 
 def test_errors_of_ray_become_ours_and_say_what_ray_said_last():
