@@ -99,6 +99,39 @@ def test_up_starts_no_second_service(manta, started, tmp_path):
     assert started == []
 
 
+@pytest.mark.parametrize(
+    ("words", "said"), [("echo starting; echo the disk is full", "the disk is full"), ("true", "it said nothing")]
+)
+def test_service_that_does_not_start_says_why_and_nothing_of_earlier_times(tmp_path, words, said):
+    log = tmp_path / "service.log"
+    log.write_text("an error of last week\n")
+    began = log.stat().st_size
+    with (
+        log.open("ab") as output,
+        subprocess.Popen(["sh", "-c", words], stdout=output) as process,
+        pytest.raises(service.NotStarted, match=f"the service did not start: {said} "),
+    ):
+        service._wait_until_ready(tmp_path, process, log, began)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_service_is_up_when_it_can_run_jobs(tmp_path, monkeypatch, ready):
+    looks = []
+    monkeypatch.setattr(service, "running_service", lambda home: {"url": "http://there"} if looks else looks.append(1))
+    monkeypatch.setattr(service, "_is_ready", lambda url: ready and url == "http://there")
+    monkeypatch.setattr(service, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(service, "UP_SECONDS", 20.0 if ready else 0.05)
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            if ready:
+                assert service._wait_until_ready(tmp_path, process, tmp_path, 0) == "http://there"
+            else:
+                with pytest.raises(service.NotStarted, match="not ready after"):
+                    service._wait_until_ready(tmp_path, process, tmp_path, 0)
+        finally:
+            process.kill()
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A home whose jobs have something in shared memory and in the runtime folder."""
