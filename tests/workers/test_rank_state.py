@@ -21,7 +21,7 @@ from workers.trainer import Places, Trainer
 class Rank:
     """A process of a job of one rank, which keeps its state below a folder."""
 
-    def __init__(self, folder: Path, **checkpoint: int):
+    def __init__(self, folder: Path, **checkpoint: int | str):
         corpus = folder / "corpus.txt"
         corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
         self.folder, self._messages = folder, []
@@ -89,6 +89,20 @@ def test_a_rank_at_rest_has_a_snapshot_of_its_step_though_none_was_due(tmp_path)
     assert rank.snapshots == [0]
     rank.trainer.rest()
     assert rank.snapshots == [0, 2]
+    rank.end()
+
+
+def test_a_generation_begins_with_a_snapshot_of_every_step(tmp_path):
+    """A new process among those that live on knows nothing of how long snapshots took, and all must keep the same."""
+    rank = Rank(tmp_path, snapshot_every_steps="auto")
+    rank.trainer.restore(Resume())
+    rank.trainer.state.interval.every = 3
+    rank.train(4)
+    assert rank.snapshots == [0, 3]
+    rank.trainer.rest()
+    rank.trainer.restore(Resume("snapshot", 4))
+    rank.train(1)
+    assert rank.snapshots == [4, 5]
     rank.end()
 
 
