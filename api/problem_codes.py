@@ -41,6 +41,7 @@ KINDS: dict[str, Kind] = {
     "files_not_removed": Kind(409, "a file of the job cannot be removed, so the job is still there"),
     "idempotency_conflict": Kind(409, "the Idempotency-Key was used before with another body"),
     "fault_not_possible": Kind(409, "the fault could never strike"),
+    "not_understood": Kind(409, "another release stored the job's spec, and this one does not understand it"),
     "precondition_failed": Kind(412, "the job is not any more what If-Match says"),
     "body_too_large": Kind(413, "the body is longer than any request needs"),
     "unsupported_media_type": Kind(415, "the body does not say that it is JSON"),

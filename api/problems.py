@@ -27,6 +27,7 @@ from service.store import (
     JobNotFinal,
     JobNotFound,
 )
+from service.stored_specs import SpecNotUnderstood
 from workers.errors import MantaError
 from workers.spec.problems import SpecError
 
@@ -62,6 +63,7 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (ClusterUnavailable, "cluster_unavailable"),
     (MalformedJson, "malformed_json"),
     (SizeOutOfBounds, "size_out_of_bounds"),
+    (SpecNotUnderstood, "not_understood"),
 )
 """Errors that say all that there is to say, and the code that each is answered with."""
 

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from pydantic import ValidationError
-
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement import missing, unit_of
@@ -26,7 +24,7 @@ from service.states import JobState
 from service.store import IllegalTransition, Store, jobs
 from service.store.retries import may_pass
 from service.store.tables import Job
-from service.stored_specs import stored_spec_problem
+from service.stored_specs import SpecNotUnderstood, stored_spec
 from workers.config import JobSpec, ParallelConfig
 from workers.errors import DataError
 
@@ -113,9 +111,9 @@ class Scheduler:
     async def _read_spec(self, job: Job) -> JobSpec | None:
         """The job's spec; None, and the job says so and waits, where this release does not take what another stored."""
         try:
-            return JobSpec.model_validate(job.spec)
-        except ValidationError as error:
-            problem = stored_spec_problem(error)
+            return stored_spec(job).spec
+        except SpecNotUnderstood as error:
+            problem = str(error)
             await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, None, "invalid_spec", problem))
             return None
 

@@ -192,7 +192,9 @@ def retry_job(control: Control, job_id: JobId) -> schemas.Job:
     "/{job_id}/resize",
     status_code=202,
     openapi_extra=json_request(requests.Resize),
-    responses=changes(*OF_A_JOB, "illegal_transition", "malformed_json", "invalid_parameter", "size_out_of_bounds"),
+    responses=changes(
+        *OF_A_JOB, "illegal_transition", "not_understood", "malformed_json", "invalid_parameter", "size_out_of_bounds"
+    ),
 )
 def resize_job(
     control: Control, job_id: JobId, wish: Annotated[requests.Resize, Depends(body_as(requests.Resize))]

@@ -16,6 +16,7 @@ from service.job.record import JobRecord
 from service.recovery.budgets import PastFailure, past_failures
 from service.store import Store
 from service.store.tables import Generation, Job
+from service.stored_specs import stored_spec
 from workers.config import JobSpec
 
 DEFAULT_MEMORY_SECONDS = 24 * 3600.0
@@ -48,8 +49,8 @@ class JobContext:
 
     @classmethod
     def of(cls, store: Store, cluster: Cluster, job: Job, memory_seconds: float = DEFAULT_MEMORY_SECONDS) -> JobContext:
-        """The context of `job`. Raises ValidationError where its stored spec is no longer taken."""
-        submitted = JobSpec.model_validate(job.spec)
+        """The context of `job`. Raises SpecNotUnderstood."""
+        submitted = stored_spec(job).spec
         gang = Gang(cluster, job.id, in_use(submitted, job))
         record = JobRecord(store, job.id)
         return cls(cluster, submitted, record, gang, retried_at=job.retried_at or 0.0, memory_seconds=memory_seconds)

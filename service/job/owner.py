@@ -11,8 +11,6 @@ import contextlib
 import logging
 import time
 
-from pydantic import ValidationError
-
 from service.cluster.cluster import Cluster
 from service.faults import FaultNotPossible
 from service.job.context import DEFAULT_MEMORY_SECONDS
@@ -21,8 +19,8 @@ from service.job.supervisor import Supervisor
 from service.pauses import growing_pauses
 from service.states import JobState, is_final
 from service.store import Store
-from service.stored_specs import stored_spec_problem
-from workers.protocol.messages import Fault
+from service.stored_specs import SpecNotUnderstood, left_out_sentence, stored_spec
+from workers.protocol.messages import Fault, ProtocolMismatch
 
 log = logging.getLogger(__name__)
 
@@ -68,22 +66,27 @@ class JobOwner:
         if job.state == JobState.QUEUED or is_final(job.state):
             return True
         try:
+            left_out = stored_spec(job).left_out
             supervisor = Supervisor(self._store, self._cluster, job, self._memory_seconds)
-        except ValidationError as error:
-            return await self._leave_alone(JobState(job.state), stored_spec_problem(error))
+        except SpecNotUnderstood as error:
+            return await self._leave_alone(JobState(job.state), str(error))
+        if left_out:
+            await self._say("keys_left_out", left_out_sentence(left_out))
         self._supervisor = supervisor
         if self._resize_wanted:
             self._resize_wanted = False
             supervisor.resize()
         try:
             await supervisor.run(placed_generation)
+        except ProtocolMismatch as error:  # agents are asked who they are before anything is changed
+            return await self._leave_alone(JobState(job.state), str(error))
         finally:
             self._supervisor = None
         return True
 
     async def _leave_alone(self, state: JobState, problem: str) -> bool:
-        """Another release made the job, and this one does not know what it says: its ranks run on as they are, until a
-        release that does takes it over. Only its end is taken care of."""
+        """Another release made the job or its agents, and this one does not understand them: its ranks run on as they
+        are, until a release that does takes it over. Only its end is taken care of."""
         if state == JobState.CANCELLING:
             await self._cluster.end_job(self.id)
             await self._record.end(JobState.CANCELLED, None, None)

@@ -9,8 +9,6 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
-
 from service.cluster.agent_client import AgentClient, AgentError, within
 from service.cluster.agents import describe
 from service.cluster.placement import Capacity, missing, replica_of, unit_of
@@ -23,6 +21,7 @@ from service.job.launch import order_for
 from service.states import JobState
 from service.store import jobs
 from service.store.tables import Job
+from service.stored_specs import SpecNotUnderstood, stored_spec
 from workers.config import JobSpec
 from workers.protocol.messages import LaunchOrder
 
@@ -114,9 +113,9 @@ class ElasticityPlanner:
         has_gpus = await nodes.has_gpus() if waiting else False
         for job in waiting:
             try:
-                spec = JobSpec.model_validate(job.spec)
-            except ValidationError:
-                continue  # the scheduler fails it when its turn comes
+                spec = stored_spec(job).spec
+            except SpecNotUnderstood:
+                continue  # it waits for another release
             capacity = await nodes.capacity(unit_of(spec.resources.accelerator, has_gpus))
             shortage = missing(smallest(spec).layout, capacity)
             if shortage is None or shortage.possible >= shortage.needed:

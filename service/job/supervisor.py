@@ -54,8 +54,8 @@ class Supervisor:
     """Owns one job. `run` returns when the job is final, or back in the queue."""
 
     def __init__(self, store: Store, cluster: Cluster, job: Job, memory_seconds: float = DEFAULT_MEMORY_SECONDS):
-        """`memory_seconds`: how long its snapshots are kept for a retry when it fails. Raises ValidationError where the
-        stored spec of `job` is no longer taken."""
+        """`memory_seconds`: how long its snapshots are kept for a retry when it fails. Raises
+        SpecNotUnderstood."""
         self._job = JobContext.of(store, cluster, job, memory_seconds)
         self._cluster, self._record, self._gang = cluster, self._job.record, self._job.gang
         self._planner = ElasticityPlanner(self._job)

@@ -9,6 +9,7 @@ from service.store.errors import (
     JobChanged,
     JobNotFinal,
     JobNotFound,
+    StoreOfNewerRelease,
     StoreUnusable,
 )
 from service.store.paging import Page
@@ -32,5 +33,6 @@ __all__ = [
     "Recovery",
     "StateChange",
     "Store",
+    "StoreOfNewerRelease",
     "StoreUnusable",
 ]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,9 +17,14 @@ from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
 
-from service.store.errors import StoreUnusable
+from service.store.errors import StoreOfNewerRelease, StoreUnusable
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+FIRST_RELEASED = "0006"
+"""Revision of the first release. Databases from before it are of no release."""
+OLDEST_READER = "0009"
+"""What the newest migration leaves in the table `compatibility`."""
 MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_MILLISECONDS = 10_000
 _MOST_EXTRA_CONNECTIONS = 60
@@ -37,8 +45,9 @@ class Store:
         location = make_url(url)
         self._location = location.render_as_string(hide_password=True)
         is_sqlite = location.get_backend_name() == "sqlite"
-        if is_sqlite and location.database:
-            _make_folder(Path(location.database).parent, self._location)
+        self._file = Path(location.database) if is_sqlite and location.database else None
+        if self._file is not None:
+            _make_folder(self._file.parent, self._location)
         # Many readers at once never keep the writer waiting for a connection.
         self._engine = create_engine(location, max_overflow=_MOST_EXTRA_CONNECTIONS)
         if is_sqlite:
@@ -58,10 +67,18 @@ class Store:
     def migrate(self, revision: str = "head") -> None:
         """Bring the schema to `revision`: the newest by default, `base` for an empty database.
 
-        Raises StoreUnusable when the database cannot be opened, or was made by a newer Manta.
+        Whatever is there is copied before it is brought to a newer schema. A database that a newer release has brought
+        to a schema of its own stays as it is, where that release says that this one can use it. Raises StoreUnusable
+        when the database cannot be opened, and StoreOfNewerRelease.
         """
-        if revision == "head" and self._revision() == newest_revision():
-            return  # a control plane that is restarted has jobs to look after, and alembic takes long to import
+        current = self._revision()
+        if revision == "head" and current is not None:
+            if current == newest_revision():
+                return  # a control plane that is restarted has jobs to look after, and alembic takes long to import
+            if current > newest_revision():
+                self._use_newer(current)
+                return
+            self._keep_copy(current)
         from alembic import command
         from alembic.config import Config
         from alembic.util import CommandError
@@ -78,6 +95,36 @@ class Store:
             self._writer.submit(run).result()
         except (SQLAlchemyError, CommandError) as error:
             raise StoreUnusable(self._location, error) from error
+
+    @property
+    def shuts_out_release_before(self) -> bool:
+        """Whether the release that used the database last cannot do so any more once it is migrated."""
+        current = self._revision()
+        return current is not None and FIRST_RELEASED <= current < newest_revision() and current < OLDEST_READER
+
+    def _use_newer(self, current: str) -> None:
+        """Use a database of a revision that is not known here. Raises StoreOfNewerRelease."""
+        try:
+            with self._engine.connect() as connection:
+                oldest = connection.exec_driver_sql("SELECT oldest_reader FROM compatibility").scalar_one()
+        except SQLAlchemyError:
+            oldest = current
+        if newest_revision() < str(oldest):
+            raise StoreOfNewerRelease(self._location, current, newest_revision())
+        log.warning("a newer release has brought the database to revision %s, which this one can use", current)
+
+    def _keep_copy(self, current: str) -> None:
+        """Copy the database to a file beside it, for those who want to go back. Raises StoreUnusable."""
+        if self._file is None:
+            return
+        copy = self._file.with_name(f"{self._file.name}.{current}")
+        try:
+            copy.unlink(missing_ok=True)
+            with contextlib.closing(sqlite3.connect(self._file, timeout=_BUSY_MILLISECONDS / 1000)) as connection:
+                connection.execute("VACUUM INTO ?", (str(copy),))
+        except (OSError, sqlite3.Error) as error:
+            raise StoreUnusable(self._location, error) from error
+        log.warning("the database is brought from revision %s to %s; %s is as it was", current, newest_revision(), copy)
 
     def _revision(self) -> str | None:
         """Of the schema as it is; None where there is none, or no database that can be opened."""

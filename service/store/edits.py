@@ -43,6 +43,8 @@ def edit(
     for key, value in new.items():
         setattr(job, key, value)
     job.spec, job.updated_at = {**job.spec, **new}, time.time()
+    job.submitted = None if job.submitted is None else {**job.submitted, **new}
+    job.not_default = None if job.not_default is None else {**job.not_default, **new}
     sentence = " and ".join(f"{key} from {before[key]!r} to {value!r}" for key, value in new.items())
     data = {key: {"from": before[key], "to": value} for key, value in new.items()}
     about: dict[str, Any] = {"generation": job.generation, "step": job.step}

@@ -93,3 +93,17 @@ class StoreUnusable(MantaError):
         self.location = location
         why = " ".join(str(getattr(cause, "orig", None) or cause).split())
         super().__init__(f"cannot use the database {location}: {why}")
+
+
+class StoreOfNewerRelease(StoreUnusable):
+    """A newer release has brought the database to a schema that this one cannot use."""
+
+    def __init__(self, location: str, theirs: str, ours: str):
+        """`theirs`: revision of the schema; `ours`: the newest that this release knows."""
+        super().__init__(
+            location,
+            ValueError(
+                f"a newer release of Manta has brought it to revision {theirs}, and this one knows them up to {ours}: "
+                "start that release or a later one, or put the copy back that it made (docs/operations.md, Upgrades)"
+            ),
+        )

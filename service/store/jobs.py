@@ -18,6 +18,7 @@ from service.store.errors import IdempotencyConflict, IllegalTransition, Invalid
 from service.store.ids import is_job_id, next_job_id
 from service.store.paging import Cursors, Page
 from service.store.tables import Job
+from service.stored_specs import as_written, not_default, stored_spec
 from workers.config import JobSpec, ParallelConfig
 
 _CREATE_ATTEMPTS = 5
@@ -142,13 +143,14 @@ def request_cancel(session: Session, job_id: str) -> Job:
 def request_resize(session: Session, job_id: str, replicas: int) -> Job:
     """Note that the job shall run with `replicas`; its supervisor does the rest as soon as there is room.
 
-    Raises JobNotFound, IllegalTransition when the job's state does not allow it, and SizeOutOfBounds.
+    Raises JobNotFound, IllegalTransition when the job's state does not allow it, SizeOutOfBounds,
+    SpecNotUnderstood.
     """
     job = get(session, job_id, lock=True)
     state = JobState(job.state)
     if after_action("resize", state) is None:
         raise IllegalTransition(job_id, state, action="resize")
-    sizes = sizes_of(JobSpec.model_validate(job.spec))
+    sizes = sizes_of(stored_spec(job).spec)
     if replicas not in sizes:
         raise SizeOutOfBounds(job_id, replicas, sizes)
     job.wanted_replicas, job.updated_at = replicas, time.time()
@@ -218,6 +220,8 @@ def _new_job(session: Session, spec: JobSpec, idempotency_key: str | None, diges
         name=spec.name,
         state=JobState.QUEUED.value,
         spec=spec.model_dump(mode="json"),
+        submitted=as_written(spec),
+        not_default=not_default(spec),
         step=0,
         steps=spec.train.steps,
         generation=0,

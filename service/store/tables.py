@@ -60,6 +60,10 @@ class Job(Base):
     """The same for people."""
     spec: Mapped[dict[str, Any]] = mapped_column(Document)
     """The checked JobSpec with all defaults filled in."""
+    submitted: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """What the user wrote of it; None: it is not known."""
+    not_default: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """What of it differs from the defaults of the release that stored it; None: it is not known."""
     step: Mapped[int] = mapped_column(BigInteger, default=0)
     """Last committed step; the first is 1."""
     steps: Mapped[int] = mapped_column(BigInteger)
@@ -125,6 +129,15 @@ class Installation(Base):
     """Random, and never another."""
     ray_namespace: Mapped[str] = mapped_column(String(64))
     """Namespace of its actors and placement groups in Ray."""
+
+
+class Compatibility(Base):
+    """The one row that says which releases can use the database, though they do not know its newest revision."""
+
+    __tablename__ = "compatibility"
+
+    oldest_reader: Mapped[str] = mapped_column(String(32), primary_key=True)
+    """Their own newest revision is this one or a later one."""
 
 
 class StateChange(Base):

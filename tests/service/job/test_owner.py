@@ -17,6 +17,7 @@ from service.recovery import durable_state
 from service.states import JobState
 from service.store import jobs, retries
 from tests.service.support.supervised_job import story
+from workers.protocol.messages import ProtocolMismatch
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +147,7 @@ def test_spec_of_another_release_leaves_the_ranks_alone_until_the_job_is_cancell
         await owned.die_with_control_plane()
         understood = dict(owned.row.spec)
         owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "spec", {**understood, "newer": 1}))
+        owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "submitted", {"newer": 1}))
         owned.supervise(None)
         while "not_understood" not in owned.log:
             await asyncio.sleep(0)
@@ -159,6 +161,80 @@ def test_spec_of_another_release_leaves_the_ranks_alone_until_the_job_is_cancell
     assert owned.log.count("not_understood") == 1
     assert owned.row.state == "CANCELLED"
     assert cluster.nothing_held
+
+
+def other_release(agent):
+    """The agent describes itself as one of another release."""
+
+    async def describe():
+        raise ProtocolMismatch("the agent", 1)
+
+    agent.describe = describe
+
+
+def test_agents_of_another_release_train_on_until_a_release_that_speaks_to_them_takes_over(owned, cluster):
+    async def body():
+        await owned.start()
+        await owned.watched(1)
+        await owned.commit(1)
+        await owned.die_with_control_plane()
+        agents = list(cluster.agents.living.values())
+        for agent in agents:
+            other_release(agent)
+        owned.supervise(None)
+        while "not_understood" not in owned.log:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)  # it is tried again and again
+        assert owned.row.state == "RUNNING" and all(agent.running for agent in agents)
+        assert not owned.task.done() and len(cluster.groups.held) == 2
+        for agent in agents:
+            del agent.describe
+        await owned.watched(1)
+        assert all(len(agent.orders) == 1 and agent.stops == 0 for agent in agents)
+        await owned.commit(2)
+        await owned.finish()
+
+    story(body)
+    assert owned.log.count("not_understood") == 1 and "supervision_failed" not in owned.log
+    assert "the agent speaks protocol 1 and this process 2: " in owned.message("not_understood")
+    assert (owned.row.state, owned.row.generation, owned.row.restarts) == ("SUCCEEDED", 1, 0)
+
+
+def test_job_with_agents_of_another_release_can_be_cancelled(owned, cluster):
+    async def body():
+        await owned.start()
+        await owned.watched(1)
+        await owned.commit(1)
+        await owned.die_with_control_plane()
+        for agent in cluster.agents.living.values():
+            other_release(agent)
+        owned.supervise(None)
+        while "not_understood" not in owned.log:
+            await asyncio.sleep(0)
+        owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
+        owned.owner.cancel()
+        await owned.task
+
+    story(body)
+    assert owned.row.state == "CANCELLED"
+    assert cluster.nothing_held
+
+
+def test_key_of_a_newer_release_that_had_its_default_is_done_without(owned):
+    newer = {**owned.row.spec, "newer": 1, "recovery": {**owned.row.spec["recovery"], "newer": True}}
+    owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "spec", newer))
+
+    async def body():
+        await owned.start()
+        await owned.watched(1)
+        await owned.commit(1)
+        await owned.finish()
+
+    story(body)
+    assert owned.log.count("keys_left_out") == 1 and "not_understood" not in owned.log
+    assert "does not know newer, recovery.newer of the spec" in owned.message("keys_left_out")
+    assert owned.row.spec == newer, "for the release that knows them"
+    assert owned.row.state == "SUCCEEDED"
 
 
 def test_final_job_is_nobodys(store, started, cluster):

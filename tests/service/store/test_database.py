@@ -1,6 +1,7 @@
 """The database has one writer, consistent readers, and migrations that go both ways."""
 
 import asyncio
+import contextlib
 import sqlite3
 import threading
 
@@ -13,13 +14,22 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.schema import CreateTable
 
 from service.states import JobState
-from service.store import JobNotFound, Store, StoreUnusable, events, installation, jobs, ledgers
-from service.store.database import newest_revision
+from service.store import (
+    JobNotFound,
+    Store,
+    StoreOfNewerRelease,
+    StoreUnusable,
+    events,
+    installation,
+    jobs,
+    ledgers,
+)
+from service.store.database import OLDEST_READER, newest_revision
 from service.store.tables import Base
 
 TABLES = {
-    "checkpoints", "deleted_jobs", "events", "generations", "installation", "jobs", "metrics", "ranks", "recoveries",
-    "state_changes",
+    "checkpoints", "compatibility", "deleted_jobs", "events", "generations", "installation", "jobs", "metrics", "ranks",
+    "recoveries", "state_changes",
 }  # fmt: skip
 
 
@@ -110,7 +120,10 @@ def test_database_of_a_release_before_finds_what_runs_until_ray_is_a_new_one(sto
     for statement in (
         "DROP TABLE installation",
         "DROP TABLE deleted_jobs",
+        "DROP TABLE compatibility",
         "ALTER TABLE jobs DROP COLUMN deletion_began_at",
+        "ALTER TABLE jobs DROP COLUMN submitted",
+        "ALTER TABLE jobs DROP COLUMN not_default",
         "UPDATE alembic_version SET version_num = '0005'",
     ):
         store.write(lambda session, statement=statement: session.execute(text(statement)))
@@ -215,11 +228,69 @@ def test_a_file_that_is_no_database_is_one_clear_sentence(tmp_path, content):
     store.close()
 
 
-def test_a_database_of_a_newer_version_is_left_alone(store):
+def is_at(store, revision, oldest_reader=None):
     with store.engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
-    with pytest.raises(StoreUnusable, match="9999"):
+        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{revision}'")
+        if oldest_reader is not None:
+            connection.exec_driver_sql(f"UPDATE compatibility SET oldest_reader = '{oldest_reader}'")
+
+
+def test_a_database_of_a_newer_release_that_changed_more_than_we_can_ignore_is_left_alone(store):
+    is_at(store, "9999", "9998")
+    with pytest.raises(StoreOfNewerRelease, match=f"revision 9999, and this one knows them up to {newest_revision()}"):
         store.migrate()
+    store.write(lambda session: session.execute(text("DROP TABLE compatibility")))
+    with pytest.raises(StoreOfNewerRelease, match="start that release or a later one"):
+        store.migrate()
+
+
+def test_a_database_of_a_newer_release_that_only_added_to_it_is_used_as_it_is(store, submit):
+    store.write(lambda session: session.execute(text("ALTER TABLE jobs ADD COLUMN newer TEXT")))
+    is_at(store, "9999")
+    store.migrate()
+    job = submit()
+    with store.read() as session:
+        assert jobs.get(session, job.id).state == "QUEUED"
+        assert session.execute(text("SELECT version_num FROM alembic_version")).scalar_one() == "9999"
+
+
+def test_the_newest_migration_says_what_the_code_takes_it_to_say(store):
+    with store.read() as session:
+        assert session.execute(text("SELECT oldest_reader FROM compatibility")).scalar_one() == OLDEST_READER
+
+
+def test_a_database_is_copied_before_it_is_migrated(store, submit, tmp_path):
+    job = submit()
+    store.migrate()
+    assert not list(tmp_path.glob("manta.db.*")), "there was nothing to do"
+    is_at(store, "0007")
+    for statement in (
+        "DROP TABLE compatibility",
+        "ALTER TABLE jobs DROP COLUMN submitted",
+        "ALTER TABLE jobs DROP COLUMN not_default",
+    ):
+        store.write(lambda session, statement=statement: session.execute(text(statement)))
+    (tmp_path / "manta.db.0007").write_text("of an attempt before")
+    store.migrate()
+    with contextlib.closing(sqlite3.connect(tmp_path / "manta.db.0007")) as copy:
+        assert copy.execute("SELECT version_num FROM alembic_version").fetchone() == ("0007",)
+        assert copy.execute("SELECT id, state FROM jobs").fetchall() == [(job.id, "QUEUED")]
+    with store.read() as session:
+        assert jobs.get(session, job.id).submitted is None
+
+
+@pytest.mark.parametrize(
+    ("revision", "shuts_out"), [("0005", False), ("0006", True), ("0007", True), (None, False), ("9999", False)]
+)
+def test_a_migration_shuts_out_the_release_before_where_that_cannot_read_the_result(store, revision, shuts_out):
+    is_at(store, revision or newest_revision())
+    assert store.shuts_out_release_before == shuts_out
+
+
+def test_a_new_database_shuts_out_nobody(tmp_path):
+    new = Store(f"sqlite:///{tmp_path}/new.db")
+    assert not new.shuts_out_release_before
+    new.close()
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_sentence(tmp_path):

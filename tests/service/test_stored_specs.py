@@ -1,0 +1,98 @@
+"""What one release stores of a spec, another one reads: with nothing changed, or not at all."""
+
+import pytest
+
+from service.store import edits, jobs
+from service.stored_specs import SpecNotUnderstood, stored_spec
+
+
+@pytest.fixture
+def stored(store, submit):
+    """Stores a job, and lets another release have added to its spec."""
+
+    def make(spec=None, submitted=None, not_default=None, **sections):
+        job_id = submit(**sections).id
+
+        def change(session):
+            job = jobs.get(session, job_id)
+            for name, more in {"spec": spec, "submitted": submitted, "not_default": not_default}.items():
+                merged = {**getattr(job, name)}
+                for key, value in (more or {}).items():
+                    merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+                setattr(job, name, merged)
+            return job
+
+        return store.write(change)
+
+    return make
+
+
+def test_what_the_user_wrote_is_stored_beside_the_full_spec(submit):
+    job = submit(recovery={"max_restarts": 20}, train={"steps": 7, "optimizer": {"learning_rate": 1}})
+    assert job.submitted == {
+        "name": "small",
+        "model": {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 8},
+        "data": {"source": "python-stdlib"},
+        "train": {"steps": 7, "optimizer": {"learning_rate": 1.0}},
+        "recovery": {"max_restarts": 20},
+    }
+    assert job.spec["recovery"]["max_restarts"] == 20 and job.spec["train"]["optimizer"]["beta1"] == 0.9
+    assert "recovery" not in job.not_default, "20 is the default"
+    assert job.not_default["train"] == {"steps": 7, "optimizer": {"learning_rate": 1.0}}
+
+
+def test_spec_that_is_understood_is_read_as_it_is_stored(stored):
+    job = stored(spec={"recovery": {"max_restarts": 3}})  # the default of another release
+    assert stored_spec(job).spec.recovery.max_restarts == 3
+    assert stored_spec(job).left_out == ()
+
+
+@pytest.mark.parametrize(
+    ("newer", "path"),
+    [
+        ({"newer": 3}, "newer"),
+        ({"newer": {"inner": {"most": 1}}}, "newer"),
+        ({"recovery": {"newer": 3}}, "recovery.newer"),
+        ({"parallel": {"newer": [1]}}, "parallel.newer"),
+    ],
+)
+def test_unknown_key_with_the_default_of_its_release_is_done_without(stored, newer, path):
+    job = stored(spec=newer, parallel={"tensor": 2})
+    found = stored_spec(job)
+    assert found.left_out == (path,)
+    assert found.spec.layout.tensor == 2 and found.spec.train.steps == 10
+
+
+def test_several_unknown_keys_are_done_without(stored):
+    job = stored(spec={"newer": 1, "train": {"newer": 1}, "recovery": {"newer": 1}})
+    assert sorted(stored_spec(job).left_out) == ["newer", "recovery.newer", "train.newer"]
+
+
+@pytest.mark.parametrize("said", ["submitted", "not_default"])
+@pytest.mark.parametrize("newer", [{"newer": 3}, {"recovery": {"newer": {"inner": 1}}}])
+def test_unknown_key_that_the_user_wrote_or_that_is_no_default_is_not_understood(stored, newer, said):
+    job = stored(spec=newer, **{said: newer})
+    with pytest.raises(SpecNotUnderstood, match=r"newer: Extra inputs are not permitted; a release that does goes on"):
+        stored_spec(job)
+
+
+@pytest.mark.parametrize("said", ["submitted", "not_default"])
+def test_unknown_key_of_a_job_of_which_nothing_more_is_known_is_not_understood(store, stored, said):
+    job_id = stored(spec={"newer": 1}).id
+    job = store.write(lambda s: (setattr(jobs.get(s, job_id), said, None), jobs.get(s, job_id))[1])
+    with pytest.raises(SpecNotUnderstood):
+        stored_spec(job)
+
+
+def test_value_that_is_not_taken_is_not_understood_even_where_it_is_a_default(stored):
+    """Our own default would make another job of it."""
+    job = stored(spec={"train": {"attention": "newest"}, "newer": 1})
+    with pytest.raises(SpecNotUnderstood, match=r"attention"):
+        stored_spec(job)
+
+
+def test_edits_are_what_the_user_wrote(store, submit):
+    job_id = submit().id
+    job = store.write(lambda s: edits.edit(s, job_id, name="other", priority=0))
+    assert job.submitted["name"] == job.not_default["name"] == job.spec["name"] == "other"
+    assert "priority" not in job.submitted
