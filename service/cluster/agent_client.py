@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from workers.errors import MantaError
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject
 from workers.protocol.messages import (
+    PROTOCOL,
     AgentDescription,
     BackupAddress,
     Fault,
@@ -30,6 +32,8 @@ from workers.snapshot.backup import BackupProgress
 from workers.zygote.client import Exit
 
 T = TypeVar("T")
+_OTHER_AGENT = "a release of Manta that speaks it goes on with the job, or cancel the job"
+_OTHER_DAEMON = "it is replaced once no job runs on its node"
 
 
 class AgentError(MantaError):
@@ -203,16 +207,20 @@ class RayActor:
 class RayAgent(RayActor):
     """An AgentClient over a Ray actor."""
 
+    _protocol = PROTOCOL
+    """The agent's, as soon as it has described itself: orders are in it."""
+
     async def describe(self) -> AgentDescription:
         answer = await self._call(AgentClient.describe)
-        check_protocol(f"the agent {answer.pid} on {answer.host}", answer.protocol)
+        check_protocol(f"the agent {answer.pid} on {answer.host}", answer.protocol, _OTHER_AGENT)
+        self._protocol = answer.protocol
         return answer
 
     async def launch(self, order: LaunchOrder) -> Launched:
-        return await self._call(AgentClient.launch, order=order)
+        return await self._call(AgentClient.launch, order=replace(order, protocol=self._protocol))
 
     async def prepare(self, order: LaunchOrder) -> bool:
-        return await self._call(AgentClient.prepare, order=order)
+        return await self._call(AgentClient.prepare, order=replace(order, protocol=self._protocol))
 
     async def arm(self, fault: Fault) -> None:
         await self._call(AgentClient.arm, fault=fault)
@@ -300,5 +308,5 @@ class RayNodeDaemon(RayActor):
 
 
 def _checked(answer: NodeDescription) -> NodeDescription:
-    check_protocol(f"the daemon of node {answer.node[:12]}", answer.protocol)
+    check_protocol(f"the daemon of node {answer.node[:12]}", answer.protocol, _OTHER_DAEMON)
     return answer

@@ -11,7 +11,8 @@ from typing import Any
 from service.cluster.agent_client import AgentError, AgentSilent, NodeClient, RayNodeDaemon, within
 from service.cluster.connection import RayConnection, detached
 from service.cluster.nodes import Nodes
-from service.cluster.placement import node_daemon_name
+from service.cluster.placement import job_of, node_daemon_name
+from service.cluster.ray_private import node_of_actor
 from workers.node.daemon import NodeDaemon
 from workers.paths import Paths
 from workers.protocol.messages import ProtocolMismatch
@@ -32,6 +33,10 @@ class NodeDaemons:
     def __init__(self, ray: RayConnection, nodes: Nodes, paths: Paths):
         self._ray, self._nodes, self._paths = ray, nodes, paths
         self._class = ray.module.remote(NodeDaemon)
+        self._left_out: dict[str, str] = {}
+        """By node with a daemon of another release what was said about it."""
+        self._foreign: set[str] = set()
+        """Nodes where a daemon that we started is of another release: so is the Manta that is installed there."""
 
     async def ensure(
         self, zygote_options: Sequence[str] = (), zygote_environment: Mapping[str, str] | None = None
@@ -60,14 +65,39 @@ class NodeDaemons:
                 break  # another try would find the same one
             except AgentError:
                 continue  # it died since its name was looked up: one more, with a new handle
-            except ProtocolMismatch as error:  # another release's: with it, jobs that run there would end
-                log.warning("node %s is left out: %s", node[:12], error)
+            except ProtocolMismatch as error:
+                if existing is None:
+                    self._foreign.add(node)
+                if await self._replace(node, actor, str(error)):
+                    continue
                 break
             self._nodes.silent.discard(node)
+            self._left_out.pop(node, None)
             return daemon
         self._nodes.silent.add(node)
         self._nodes.unswept.add(node)
         return None
+
+    async def _replace(self, node: str, actor: Any, problem: str) -> bool:
+        """End a daemon of another release, with its zygote; False while that would end trainers, or would be no use.
+        What lies in the node's shared memory stays: jobs that wait go on from it."""
+        self._nodes.silent.add(node)  # nothing is placed there meanwhile
+        if node in self._foreign or await self._has_agents(node):
+            if self._left_out.get(node) != problem:  # it is asked every second
+                log.warning("nothing is placed on node %s: %s", node[:12], problem)
+            self._left_out[node] = problem
+            return False
+        log.warning("the daemon of node %s is replaced: %s", node[:12], problem)
+        await self._ray.kill(actor)
+        return True
+
+    async def _has_agents(self, node: str) -> bool:
+        """Whether an agent is on the node, or may be: one that Ray has not put anywhere yet."""
+        agents = [name for name in await self._ray.actor_names() if job_of(name) is not None]
+        for actor in await self._ray.find(agents):
+            if actor is not None and await self._ray.run(node_of_actor, self._ray.module, actor) in (node, None):
+                return True
+        return False
 
     async def heartbeat_address(self, node: str) -> tuple[str, int] | None:
         """Where the daemon of `node` sends heartbeats from; it is started where there is none. None when it does not

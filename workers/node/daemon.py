@@ -174,7 +174,7 @@ class NodeDaemon:
                 line = await asyncio.wait_for(process.control.readline(), PEAK_SECONDS)
             finally:
                 process.close()
-        except (ZygoteUnavailable, TimeoutError):
+        except (ZygoteUnavailable, TimeoutError):  # the zygote's log, or whoever forks next, says why
             return None
         return from_json(PeakRate, json.loads(line)) if line else None
 

@@ -15,22 +15,26 @@ from workers.protocol.json_codec import JsonObject
 
 PROTOCOL = 2
 """Version of all messages between processes. Raised by a change that the other end must know of."""
+SPOKEN: tuple[int, ...] = (2,)
+"""Protocols of processes of other releases that this one works with, and its own. One stays in here for as long as
+ranks of both can meet in one generation; whoever speaks several answers in that of the other end."""
+SAME_RELEASE = "run the same release of Manta on all nodes"
 
 
 class ProtocolMismatch(MantaError):
     """Two processes of different releases cannot talk to each other."""
 
-    def __init__(self, who: str, theirs: int):
+    def __init__(self, who: str, theirs: int, what_to_do: str = SAME_RELEASE):
         """`who`: the other end, in words; `theirs`: its protocol."""
-        super().__init__(
-            f"{who} speaks protocol {theirs} and this process {PROTOCOL}: run the same release of Manta on all nodes"
-        )
+        self.theirs = theirs
+        ours = " and ".join(map(str, SPOKEN))
+        super().__init__(f"{who} speaks protocol {theirs} and this process {ours}: {what_to_do}")
 
 
-def check_protocol(who: str, theirs: int) -> None:
-    """Raise ProtocolMismatch unless `who`, the other end in words, speaks our protocol."""
-    if theirs != PROTOCOL:
-        raise ProtocolMismatch(who, theirs)
+def check_protocol(who: str, theirs: int, what_to_do: str = SAME_RELEASE) -> None:
+    """Raise ProtocolMismatch unless we speak the protocol of `who`, the other end in words."""
+    if theirs not in SPOKEN:
+        raise ProtocolMismatch(who, theirs, what_to_do)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from workers.errors import MantaError
 from workers.protocol.json_codec import JsonObject, from_json, to_json
-from workers.protocol.messages import ForkAnswer, ForkRequest, check_protocol
+from workers.protocol.messages import ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
 from workers.system.process_end import ended, kill_group
 
 CONTROL_LINE_BYTES = 64 * 1024 * 1024
@@ -82,7 +82,7 @@ async def fork(
     """Fork a process that runs `entry` with `argument`, its environment extended by `environment`.
 
     Waits up to `timeout` seconds for a zygote that is still starting. Raises ZygoteUnavailable after that, and when
-    the zygote refuses the request.
+    the zygote refuses the request, or is of a release with which this one cannot talk.
     """
     request = ForkRequest(entry, argument, dict(environment or {}))
     try:
@@ -148,7 +148,10 @@ async def _request(connection: socket.socket, line: bytes) -> ForkedProcess:
 
 def _pid_of(reply: bytes) -> int:
     answer = from_json(ForkAnswer, json.loads(reply)) if reply else ForkAnswer(error="it closed the connection")
-    check_protocol("the node's zygote", answer.protocol)
+    try:
+        check_protocol("the node's zygote", answer.protocol, "end what runs on this node, and start its Manta again")
+    except ProtocolMismatch as error:
+        raise ZygoteUnavailable(str(error)) from error
     if answer.pid is None:
         raise ZygoteUnavailable(f"The zygote refused to fork: {answer.error}")
     return answer.pid

@@ -32,11 +32,11 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from workers.protocol.json_codec import MalformedMessage, from_json, to_json
-from workers.protocol.messages import ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
+from workers.protocol.messages import PROTOCOL, ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
 from workers.system.process_end import kill_group
 from workers.zygote.child import Entry, ParentDeathSignal, reset_signals, run_child
 
@@ -73,6 +73,8 @@ class Connection:
     received: bytearray = field(default_factory=bytearray)
     descriptors: list[int] = field(default_factory=list)
     child: int | None = None
+    protocol: int = PROTOCOL
+    """The requester's, once it is known to be one that we speak."""
 
     def close(self) -> None:
         """Close the socket and any descriptor that was not handed to a child."""
@@ -165,6 +167,7 @@ class Zygote:
 
     def _fork(self, connection: Connection, line: bytes) -> None:
         request = _parse_request(line, len(connection.descriptors))
+        connection.protocol = request.protocol
         entry = self._entries.get(request.entry)
         if entry is None:
             raise BadRequest(f"There is no entry {request.entry!r}; known are {', '.join(sorted(self._entries))}.")
@@ -270,7 +273,8 @@ def _is_environment(environment: dict[str, str]) -> bool:
 def _answer(connection: Connection, answer: ForkAnswer) -> bool:
     """Send one JSON line; False when the requester is gone or does not read."""
     try:
-        connection.socket.send(json.dumps(to_json(answer)).encode() + b"\n")
+        spoken = replace(answer, protocol=connection.protocol)
+        connection.socket.send(json.dumps(to_json(spoken)).encode() + b"\n")
     except OSError:
         return False
     return True

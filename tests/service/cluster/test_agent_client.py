@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import typing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from service.cluster.agent_client import (
 )
 from tests.service.support.fake_agents import FakeAgent
 from workers.node.daemon import NodeDaemon
+from workers.protocol import messages
 from workers.protocol.messages import (
     AgentDescription,
     BackupAddress,
@@ -149,7 +151,24 @@ def test_another_protocol_is_refused():
         async def start(self) -> NodeDescription:
             return NodeDescription("n", "h", "a", 1, 2, protocol=99)
 
-    with pytest.raises(ProtocolMismatch, match="protocol 99"):
+    with pytest.raises(ProtocolMismatch, match=r"protocol 99 and this process .* or cancel the job"):
         asyncio.run(over_ray(Newer()).describe())
-    with pytest.raises(ProtocolMismatch, match="daemon of node n speaks protocol 99"):
+    with pytest.raises(ProtocolMismatch, match=r"daemon of node n speaks protocol 99 .* once no job runs on its node"):
         asyncio.run(over_ray(Newer(), RayNodeDaemon).start())
+
+
+def test_orders_are_in_the_protocol_of_the_agent_that_gets_them(monkeypatch):
+    monkeypatch.setattr(messages, "SPOKEN", (1, messages.PROTOCOL))
+
+    async def body():
+        there = FakeAgent()
+        there.description = replace(there.description, protocol=1)
+        agent = over_ray(there)
+        await agent.describe()
+        await agent.launch(LaunchOrder("job", 1, 0, {}))
+        await agent.prepare(LaunchOrder("job", 2, 0, {}))
+        assert [order.protocol for order in (*there.orders, *there.prepared)] == [1, 1]
+        await over_ray(there).launch(LaunchOrder("job", 3, 0, {}))
+        assert there.orders[-1].protocol == messages.PROTOCOL
+
+    asyncio.run(body())

@@ -9,10 +9,10 @@ from service.cluster import node_daemons
 from service.cluster.connection import RayConnection
 from service.cluster.node_daemons import NodeDaemons
 from service.cluster.nodes import Nodes
-from service.cluster.placement import node_daemon_name
+from service.cluster.placement import agent_name, node_daemon_name
 from workers.paths import Paths
 from workers.protocol.json_codec import to_json
-from workers.protocol.messages import NodeDescription
+from workers.protocol.messages import PROTOCOL, NodeDescription
 
 NODES = [
     {"NodeID": node, "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1,
@@ -44,19 +44,45 @@ class FakeDaemonActor:
 
 
 @pytest.fixture
-def made(monkeypatch):
+def others():
+    """What else is in Ray: the node of each agent, the nodes whose daemon was killed, the protocol of new daemons."""
+    return SimpleNamespace(agents={}, killed=[], protocol=PROTOCOL)
+
+
+@pytest.fixture
+def made(monkeypatch, others):
     """(Daemons, nodes, the actors by node)."""
     monkeypatch.setattr(node_daemons, "ANSWER_SECONDS", 0.05)
     monkeypatch.setattr(node_daemons, "CLOSE_SECONDS", 0.05)
     monkeypatch.setattr("service.cluster.nodes.free_resources", lambda ray: {"sick": {"manta_slot": 4}, "well": {}})
+    monkeypatch.setattr(node_daemons, "node_of_actor", lambda ray, actor: actor.node)
     actors = {node: FakeDaemonActor(node) for node in ("sick", "well")}
+
+    def get_actor(name):
+        if name in others.agents:
+            return SimpleNamespace(node=others.agents[name])
+        return actors[name.removeprefix(node_daemon_name(""))]
+
+    def kill(actor, no_restart):
+        (node,) = [node for node, each in actors.items() if each is actor]
+        others.killed.append(node)
+        actor.killed = True
+
+    def options(name, **more):
+        node = name.removeprefix(node_daemon_name(""))
+        actors[node] = FakeDaemonActor(node, protocol=others.protocol)
+        return SimpleNamespace(remote=lambda *arguments: actors[node])
+
     ray = SimpleNamespace(
         exceptions=SimpleNamespace(RayError=ActorError, RayTaskError=ValueError),
-        util=SimpleNamespace(list_named_actors=lambda: list(NAMES)),
+        util=SimpleNamespace(
+            list_named_actors=lambda: [*NAMES, *others.agents],
+            scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=lambda **where: where),
+        ),
         nodes=lambda: NODES,
-        get_actor=lambda name: actors[name.removeprefix(node_daemon_name(""))],
-        remote=lambda cls: cls,
-        kill=lambda actor, no_restart: setattr(actor, "killed", True),
+        get_actor=get_actor,
+        kill=kill,
+        remote=lambda cls: SimpleNamespace(options=options),
     )
     connection = RayConnection(ray)
     nodes = Nodes(connection)
@@ -80,10 +106,45 @@ def test_node_whose_daemon_does_not_answer_is_closed_until_it_does(made):
     asyncio.run(body())
 
 
-def test_daemon_of_another_release_closes_its_node_and_stops_nothing_else(made):
+@pytest.mark.parametrize("where", ["sick", None])
+def test_daemon_of_another_release_stays_while_trainers_live_by_its_zygote(made, others, caplog, where):
     daemons, nodes, actors = made
     actors["sick"].answer = {**actors["sick"].answer, "protocol": -1}
-    assert list(asyncio.run(daemons.ensure())) == ["well"]
+    others.agents[agent_name("job_1", 1, 0)] = where
+
+    async def body():
+        for _ in range(3):
+            assert list(await daemons.ensure()) == ["well"]
+        assert nodes.closed == {"sick"} and others.killed == []
+        assert caplog.text.count("nothing is placed on node sick: the daemon of node sick speaks protocol -1") == 1
+        others.agents.clear()
+        assert list(await daemons.ensure()) == ["sick", "well"]
+        assert others.killed == ["sick"] and nodes.closed == set()
+
+    asyncio.run(body())
+
+
+def test_daemon_of_another_release_is_replaced_where_no_agent_is(made, others):
+    daemons, nodes, actors = made
+    actors["sick"].answer = {**actors["sick"].answer, "protocol": -1}
+    others.agents[agent_name("job_1", 1, 0)] = "well"
+    before = actors["sick"]
+    assert list(asyncio.run(daemons.ensure())) == ["sick", "well"]
+    assert others.killed == ["sick"] and nodes.closed == set()
+    assert before.calls == ["start"], "it is not shut down, which would remove the snapshots of jobs that wait"
+
+
+def test_node_on_which_another_release_is_installed_is_left_out_for_good(made, others):
+    daemons, nodes, actors = made
+    others.protocol = -1
+    actors["sick"].answer = {**actors["sick"].answer, "protocol": -1}
+
+    async def body():
+        for _ in range(3):
+            assert list(await daemons.ensure()) == ["well"]
+
+    asyncio.run(body())
+    assert others.killed == ["sick"], "once: the next one would be the same"
     assert nodes.closed == {"sick"}
 
 

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from workers.protocol import messages
+from workers.protocol.messages import PROTOCOL, ForkAnswer
 from workers.zygote.client import Exit, ZygoteUnavailable, fork
+from workers.zygote.server import Connection, _answer, _parse_request
 
 ROOT = Path(__file__).parents[3]
 
@@ -189,6 +192,40 @@ def test_malformed_request_is_answered_and_harms_nobody(zygote, go, line, reason
         child.close()
 
     go(body)
+
+
+def test_requester_of_another_release_is_told_both_numbers(zygote, go):
+    async def body():
+        await (await fork(zygote.socket, "echo", {})).wait()  # it is there
+        reader, writer = await asyncio.open_unix_connection(zygote.socket)
+        writer.write(b'{"entry": "echo", "argument": {}, "environment": {}, "protocol": 99}\n')
+        answer = json.loads(await reader.readline())
+        assert f"speaks protocol 99 and this process {PROTOCOL}: " in answer["error"]
+        assert answer["protocol"] == PROTOCOL and answer["pid"] is None
+        writer.close()
+
+    go(body)
+
+
+def test_zygote_of_another_release_is_one_clear_error(zygote, go, monkeypatch):
+    monkeypatch.setattr(messages, "SPOKEN", (99,))
+
+    async def body():
+        with pytest.raises(ZygoteUnavailable, match=f"zygote speaks protocol {PROTOCOL} and this process 99: end what"):
+            await fork(zygote.socket, "echo", {})
+
+    go(body)
+
+
+def test_zygote_answers_in_the_protocol_that_it_is_asked_in(monkeypatch):
+    monkeypatch.setattr(messages, "SPOKEN", (1, PROTOCOL))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = Connection(theirs)
+        line = b'{"entry": "e", "argument": {}, "environment": {}, "protocol": 1}'
+        connection.protocol = _parse_request(line, 3).protocol
+        assert _answer(connection, ForkAnswer(7))
+        assert json.loads(ours.recv(1000))["protocol"] == 1
 
 
 def test_request_may_be_large_and_hanging_up_early_is_no_harm(zygote, go):
