@@ -33,6 +33,7 @@ from service.scheduler import ANYWHERE, Scheduler
 from service.states import JobState, is_final
 from service.store import Store, deletion, failed_jobs, installation, jobs, ranks
 from service.store.tables import Job
+from service.takeover import refuse_what_cannot_be_taken_over
 from workers.paths import Paths
 from workers.protocol.messages import Fault
 from workers.system.process_end import ended
@@ -94,16 +95,24 @@ class ControlPlane:
         return self._home
 
     def start(self) -> None:
-        """Bring up the database and a Ray that answers; take over running jobs. Raises RayUnavailable.
+        """Bring up the database and a Ray that answers; take over running jobs. Raises RayUnavailable, StoreUnusable,
+        CannotTakeOver.
 
         Nothing waits for the nodes: each is looked after on its own from then on.
         """
-        self._store.migrate()
+        # What was released uses the database as it is, so that it can go on if this release cannot.
+        asks_first = self._store.shuts_out_release_before
+        if not asks_first:
+            self._store.migrate()
         ray_is_new = isinstance(self._head, RayHead) and self._ensure_ray(self._head)
         namespace = self._store.write(lambda session: installation.ray_namespace(session, ray_is_new))
         log.info("the namespace of this installation in Ray is %s", namespace)
         ray = self._head.connect(namespace)
         self._thread.start()
+        if asks_first:
+            if not ray_is_new:
+                self._call(refuse_what_cannot_be_taken_over(Cluster.connected(ray, self._home), self._states))
+            self._store.migrate()
         self._call(self._begin(ray))
 
     def _ensure_ray(self, head: RayHead) -> bool:
@@ -161,6 +170,9 @@ class ControlPlane:
                 # One that waits, or may be tried again, goes on from its snapshots.
                 await self._cluster.release(job, keep_snapshots=job in keeping)
                 log.warning("released what was left of %s", job)
+
+    def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:
+        return self._read(lambda session: jobs.states(session, job_ids))
 
     def _fates(self, job_ids: Collection[str]) -> tuple[dict[str, JobState], set[str]]:
         """The states of those of these jobs that the database knows, and those that were deleted."""

@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from sqlalchemy import text
 
 from service import control_plane, scheduler
 from service.cluster import node_care
@@ -16,10 +17,12 @@ from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.supervisor import Supervisor
 from service.states import JobState
 from service.store import JobNotFinal, JobNotFound, events, jobs
+from service.store.database import newest_revision
+from service.takeover import CannotTakeOver
 from tests.service.support.fake_cluster import FakeCluster
 from workers.config import JobSpec
 from workers.paths import Paths
-from workers.protocol.messages import Fault
+from workers.protocol.messages import Fault, ProtocolMismatch
 
 SECONDS = 20.0
 
@@ -50,8 +53,8 @@ def start(cluster, tmp_path):
     def make(**options):
         head = SimpleNamespace(connect=lambda namespace: None)
         plane = ControlPlane(tmp_path, head, **options)
-        plane.start()
         started.append(plane)
+        plane.start()
         return plane
 
     yield make
@@ -127,6 +130,51 @@ def test_jobs_run_on_when_it_stops_and_the_next_one_takes_them_over(start, clust
     second._call(end())
     until(second, job, "SUCCEEDED")
     assert log(store, job)[-2:] == ["adopted", "SUCCEEDED"]
+
+
+def as_the_release_before(store):
+    """Make the database one of the first release."""
+    for statement in (
+        "DROP TABLE compatibility",
+        "DROP TABLE deleted_jobs",
+        "ALTER TABLE jobs DROP COLUMN deletion_began_at",
+        "ALTER TABLE jobs DROP COLUMN submitted",
+        "ALTER TABLE jobs DROP COLUMN not_default",
+        "UPDATE alembic_version SET version_num = '0006'",
+    ):
+        store.write(lambda session, statement=statement: session.execute(text(statement)))
+
+
+@pytest.mark.parametrize("understood", [True, False])
+def test_database_stays_as_it_is_where_jobs_run_that_this_release_cannot_take_over(
+    start, cluster, submit, store, tmp_path, understood
+):
+    first = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    first.submitted(job.id)
+    until(first, job, "RUNNING")
+    first.stop()
+    agents = list(cluster.agents.living.values())
+
+    async def other_release():
+        raise ProtocolMismatch("the agent", 1)
+
+    for agent in agents:
+        agent._changed = asyncio.Event()  # for the loop of the next one
+        if not understood:
+            agent.describe = other_release
+    as_the_release_before(store)
+    if understood:
+        until(start(), job, "RUNNING")
+    else:
+        with pytest.raises(CannotTakeOver, match=f"cannot take over {job.id}: "):
+            start()
+    with store.read() as session:
+        found = session.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
+        assert found == (newest_revision() if understood else "0006")
+        assert session.execute(text("SELECT state FROM jobs")).scalars().all() == ["RUNNING"]
+    assert all(agent.running for agent in agents)
 
 
 def hold(cluster, job):

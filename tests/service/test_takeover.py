@@ -1,0 +1,94 @@
+"""What runs under another release is asked for before this one changes anything."""
+
+import asyncio
+
+import pytest
+
+from service import takeover
+from service.cluster.placement import placement_group_name, seats_of
+from service.states import JobState
+from service.takeover import CannotTakeOver, refuse_what_cannot_be_taken_over
+from tests.service.support.fake_cluster import FakeCluster
+from workers.config import ParallelConfig
+from workers.protocol.messages import PROTOCOL, ProtocolMismatch
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return FakeCluster(tmp_path, one=16)
+
+
+def agents_of(cluster, *job_ids, protocol=None):
+    """Agents of these jobs, two of each."""
+
+    async def describe():
+        raise ProtocolMismatch("the agent", protocol)
+
+    async def place():
+        for job in job_ids:
+            layout = ParallelConfig(tensor=2)
+            await cluster.groups.acquire(job, 1, layout, "manta_slot")
+            seats = seats_of(layout, [placement_group_name(job, 1, 0)])
+            for agent in await cluster.agents.start(job, 1, seats, "manta_slot"):
+                if protocol is not None:
+                    agent.describe = describe
+
+    asyncio.run(place())
+
+
+def look(cluster, **states):
+    def known(job_ids):
+        return {job: JobState(state) for job, state in states.items() if job in job_ids}
+
+    asyncio.run(refuse_what_cannot_be_taken_over(cluster, known))
+
+
+def test_gangs_that_are_understood_are_no_reason_to_refuse(cluster):
+    look(cluster)
+    agents_of(cluster, "job_a", "job_b")
+    look(cluster, job_a="RUNNING", job_b="RECOVERING")
+
+
+def test_gang_of_another_release_is_named_with_both_numbers_and_what_to_do(cluster):
+    agents_of(cluster, "job_a")
+    agents_of(cluster, "job_b", protocol=1)
+    with pytest.raises(CannotTakeOver) as caught:
+        look(cluster, job_a="RUNNING", job_b="STARTING")
+    assert str(caught.value).startswith(
+        f"cannot take over job_b: their agents speak protocol 1 and this release of Manta {PROTOCOL}. Nothing was "
+    )
+    assert "Start their release again and let them finish, or cancel them" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("state", ["QUEUED", "CANCELLING", "FAILED", "SUCCEEDED"])
+def test_what_nobody_needs_any_more_is_no_reason_to_refuse(cluster, state):
+    agents_of(cluster, "job_a", protocol=1)
+    look(cluster, job_a=state)
+
+
+def test_job_that_the_database_does_not_know_is_no_reason_to_refuse(cluster):
+    agents_of(cluster, "job_a", protocol=1)
+    look(cluster)
+
+
+def test_agent_that_does_not_answer_or_is_gone_says_nothing_about_its_release(cluster, monkeypatch):
+    monkeypatch.setattr(takeover, "ASK_SECONDS", 0.01)
+    agents_of(cluster, "job_a")
+    silent, lost = cluster.agents.living.values()
+    silent.silence()
+    lost.lose()
+    look(cluster, job_a="RUNNING")
+
+    async def find(names):
+        return [None for _ in names]
+
+    monkeypatch.setattr(cluster.agents, "find", find)
+    look(cluster, job_a="RUNNING")
+
+
+def test_many_jobs_are_not_all_named(cluster):
+    names = [f"job_{letter}" for letter in "abcdefg"]
+    agents_of(cluster, *names, protocol=1)
+    with pytest.raises(CannotTakeOver, match="job_a, job_b, job_c, job_d, job_e and 2 more: "):
+        look(cluster, **dict.fromkeys(names, "RUNNING"))
