@@ -13,6 +13,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from api import requests, schemas
+from api.rest_version import HEADER, other_service
 from workers.errors import MantaError
 from workers.nonfinite import spell
 from workers.spec.problems import Problem, SpecError
@@ -92,7 +93,13 @@ def _encoded(document: Any) -> bytes:
 
 
 def raise_for_problem(response: httpx.Response) -> None:
-    """Raise ApiError when `response`, whose body was read, is an error."""
+    """Raise ApiError when `response`, whose body was read, is an error, or comes from a service of a release that this
+    client does not understand."""
+    misunderstanding = other_service(response.headers.get(HEADER))
+    if misunderstanding is not None:
+        raise ApiError(
+            schemas.Problem(code="other_release", title="Other release", status=400, detail=misunderstanding)
+        )
     if response.is_success:
         return
     try:

@@ -17,6 +17,7 @@ import httpx
 from api import calls
 from api.calls import ApiError, Call, ServiceUnreachable, raise_for_problem
 from api.requests import FaultRequest
+from api.rest_version import HEADER, REST
 from api.schemas import (
     Checkpoint,
     Cluster,
@@ -48,6 +49,7 @@ T = TypeVar("T")
 LONGEST_WAIT_SECONDS = 60.0
 """The longest `wait` that the service takes."""
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
+_VERSION = {HEADER: str(REST)}
 _STREAM_TIMEOUT = httpx.Timeout(60.0, connect=5.0)  # the service says something every 15 seconds
 
 
@@ -80,7 +82,9 @@ class MantaClient:
     def __init__(self, url: str, transport: httpx.BaseTransport | None = None):
         """Talks to the service at `url`, such as `http://127.0.0.1:8400`; tests may give a `transport`."""
         self.url = url.rstrip("/")
-        self._http = httpx.Client(base_url=_checked_url(self.url), transport=transport, timeout=TIMEOUT)
+        self._http = httpx.Client(
+            base_url=_checked_url(self.url), transport=transport, timeout=TIMEOUT, headers=_VERSION
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +114,7 @@ class MantaClient:
             try:
                 if response.is_error:
                     response.read()
-                    raise_for_problem(response)
+                raise_for_problem(response)
                 parser = EventParser()
                 for line in response.iter_lines():
                     event = parser.feed(line)
@@ -243,7 +247,9 @@ class AsyncMantaClient:
     def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None):
         """Talks to the service at `url`; an app in the same process may give an `httpx.ASGITransport`."""
         self.url = url.rstrip("/")
-        self._http = httpx.AsyncClient(base_url=_checked_url(self.url), transport=transport, timeout=TIMEOUT)
+        self._http = httpx.AsyncClient(
+            base_url=_checked_url(self.url), transport=transport, timeout=TIMEOUT, headers=_VERSION
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -273,7 +279,7 @@ class AsyncMantaClient:
             try:
                 if response.is_error:
                     await response.aread()
-                    raise_for_problem(response)
+                raise_for_problem(response)
                 parser = EventParser()
                 async for line in response.aiter_lines():
                     event = parser.feed(line)

@@ -28,6 +28,7 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "malformed_json": Kind(400, "the body is not JSON in UTF-8"),
     "http_error": Kind(400, "the request is not one that a server can read"),
+    "other_release": Kind(400, "the client is of a release whose REST API this service does not speak"),
     "unknown_host": Kind(403, "the Host header names another site"),
     "cross_site": Kind(403, "a page of another site sent the request"),
     "faults_not_allowed": Kind(403, "the service was started without --allow-faults"),
@@ -57,7 +58,7 @@ KINDS: dict[str, Kind] = {
 }
 OF_A_JOB = ("job_not_found", "database_unavailable")
 """What every route about one job can answer."""
-_ANY_REQUEST = ("unknown_host", "body_too_large", "internal_error")
+_ANY_REQUEST = ("other_release", "unknown_host", "body_too_large", "internal_error")
 _ANY_CHANGE = ("cross_site", "unsupported_media_type")
 _RETRY_AFTER = {
     "Retry-After": {"description": "Seconds after which to try again", "schema": {"type": "integer", "minimum": 0}}

@@ -2,7 +2,8 @@
 send, and bodies that no request needs.
 
 A page of another site can send a form or a socket's handshake here, but cannot hide its `Origin`, nor send JSON without
-asking first. A site whose name is made to lead here (DNS rebinding) is told by its name in `Host`.
+asking first. A site whose name is made to lead here (DNS rebinding) is told by its name in `Host`. A client of another
+release is told so here too, before it sends what nobody understands.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.problem_codes import KINDS
 from api.problems import problem
+from api.rest_version import HEADER, REST, other_client
 
 MAX_BODY_BYTES = 1024 * 1024
 """Longer bodies are refused; a job spec is about a thousand times smaller."""
@@ -50,6 +52,9 @@ def refusal(
             "unknown_host",
             f"the service is not known as {host[:100]!r}; use its address, or add the name to MANTA_ALLOWED_HOSTS",
         )
+    misunderstanding = other_client(headers.get(HEADER.lower()))
+    if misunderstanding is not None:
+        return Refusal("other_release", misunderstanding)
     origin = headers.get("origin")
     changes = kind == "websocket" or method not in _SAFE
     if changes and origin is not None and not _same_site(origin, host, own_names):
@@ -109,6 +114,7 @@ class RequestGuard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        send = _telling_version(send)
         headers = Headers(scope=scope)
         refused = refusal(scope["type"], scope.get("method", "GET"), scope["path"], headers, self._own_names)
         if refused is not None and scope["type"] == "websocket":
@@ -126,6 +132,17 @@ class RequestGuard:
             await problem(refused.code, refused.detail)(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+def _telling_version(send: Send) -> Send:
+    """Every answer says which REST API this is."""
+
+    async def tell(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", []), (HEADER.lower().encode(), b"%d" % REST)]}
+        await send(message)
+
+    return tell
 
 
 async def _body(receive: Receive, headers: Mapping[str, str]) -> bytes | None:

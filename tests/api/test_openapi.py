@@ -46,6 +46,7 @@ def test_what_is_refused_before_a_route_sees_it_is_described_too(api):
     for operation in api.operations:
         changes = operation.method != "GET"
         assert "unknown_host" in operation.codes(403)
+        assert "other_release" in operation.codes(400)
         assert ("cross_site" in operation.codes(403)) == changes
         assert operation.codes(413) == ["body_too_large"]
         assert operation.codes(415) == (["unsupported_media_type"] if changes else [])
@@ -53,7 +54,12 @@ def test_what_is_refused_before_a_route_sees_it_is_described_too(api):
 
 def test_errors_are_those_of_the_operation_and_no_others(api):
     errors = {operation.id: operation.errors for operation in api.operations}
-    assert errors["get_health"] == {403: ["unknown_host"], 413: ["body_too_large"], 500: ["internal_error"]}
+    assert errors["get_health"] == {
+        400: ["other_release"],
+        403: ["unknown_host"],
+        413: ["body_too_large"],
+        500: ["internal_error"],
+    }
     assert errors["get_job"][404] == ["job_not_found"]
     assert errors["submit_job"][422] == ["invalid_parameter", "invalid_spec", "unsupported"]
     assert 422 not in errors["list_ranks"], "it takes nothing that could be wrong"

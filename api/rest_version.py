@@ -1,0 +1,42 @@
+"""The version of the REST API. Client and service tell each other theirs with every request and answer; what does not
+say any, such as curl or a release before, is taken as it is."""
+
+from __future__ import annotations
+
+HEADER = "Manta-Rest"
+REST = 1
+"""Version of the API that this release's client and service speak. Raised by a change that breaks the other end."""
+SPOKEN: tuple[int, ...] = (1,)
+"""Versions of the other end that this release works with."""
+
+
+def other_client(told: str | None) -> str | None:
+    """What a service says to a client that says this in its header; None: nothing, they understand each other."""
+    if _is_spoken(told):
+        return None
+    return (
+        f"the client speaks version {_shown(told)} of Manta's REST API and this service {_ours()}: use a client of the "
+        "service's release, or start a service of the client's"
+    )
+
+
+def other_service(told: str | None) -> str | None:
+    """What a client says about a service that says this in its header; None: nothing, they understand each other."""
+    if _is_spoken(told):
+        return None
+    return (
+        f"the service speaks version {_shown(told)} of Manta's REST API and this client {_ours()}: use a client of the "
+        "service's release"
+    )
+
+
+def _is_spoken(told: str | None) -> bool:
+    return told is None or told in [str(version) for version in SPOKEN]
+
+
+def _shown(told: str | None) -> str:
+    return (told or "")[:20]
+
+
+def _ours() -> str:
+    return " and ".join(map(str, SPOKEN))

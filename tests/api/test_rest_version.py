@@ -1,0 +1,67 @@
+"""Client and service of two releases that do not understand each other say so in a sentence."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from api import calls, rest_version
+from api.client import ApiError, AsyncMantaClient, MantaClient
+from api.rest_version import HEADER, REST, SPOKEN, other_client, other_service
+
+
+def test_own_version_and_silence_are_understood():
+    assert REST in SPOKEN
+    for told in (None, str(REST)):
+        assert other_client(told) is None and other_service(told) is None
+
+
+@pytest.mark.parametrize("told", ["0", "99", "", "nonsense", "1.0", " 1"])
+def test_any_other_version_is_a_sentence_with_both(told):
+    for said in (other_client(told), other_service(told)):
+        assert f"speaks version {told} of Manta's REST API" in said and f" {REST}: use a client of the" in said
+        assert len(said) < 300
+
+
+def test_several_versions_can_be_spoken(monkeypatch):
+    monkeypatch.setattr(rest_version, "SPOKEN", (1, 2))
+    assert other_client("2") is None
+    assert "this service 1 and 2: " in other_client("3")
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/healthz", "/readyz"])
+def test_every_answer_of_the_service_says_its_version(service, path):
+    assert httpx.get(service.url + path).headers[HEADER] == str(REST)
+    assert httpx.get(service.url + "/nowhere").headers[HEADER] == str(REST)
+
+
+def test_service_refuses_a_client_that_is_too_new_before_it_changes_anything(service, document):
+    response = service.http.post("/v1/jobs", json=document, headers={HEADER: "99"})
+    assert (response.status_code, response.json()["code"]) == (400, "other_release")
+    assert response.json()["detail"].startswith("the client speaks version 99 of Manta's REST API and this service 1: ")
+    with MantaClient(service.url) as client:
+        assert client.jobs().items == []
+
+
+def newer_service(request):
+    assert request.headers[HEADER] == str(REST)
+    return httpx.Response(200, json={"whatever": 1}, headers={HEADER: "2"})
+
+
+def test_client_of_a_service_that_is_too_new_says_so():
+    client = MantaClient("http://elsewhere", httpx.MockTransport(newer_service))
+    told = "the service speaks version 2 of Manta's REST API and this client 1: use a client of the service's release"
+    for ask in (client.jobs, lambda: next(client.follow_all_events())):
+        with pytest.raises(ApiError) as caught:
+            ask()
+        assert (str(caught.value), caught.value.problem.code) == (told, "other_release")
+
+    async def ask_async():
+        async with AsyncMantaClient("http://elsewhere", httpx.MockTransport(newer_service)) as client:
+            with pytest.raises(ApiError, match="speaks version 2"):
+                await client.send(calls.cluster())
+            with pytest.raises(ApiError, match="speaks version 2"):
+                async for _ in client.stream(calls.follow_all_events()):
+                    pass
+
+    asyncio.run(ask_async())
