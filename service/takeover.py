@@ -31,7 +31,8 @@ class CannotTakeOver(MantaError):
             f"cannot take over {', '.join(jobs[:MOST_NAMED])}{more}: their agents speak protocol {theirs} and this "
             f"release of Manta {ours}. Nothing was changed and they train on, but their release could not use the "
             "database any more once this one had brought it up to date. Start their release again and let them finish, "
-            "or cancel them; then start this one (docs/operations.md, Upgrades)"
+            "or end their processes with `manta down`: this release goes on with them from their newest checkpoints "
+            "(docs/operations.md, Upgrades)"
         )
 
 

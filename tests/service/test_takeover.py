@@ -57,7 +57,7 @@ def test_gang_of_another_release_is_named_with_both_numbers_and_what_to_do(clust
     assert str(caught.value).startswith(
         f"cannot take over job_b: their agents speak protocol 1 and this release of Manta {PROTOCOL}. Nothing was "
     )
-    assert "Start their release again and let them finish, or cancel them" in str(caught.value)
+    assert "Start their release again and let them finish, or end their processes with" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
