@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ START_SECONDS = 30.0
 # One that stands, or that has not answered before, and takes longer has its node closed until it answers.
 ANSWER_SECONDS = 10.0
 CLOSE_SECONDS = 10.0
+# How often it is looked whether the daemon of another release can be replaced: it takes a look at all agents.
+LOOK_SECONDS = 5.0
 
 
 class NodeDaemons:
@@ -33,6 +36,8 @@ class NodeDaemons:
     def __init__(self, ray: RayConnection, nodes: Nodes, paths: Paths):
         self._ray, self._nodes, self._paths = ray, nodes, paths
         self._class = ray.module.remote(NodeDaemon)
+        self._next_look: dict[str, float] = {}
+        """By node when it is looked again whether a daemon of another release can be replaced."""
         self._left_out: dict[str, str] = {}
         """By node with a daemon of another release what was said about it."""
         self._foreign: set[str] = set()
@@ -82,8 +87,11 @@ class NodeDaemons:
         """End a daemon of another release, with its zygote; False while that would end trainers, or would be no use.
         What lies in the node's shared memory stays: jobs that wait go on from it."""
         self._nodes.silent.add(node)  # nothing is placed there meanwhile
+        if time.monotonic() < self._next_look.get(node, 0.0):
+            return False
+        self._next_look[node] = time.monotonic() + LOOK_SECONDS
         if node in self._foreign or await self._has_agents(node):
-            if self._left_out.get(node) != problem:  # it is asked every second
+            if self._left_out.get(node) != problem:
                 log.warning("nothing is placed on node %s: %s", node[:12], problem)
             self._left_out[node] = problem
             return False

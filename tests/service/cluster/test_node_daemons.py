@@ -118,6 +118,8 @@ def test_daemon_of_another_release_stays_while_trainers_live_by_its_zygote(made,
         assert nodes.closed == {"sick"} and others.killed == []
         assert caplog.text.count("nothing is placed on node sick: the daemon of node sick speaks protocol -1") == 1
         others.agents.clear()
+        assert list(await daemons.ensure()) == ["well"], "it is not looked at all agents every second"
+        daemons._next_look.clear()
         assert list(await daemons.ensure()) == ["sick", "well"]
         assert others.killed == ["sick"] and nodes.closed == set()
 
@@ -142,6 +144,7 @@ def test_node_on_which_another_release_is_installed_is_left_out_for_good(made, o
     async def body():
         for _ in range(3):
             assert list(await daemons.ensure()) == ["well"]
+            daemons._next_look.clear()
 
     asyncio.run(body())
     assert others.killed == ["sick"], "once: the next one would be the same"
