@@ -23,7 +23,7 @@ from service.cluster.ray_head import RayHead
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 from service.states import JobState
 from service.store import Job, Store
-from service.store.jobs import unfinished
+from service.store.jobs import unfinished_in_brief
 from workers.errors import MantaError
 from workers.paths import Paths
 
@@ -98,7 +98,7 @@ def running_jobs(home: Path) -> list[Job]:
     store = Store(f"sqlite:///{location}")
     try:
         with store.read() as session:
-            return unfinished(session)
+            return unfinished_in_brief(session)  # it may be of another release
     except SQLAlchemyError:
         return []
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, load_only
 
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
 from service.states import FINAL, JobState, after_action, can, is_final
@@ -89,6 +89,13 @@ def states(session: Session, job_ids: Collection[str]) -> dict[str, JobState]:
 def unfinished(session: Session) -> list[Job]:
     """All jobs that are not final, in the order in which they get their turn: by priority, then by age."""
     query = select(Job).where(Job.state.not_in(FINAL)).order_by(Job.priority.desc(), Job.id)
+    return list(session.scalars(query))
+
+
+def unfinished_in_brief(session: Session) -> list[Job]:
+    """The same with nothing but id, name, state, step and steps, which the databases of all releases have."""
+    brief = load_only(Job.id, Job.name, Job.state, Job.step, Job.steps, raiseload=True)
+    query = select(Job).options(brief).where(Job.state.not_in(FINAL)).order_by(Job.priority.desc(), Job.id)
     return list(session.scalars(query))
 
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import text
 
 from service.states import JobState
 from service.store import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound, events, generations, jobs
@@ -191,3 +192,17 @@ def test_jobs_are_counted_by_state(store, submit, started):
         counts = jobs.count_by_state(session)
     assert {state: count for state, count in counts.items() if count} == {JobState.QUEUED: 1, JobState.STARTING: 1}
     assert set(counts) == set(JobState)
+
+
+def test_what_is_not_over_can_be_read_from_the_database_of_another_release(store, submit):
+    first, over = submit(), submit()
+    second = submit(priority=3)
+    store.write(lambda session: jobs.request_cancel(session, over.id))
+    for column in ("submitted", "not_default", "deletion_began_at"):
+        store.write(lambda session, column=column: session.execute(text(f"ALTER TABLE jobs DROP COLUMN {column}")))
+    with store.read() as session:
+        found = jobs.unfinished_in_brief(session)
+    assert [(job.id, job.name, job.state, job.step, job.steps) for job in found] == [
+        (second.id, "small", "QUEUED", 0, 10),
+        (first.id, "small", "QUEUED", 0, 10),
+    ]
