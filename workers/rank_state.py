@@ -252,16 +252,30 @@ class RankState:
             reason = f"the last checkpoint, of step {self.step}, could not be saved: {self.checkpoints.failure}"
             raise CheckpointNotSaved(f"{reason}; it is tried again, make it possible meanwhile")
 
+    def save_before_end(self) -> None:
+        """All ranks end after this step, and nobody knows when or where the job goes on: return once its state is in
+        memory and on disk, or cannot be written there, which is an event. Raises PeerLost."""
+        with self.comm.step.phase("checkpoint"):
+            self._keep_in_memory()
+            if self.checkpoints is not None:
+                self.checkpoints.save_now(self.step, self.guard.history.to_json() if self.guard.active else None)
+            self.comm.barrier()
+
     def rest(self) -> None:
         """After PeerLost: end what goes on beside the training."""
-        if self.snapshots is not None:
-            self.snapshots.finish()  # before this rank says what it can go on from
-            held = self.settled_step
-            if held is not None and held not in committed_steps(self.snapshots.path):
-                self.snapshots.save(held, self._note())  # for ranks of another layout
-            self.snapshots.wait_for_sums()  # other nodes are given none without
+        self._keep_in_memory()
         if self.checkpoints is not None:
             self.checkpoints.finish()
+
+    def _keep_in_memory(self) -> None:
+        """Have the newest state in this rank's snapshot, as others may read it."""
+        if self.snapshots is None:
+            return
+        self.snapshots.finish()  # before this rank says what it can go on from
+        held = self.settled_step
+        if held is not None and held not in committed_steps(self.snapshots.path):
+            self.snapshots.save(held, self._note())  # for ranks of another layout
+        self.snapshots.wait_for_sums()  # other nodes are given none without
 
     def close(self) -> None:
         """End all threads; the object is of no use any more."""

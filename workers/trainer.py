@@ -41,6 +41,8 @@ class Trainer:
         self.state = RankState(spec, self.engine, comm, reporter, places)
         self.guard = self.state.guard
         self.validation = Validation(self.engine, self.batches, comm)
+        self.ends_early = False
+        """Whether all ranks have saved their state after a step that is not the last, since that was asked for."""
         self._rows = StepRows(spec, self.batches.plan, peak_flops * comm.size("world"))
         self._replica_check = ReplicaCheck(self.engine.optimizer, comm)
         stages = [comm.grid.coordinates(rank).pipeline for rank in range(comm.size("world"))]
@@ -66,15 +68,21 @@ class Trainer:
         self.batches.skipped = SkippedSamples.of(self.guard.history.skipped_samples)
 
     def train(self, stop_after_step: int | None = None) -> None:
-        """Run all steps that are left, or those up to `stop_after_step`, and save what the last generation did not get
-        to save. Raises CheckpointNotSaved when the last checkpoint cannot be saved."""
+        """Run all steps that are left, or those up to `stop_after_step`, or until some rank is asked to end early, and
+        save what the last generation did not get to save. Raises CheckpointNotSaved when the last checkpoint cannot be
+        saved."""
         self.clock.restart()
         self.state.save_missing_checkpoint()
         last = self.spec.train.steps if stop_after_step is None else min(stop_after_step, self.spec.train.steps)
-        while self.step < last:
+        asked = False
+        while self.step < last and not asked:
             self.comm.leave_between_steps()
-            self.train_step()
-        self.state.finish()
+            asked = self.train_step().asked_to_end
+        if self.step < last:
+            self.state.save_before_end()
+            self.ends_early = True
+        else:
+            self.state.finish()
         self.comm.step.enter("done")
 
     def train_step(self) -> StepStatistics:

@@ -81,6 +81,11 @@ class AgentClient(Protocol):
         whether it is. One that is not within `grace` seconds more is killed."""
         ...
 
+    async def save_and_end(self, generation: int) -> bool:
+        """Have all ranks of `generation` save their state after the same step, and end; False when the trainer is not
+        one that can tell them."""
+        ...
+
     async def progress(self) -> TrainerStatus | None:
         """Where the trainer stands; None when none runs, or none is watched."""
         ...
@@ -227,6 +232,9 @@ class RayAgent(RayActor):
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
         return await self._call(AgentClient.rest, generation=generation, grace=grace, patience=patience)
+
+    async def save_and_end(self, generation: int) -> bool:
+        return await self._call(AgentClient.save_and_end, generation=generation)
 
     async def progress(self) -> TrainerStatus | None:
         return await self._call(AgentClient.progress)

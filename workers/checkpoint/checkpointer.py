@@ -6,7 +6,8 @@ A save that fails is an event, never a dead job; the next one tries again.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from workers.checkpoint import catalog, durable, pruning
 from workers.checkpoint.agreement import agree, take_over
-from workers.checkpoint.catalog import Manifest
+from workers.checkpoint.catalog import Condition, Manifest
 from workers.checkpoint.checksums import FileSums
 from workers.checkpoint.rectangles import rectangles_of
 from workers.comm.comm import Comm
@@ -26,6 +27,9 @@ from workers.errors import CheckpointError, MantaError
 
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Reports an event: type, step, message, data."""
+
+SAVE_WAITS = (0.0, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before each try to save what is to be on disk before all ranks end."""
 
 
 class Checkpointer:
@@ -56,12 +60,35 @@ class Checkpointer:
 
         All ranks find the same, since a checkpoint only becomes whole after every rank has begun to save it.
         """
-        saved = (manifest.step for _, manifest in catalog.whole_checkpoints(self.folder))
-        return step > 0 and self.due(step) and step not in saved
+        if step <= 0 or not self.due(step):
+            return False
+        return step not in (manifest.step for _, manifest in catalog.whole_checkpoints(self.folder))
 
-    def start(self, step: int, numbers: dict[str, Any] | None = None) -> None:
+    def save_now(self, step: int, numbers: dict[str, Any] | None = None, waits: Sequence[float] = SAVE_WAITS) -> bool:
+        """Have the state of committed step `step` whole on disk when this returns, due or not. False where that failed
+        in as many tries as there are `waits`, in seconds before each. Raises PeerLost."""
+        self.finish()
+        for wait in waits:
+            if self._all_see(step):
+                return True
+            time.sleep(wait)
+            self.start(step, numbers, "it is tried again" if wait != waits[-1] else "the state stays in memory")
+            self.finish()
+        return self._all_see(step)
+
+    def _all_see(self, step: int) -> bool:
+        """Whether this generation's checkpoint of `step` is whole, as rank 0 sees it, who seals it: all ranks answer
+        the same."""
+        seen = torch.zeros(1, device=self.comm.device)
+        if self.comm.rank == 0:
+            condition, _, _ = catalog.look_at(catalog.checkpoint_path(self.folder, step, self.comm.generation))
+            seen.fill_(float(condition is Condition.WHOLE))
+        self.comm.all_reduce("world", seen)
+        return bool(seen.item())
+
+    def start(self, step: int, numbers: dict[str, Any] | None = None, if_it_fails: str | None = None) -> None:
         """Copy the state of committed step `step` aside and begin to write it, with its `numbers` in the manifest.
-        Waits for the save before."""
+        Waits for the save before. `if_it_fails`: what happens then, in words."""
         self.finish()
         self.failure = None
         parts = {kind: part.to("cpu", copy=True) for kind, part in self._parts().items()}
@@ -70,7 +97,8 @@ class Checkpointer:
         loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
         # Of this generation: by the time the thread looks, the rank may have left it.
         ranks = self.comm.shared_work
-        self._under_way = self._writer.submit(self._write, ranks, step, path, parts, loss_scale, numbers)
+        then = if_it_fails or ("training goes on" if step < self.spec.train.steps else "it is tried again")
+        self._under_way = self._writer.submit(self._write, ranks, step, path, parts, loss_scale, numbers, then)
 
     def finish(self) -> None:
         """Wait until the save under way is on disk or has failed."""
@@ -115,6 +143,7 @@ class Checkpointer:
         parts: dict[str, torch.Tensor],
         loss_scale: list[float] | None,
         numbers: dict[str, Any] | None,
+        then: str,
     ) -> None:
         try:
             sums = durable.save(path, self._owned, parts, ranks)
@@ -123,7 +152,6 @@ class Checkpointer:
         except (OSError, RuntimeError, MantaError) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             self.failure = reason
-            then = "training goes on" if step < self.spec.train.steps else "it is tried again"
             self._report(
                 "checkpoint_failed", step, f"checkpoint of step {step} failed: {reason}; {then}", {"path": path}
             )

@@ -62,6 +62,7 @@ class Comm:
         self._work_links: Links | None = None
         self._over = -1
         self._over_after_step = -1
+        self._last_to_save = -1
         self._cut_until = 0.0
         self._lock = threading.Lock()
 
@@ -107,6 +108,16 @@ class Comm:
         """Raises PeerLost between two steps where the generation was to be left then."""
         if self.generation <= self._over_after_step:
             raise PeerLost("was asked to rest after the step")
+
+    def ask_to_end(self, generation: int) -> None:
+        """Called by another thread: the ranks of the generations up to this one are to save their state and end after
+        a step, all after the same. One rank that is asked tells the others with the step's agreement."""
+        self._last_to_save = max(self._last_to_save, generation)
+
+    @property
+    def asked_to_end(self) -> bool:
+        """Whether this rank was asked to save and end in this generation."""
+        return self.generation <= self._last_to_save
 
     def cut(self, seconds: float) -> None:
         """As if the network had failed: all connections break, and none is made again for `seconds`."""

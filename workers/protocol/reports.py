@@ -12,6 +12,9 @@ from typing import Any, Literal
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
 
+EXIT_SAVED = 77
+"""Status with which a trainer exits that was asked to save its state and end before the job's last step, and has."""
+
 
 @dataclass(frozen=True)
 class Prepared:

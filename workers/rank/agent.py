@@ -90,6 +90,11 @@ class Agent:
         in any case."""
         return await self._slot.rest(generation, grace, patience)
 
+    async def save_and_end(self, generation: int) -> bool:
+        """Have all ranks of `generation` save their state after one and the same step, and end; one agent that is asked
+        is enough. False when its trainer is not of that generation, or at rest."""
+        return self._slot.save_and_end(generation)
+
     async def progress(self) -> TrainerStatus | None:
         """Where the trainer stands; None when none runs, or none is watched."""
         return self._slot.status()

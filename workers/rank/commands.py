@@ -27,14 +27,21 @@ class Rest:
 
 
 @dataclass(frozen=True)
+class SaveAndEnd:
+    """After a step of a generation, together with all its other ranks: save the state, and exit."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class Arm:
     """Carry out a fault when its step and phase are reached."""
 
     fault: Fault
 
 
-Command = Go | Rest | Arm
-_COMMANDS: dict[str, Any] = {"go": Go, "rest": Rest, "fault": Arm}
+Command = Go | Rest | SaveAndEnd | Arm
+_COMMANDS: dict[str, Any] = {"go": Go, "rest": Rest, "save_and_end": SaveAndEnd, "fault": Arm}
 _WORDS = {command: word for word, command in _COMMANDS.items()}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from workers.protocol.json_codec import MalformedMessage
 from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
 from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
-from workers.rank.commands import Arm, Command, Go, Rest, command_line
+from workers.rank.commands import Arm, Command, Go, Rest, SaveAndEnd, command_line
 from workers.rank.rank_log import LineSplitter, RankLog
 from workers.rank.report_buffer import ReportBuffer
 from workers.zygote.client import Exit, ForkedProcess
@@ -112,6 +112,14 @@ class TrainerHandle:
 
     def _send(self, command: Command) -> None:
         self.process.control_writer.write(command_line(command))
+
+    def save_and_end(self, generation: int) -> bool:
+        """Have the ranks of `generation` save their state after a step, and end; False where this is not one of them,
+        or is at rest."""
+        if self.generation != generation or self.process.ended or self.at_rest:
+            return False
+        self._send(SaveAndEnd(generation))
+        return True
 
     def arm(self, fault: Fault) -> None:
         """Have the trainer carry out `fault` when it gets there."""

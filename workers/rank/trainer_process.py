@@ -41,6 +41,7 @@ from workers.liveness.stacks import answer_with_stacks
 from workers.protocol.json_codec import JsonObject, from_json
 from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder, TrainerArgument
 from workers.protocol.reports import (
+    EXIT_SAVED,
     Event,
     Failure,
     Finished,
@@ -117,10 +118,10 @@ class TrainerProcess:
         self._built: LaunchOrder | None = None
         self._connected_at = 0.0
         self._lost_peer = ""
-        self._ended_generation = -1
+        self._ended_generation = self._last_to_save = -1
         self._sending = threading.Lock()
         self._faults = Faults(self._strike)
-        self._commands = CommandReader(control, self._end, self._arm, orphaned)
+        self._commands = CommandReader(control, self._end, self._save_and_end, self._arm, orphaned)
 
     def run(self, prepare: bool = False) -> int:
         """Carry out the order, or with `prepare` get ready for one like it and carry that out; returns the exit status.
@@ -155,7 +156,7 @@ class TrainerProcess:
             if self.order.device == "cpu":
                 give_way()
             trainer.train()
-            self._print(f"is done with step {trainer.step}")
+            self._print(f"{'ends early, after' if trainer.ends_early else 'is done with'} step {trainer.step}")
         except PeerLost as error:
             if not self.order.in_place:
                 raise
@@ -176,8 +177,11 @@ class TrainerProcess:
         self.order = self._commands.next_order(self.order.generation)
 
     def _finish(self) -> int:
-        """Say that the job's last step is committed."""
+        """Say that the job's last step is committed, unless the process ends before it."""
         assert self._trainer is not None
+        if self._trainer.ends_early:
+            self.reporter.close()
+            return EXIT_SAVED
         self._report(Finished(self._trainer.step, self._trainer.clock.lap()))
         self.reporter.close()
         return 0
@@ -202,6 +206,7 @@ class TrainerProcess:
         self._faults.arm(order.faults)
         self._watch_for_faults()
         self._comm.end(self._ended_generation)
+        self._comm.ask_to_end(self._last_to_save)
         if self._comm.size("world") > 1:
             if order.store_host is None or order.store_port is None or order.secret is None:
                 raise ValueError("a job of several ranks needs a rendezvous store and a secret in its launch order")
@@ -236,6 +241,11 @@ class TrainerProcess:
         self._ended_generation = max(self._ended_generation, generation)
         if self._comm is not None:
             self._comm.end(generation)
+
+    def _save_and_end(self, generation: int) -> None:
+        self._last_to_save = max(self._last_to_save, generation)
+        if self._comm is not None:
+            self._comm.ask_to_end(generation)
 
     def _report(self, payload: Payload) -> None:
         self.reporter.send(payload)
@@ -298,6 +308,6 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
     spec = parse_job_spec(order.spec)
     comm = Comm(RankGrid(spec.layout), order.rank, device, progress=progress)
     peak = order.peak_flops or measure_peak_flops(device.type).flops
-    checkpoints = order.checkpoint_folder if spec.checkpoint.every_steps else None
     record = Path(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
-    return comm, Trainer(spec, comm, reporter, peak, Places(order.job, order.snapshot_folder, checkpoints, record))
+    places = Places(order.job, order.snapshot_folder, order.checkpoint_folder, record)
+    return comm, Trainer(spec, comm, reporter, peak, places)

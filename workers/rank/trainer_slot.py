@@ -111,6 +111,11 @@ class TrainerSlot:
         async with self._lock:
             return self._occupant is not None and await self._occupant.trainer.rest(generation, grace, patience)
 
+    def save_and_end(self, generation: int) -> bool:
+        """Have all ranks of `generation` save and end; see `TrainerHandle.save_and_end`."""
+        occupant = self._running()
+        return occupant is not None and occupant.trainer.save_and_end(generation)
+
     async def stop(self) -> Exit:
         """SIGKILL the trainer and wait until it is reaped. Answers how it ended; `Exit(None, None)` if none ran."""
         async with self._lock:

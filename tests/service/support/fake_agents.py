@@ -10,6 +10,7 @@ from service.cluster.agent_client import AgentFailed, AgentLost
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.messages import AgentDescription, BackupAddress, Fault, Launched, LaunchOrder, StoredSnapshot
 from workers.protocol.reports import (
+    EXIT_SAVED,
     Event,
     Exited,
     Failure,
@@ -48,6 +49,10 @@ class FakeAgent:
         self.orders: list[LaunchOrder] = []
         self.prepared: list[LaunchOrder] = []
         self.faults: list[Fault] = []
+        self.asked_to_save: list[int] = []
+        """Generations that were to save and end."""
+        self.on_save: Callable[[FakeAgent], None] = lambda agent: None
+        """What the trainer does when it is told so."""
         self.kills: list[tuple[int, KillReason, bool]] = []
         """(pid, reason, only after a commit)."""
         self.acknowledged: list[int] = []
@@ -95,6 +100,10 @@ class FakeAgent:
         """The trainer has committed the last step, and exits."""
         self.say(Finished(step))
         self._exit(Exited(code=0))
+
+    def save_and_exit(self) -> None:
+        """The trainer has saved its state before the last step, as it was told, and exits."""
+        self._exit(Exited(code=EXIT_SAVED))
 
     def die(self, signal: int = SIGKILL) -> None:
         """The trainer is killed."""
@@ -156,6 +165,14 @@ class FakeAgent:
         if self.running and generation == self.generation:
             self.rest_by_itself(max(self.steps, default=None), "was told to rest")
         return self.resting
+
+    async def save_and_end(self, generation: int) -> bool:
+        await self._answer("save_and_end")
+        if not self.running or generation != self.generation:
+            return False
+        self.asked_to_save.append(generation)
+        self.on_save(self)
+        return True
 
     async def progress(self) -> TrainerStatus | None:
         self.asked += 1

@@ -76,3 +76,42 @@ def test_however_far_a_roll_back_reaches_a_checkpoint_is_left(trainer):
         saved = steps_on_disk(trainer)
         assert saved[-1] == step
         assert [each for each in saved if each <= max(1, step - furthest)], f"{saved} at step {step}"
+
+
+def events_of_saves(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        trainer.state.checkpoints, "event", lambda kind, step, message, data: told.append((kind, message))
+    )
+    return told
+
+
+def test_what_must_be_on_disk_is_saved_though_it_is_not_due_and_only_once(trainer, monkeypatch):
+    told = events_of_saves(trainer, monkeypatch)
+    monkeypatch.setattr(trainer.state.checkpoints, "due", lambda step: False)
+    for _ in range(2):
+        assert trainer.state.checkpoints.save_now(1)
+    assert steps_on_disk(trainer) == [1]
+    assert [kind for kind, _ in told] == ["checkpoint_saving", "checkpoint_saved"]
+
+
+def test_a_save_that_is_under_way_is_waited_for_instead_of_made_again(trainer, monkeypatch):
+    told = events_of_saves(trainer, monkeypatch)
+    trainer.state.checkpoints.start(1)
+    assert trainer.state.checkpoints.save_now(1)
+    assert [kind for kind, _ in told] == ["checkpoint_saving", "checkpoint_saved"]
+
+
+def test_what_cannot_be_saved_is_tried_again_so_often_and_then_said(trainer, monkeypatch):
+    told = events_of_saves(trainer, monkeypatch)
+    with patch.object(SummingFile, "write", full):
+        assert not trainer.state.checkpoints.save_now(1, waits=(0.0, 0.001, 0.002))
+    failed = [message for kind, message in told if kind == "checkpoint_failed"]
+    assert [message.rpartition("; ")[2] for message in failed] == [
+        "it is tried again", "it is tried again", "the state stays in memory"
+    ]  # fmt: skip
+    assert steps_on_disk(trainer) == []
+    with patch.object(SummingFile, "write", full):
+        trainer.state.checkpoints.start(2)
+        trainer.state.checkpoints.finish()
+    assert trainer.state.checkpoints.save_now(2, waits=(0.0,)), "there is room again"

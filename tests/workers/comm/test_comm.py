@@ -206,6 +206,19 @@ def test_an_order_to_rest_after_the_step_counts_for_its_generation_and_those_bef
     comm.leave_between_steps()
 
 
+def test_a_rank_that_is_asked_to_save_and_end_is_so_in_that_generation_only():
+    comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
+    assert not comm.asked_to_end
+    comm.generation = 3
+    comm.ask_to_end(2)
+    assert not comm.asked_to_end
+    comm.ask_to_end(3)
+    comm.ask_to_end(2)
+    assert comm.asked_to_end
+    comm.generation = 4
+    assert not comm.asked_to_end
+
+
 def test_the_end_of_an_earlier_generation_disturbs_no_later_one():
     """An order that was held up may come when the rank has long met the others again."""
     store, grid = dist.HashStore(), RankGrid(ParallelConfig(tensor=2))

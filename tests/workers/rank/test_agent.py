@@ -13,7 +13,7 @@ import pytest
 from workers.paths import Paths
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import BackupAddress, Fault, Launched, LaunchOrder
-from workers.protocol.reports import Exited, Failure, KillReason
+from workers.protocol.reports import EXIT_SAVED, Exited, Failure, KillReason
 from workers.rank.agent import Agent
 from workers.rank.trainer_handle import TrainerHandle
 from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
@@ -69,6 +69,22 @@ def test_reports_are_numbered_kept_and_acknowledged(make_agent, go):
         assert await agent.reports(0, 0.0) == [], "acknowledged means forgotten"
         await agent.launch(order(2, reports=1))
         assert [report.sequence for report in await until_exit(agent, 6)] == [7, 8]
+        await agent.close()
+
+    go(body)
+
+
+def test_the_trainer_of_the_generation_is_told_to_save_and_end(make_agent, go):
+    async def body():
+        agent = make_agent()
+        assert not await agent.save_and_end(1)
+        await agent.launch(order(1, echo_commands=1, code=EXIT_SAVED))
+        assert not await agent.save_and_end(2)
+        assert await agent.save_and_end(1)
+        told, ended = await until_exit(agent)
+        assert told.payload.data == {"command": {"do": "save_and_end", "generation": 1}}
+        assert ended.payload == Exited(code=EXIT_SAVED)
+        assert not await agent.save_and_end(1)
         await agent.close()
 
     go(body)

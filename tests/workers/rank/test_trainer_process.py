@@ -23,9 +23,9 @@ from workers.errors import (
 from workers.liveness.progress import Progress
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Fault, LaunchOrder, Resume, TrainerArgument
-from workers.protocol.reports import Event, Failure, Finished, Metrics, Prepared, Report, Resting, Started
+from workers.protocol.reports import EXIT_SAVED, Event, Failure, Finished, Metrics, Prepared, Report, Resting, Started
 from workers.rank import trainer_process
-from workers.rank.commands import Arm, Go, Rest, command_line
+from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, command_line
 from workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST, TrainerProcess
 
 SECONDS = 20.0
@@ -39,6 +39,7 @@ class FakeComm:
         self.world, self.generation = order.spec.get("world", 1), 0
         self.ended, self.closed, self.connected, self.cuts = [], 0, [], []
         self.ends, self.after_step = queue.SimpleQueue(), queue.SimpleQueue()
+        self.asked = queue.SimpleQueue()
         self.step = SimpleNamespace(on_phase=None)
 
     def size(self, axis):
@@ -54,6 +55,9 @@ class FakeComm:
     def end_after_step(self, generation):
         self.after_step.put(generation)
 
+    def ask_to_end(self, generation):
+        self.asked.put(generation)
+
     def close(self):
         self.closed += 1
 
@@ -66,7 +70,7 @@ class FakeTrainer:
 
     def __init__(self, comm, reporter, acts):
         self.comm, self.reporter, self._acts = comm, reporter, acts
-        self.step, self.settled_step = 0, None
+        self.step, self.settled_step, self.ends_early = 0, None, False
         self.restored, self.rests, self.closed = [], 0, False
         self.clock = SimpleNamespace(lap=lambda: {"wall": 0.5})
 
@@ -284,6 +288,33 @@ def test_the_end_of_a_generation_reaches_who_computes_and_who_has_not_begun_yet(
     run.hear()
     run.hear()
     assert trainer.comm.ended == [-1, 1, 1], "and what is over stays so when it joins the next generation"
+
+
+def test_a_rank_that_is_asked_ends_early_and_says_so_by_its_status_alone(rig):
+    def end_early(trainer):
+        assert [trainer.comm.asked.get(timeout=SECONDS) for _ in range(2)] == [-1, 1]
+        trainer.reporter.metrics({"step": 4})
+        trainer.step, trainer.ends_early = 4, True
+
+    run = rig(end_early)
+    run.start(order(1))
+    run.hear()
+    run.say(SaveAndEnd(1))
+    assert run.hear().payload == Metrics(({"step": 4},)), "what it had to say before is heard"
+    assert run.ended() == EXIT_SAVED
+
+
+def test_one_that_is_asked_before_it_has_met_the_others_remembers(rig):
+    run = rig(lose_peer, finish)
+    run.start(order(1, in_place=True))
+    run.hear()
+    run.hear()
+    run.say(SaveAndEnd(2))
+    run.say(Go(order(2, in_place=True)))
+    run.hear()
+    run.hear()
+    asked = run.built[0].comm.asked
+    assert [asked.get(timeout=SECONDS) for _ in range(asked.qsize())] == [-1, 2, 2]
 
 
 def test_several_ranks_meet_at_the_store_and_one_that_does_not_answer_is_a_lost_peer(rig, monkeypatch):

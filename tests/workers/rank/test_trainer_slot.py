@@ -36,6 +36,9 @@ class FakeHandle:
     def go(self, order):
         self.order, self.generation, self.at_rest = order, order.generation, False
 
+    def save_and_end(self, generation):
+        return generation == self.generation
+
     def arm(self, fault):
         self.armed.append(fault.id)
 
@@ -96,6 +99,18 @@ async def settled():
     """Whatever can happen by itself has happened."""
     for _ in range(10):
         await asyncio.sleep(0)
+
+
+def test_only_a_trainer_that_runs_can_be_asked_to_save_and_end(rig):
+    async def body():
+        assert not rig.slot.save_and_end(1), "there is none"
+        await rig.slot.launch(order(1))
+        assert rig.slot.save_and_end(1)
+        assert not rig.slot.save_and_end(2)
+        rig.trainers[0].end(code=77)
+        assert not rig.slot.save_and_end(1)
+
+    asyncio.run(body())
 
 
 def test_a_trainer_at_rest_goes_on_and_any_other_is_replaced(rig):

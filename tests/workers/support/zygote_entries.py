@@ -64,6 +64,10 @@ def trainer(argument: dict, control: socket.socket) -> int:
              data={"type": "count", "data": {"index": index}})  # fmt: skip
     for document in order["spec"].get("raw", []):
         control.sendall(document.encode() + b"\n")
+    for _ in range(order["spec"].get("echo_commands", 0)):
+        command = json.loads(control.makefile().readline())
+        _say(control, kind="event", generation=order["generation"], rank=order["rank"], time=time.time(),
+             data={"type": "command", "data": {"command": command}})  # fmt: skip
     if order["spec"].get("wait"):
         return wait({"stop": order["spec"].get("stop")}, control)
     if "signal" in order["spec"]:

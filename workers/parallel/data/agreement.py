@@ -20,10 +20,11 @@ class Agreement:
         """`replica_ranks`, `micro_batches`: lengths of the slices that only elastic sums need."""
         self._comm, world = comm, comm.size("world")
         sizes = (world, world, replica_ranks, micro_batches)
-        self._values = torch.zeros(3 + sum(sizes), dtype=torch.float64, device=comm.device)
-        self.loss, self.tokens, self.square = self._values[:3].unbind()
-        """Scalars: loss summed over tokens, tokens that have a target, squared norm of the summed gradients."""
-        self.memory_bytes, self.own_seconds, self.rank_squares, self.micro_batch_losses = self._values[3:].split(sizes)
+        self._values = torch.zeros(4 + sum(sizes), dtype=torch.float64, device=comm.device)
+        self.loss, self.tokens, self.square, self.asked_to_end = self._values[:4].unbind()
+        """Scalars: loss summed over tokens, tokens that have a target, squared norm of the summed gradients, how many
+        ranks were asked to end after the step."""
+        self.memory_bytes, self.own_seconds, self.rank_squares, self.micro_batch_losses = self._values[4:].split(sizes)
         """[world]: each rank's memory in use, and its time of the step that it did not wait for others. [p t]: squared
         norm by rank of a replica. [micro-batches of the global batch]: the loss of each."""
 
@@ -53,3 +54,4 @@ class StepSums:
         agreed.tokens.copy_(loss.tokens)
         agreed.memory_bytes[index] = memory_bytes
         agreed.own_seconds[index] = self.comm.own_seconds
+        agreed.asked_to_end.fill_(float(self.comm.asked_to_end))

@@ -34,6 +34,8 @@ class StepStatistics:
     """Of each rank: time of the step, up to its agreement, that it did not wait for others; 0 where it cannot know."""
     updated: bool = True
     """Whether the step has updated anything: not where its numbers are not finite, or above the limits."""
+    asked_to_end: bool = False
+    """Whether any rank was asked to save and end; then all do so after the step."""
 
     @property
     def finite(self) -> bool:

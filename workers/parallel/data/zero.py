@@ -180,7 +180,14 @@ class ZeroOptimizer:
 def _read(agreed: Agreement, clipping: Clipping) -> StepStatistics:
     """Bring a step's numbers to the host: the one place of a step where it waits for the device."""
     scalars = torch.stack([agreed.loss, agreed.tokens, clipping.norm, clipping.refused.to(agreed.loss.dtype)])
-    on_host = torch.cat([scalars, agreed.memory_bytes, agreed.own_seconds]).tolist()
-    total, tokens, norm, refused, *each = on_host
+    on_host = torch.cat([scalars, agreed.asked_to_end[None], agreed.memory_bytes, agreed.own_seconds]).tolist()
+    total, tokens, norm, refused, asked, *each = on_host
     world = len(agreed.memory_bytes)
-    return StepStatistics(total / max(tokens, 1.0), norm, int(max(each[:world])), tuple(each[world:]), not refused)
+    return StepStatistics(
+        loss=total / max(tokens, 1.0),
+        grad_norm=norm,
+        memory_bytes=int(max(each[:world])),
+        own_seconds=tuple(each[world:]),
+        updated=not refused,
+        asked_to_end=asked > 0,
+    )

@@ -29,9 +29,9 @@ def test_slices_are_views_of_one_vector_and_do_not_overlap():
     sent = []
     comm.all_reduce = lambda axis, tensor: sent.append((axis, tensor.tolist()))  # type: ignore[method-assign]
     agreed = Agreement(comm, replica_ranks=2, micro_batches=5)
-    slices = [agreed.loss, agreed.tokens, agreed.square, agreed.memory_bytes, agreed.own_seconds]
+    slices = [agreed.loss, agreed.tokens, agreed.square, agreed.asked_to_end, agreed.memory_bytes, agreed.own_seconds]
     slices += [agreed.rank_squares, agreed.micro_batch_losses]
-    assert [each.numel() for each in slices] == [1, 1, 1, 6, 6, 2, 5]
+    assert [each.numel() for each in slices] == [1, 1, 1, 1, 6, 6, 2, 5]
     for number, each in enumerate(slices):
         each.fill_(number)
     agreed.sum()
