@@ -30,7 +30,7 @@ from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.owner import JobOwner
 from service.scheduler import ANYWHERE, Scheduler
-from service.states import JobState, is_final
+from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, deletion, failed_jobs, installation, jobs, ranks
 from service.store.tables import Job
 from service.takeover import refuse_what_cannot_be_taken_over
@@ -44,7 +44,7 @@ T = TypeVar("T")
 CALL_SECONDS = 30.0
 RETRY_SECONDS = 1.0
 RAY_WATCH = "watch over Ray"
-# How often it is made sure that every job that is neither final nor queued has an owner.
+# How often it is made sure that every job that may hold places has an owner.
 CLAIM_SECONDS = 2.0
 # How often it is looked for failed jobs whose snapshots were kept for long enough.
 MEMORY_SECONDS = 30.0
@@ -127,7 +127,7 @@ class ControlPlane:
         self._scheduler = Scheduler(self._store, cluster, self._placed, self.data_roots)
         unfinished = await asyncio.to_thread(self._unfinished)
         for job in unfinished:
-            if job.state != JobState.QUEUED:
+            if job.state in SUPERVISED:
                 self._own(job.id, None)
         care = NodeCare(cluster, self._over, self._scheduler.wake)
         self._tasks = [
@@ -149,7 +149,7 @@ class ControlPlane:
         await scheduler.run()
 
     async def _release_leftovers(self) -> None:
-        """Release what jobs hold that are over or wait in the queue. Until Ray has said what there is."""
+        """Release what jobs hold that are over, paused or in the queue. Until Ray has said what there is."""
         while True:
             try:
                 await self._release_those_without_owner()
@@ -166,8 +166,8 @@ class ControlPlane:
         for job in held:
             if job not in states and job not in deleted:
                 log.error(UNKNOWN_JOB, job)
-            elif job in deleted or is_final(states[job]) or states[job] == JobState.QUEUED:
-                # One that waits, or may be tried again, goes on from its snapshots.
+            elif job in deleted or states[job] not in SUPERVISED:
+                # One that waits, is paused, or may be tried again, goes on from its snapshots.
                 await self._cluster.release(job, keep_snapshots=job in keeping)
                 log.warning("released what was left of %s", job)
 
@@ -229,7 +229,7 @@ class ControlPlane:
         self._own(job.id, generation)
 
     async def _claim(self, scheduler: Scheduler) -> None:
-        """Own every job that is neither final nor queued and has no owner: whatever happened to the one it had."""
+        """Own every job that may hold places and has no owner: whatever happened to the one it had."""
         while True:
             await asyncio.sleep(CLAIM_SECONDS)
             try:
@@ -238,7 +238,7 @@ class ControlPlane:
                 log.exception("could not look for jobs without an owner")
                 continue
             for job in unfinished:
-                if job.state != JobState.QUEUED and job.id not in self._owners and job.id not in scheduler.placing:
+                if job.state in SUPERVISED and job.id not in self._owners and job.id not in scheduler.placing:
                     log.warning("%s had no owner", job.id)
                     self._own(job.id, None)
 
@@ -277,13 +277,21 @@ class ControlPlane:
                 self._scheduler.wake()
 
     def submitted(self, job_id: str) -> None:
-        """A job was stored, is tried again, or has another priority: wake the scheduler."""
+        """A job was stored, is tried again, was resumed, or has another priority: wake the scheduler."""
         if self._scheduler is not None:
             self._loop.call_soon_threadsafe(self._scheduler.wake)
 
     def cancel(self, job_id: str) -> None:
         """A job was moved to CANCELLING or CANCELLED: wake its owner."""
         self._loop.call_soon_threadsafe(self._cancel, job_id)
+
+    def pause(self, job_id: str) -> None:
+        """A job was moved to PAUSING or PAUSED: wake its owner."""
+        self._loop.call_soon_threadsafe(self._pause, job_id)
+
+    def _pause(self, job_id: str) -> None:
+        if job_id in self._owners:  # one that is being placed is read again once it is; one in the queue holds nothing
+            self._owners[job_id][0].pause()
 
     def delete(self, job_id: str) -> Deletion:
         """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
@@ -321,13 +329,14 @@ class ControlPlane:
     def _cancel(self, job_id: str) -> None:
         if job_id in self._owners:
             self._owners[job_id][0].cancel()
-        elif self._cluster is not None:
-            self._background(self._forget_if_final(job_id))
+        if self._cluster is not None:
+            self._background(self._forget_if_cancelled(job_id))
 
-    async def _forget_if_final(self, job_id: str) -> None:
-        """A job that was cancelled in the queue may have run before and have left its snapshots."""
+    async def _forget_if_cancelled(self, job_id: str) -> None:
+        """A job that was cancelled in the queue or in a pause may have run before and have left its snapshots. The one
+        who owned it then may not have gone yet."""
         assert self._cluster is not None
-        if is_final((await asyncio.to_thread(self._job, job_id)).state):
+        if (await asyncio.to_thread(self._job, job_id)).state == JobState.CANCELLED:
             await self._cluster.end_job(job_id)
 
     def _job(self, job_id: str) -> Job:

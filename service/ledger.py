@@ -172,7 +172,8 @@ def _class_of_state(state: JobState, has_run: bool) -> LedgerClass:
     if state == JobState.RUNNING:
         return "detect"
     # Whoever cancels, pauses, or retries after the end, stops the job on purpose.
-    return "pause" if is_final(state) or state.value in ("CANCELLING", "PAUSING", "PAUSED") else "re_form"
+    on_purpose = (JobState.CANCELLING, JobState.PAUSING, JobState.PAUSED)
+    return "pause" if is_final(state) or state in on_purpose else "re_form"
 
 
 def _generation_layer(trainings: Sequence[Training], changes: Sequence[StateEntry], until: float) -> _Layer:
@@ -206,7 +207,7 @@ def _after_training(
     if after is not None and after.recovery is not None:  # which knows when it was lost
         return [(done, "redo")]
     state = next((change.state for change in reversed(changes) if change.at <= done), None)
-    if state == "RESIZING":
+    if state in ("RESIZING", "PAUSING"):
         return [(done, None)]  # it came to rest on purpose
     noticed = _next((change.at for change in changes if change.state != JobState.RUNNING), done)
     if after is None and training.ended_at is None and noticed is None:  # a step is under way

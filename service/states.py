@@ -6,7 +6,8 @@ from enum import StrEnum
 
 
 class JobState(StrEnum):
-    """Where a job is in its life. Each state that is not final has one owner loop and a way out."""
+    """Where a job is in its life. Each state that is not final has one owner loop and a way out, but for PAUSED, which
+    only its user ends."""
 
     QUEUED = "QUEUED"
     """Waits for its turn or for capacity; owned by the scheduler."""
@@ -18,6 +19,10 @@ class JobState(StrEnum):
     """Something died; the next generation is on its way."""
     RESIZING = "RESIZING"
     """Changes its number of replicas; the next generation is on its way."""
+    PAUSING = "PAUSING"
+    """The user asked for a pause; the state is being saved and the places are given back."""
+    PAUSED = "PAUSED"
+    """Holds its snapshots and no places until the user resumes it; owned by nobody, since nothing is to be done."""
     CANCELLING = "CANCELLING"
     """The user asked to stop; processes are being ended."""
     SUCCEEDED = "SUCCEEDED"
@@ -29,13 +34,16 @@ class JobState(StrEnum):
 
 
 _S = JobState
+_ENDS = (_S.CANCELLING, _S.SUCCEEDED, _S.FAILED)
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
-    _S.QUEUED: frozenset({_S.STARTING, _S.CANCELLED, _S.FAILED}),
-    _S.STARTING: frozenset({_S.RUNNING, _S.RECOVERING, _S.QUEUED, _S.CANCELLING, _S.FAILED, _S.SUCCEEDED}),
-    _S.RUNNING: frozenset({_S.RECOVERING, _S.RESIZING, _S.CANCELLING, _S.SUCCEEDED, _S.FAILED}),
-    _S.RECOVERING: frozenset({_S.RUNNING, _S.RESIZING, _S.QUEUED, _S.CANCELLING, _S.FAILED, _S.SUCCEEDED}),
-    _S.RESIZING: frozenset({_S.RUNNING, _S.RECOVERING, _S.QUEUED, _S.CANCELLING, _S.FAILED, _S.SUCCEEDED}),
+    _S.QUEUED: frozenset({_S.STARTING, _S.PAUSED, _S.CANCELLED, _S.FAILED}),
+    _S.STARTING: frozenset({_S.RUNNING, _S.RECOVERING, _S.QUEUED, *_ENDS, _S.PAUSING}),
+    _S.RUNNING: frozenset({_S.RECOVERING, _S.RESIZING, *_ENDS, _S.PAUSING}),
+    _S.RECOVERING: frozenset({_S.RUNNING, _S.RESIZING, _S.QUEUED, *_ENDS, _S.PAUSING}),
+    _S.RESIZING: frozenset({_S.RUNNING, _S.RECOVERING, _S.QUEUED, *_ENDS, _S.PAUSING}),
+    _S.PAUSING: frozenset({_S.PAUSED, *_ENDS}),  # it may commit its last step meanwhile, or fail for good
+    _S.PAUSED: frozenset({_S.QUEUED, _S.CANCELLED}),
     _S.CANCELLING: frozenset({_S.CANCELLED}),
     _S.SUCCEEDED: frozenset(),
     _S.FAILED: frozenset({_S.QUEUED}),
@@ -46,41 +54,59 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
 FINAL: frozenset[JobState] = frozenset({_S.SUCCEEDED, _S.FAILED, _S.CANCELLED})
 """States that no job leaves by itself."""
 
+SUPERVISED: frozenset[JobState] = frozenset(JobState) - FINAL - {_S.QUEUED, _S.PAUSED}
+"""States in which a job may hold places, so that its supervisor owns it."""
+
+PAUSABLE: tuple[JobState, ...] = (_S.STARTING, _S.RUNNING, _S.RECOVERING, _S.RESIZING)
+"""States from which a pause goes by way of PAUSING."""
+
 TIME_LIMITS: dict[JobState, float] = {
     _S.STARTING: 300.0,
     _S.RECOVERING: 300.0,
     _S.RESIZING: 300.0,
+    _S.PAUSING: 480.0,  # `service.job.leave.SAVE_SECONDS`, and what it takes to release everything
     _S.CANCELLING: 120.0,
 }
 """Seconds in which a job leaves a state, given a database, a Ray and checkpoints that answer and places for its ranks:
-nothing that is waited for there is waited for without a limit of its own. Not QUEUED, which waits for places, and not
-RUNNING, where what stands still is found by the hang detection of each rank."""
+nothing that is waited for there is waited for without a limit of its own. Not QUEUED, which waits for places, not
+PAUSED, which waits for its user, and not RUNNING, where what stands still is found by the hang detection of each
+rank."""
 
 ACTIONS: dict[str, dict[JobState, JobState]] = {
     "cancel": {
-        _S.QUEUED: _S.CANCELLED,  # nothing runs yet, so there is nothing to wait for
-        _S.STARTING: _S.CANCELLING,
-        _S.RUNNING: _S.CANCELLING,
-        _S.RECOVERING: _S.CANCELLING,
-        _S.RESIZING: _S.CANCELLING,
+        _S.QUEUED: _S.CANCELLED,  # nothing runs, so there is nothing to wait for
+        _S.PAUSED: _S.CANCELLED,
+        **dict.fromkeys((*PAUSABLE, _S.PAUSING), _S.CANCELLING),
         _S.CANCELLING: _S.CANCELLING,  # asked for again, by who did not hear the answer
     },
+    "pause": {
+        _S.QUEUED: _S.PAUSED,
+        **dict.fromkeys(PAUSABLE, _S.PAUSING),
+        _S.PAUSING: _S.PAUSING,
+        _S.PAUSED: _S.PAUSED,
+    },
+    "resume": {_S.PAUSED: _S.QUEUED},
     "resize": {
         # Only a wish at first: what becomes of it depends on what there is room for.
         state: state
-        for state in (_S.QUEUED, _S.STARTING, _S.RUNNING, _S.RECOVERING, _S.RESIZING)
+        for state in (_S.QUEUED, *PAUSABLE, _S.PAUSING, _S.PAUSED)
     },
     "retry": {_S.FAILED: _S.QUEUED},
 }
 """For each action of a user: the states in which it is legal, and the state that it leads to at once."""
 
-STATE_NAMES: tuple[str, ...] = (
-    *(state.value for state in JobState if state not in FINAL),
-    "PAUSING",
-    "PAUSED",
-    *(state.value for state in JobState if state in FINAL),
-)
-"""All state names of the REST contract. No job is PAUSING or PAUSED today, but asking for such is legal."""
+ADVICE: dict[tuple[str, JobState], str] = {
+    ("resume", _S.QUEUED): "it waits for its turn and starts by itself",
+    ("resume", _S.PAUSING): "wait until it is PAUSED, then resume it",
+    ("resume", _S.FAILED): "`manta retry` has it go on",
+    **{("resume", state): "it is not paused, so it goes on by itself" for state in PAUSABLE},
+    ("retry", _S.PAUSED): "`manta resume` has it go on",
+    ("pause", _S.FAILED): "it holds no places; `manta retry` has it go on",
+}
+"""By action and state: what to do instead, where there is more to say than in which states the action works."""
+
+STATE_NAMES: tuple[str, ...] = tuple(JobState)
+"""All state names of the REST contract."""
 
 
 def can(source: JobState, target: JobState) -> bool:

@@ -257,7 +257,7 @@ class CheckpointConfig(Section):
     """When state is kept, in memory and on disk."""
 
     every_steps: StepsOrNever = 50
-    """Steps between durable checkpoints; the last step is always saved. 0: no durable checkpoint at all."""
+    """Steps between durable checkpoints; the last step is always saved. 0: none but those of a pause."""
     keep: Steps = 3
     """Newest durable checkpoints kept; older ones are deleted after a newer one is complete. Where a roll back could
     undo all of these, up to two from before are kept too."""
@@ -355,6 +355,9 @@ class JobSpec(Section):
     """Limits of automatic recovery."""
     priority: Priority = 0
     """Higher starts first among queued jobs."""
+    max_duration: PositiveFloat | None = None
+    """Seconds that the job may take, time in the queue and in a pause aside; when they are over its state is saved as
+    for a pause, and it fails with reason max_duration. A retry has as long again. Default: no limit."""
 
     @property
     def layout(self) -> ParallelConfig:

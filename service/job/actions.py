@@ -74,7 +74,26 @@ class End:
     message: str | None = None
 
 
-Action = Watch | Launch | Reacquire | Recover | Rearrange | Requeue | End
+@dataclass(frozen=True)
+class Leave:
+    """Give all places back and keep the snapshots: for a pause, or since the job's time is up."""
+
+
+Action = Watch | Launch | Reacquire | Recover | Rearrange | Requeue | End | Leave
+
+
+def while_leaving(action: Action, unlaunched: bool, overdue: bool) -> Action:
+    """What a job that is to leave does where it would do `action`: what is needed to have its newest state saved, but
+    no more. `unlaunched`: nothing was launched since it got its places, so there is nothing to save that was not there
+    before; `overdue`: it has tried for long enough."""
+    match action:
+        case Watch() if overdue:
+            return Leave()
+        case Launch(holds=holds) if unlaunched or overdue or holds:  # held: its newest state is on disk, unreadable now
+            return Leave()
+        case Reacquire() if unlaunched or overdue:
+            return Leave()
+    return action
 
 
 def launch_after(incident: Incident, cause: str, failed: Launch | None, first: bool) -> Launch:

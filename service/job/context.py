@@ -32,6 +32,10 @@ class JobContext:
     gang: Gang
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     """The user wants it to end."""
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    """It is to save its state and give its places back (`leave.py`)."""
+    overdue: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has had long enough to save its state."""
     change_possible: asyncio.Event = field(default_factory=asyncio.Event)
     """Its size or place may have to change, or be able to."""
     departing: list[AgentSet] = field(default_factory=list)

@@ -15,7 +15,7 @@ from typing import Any
 from service.cluster.agent_client import AgentClient, AgentError, AgentSilent, within
 from service.recovery.decisions import Death, culprit_of, describe_exit
 from workers.liveness.trainer_status import TrainerStatus
-from workers.protocol.reports import Exited, Finished, Report, Resting
+from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Report, Resting
 
 POLL_SECONDS = 30.0
 # An agent that takes that much longer to answer stands still, or its node does.
@@ -46,6 +46,8 @@ class RunningGeneration:
         """Ends that were not successes, in order of arrival."""
         self.finished: set[int] = set()
         """Ranks that committed the last step and exited."""
+        self.saved: set[int] = set()
+        """Ranks that were asked to save their state and end before the last step, and have."""
         self.resting: dict[int, int | None] = {}
         """Ranks that have left the generation and wait for the next, with the committed step that each holds."""
         self._peers_lost: list[Death] = []
@@ -72,7 +74,7 @@ class RunningGeneration:
     @property
     def all_ended(self) -> bool:
         """Whether no rank runs any more."""
-        return len(self.finished) + len(self.deaths) == len(self.agents)
+        return len(self.finished) + len(self.saved) + len(self.deaths) == len(self.agents)
 
     @property
     def broken(self) -> bool:
@@ -219,6 +221,9 @@ class RunningGeneration:
         failure, reason = exited.failure, exited.killed_for
         if failure is None and (rank in self._reported_finished or exited.code == 0):
             self.finished.add(rank)
+            self._changed.set()
+        elif exited.code == EXIT_SAVED:
+            self.saved.add(rank)
             self._changed.set()
         elif failure is not None:
             message = f"failed with {failure.exception}: {failure.message}"

@@ -1,4 +1,4 @@
-"""Who owns a job that is not final and not queued: always somebody, whatever goes wrong while it is looked after.
+"""Who owns a job that may hold places: always somebody, whatever goes wrong while it is looked after.
 
 A supervisor that fails by an error of ours, of Ray's or of a disk's has said nothing about the job: its ranks train on,
 and another supervisor takes it up from what the database says.
@@ -17,7 +17,7 @@ from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.record import JobRecord
 from service.job.supervisor import Supervisor
 from service.pauses import growing_pauses
-from service.states import JobState, is_final
+from service.states import SUPERVISED, JobState
 from service.store import Store
 from service.stored_specs import SpecNotUnderstood, left_out_sentence, stored_spec
 from workers.protocol.messages import Fault, ProtocolMismatch
@@ -31,7 +31,7 @@ STEADY_SECONDS = 60.0
 
 
 class JobOwner:
-    """Keeps job `id` supervised until it is final, or back in the queue."""
+    """Keeps job `id` supervised until it is final, paused, or back in the queue."""
 
     def __init__(self, store: Store, cluster: Cluster, job_id: str, memory_seconds: float = DEFAULT_MEMORY_SECONDS):
         """`memory_seconds`: how long the snapshots of a job that fails are kept for a retry."""
@@ -61,9 +61,9 @@ class JobOwner:
             await self._pause(next(pauses))
 
     async def _supervise(self, placed_generation: int | None) -> bool:
-        """Whether the job is final, or back in the queue."""
+        """Whether the job is final, paused, or back in the queue."""
         job = await self._record.job()
-        if job.state == JobState.QUEUED or is_final(job.state):
+        if job.state not in SUPERVISED:
             return True
         try:
             left_out = stored_spec(job).left_out
@@ -86,7 +86,12 @@ class JobOwner:
 
     async def _leave_alone(self, state: JobState, problem: str) -> bool:
         """Another release made the job or its agents, and this one does not understand them: its ranks run on as they
-        are, until a release that does takes it over. Only its end is taken care of."""
+        are, until a release that does takes it over. Only its end is taken care of, and a pause."""
+        if state == JobState.PAUSING:  # what it has in memory is all that can be kept
+            await self._cluster.end_job(self.id, keep_snapshots=True)
+            if await self._record.pause():
+                return True
+            state = JobState.CANCELLING
         if state == JobState.CANCELLING:
             await self._cluster.end_job(self.id)
             await self._record.end(JobState.CANCELLED, None, None)
@@ -115,6 +120,12 @@ class JobOwner:
         self._wake.set()  # another supervisor reads it in the job's row
         if self._supervisor is not None:
             self._supervisor.cancel()
+
+    def pause(self) -> None:
+        """The job is PAUSING: have it save its state and give its places back."""
+        self._wake.set()  # another supervisor reads it in the job's row
+        if self._supervisor is not None:
+            self._supervisor.pause()
 
     def resize(self) -> None:
         """The job may run with another number of replicas than it does: see whether it can."""

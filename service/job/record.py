@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from service.job.incident import Incident
+from service.ledger import StateEntry
 from service.recovery.budgets import avoided_nodes, past_failures
 from service.states import JobState, can
-from service.store import Store, checkpoints, events, generations, jobs, ranks, recoveries
+from service.store import Store, checkpoints, events, generations, jobs, pauses, ranks, recoveries, state_changes
 from service.store.retries import until_done
 from service.store.tables import Checkpoint, Generation, Job
 from workers.checkpoint.catalog import Listing
@@ -22,6 +23,10 @@ from workers.protocol.messages import Resume
 
 Outcome = Mapping[str, Any]
 """How a job ends: `state`, `reason`, `message`."""
+
+
+_WITHOUT_PLACE = {JobState.CANCELLING: JobState.CANCELLED, JobState.PAUSING: JobState.PAUSED}
+"""By state what a job becomes that has lost its places; any other waits for some."""
 
 
 class JobRecord:
@@ -38,6 +43,14 @@ class JobRecord:
         """All of them, in order."""
         rows: list[Generation] = await self.read(lambda s: generations.of_job(s, self.id))
         return rows
+
+    async def state_changes(self) -> list[StateEntry]:
+        """Its entries into states, oldest first."""
+        return await self.read(lambda s: [StateEntry(row.time, row.state) for row in state_changes.of_job(s, self.id)])
+
+    async def resumed_since(self, at: float) -> bool:
+        """Whether it was PAUSED after `at`, Unix seconds."""
+        return await self.read(lambda s: pauses.resumed_since(s, self.id, at))
 
     async def avoided_nodes(self) -> set[str]:
         """Nodes on which the machine keeps failing the job."""
@@ -173,14 +186,30 @@ class JobRecord:
 
         await self.write(end)
 
+    async def pause(self) -> bool:
+        """The job, which holds no places any more, is PAUSED; False where it was cancelled meanwhile."""
+
+        def pause(session: Any) -> bool:
+            job = jobs.get(session, self.id, lock=True)
+            ranks.set_all(session, self.id, "exited")
+            if job.state == JobState.CANCELLING:
+                return False
+            message = f"paused by the user at step {job.step}; `manta resume {self.id}` has it go on"
+            jobs.transition(session, self.id, JobState.PAUSED, "paused_by_user", message)
+            return True
+
+        paused: bool = await self.write(pause)
+        return paused
+
     async def back_to_queue(self, message: str) -> None:
         """The job has no place, which `message` says."""
 
         def queue(session: Any) -> None:
             job = jobs.get(session, self.id, lock=True)
             ranks.set_all(session, self.id, "exited")
-            target = JobState.CANCELLED if job.state == JobState.CANCELLING else JobState.QUEUED
-            jobs.transition(session, self.id, target, reason="insufficient_slots", message=message)
+            target = _WITHOUT_PLACE.get(JobState(job.state), JobState.QUEUED)
+            reason = "insufficient_slots" if target is JobState.QUEUED else job.reason
+            jobs.transition(session, self.id, target, reason=reason, message=message)
 
         await self.write(queue)
 

@@ -191,11 +191,12 @@ class ElasticityPlanner:
         return None
 
     def _is_over(self, running: RunningGeneration) -> bool:
-        return running.broken or running.all_ended or self._job.cancelled.is_set()
+        return running.broken or running.all_ended or self._job.cancelled.is_set() or self._job.leaving.is_set()
 
     async def _while_it_runs(self, running: RunningGeneration, work: Coroutine[Any, Any, bool]) -> bool:
         """What `work` answers; False as soon as something happens to it, which comes first."""
-        working, watching = asyncio.create_task(work), asyncio.create_task(running.wait(self._job.cancelled))
+        working = asyncio.create_task(work)
+        watching = asyncio.create_task(running.wait(self._job.cancelled, self._job.leaving))
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         watching.cancel()
         if working.done():

@@ -22,12 +22,25 @@ from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import in_use
 from service.faults import FaultNotPossible, refuse_impossible
-from service.job.actions import Action, End, Launch, Reacquire, Rearrange, Recover, Requeue, Watch, launch_after
+from service.job.actions import (
+    Action,
+    End,
+    Launch,
+    Leave,
+    Reacquire,
+    Rearrange,
+    Recover,
+    Requeue,
+    Watch,
+    launch_after,
+    while_leaving,
+)
 from service.job.changes import Stay, carry_out, standby_of
 from service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
 from service.job.generation import RunningGeneration
 from service.job.incident import Incident
 from service.job.launch import LaunchFailed, launch_generation, watch_generation
+from service.job.leave import ask_to_save, keep_time, leave
 from service.job.lost_agents import place_all, replace_lost
 from service.job.resize_and_drain import ElasticityPlanner
 from service.job.resume import known_checkpoints
@@ -51,7 +64,7 @@ INJECT_SECONDS = 10.0
 
 
 class Supervisor:
-    """Owns one job. `run` returns when the job is final, or back in the queue."""
+    """Owns one job. `run` returns when the job is final, paused, or back in the queue."""
 
     def __init__(self, store: Store, cluster: Cluster, job: Job, memory_seconds: float = DEFAULT_MEMORY_SECONDS):
         """`memory_seconds`: how long its snapshots are kept for a retry when it fails. Raises
@@ -61,6 +74,9 @@ class Supervisor:
         self._planner = ElasticityPlanner(self._job)
         self._running: RunningGeneration | None = None
         """The generation that is watched."""
+        self._unlaunched = False
+        """Whether the job has got places and nothing was launched there yet."""
+        self._asked_to_save: RunningGeneration | None = None
         self._background_tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -71,6 +87,10 @@ class Supervisor:
     def cancel(self) -> None:
         """The job is CANCELLING: stop it."""
         self._job.cancelled.set()
+
+    def pause(self) -> None:
+        """The job is PAUSING: save its state, and give its places back."""
+        self._job.leaving.set()
 
     def resize(self) -> None:
         """The job may run with another number of replicas than it does: see whether it can."""
@@ -113,28 +133,37 @@ class Supervisor:
     async def run(self, placed_generation: int | None) -> None:
         """Take the job to its end. `placed_generation`: the number its placement groups carry when they were just
         acquired; None: take over what another control plane left."""
+        timekeeper = asyncio.create_task(keep_time(self._job))
+        timekeeper.add_done_callback(_log_failure)
         try:
             action: Action | None = await self._first(placed_generation)
             while action is not None:
-                if self._job.cancelled.is_set() and isinstance(action, Watch | Launch | Reacquire):
+                if self._job.cancelled.is_set() and isinstance(action, Watch | Launch | Reacquire | Leave):
                     action = End(JobState.CANCELLED)
+                elif self._job.leaving.is_set():
+                    action = while_leaving(action, self._unlaunched, self._job.overdue.is_set())
                 try:
                     action = await self._perform(action)
                 except NotPlaced as error:
                     action = Requeue(str(error))
         finally:
+            timekeeper.cancel()
             self._dismiss_departing()
             if self._running is not None:
                 await self._running.close()
 
     async def _first(self, placed_generation: int | None) -> Action:
-        outcome = await self._record.outcome()
-        if outcome is not None:  # another control plane knew, but could not finish
+        job, outcome = await self._record.job(), await self._record.outcome()
+        if outcome is not None and outcome["state"] != JobState.PAUSED:  # another control plane could not finish
             return End(JobState(outcome["state"]), outcome["reason"], outcome["message"])
-        job = await self._record.job()
         if job.state == JobState.CANCELLING:
             self._job.cancelled.set()
             return End(JobState.CANCELLED)
+        self._unlaunched = placed_generation is not None or job.generation == 0
+        if job.state == JobState.PAUSING:
+            self._job.leaving.set()
+            if outcome is not None or self._unlaunched:
+                return Leave()
         return await (self._adopt(job) if placed_generation is None else self._start(job, placed_generation))
 
     async def _perform(self, action: Action) -> Action | None:
@@ -152,6 +181,8 @@ class Supervisor:
                 return await self._rearrange(action)
             case Requeue(message):
                 await self._record.back_to_queue(message)
+            case Leave():
+                return await self._leave()
             case End():
                 await self._end(action)
         return None
@@ -165,6 +196,8 @@ class Supervisor:
         lives = await self._record.generations()
         if lives and lives[-1].started_at <= self._job.retried_at:
             return Launch("tried again by the user", counts=False)
+        if lives and await self._record.resumed_since(lives[-1].started_at):
+            return Launch("resumed by the user", counts=False)
         return Launch("placed again" if again else "submitted", counts=again)
 
     async def _adopt(self, job: Job) -> Action:
@@ -204,12 +237,19 @@ class Supervisor:
         """Live through one generation."""
         running = self._running
         assert running is not None
-        await running.wait(self._job.cancelled, self._job.change_possible)
+        leaving = self._job.leaving.is_set()
+        if leaving and self._asked_to_save is not running:
+            self._asked_to_save = running
+            running.run_alongside(ask_to_save(self._job, running))
+        signals = (self._job.overdue,) if leaving else (self._job.leaving, self._job.change_possible)
+        await running.wait(self._job.cancelled, *signals)
         if self._job.cancelled.is_set():
             return End(JobState.CANCELLED)
         if not running.broken:
             if running.all_ended:
-                return End(JobState.SUCCEEDED)
+                return Leave() if running.saved else End(JobState.SUCCEEDED)
+            if self._job.leaving.is_set():
+                return Watch()
             change = await self._planner.plan(running)
             return Watch() if change is None else Rearrange(change)
         timeline = RecoveryTimeline(noticed_at=time.time())
@@ -260,15 +300,15 @@ class Supervisor:
         message = f"waits {seconds:g} s before the next try: no step was committed since the last failure of this kind"
         data = {"seconds": seconds, "kind": culprit.kind}
         await self._record.event("held_back", message, rank=culprit.rank, data=data)
-        await self._pause(seconds)
+        await self._wait(seconds)
 
     async def _hold(self, launch: Launch, why: str) -> Launch:
         """Wait before the next try of a launch that failed by no fault of the gang's, or until the job is cancelled."""
         await self._record.note_held(why)
-        await self._pause(hold_seconds(launch.holds))
+        await self._wait(hold_seconds(launch.holds))
         return replace(launch, holds=launch.holds + 1)
 
-    async def _pause(self, seconds: float) -> None:
+    async def _wait(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._job.cancelled.wait()
@@ -316,7 +356,7 @@ class Supervisor:
             log.warning("launch of %s failed: %s", self._job.id, error)
             death, lost = await self._launch_failure(error)
             return Recover(death, lost, RecoveryTimeline(time.time()), launch)
-        self._job.failed_launches = []
+        self._job.failed_launches, self._unlaunched = [], False
         self._dismiss_departing()
         self._attend(running)
         return Watch()
@@ -337,6 +377,12 @@ class Supervisor:
         """From now on this is the generation that is watched."""
         running.run_alongside(self._planner.look_for_room())
         self._running = running
+
+    async def _leave(self) -> Action | None:
+        """The job has saved what it could: it is paused, or its time is up."""
+        if self._running is not None:
+            await self._running.rest(REST_SECONDS)
+        return await leave(self._job)
 
     async def _end(self, end: End) -> None:
         """Release everything, then say so: a final job holds nothing, but for the snapshots of one that failed, which

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.states import ACTIONS, TRANSITIONS, JobState
+from service.states import ACTIONS, ADVICE, TRANSITIONS, JobState
 from workers.errors import MantaError
 
 
@@ -21,7 +21,8 @@ class IllegalTransition(MantaError):
         self.job_id, self.state, self.target, self.action = job_id, state, target, action
         if action is not None:
             legal = ", ".join(ACTIONS[action])
-            super().__init__(f"job {job_id} is {state}; {action} works only while it is one of {legal}")
+            advice = f": {ADVICE[action, state]}" if (action, state) in ADVICE else ""
+            super().__init__(f"job {job_id} is {state}; {action} works only while it is one of {legal}{advice}")
         else:
             exits = ", ".join(sorted(TRANSITIONS[state])) or "nothing, it is final"
             super().__init__(f"job {job_id} is {state} and cannot become {target}; what may follow: {exits}")

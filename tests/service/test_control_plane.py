@@ -16,9 +16,10 @@ from service.control_plane import ControlPlane
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.supervisor import Supervisor
 from service.states import JobState
-from service.store import JobNotFinal, JobNotFound, events, jobs
+from service.store import JobNotFinal, JobNotFound, events, jobs, pauses
 from service.store.database import newest_revision
 from service.takeover import CannotTakeOver
+from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.fake_cluster import FakeCluster
 from workers.config import JobSpec
 from workers.paths import Paths
@@ -282,6 +283,42 @@ def test_running_job_is_cancelled(start, cluster, submit, store):
     plane.cancel(job.id)
     until(plane, job, "CANCELLED")
     assert cluster.nothing_held
+
+
+def test_running_job_is_paused_stays_so_with_the_next_control_plane_and_is_resumed(start, cluster, submit, store):
+    def start_and_save(agent):
+        start_training(agent)
+        agent.on_save = FakeAgent.save_and_exit
+
+    first = start()
+    behave(cluster, start_and_save)
+    job = submit(parallel={"tensor": 2})
+    first.submitted(job.id)
+    until(first, job, "RUNNING")
+    store.write(lambda s: pauses.request_pause(s, job.id))
+    first.pause(job.id)
+    until(first, job, "PAUSED")
+    kept = {host: dict(memory) for host, memory in cluster.agents.memory.items()}
+    hold(cluster, job)  # as if something had been left
+    first.stop()
+    second = start()
+    second._call(reached(lambda: not cluster.agents.living))
+    assert (job.id in second._owners, cluster.groups.held, cluster.agents.memory) == (False, {}, kept)
+    behave(cluster, train_to_the_end)
+    store.write(lambda s: pauses.request_resume(s, job.id))
+    second.submitted(job.id)
+    assert until(second, job, "SUCCEEDED").restarts == 0
+
+
+def test_what_a_job_cancelled_in_a_pause_has_left_is_removed(start, cluster, submit, store):
+    plane = start()
+    job = submit()
+    store.write(lambda s: pauses.request_pause(s, job.id))
+    plane.pause(job.id)
+    cluster.agents.memory["node_a"] = {("layout", 0): [3]}
+    store.write(lambda s: jobs.request_cancel(s, job.id))
+    plane.cancel(job.id)
+    plane._call(reached(lambda: cluster.nothing_held))
 
 
 def test_what_a_job_cancelled_in_the_queue_has_left_is_removed(start, cluster, submit, store):

@@ -18,7 +18,7 @@ from service.cluster.placement_groups import NotPlaced
 from service.control_plane import ControlPlane
 from service.job.supervisor import Supervisor
 from service.states import TIME_LIMITS, JobState, is_final
-from service.store import IllegalTransition, Store, jobs
+from service.store import IllegalTransition, Store, jobs, pauses
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.simulated_training import SimulatedTraining
 from tests.service.support.virtual_time import in_virtual_time
@@ -194,6 +194,19 @@ class Trouble:
             self.store.write(lambda s: jobs.request_resize(s, job, replicas))
             self.plane._resize(job)
 
+    async def user_pauses(self):
+        job = self.draw.choice(self.jobs)
+        with contextlib.suppress(IllegalTransition, OperationalError):
+            self.store.write(lambda s: pauses.request_pause(s, job))
+            self.plane._pause(job)
+            await asyncio.sleep(self.draw.uniform(0.0, 30.0))
+            await self.user_resumes(job)
+
+    async def user_resumes(self, job):
+        with contextlib.suppress(IllegalTransition, OperationalError):
+            self.store.write(lambda s: pauses.request_resume(s, job))
+            self.plane._scheduler.wake()
+
     async def user_cancels(self):
         job = self.jobs[0]
         with contextlib.suppress(IllegalTransition, OperationalError):
@@ -203,7 +216,7 @@ class Trouble:
     WAYS = (
         *(rank_dies, rank_raises, rank_hangs, agent_dies, agent_refuses, agent_falls_silent),
         *(node_is_lost, node_is_left, ray_does_not_answer, daemon_does_not_answer, database_is_away),
-        *(supervisor_errs, kill_control_plane, user_resizes),
+        *(supervisor_errs, kill_control_plane, user_resizes, user_pauses),
     )
 
     async def befall(self):
@@ -230,8 +243,12 @@ async def all_end(trouble):
     """Once nothing goes wrong any more each state is left within its limit, where it has one, and each job ends."""
     loop = asyncio.get_running_loop()
     over, since = loop.time(), {}
+    trouble.history.append((round(over, 1), "all is well"))
     while not all(is_final(row.state) for row in trouble.rows()):
         await asyncio.sleep(LOOK_SECONDS)
+        for row in trouble.rows():
+            if row.state == "PAUSED":
+                await trouble.user_resumes(row.id)
         assert loop.time() - over < PATIENCE_SECONDS, [(row.state, row.step) for row in trouble.rows()]
         for row in trouble.rows():
             entered = since.setdefault((row.id, row.state, row.generation), loop.time())

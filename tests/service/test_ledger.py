@@ -87,6 +87,17 @@ def test_pause_and_what_follows_a_cancel_do_not_count_against_goodput():
     assert found.goodput == 40 / 50
 
 
+def test_a_paused_job_loses_nothing_but_the_time_to_start_again():
+    changes = states(
+        QUEUED=0, STARTING=0, RUNNING=10, PAUSING=45, PAUSED=60, QUEUED2=500, STARTING2=502, RUNNING2=505, SUCCEEDED=600
+    )
+    trainings = [steps(0, 10, 50, 60), steps(502, 504, 600, 600, outcome="SUCCEEDED")]
+    assert spent(changes, trainings) == {
+        "start": 10, "compute": 40 + 96, "pause": 10 + 440, "idle_without_capacity": 2, "re_form": 2
+    }  # fmt: skip
+    assert ledger(changes, trainings, NOW).goodput == pytest.approx(136 / 150)
+
+
 def test_step_under_way_counts_as_compute_until_it_takes_far_too_long():
     changes = states(QUEUED=0, STARTING=0, RUNNING=10)
     running = [steps(0, 10, 20, count=10)]

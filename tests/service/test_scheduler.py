@@ -10,7 +10,7 @@ from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.scheduler import Scheduler
 from service.states import JobState
-from service.store import generations, jobs
+from service.store import generations, jobs, pauses
 from tests.service.support.fake_cluster import FakeCluster
 
 
@@ -228,6 +228,26 @@ def test_job_cancelled_while_it_is_placed_gets_an_owner_that_ends_it(store, subm
     cluster.groups.refuse = cancel_meanwhile
     assert look() == [(job.id, 1)]
     assert job_now(store, job).state == JobState.CANCELLING
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_job_paused_while_it_is_placed_gets_an_owner_that_gives_the_places_back(store, submit, look, refused, cluster):
+    job = submit()
+
+    def pause_meanwhile():
+        store.write(lambda session: pauses.request_pause(session, job.id))
+        if refused:
+            raise NotPlaced("not in time")
+
+    cluster.groups.refuse = pause_meanwhile
+    assert look() == [(job.id, 1)]
+    assert job_now(store, job).state == JobState.PAUSING
+
+
+def test_paused_job_has_no_turn(store, submit, look):
+    paused, waiting = submit(), submit()
+    store.write(lambda session: pauses.request_pause(session, paused.id))
+    assert look() == [(waiting.id, 1)]
 
 
 def test_queue_is_looked_at_again_after_ray_failed(store, cluster, nodes, submit):

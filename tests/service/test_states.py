@@ -4,7 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.states import ACTIONS, FINAL, STATE_NAMES, TRANSITIONS, JobState, after_action, can, is_final
+from service.job.leave import SAVE_SECONDS
+from service.states import (
+    ACTIONS,
+    ADVICE,
+    FINAL,
+    STATE_NAMES,
+    SUPERVISED,
+    TIME_LIMITS,
+    TRANSITIONS,
+    JobState,
+    after_action,
+    can,
+    is_final,
+)
 
 states = st.sampled_from(JobState)
 
@@ -19,11 +32,13 @@ def reachable(state: JobState) -> set[JobState]:
 
 
 EDGES = {
-    "QUEUED": "STARTING CANCELLED FAILED",
-    "STARTING": "RUNNING RECOVERING QUEUED CANCELLING FAILED SUCCEEDED",
-    "RUNNING": "RECOVERING RESIZING CANCELLING SUCCEEDED FAILED",
-    "RECOVERING": "RUNNING RESIZING QUEUED CANCELLING FAILED SUCCEEDED",
-    "RESIZING": "RUNNING RECOVERING QUEUED CANCELLING FAILED SUCCEEDED",
+    "QUEUED": "STARTING PAUSED CANCELLED FAILED",
+    "STARTING": "RUNNING RECOVERING QUEUED PAUSING CANCELLING FAILED SUCCEEDED",
+    "RUNNING": "RECOVERING RESIZING PAUSING CANCELLING SUCCEEDED FAILED",
+    "RECOVERING": "RUNNING RESIZING QUEUED PAUSING CANCELLING FAILED SUCCEEDED",
+    "RESIZING": "RUNNING RECOVERING QUEUED PAUSING CANCELLING FAILED SUCCEEDED",
+    "PAUSING": "PAUSED CANCELLING FAILED SUCCEEDED",
+    "PAUSED": "QUEUED CANCELLED",
     "CANCELLING": "CANCELLED",
     "SUCCEEDED": "",
     "FAILED": "QUEUED",
@@ -70,6 +85,25 @@ def test_a_user_may_cancel_until_the_job_is_over():
     assert legal == set(JobState) - FINAL
     assert after_action("cancel", JobState.QUEUED) is JobState.CANCELLED
     assert after_action("cancel", JobState.CANCELLING) is JobState.CANCELLING, "asked for twice"
+
+
+def test_a_user_may_pause_what_is_not_over_and_resume_what_is_paused():
+    assert {state for state in JobState if after_action("pause", state)} == set(JobState) - FINAL - {"CANCELLING"}
+    assert after_action("pause", JobState.QUEUED) is after_action("pause", JobState.PAUSED) is JobState.PAUSED
+    assert after_action("pause", JobState.RESIZING) is after_action("pause", JobState.PAUSING) is JobState.PAUSING
+    assert {state: after_action("resume", state) for state in JobState if after_action("resume", state)} == {
+        JobState.PAUSED: JobState.QUEUED
+    }
+
+
+def test_somebody_owns_every_job_that_may_hold_places_and_it_leaves_in_limited_time():
+    assert set(JobState) - FINAL - {JobState.QUEUED, JobState.PAUSED} == SUPERVISED
+    assert set(TIME_LIMITS) == SUPERVISED - {JobState.RUNNING}
+    assert TIME_LIMITS[JobState.PAUSING] > SAVE_SECONDS
+
+
+def test_advice_is_given_where_an_action_is_refused():
+    assert all(after_action(action, state) is None for action, state in ADVICE)
 
 
 def test_the_contract_names_eleven_states_and_all_of_ours_are_among_them():

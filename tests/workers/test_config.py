@@ -85,6 +85,13 @@ def test_sequence_parallelism_is_on_exactly_with_tensor_parallelism(tensor, aske
     assert parse_job_spec(document(parallel=parallel)).layout.sequence_parallel_on is on
 
 
+def test_a_job_takes_as_long_as_it_takes_unless_a_limit_is_set():
+    assert parse_job_spec(document()).max_duration is None
+    assert parse_job_spec({**document(), "max_duration": 90}).max_duration == 90.0
+    with pytest.raises(SpecError, match="max_duration: must be above 0"):
+        parse_job_spec({**document(), "max_duration": 0})
+
+
 def test_a_parsed_spec_parses_again_to_the_same():
     spec = parse_job_spec(document(parallel={"tensor": 2, "recompute": "selective"}))
     assert parse_job_spec(json.loads(json.dumps(spec.model_dump(mode="json")))) == spec

@@ -62,7 +62,7 @@ def states(job):
 def test_job_is_held_and_goes_on_by_itself_once_its_checkpoint_can_be_read(job):
     async def body():
         await run_and_lose_all(job)
-        await job.paused(3)
+        await job.waited(3)
         assert (job.row.state, job.row.generation, states(job)) == ("RECOVERING", 1, ["complete"])
         bring_back(job)
         await job.watched(2)
@@ -85,7 +85,7 @@ def test_cancel_ends_a_held_job_at_once(job, monkeypatch):
 
     async def body():
         await run_and_lose_all(job)
-        await job.paused(1)
+        await job.waited(1)
         job.cancel()
         await job.task
 
@@ -98,13 +98,13 @@ def test_cancel_ends_a_held_job_at_once(job, monkeypatch):
 def test_next_control_plane_holds_the_job_too_and_says_no_more(job):
     async def body():
         await run_and_lose_all(job)
-        await job.paused(1)
+        await job.waited(1)
         await job.die_with_control_plane()
         for agent in job.cluster.agents.living.values():
             agent.lose()
         job.cluster.agents.living.clear()
         job.supervise(None)
-        await job.paused(2)
+        await job.waited(2)
         bring_back(job)
         await job.watched(2)
         await job.finish()

@@ -15,7 +15,7 @@ from service.job.resize_and_drain import ElasticityPlanner
 from service.job.supervisor import Supervisor
 from service.recovery import durable_state
 from service.states import JobState
-from service.store import jobs, retries
+from service.store import jobs, pauses, retries
 from tests.service.support.supervised_job import story
 from workers.protocol.messages import ProtocolMismatch
 
@@ -235,6 +235,31 @@ def test_key_of_a_newer_release_that_had_its_default_is_done_without(owned):
     assert "does not know newer, recovery.newer of the spec" in owned.message("keys_left_out")
     assert owned.row.spec == newer, "for the release that knows them"
     assert owned.row.state == "SUCCEEDED"
+
+
+def test_spec_of_another_release_is_paused_with_what_is_in_memory(owned, cluster):
+    async def body():
+        await owned.start()
+        await owned.watched(1)
+        await owned.commit(1)
+        await owned.die_with_control_plane()
+        understood = dict(owned.row.spec)
+        owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "spec", {**understood, "newer": 1}))
+        owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "submitted", {"newer": 1}))
+        owned.store.write(lambda s: pauses.request_pause(s, owned.id))
+        owned.supervise(None)
+        await owned.task
+
+    story(body)
+    assert owned.row.state == "PAUSED"
+    assert not cluster.agents.living and not cluster.groups.held
+    assert all(cluster.agents.memory["one"].values())
+
+
+def test_paused_job_is_nobodys(store, submit, cluster):
+    job = submit()
+    store.write(lambda s: pauses.request_pause(s, job.id))
+    asyncio.run(JobOwner(store, cluster, job.id).run(None))
 
 
 def test_final_job_is_nobodys(store, started, cluster):

@@ -152,6 +152,11 @@ class SimulatedAgent(FakeAgent):
         await self._agents.before_rest(self)
         return await super().rest(generation, grace, patience)
 
+    async def save_and_end(self, generation: int) -> bool:
+        told = await super().save_and_end(generation)
+        self._agents.changed()
+        return told
+
     async def launch(self, order: LaunchOrder) -> Launched:
         self.layout = layout_tag(order.spec)
         launched = await super().launch(order)

@@ -1,5 +1,5 @@
 """Trainers on paper that train by themselves: the agents of a FakeCluster get ranks that begin, commit step after step,
-come to rest when a peer dies, and finish."""
+come to rest when a peer dies, end early when they are asked to, and finish."""
 
 from __future__ import annotations
 
@@ -61,6 +61,10 @@ class SimulatedTraining:
                 return
             step += 1
             self._commit(job, generation, gang, step)
+            if step < last and any(generation in agent.asked_to_save for agent in gang.values()):
+                for agent in gang.values():
+                    agent.save_and_exit()
+                return
         for agent in gang.values():
             agent.finish(last)
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from service.job.supervisor import Supervisor
 from service.states import JobState
-from service.store import Job, Store, events, generations, jobs, ranks, recoveries
+from service.store import Job, Store, events, generations, jobs, pauses, ranks, recoveries
 from tests.service.support.fake_cluster import FakeCluster, SimulatedAgent
 from workers.config import JobSpec
 
@@ -17,16 +17,16 @@ SECONDS = 20.0
 class _Supervisor(Supervisor):
     """Says when a generation is watched from now on, and when the next one is held back."""
 
-    pauses = 0
+    waits = 0
 
     def _attend(self, running):
         super()._attend(running)
         self._cluster.agents.changed()
 
-    async def _pause(self, seconds):
-        self.pauses += 1
+    async def _wait(self, seconds):
+        self.waits += 1
         self._cluster.agents.changed()
-        await super()._pause(seconds)
+        await super()._wait(seconds)
 
 
 class SupervisedJob:
@@ -75,9 +75,9 @@ class SupervisedJob:
         running = self.supervisor._running
         return 0 if running is None else running.generation
 
-    async def paused(self, times: int) -> None:
+    async def waited(self, times: int) -> None:
         """Wait until this supervisor has begun to wait before a next try so often. Fails when it ends before."""
-        await self.cluster.agents.until(lambda: self.task.done() or self.supervisor.pauses >= times)
+        await self.cluster.agents.until(lambda: self.task.done() or self.supervisor.waits >= times)
         assert not self.task.done(), self.log
 
     async def commit(self, *steps: int) -> None:
@@ -98,6 +98,16 @@ class SupervisedJob:
         """The user cancels the job."""
         self.store.write(lambda s: jobs.request_cancel(s, self.id))
         self.supervisor.cancel()
+
+    def pause(self) -> None:
+        """The user pauses the job."""
+        self.store.write(lambda s: pauses.request_pause(s, self.id))
+        self.supervisor.pause()
+
+    async def resume(self) -> None:
+        """The user resumes the job, and there are places for it at once."""
+        self.store.write(lambda s: pauses.request_resume(s, self.id))
+        await self.start()
 
     def resize(self, replicas: int) -> None:
         """The user wants another number of replicas."""

@@ -1,0 +1,89 @@
+"""A job that is to give its places back before its last step: its user pauses it, or its time is up.
+
+Any one rank is asked, and tells the others with the agreement of the step under way; all save the state of that step,
+in memory and on disk, and end. A rank that dies meanwhile is recovered from like any other, and the next generation is
+asked again. All that has `SAVE_SECONDS`: after them the job leaves with what is saved by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from service.cluster.agents import ask
+from service.duration import seconds_taken
+from service.job.actions import End
+from service.job.context import JobContext
+from service.job.generation import RunningGeneration
+from service.job.resume import known_checkpoints
+from service.states import JobState
+
+log = logging.getLogger(__name__)
+
+SAVE_SECONDS = 300.0
+"""How long a job may take to have its state saved before it leaves without."""
+ASK_SECONDS = 10.0
+AGAIN_SECONDS = 2.0
+"""Before it is asked again, where no agent could pass it on: trainers still start, or their agents do not answer."""
+
+
+async def keep_time(job: JobContext) -> None:
+    """Say that the job is to leave when its time is up, and that it has had long enough to do so. Until cancelled."""
+    limit = job.submitted.max_duration
+    if limit is not None:
+        left = limit - seconds_taken(await job.record.state_changes(), time.time(), job.retried_at)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left):
+                await job.leaving.wait()
+        job.leaving.set()
+    await job.leaving.wait()
+    latest = (await job.record.state_changes())[-1]
+    asked_at = latest.at if latest.state == JobState.PAUSING else time.time()
+    # Another control plane may have begun; a clock that was set may not make it longer.
+    await asyncio.sleep(min(SAVE_SECONDS, asked_at + SAVE_SECONDS - time.time()))
+    job.overdue.set()
+
+
+async def ask_to_save(job: JobContext, running: RunningGeneration) -> None:
+    """Have the ranks of `running` save and end. Returns once an agent has passed that on: one is enough."""
+    while True:
+        agents = job.gang.by_rank
+        answers, _ = await ask(agents, lambda rank, agent: agent.save_and_end(running.generation), ASK_SECONDS)
+        if any(answers.values()):
+            return
+        await asyncio.sleep(AGAIN_SECONDS)
+
+
+async def leave(job: JobContext) -> End | None:
+    """Give back all places of a job whose ranks have ended, and keep its snapshots. None when it is PAUSED then, else
+    how it ends: its time is up, or its user has cancelled it meanwhile."""
+    row = await job.record.job()
+    saved = await _newest_checkpoint(job)
+    if row.step and saved is not None and saved < row.step:
+        message = (
+            f"the state of step {row.step} is in memory alone, the newest checkpoint "
+            f"{f'is of step {saved}' if saved else 'is none'}: what its nodes lose meanwhile is done again"
+        )
+        await job.record.event("not_saved", message, step=row.step, data={"step": row.step, "saved": saved or None})
+    if row.state == JobState.CANCELLING:
+        return End(JobState.CANCELLED)
+    if row.state != JobState.PAUSING:
+        limit = job.submitted.max_duration or 0.0
+        message = f"has taken the {limit:g} s that max_duration allows; `manta retry {job.id}` gives it as long again"
+        return End(JobState.FAILED, "max_duration", message)
+    # From here on no places are known to belong to it, and whoever takes it up must not acquire others.
+    await job.record.note_outcome(JobState.PAUSED, None, None)
+    await job.cluster.end_job(job.id, keep_snapshots=True)
+    return None if await job.record.pause() else End(JobState.CANCELLED)
+
+
+async def _newest_checkpoint(job: JobContext) -> int | None:
+    """The step of the newest durable checkpoint, 0 where there is none; None where that cannot be told."""
+    try:
+        durable = await known_checkpoints(job)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the places are given back
+        log.warning("the checkpoints of %s are not known: %s", job.id, error)
+        return None
+    return durable.checkpoints[-1][0] if durable.checkpoints else 0

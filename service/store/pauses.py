@@ -1,0 +1,47 @@
+"""A user's pauses: what is written when one is asked for, and when it ends."""
+
+from __future__ import annotations
+
+from sqlalchemy.orm import Session
+
+from service.states import JobState, after_action
+from service.store import generations, jobs, state_changes
+from service.store.errors import IllegalTransition
+from service.store.tables import Job
+
+
+def request_pause(session: Session, job_id: str) -> Job:
+    """What a user's pause does at once: a QUEUED job is PAUSED, one that may hold places becomes PAUSING, and one that
+    is either stays so.
+
+    Raises JobNotFound, and IllegalTransition when the job's state does not allow it.
+    """
+    job, target = _asked(session, job_id, "pause")
+    if target == job.state:
+        return job
+    return jobs.transition(session, job_id, target, "paused_by_user", "paused by the user")
+
+
+def request_resume(session: Session, job_id: str) -> Job:
+    """Have a PAUSED job go on from its newest state: it is QUEUED again.
+
+    Raises JobNotFound, and IllegalTransition when the job's state does not allow it.
+    """
+    job, target = _asked(session, job_id, "resume")
+    generations.forget_outcome(session, job_id, job.generation)  # that it was about to be PAUSED
+    return jobs.transition(session, job_id, target, "resumed_by_user", "resumed by the user")
+
+
+def resumed_since(session: Session, job_id: str, at: float) -> bool:
+    """Whether the job was PAUSED after `at`, Unix seconds."""
+    changes = state_changes.of_job(session, job_id)
+    return any(change.state == JobState.PAUSED and change.time >= at for change in changes)
+
+
+def _asked(session: Session, job_id: str, action: str) -> tuple[Job, JobState]:
+    job = jobs.get(session, job_id, lock=True)
+    state = JobState(job.state)
+    target = after_action(action, state)
+    if target is None:
+        raise IllegalTransition(job_id, state, action=action)
+    return job, target

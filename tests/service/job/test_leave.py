@@ -1,0 +1,424 @@
+"""A job gives its places back before its last step, and goes on later: pauses, and the end of its time."""
+
+import asyncio
+
+import pytest
+
+from service.cluster.placement_groups import NotPlaced
+from service.job import leave
+from service.job.actions import End, Launch, Leave, Reacquire, Rearrange, Requeue, Watch, while_leaving
+from service.job.changes import Stay
+from service.job.supervisor import Supervisor
+from service.states import JobState
+from service.store import checkpoints, failed_jobs, jobs, state_changes
+from tests.service.support.fake_agents import FakeAgent
+from tests.service.support.supervised_job import story
+from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
+
+UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
+PAUSED = ["PAUSING", "not_saved", "PAUSED"]
+AGAIN = ["QUEUED", "STARTING", "generation_started", "RUNNING", "first_step"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(leave, "AGAIN_SECONDS", 0.01)
+
+
+@pytest.fixture
+def job(two_replicas, cluster):
+    """Its agents let their trainers save and end as soon as any of them is asked."""
+    made = two_replicas(cluster)
+
+    def all_save(agent):
+        for each in list(cluster.agents.living.values()):
+            if each.running:
+                each.save_and_exit()
+
+    cluster.agents.on_start = lambda agent: setattr(agent, "on_save", all_save)
+    return made
+
+
+def save_checkpoint(job, step, generation=1):
+    """As the ranks do."""
+    folder = job.cluster.paths.checkpoint_folder(job.id)
+    path = checkpoint_path(folder, step, generation)
+    path.mkdir(parents=True)
+    seal(path, Manifest(job.id, generation, step, {}, {}))
+    row = job.store.write(lambda s: checkpoints.begin(s, job.id, generation, step, str(path)).id)
+    job.store.write(lambda s: checkpoints.complete(s, row, 0))
+
+
+async def up(job, *steps):
+    await job.start()
+    await job.watched(1)
+    await job.commit(*steps)
+
+
+async def gone(job):
+    """Return when the supervisor has let the job go."""
+    await job.task
+
+
+def test_paused_job_holds_its_snapshots_alone_and_goes_on_from_them(job, cluster):
+    async def body():
+        await up(job, 1, 2)
+        save_checkpoint(job, 2)
+        job.pause()
+        await gone(job)
+        assert (job.row.state, job.row.reason) == ("PAUSED", "paused_by_user")
+        assert job.row.message == f"paused by the user at step 2; `manta resume {job.id}` has it go on"
+        assert not cluster.agents.living and not cluster.groups.held
+        assert job.rank_states == ["exited"] * 4
+        assert all(cluster.agents.memory["one"].values())
+        await job.resume()
+        await job.watched(2)
+        await job.commit(3)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "PAUSING", "PAUSED", *AGAIN, "SUCCEEDED"]
+    assert job.generations[1] == ("resumed by the user", "snapshot", 2)
+    assert (job.row.restarts, job.recoveries) == (0, [])
+    assert cluster.nothing_held
+
+
+def test_memory_that_is_lost_in_the_pause_is_made_up_for_by_the_checkpoint(job, cluster):
+    async def body():
+        await up(job, 1, 2)
+        save_checkpoint(job, 2)
+        job.pause()
+        await gone(job)
+        cluster.agents.memory.clear()
+        await job.resume()
+        await job.watched(2)
+        await job.finish()
+
+    story(body)
+    assert job.generations[1] == ("resumed by the user", "checkpoint", 2)
+
+
+def test_one_agent_that_answers_is_enough_and_each_is_asked_until_one_does(job, cluster):
+    async def body():
+        await up(job, 1)
+        for agent in job.ranks:
+            agent.refuse("save_and_end", "cannot do that now")
+        job.pause()
+        await asyncio.sleep(0.05)
+        assert job.row.state == "PAUSING"
+        job.ranks[3]._refused.clear()
+        await gone(job)
+        assert [agent.asked_to_save for agent in cluster.agents.ended] == [[], [], [], [1]]
+
+    story(body)
+    assert job.row.state == "PAUSED"
+
+
+def test_what_is_not_on_disk_is_said(job):
+    async def body():
+        await up(job, 1)
+        save_checkpoint(job, 1)
+        await job.commit(2)
+        job.pause()
+        await gone(job)
+
+    story(body)
+    assert job.log == [*UP, *PAUSED]
+    assert job.message("not_saved").startswith(
+        "the state of step 2 is in memory alone, the newest checkpoint is of step 1"
+    )
+
+
+@pytest.mark.parametrize("died", ["rank", "agent"])
+def test_rank_that_dies_while_it_is_pausing_is_recovered_from_and_the_pause_is_carried_out(job, cluster, died):
+    async def body():
+        await up(job, 1)
+        for agent in job.ranks:
+            agent.on_save = lambda agent: None
+        job.pause()
+        await job.cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
+        lost = job.ranks[1]
+        if died == "rank":
+            lost.die()
+        else:
+            lost.lose()
+            del cluster.agents.living[lost.name]
+        await cluster.agents.until(lambda: len(job.ranks[0].orders) == 2)
+        for agent in job.ranks:
+            agent.save_and_exit()
+        await gone(job)
+
+    story(body)
+    assert job.log[:6] == [*UP, "PAUSING", "rank_lost"]
+    assert job.log[-2:] == ["not_saved", "PAUSED"]
+    assert (job.row.generation, job.row.restarts) == (2, 1)
+
+
+def test_rank_that_is_lost_after_others_have_saved_is_recovered_from(job, cluster):
+    async def body():
+        await up(job, 1)
+        job.ranks[0].on_save = lambda agent: [each.save_and_exit() for each in job.ranks[:3]]
+        for agent in job.ranks[1:]:
+            agent.on_save = lambda agent: None
+        job.pause()
+        await cluster.agents.until(lambda: job.ranks[3].asked_to_save == [1])
+        for agent in job.ranks:
+            agent.on_save = lambda agent: [each.save_and_exit() for each in job.ranks if each.running]
+        job.ranks[3].die()
+        await gone(job)
+
+    story(body)
+    assert job.log[-1] == "PAUSED"
+    assert job.row.generation == 2
+
+
+def test_job_that_has_no_step_to_save_is_paused_at_once(job, cluster):
+    async def body():
+        await job.store.write_async(job._place)
+        await cluster.groups.acquire(job.id, 1, job.spec.layout, "manta_slot")
+        job.store.write(lambda s: jobs.transition(s, job.id, JobState.PAUSING))
+        job.supervise(1)
+        await gone(job)
+
+    story(body)
+    assert job.log == ["STARTING", "PAUSING", "PAUSED"]
+    assert not cluster.agents.ended, "none was started"
+    assert cluster.nothing_held
+
+
+def test_job_that_takes_too_long_to_save_leaves_with_what_it_has(job, monkeypatch):
+    monkeypatch.setattr(leave, "SAVE_SECONDS", 0.1)
+
+    async def body():
+        await up(job, 1, 2)
+        for agent in job.ranks:
+            agent.on_save = lambda agent: None
+        job.pause()
+        await gone(job)
+
+    story(body)
+    assert job.log == [*UP, *PAUSED]
+    assert all(steps == [1, 2] for steps in job.cluster.agents.memory["one"].values())
+
+
+def test_pause_of_a_job_that_finds_no_place_to_save_in_needs_none(job, cluster):
+    def refuse():
+        raise NotPlaced("there is no room")
+
+    async def body():
+        await up(job, 1)
+        for agent in job.ranks:
+            agent.on_save = lambda agent: None
+        job.pause()
+        await cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
+        cluster.groups.refuse = refuse
+        for agent in list(job.ranks):
+            agent.lose()
+            del cluster.agents.living[agent.name]
+        await gone(job)
+
+    story(body)
+    assert (job.row.state, job.row.reason, job.row.message) == ("PAUSED", "paused_by_user", "there is no room")
+    assert job.log[-1] == "PAUSED"
+
+
+def test_last_step_that_is_committed_meanwhile_is_the_end(job, cluster):
+    async def body():
+        await up(job, 1)
+        for agent in job.ranks:
+            agent.on_save = lambda agent: None
+        job.pause()
+        await cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, "PAUSING", "SUCCEEDED"]
+    assert cluster.nothing_held
+
+
+@pytest.mark.parametrize("when", ["saving", "leaving"])
+def test_cancel_of_a_job_that_is_pausing(job, cluster, monkeypatch, when):
+    release = cluster.release
+
+    async def cancelled_release(*arguments, **options):
+        monkeypatch.setattr(cluster, "release", release)
+        await release(*arguments, **options)
+        job.cancel()
+
+    async def body():
+        await up(job, 1)
+        if when == "saving":
+            for agent in job.ranks:
+                agent.on_save = lambda agent: None
+        else:
+            monkeypatch.setattr(cluster, "release", cancelled_release)
+        job.pause()
+        if when == "saving":
+            job.cancel()
+        await gone(job)
+
+    story(body)
+    assert job.log[-2:] == ["CANCELLING", "CANCELLED"]
+    assert cluster.nothing_held
+
+
+@pytest.mark.parametrize("at", ["asked", "noted", "released"])
+def test_next_control_plane_carries_a_pause_on(job, cluster, monkeypatch, at):
+    async def body():
+        await up(job, 1)
+        if at == "asked":
+            for agent in job.ranks:
+                agent.on_save = lambda agent: None
+        held, release = asyncio.Event(), cluster.release
+
+        async def stuck(*arguments, **options):
+            if at == "released":
+                await release(*arguments, **options)
+            held.set()
+            await asyncio.Event().wait()
+
+        if at != "asked":
+            monkeypatch.setattr(cluster, "release", stuck)
+        job.pause()
+        await (held.wait() if at != "asked" else cluster.agents.until(lambda: bool(job.ranks[0].asked_to_save)))
+        await job.die_with_control_plane()
+        monkeypatch.setattr(cluster, "release", release)
+        if at == "asked":
+            for agent in cluster.agents.living.values():
+                agent.save_and_exit()
+        job.supervise(None)
+        await gone(job)
+        assert job.row.state == "PAUSED"
+        await job.resume()
+        await job.watched(2)
+        await job.finish()
+
+    story(body)
+    assert [kind for kind in job.log if kind in ("PAUSING", "PAUSED")] == ["PAUSING", "PAUSED"]
+    assert job.generations[1] == ("resumed by the user", "snapshot", 1)
+    assert job.row.restarts == 0
+    assert cluster.nothing_held
+
+
+def test_pause_ends_a_change_that_is_only_prepared(two_replicas, cluster):
+    job = two_replicas(cluster, elastic={"min_data": 1, "max_data": 3})
+    starting = asyncio.Event()
+
+    def start_silent(agent):
+        async def prepare(order):
+            starting.set()
+            await asyncio.Event().wait()
+
+        agent.prepare = prepare
+
+    async def body():
+        await up(job, 1)
+        for agent in job.ranks:
+            agent.on_save = FakeAgent.save_and_exit
+        cluster.agents.on_start = start_silent
+        job.resize(3)
+        await starting.wait()
+        job.pause()
+        await gone(job)
+
+    story(body)
+    assert job.log[-1] == "PAUSED"
+    assert not cluster.agents.living and not cluster.groups.held
+
+
+def test_time_that_is_up_ends_the_job_with_its_state_and_a_retry_has_as_long_again(two_replicas, cluster):
+    job = two_replicas(cluster, max_duration=1000.0)
+
+    def make_older(session):
+        for change in state_changes.of_job(session, job.id):
+            change.time -= 1000.0
+
+    async def body():
+        await up(job, 1, 2)
+        save_checkpoint(job, 2)
+        await job.die_with_control_plane()
+        for agent in cluster.agents.living.values():
+            agent.on_save = FakeAgent.save_and_exit
+        job.store.write(make_older)
+        job.supervise(None)
+        await gone(job)
+        assert not cluster.agents.living and all(cluster.agents.memory["one"].values())
+        job.store.write(lambda s: failed_jobs.request_retry(s, job.id))
+        await job.start()
+        await job.watched(2)
+        await job.finish()
+
+    story(body)
+    assert job.log[:7] == [*UP, "adopted", "FAILED", "memory_kept"]
+    (said,) = [event.message for event in job.events if event.data and event.data.get("reason") == "max_duration"]
+    assert said.endswith(
+        f"has taken the 1000 s that max_duration allows; `manta retry {job.id}` gives it as long again"
+    )
+    assert job.generations[1] == ("tried again by the user", "snapshot", 2)
+    assert job.row.state == "SUCCEEDED"
+
+
+def test_time_that_was_up_before_anything_was_launched_launches_nothing(two_replicas, cluster):
+    job = two_replicas(cluster, max_duration=0.0001)
+
+    async def body():
+        await job.start()
+        await gone(job)
+
+    story(body)
+    assert (job.row.state, job.row.reason) == ("FAILED", "max_duration")
+    assert cluster.nothing_held
+
+
+@pytest.mark.parametrize(("paused_ago", "seconds"), [(0.0, 300.0), (200.0, 100.0), (400.0, 0.0), (-50.0, 300.0)])
+def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
+    store, started, cluster, monkeypatch, paused_ago, seconds
+):
+    def pause(session):
+        jobs.transition(session, started.id, JobState.PAUSING)
+        state_changes.of_job(session, started.id)[-1].time -= paused_ago
+
+    context, slept = Supervisor(store, cluster, started)._job, []
+
+    async def sleep(duration):
+        slept.append(max(0.0, duration))
+
+    async def body():
+        context.leaving.set()
+        monkeypatch.setattr(leave.asyncio, "sleep", sleep)
+        await leave.keep_time(context)
+
+    store.write(pause)
+    story(body)
+    assert slept == [pytest.approx(seconds, abs=15.0)]
+    assert context.overdue.is_set()
+
+
+LAUNCH = Launch("why", counts=True)
+
+
+@pytest.mark.parametrize(
+    ("action", "unlaunched", "overdue", "leaves"),
+    [
+        (Watch(), False, False, False),
+        (Watch(), False, True, True),
+        (LAUNCH, False, False, False),
+        (LAUNCH, True, False, True),
+        (LAUNCH, False, True, True),
+        (Launch("why", counts=True, holds=1), False, False, True),
+        (Reacquire(LAUNCH), False, False, False),
+        (Reacquire(LAUNCH), True, False, True),
+        (Reacquire(LAUNCH), False, True, True),
+        (Rearrange(Stay("why")), False, True, False),
+        (Requeue("why"), True, True, False),
+        (End(JobState.SUCCEEDED), True, True, False),
+    ],
+)
+def test_job_that_is_to_leave_does_what_its_newest_state_needs_and_no_more(action, unlaunched, overdue, leaves):
+    assert while_leaving(action, unlaunched, overdue) == (Leave() if leaves else action)
+
+
+def test_supervisor_that_is_told_before_it_runs_remembers(store, submit, cluster):
+    supervisor = Supervisor(store, cluster, submit())
+    supervisor.pause()
+    assert supervisor._job.leaving.is_set()

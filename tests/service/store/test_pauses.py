@@ -1,0 +1,69 @@
+"""What a user's pause and its end write."""
+
+import pytest
+
+from service.states import JobState
+from service.store import IllegalTransition, events, generations, jobs, pauses
+
+
+def move(store, job, *states):
+    for state in states:
+        store.write(lambda s, to=state: jobs.transition(s, job.id, JobState(to)))
+
+
+def test_a_job_in_the_queue_is_paused_at_once_and_goes_back_there(store, submit):
+    job = submit()
+    paused = store.write(lambda s: pauses.request_pause(s, job.id))
+    assert (paused.state, paused.reason, paused.message) == ("PAUSED", "paused_by_user", "paused by the user")
+    resumed = store.write(lambda s: pauses.request_resume(s, job.id))
+    assert (resumed.state, resumed.reason) == ("QUEUED", "resumed_by_user")
+
+
+@pytest.mark.parametrize("state", ["STARTING", "RUNNING", "RECOVERING", "RESIZING"])
+def test_a_job_that_may_hold_places_is_pausing_and_says_so_once(store, started, state):
+    move(store, started, *{"STARTING": [], "RESIZING": ["RUNNING", "RESIZING"]}.get(state, [state]))
+    for _ in range(2):
+        assert store.write(lambda s: pauses.request_pause(s, started.id)).state == "PAUSING"
+    with store.read() as session:
+        said = [event.data["to"] for event in events.page(session, started.id).items if event.type == "state_changed"]
+    assert said.count("PAUSING") == 1
+
+
+def test_a_second_pause_changes_nothing(store, submit):
+    job = submit()
+    first = store.write(lambda s: pauses.request_pause(s, job.id)).updated_at
+    second = store.write(lambda s: pauses.request_pause(s, job.id))
+    assert (second.state, second.updated_at) == ("PAUSED", first)
+
+
+@pytest.mark.parametrize(
+    ("states", "request_", "advice"),
+    [
+        (["CANCELLING"], pauses.request_pause, "pause works only while it is one of QUEUED, STARTING"),
+        (["FAILED"], pauses.request_pause, "`manta retry` has it go on"),
+        (["PAUSING"], pauses.request_resume, "wait until it is PAUSED, then resume it"),
+        (["RUNNING"], pauses.request_resume, "it is not paused, so it goes on by itself"),
+        (["CANCELLING"], pauses.request_resume, "resume works only while it is one of PAUSED"),
+    ],
+)
+def test_what_a_state_does_not_allow_is_refused_with_what_to_do(store, started, states, request_, advice):
+    move(store, started, *states)
+    with pytest.raises(IllegalTransition, match=advice):
+        store.write(lambda s: request_(s, started.id))
+
+
+def test_resume_forgets_that_the_generation_was_to_end_in_a_pause(store, started):
+    def pause(session):
+        generations.begin(session, started.id, "submitted", False)
+        generations.end(session, started.id, 1, outcome={"state": "PAUSED", "reason": None, "message": None})
+        pauses.request_pause(session, started.id)
+        jobs.transition(session, started.id, JobState.PAUSED)
+
+    store.write(pause)
+    store.write(lambda s: pauses.request_resume(s, started.id))
+    with store.read() as session:
+        (life,) = generations.of_job(session, started.id)
+        paused_at = jobs.get(session, started.id).updated_at
+        assert "outcome" not in life.data
+        assert pauses.resumed_since(session, started.id, life.started_at)
+        assert not pauses.resumed_since(session, started.id, paused_at + 1.0)
