@@ -169,6 +169,16 @@ def delete(job_id: str) -> Call[schemas.DeletedJob]:
     return Call(schemas.DeletedJob, "DELETE", _job(job_id), patience=_DELETION_SECONDS)
 
 
+def pause(job_id: str) -> Call[schemas.Job]:
+    """Have a job save its state and give back its places."""
+    return Call(schemas.Job, "POST", _job(job_id, "/pause"))
+
+
+def resume(job_id: str) -> Call[schemas.Job]:
+    """Have a PAUSED job go on."""
+    return Call(schemas.Job, "POST", _job(job_id, "/resume"))
+
+
 def retry(job_id: str) -> Call[schemas.Job]:
     """Have a job that failed go on."""
     return Call(schemas.Job, "POST", _job(job_id, "/retry"))

@@ -155,6 +155,14 @@ class MantaClient:
         """Go on with `replicas` data-parallel replicas as soon as there is room for them."""
         return self.send(calls.resize(job_id, replicas))
 
+    def pause(self, job_id: str) -> Job:
+        """Have a job save its state and give back its places until it is resumed."""
+        return self.send(calls.pause(job_id))
+
+    def resume(self, job_id: str) -> Job:
+        """Have a PAUSED job go on."""
+        return self.send(calls.resume(job_id))
+
     def retry(self, job_id: str) -> Job:
         """Have a job that failed go on from where it failed. Raises ApiError."""
         return self.send(calls.retry(job_id))

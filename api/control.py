@@ -32,6 +32,9 @@ class ControlPlane(Protocol):
     def cancel(self, job_id: str) -> None:
         """A job was moved to CANCELLED or CANCELLING: wake whoever owns it."""
 
+    def pause(self, job_id: str) -> None:
+        """A job was moved to PAUSED or PAUSING: wake whoever owns it."""
+
     def delete(self, job_id: str) -> Deletion:
         """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
         ClusterUnavailable."""

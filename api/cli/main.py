@@ -212,6 +212,22 @@ def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
 
 
 @app.command()
+def pause(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Have a job save its state and give back its places; `manta resume` has it go on."""
+    with connect(url) as client:
+        answer = client.pause(job)
+    _show(answer, as_json, lambda console: console.print(f"{answer.id} is {answer.state}", highlight=False))
+
+
+@app.command()
+def resume(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """Have a paused job go on where it was."""
+    with connect(url) as client:
+        answer = client.resume(job)
+    _show(answer, as_json, lambda console: console.print(f"{answer.id} is {answer.state}", highlight=False))
+
+
+@app.command()
 def edit(
     job: JobId,
     name: Annotated[str | None, typer.Option("--name", help="Its new name.")] = None,

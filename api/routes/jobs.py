@@ -1,4 +1,4 @@
-"""Jobs: submit, list, read, change, delete, resize, cancel, retry."""
+"""Jobs: submit, list, read, change, delete, resize, pause, resume, cancel, retry."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from api.parameters import (
 )
 from api.problem_codes import OF_A_JOB, changes, reads
 from service.states import STATE_NAMES
-from service.store import edits, failed_jobs, jobs
+from service.store import edits, failed_jobs, jobs, pauses
 from workers.config import JobSpec
 from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import parse_job_spec
@@ -170,6 +170,31 @@ def cancel_job(control: Control, job_id: JobId) -> schemas.Job:
 
     job = control.store.write(operation)
     control.cancel(job_id)
+    return job
+
+
+@router.post("/{job_id}/pause", status_code=202, responses=_ACTION)
+def pause_job(control: Control, job_id: JobId) -> schemas.Job:
+    """Have a job save its state after the step under way, in memory and as a durable checkpoint, and give back its
+    places; one in the queue leaves it."""
+
+    def operation(session: Any) -> schemas.Job:
+        return views.job_view(session, pauses.request_pause(session, job_id))
+
+    job = control.store.write(operation)
+    control.pause(job_id)
+    return job
+
+
+@router.post("/{job_id}/resume", status_code=202, responses=_ACTION)
+def resume_job(control: Control, job_id: JobId) -> schemas.Job:
+    """Have a PAUSED job go on where it was paused, as soon as there are places for it."""
+
+    def operation(session: Any) -> schemas.Job:
+        return views.job_view(session, pauses.request_resume(session, job_id))
+
+    job = control.store.write(operation)
+    control.submitted(job_id)
     return job
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from nicegui import ui
@@ -94,9 +95,10 @@ class JobPage:
             )
             self._cancel.classes("cancel")
             self._cancel.set_visibility(False)
-            self._retry = ui.button("Retry", on_click=self._send_retry, color=None).props("outline dense no-caps")
-            self._retry.classes("retry")
-            self._retry.set_visibility(False)
+            self._actions = {
+                action: self._build_action(action, call)
+                for action, call in (("pause", calls.pause), ("resume", calls.resume), ("retry", calls.retry))
+            }
         self._why = Words("why hidden")
         with ui.element("div").classes("progress-row"):
             self._bar = Bar()
@@ -115,7 +117,19 @@ class JobPage:
         self._progress.show(formatting.progress_text(job))
         self._figures.show(formatting.job_figures(job, datetime.now(UTC)))
         self._cancel.set_visibility(after_action("cancel", JobState(job.state)) not in (None, job.state))
-        self._retry.set_visibility(after_action("retry", JobState(job.state)) is not None)
+        for action, button in self._actions.items():
+            button.set_visibility(after_action(action, JobState(job.state)) not in (None, job.state))
+
+    def _build_action(self, action: str, call: Callable[[str], calls.Call[Job]]) -> ui.button:
+        """A button that sends `call` without asking; hidden for now."""
+
+        async def send() -> None:
+            await self._send(call(self._feed.job_id))
+
+        button = ui.button(action.capitalize(), on_click=send, color=None).props("outline dense no-caps")
+        button.classes(action)
+        button.set_visibility(False)
+        return button
 
     def _build_dialog(self) -> ui.dialog:
         with ui.dialog() as dialog, ui.card().classes("confirm"):
@@ -131,9 +145,6 @@ class JobPage:
     async def _confirm_cancel(self) -> None:
         if await self._dialog:
             await self._send(calls.cancel(self._feed.job_id))
-
-    async def _send_retry(self) -> None:
-        await self._send(calls.retry(self._feed.job_id))
 
     async def _send(self, call: calls.Call[Job]) -> None:
         try:

@@ -54,6 +54,9 @@ class FakeControl:
     def cancel(self, job_id: str) -> None:
         self.asked.append(("cancel", job_id))
 
+    def pause(self, job_id: str) -> None:
+        self.asked.append(("pause", job_id))
+
     def inject(self, job_id: str, fault: Fault) -> None:
         if not self.allow_faults:
             raise FaultsNotAllowed()

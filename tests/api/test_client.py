@@ -45,6 +45,12 @@ def test_a_job_from_submission_to_its_end(service, client, document):
     assert client.ready().status == "ready"
 
 
+def test_a_pause_and_its_end(client, document):
+    job = client.submit(document)
+    assert [client.pause(job.id).state for _ in range(2)] == ["PAUSED", "PAUSED"]
+    assert client.resume(job.id).state == "QUEUED"
+
+
 def test_streams_yield_items_until_the_job_is_final(service, client, document):
     job = client.submit(document)
     stream = client.follow_events(job.id)

@@ -29,6 +29,8 @@ CHECKS = [
 STATES = {
     "cancel_job": ("STARTING", "RUNNING"),
     "resize_job": ("STARTING", "RUNNING"),
+    "pause_job": ("STARTING", "RUNNING"),
+    "resume_job": ("PAUSED",),
     "inject_fault": ("STARTING", "RUNNING"),
     "retry_job": ("STARTING", "FAILED"),
 }

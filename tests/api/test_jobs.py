@@ -122,6 +122,38 @@ def test_cancelling_a_finished_job_is_a_conflict_that_names_the_state(service):
     assert service.control.asked == asked
 
 
+def test_a_job_is_paused_and_resumed(service):
+    job = service.submit()
+    service.move(job["id"], "STARTING", "RUNNING")
+    for _ in range(2):
+        response = service.http.post(f"/v1/jobs/{job['id']}/pause")
+        assert (response.status_code, response.json()["state"]) == (202, "PAUSING")
+        assert service.control.asked[-1] == ("pause", job["id"])
+    refused = service.http.post(f"/v1/jobs/{job['id']}/resume")
+    assert (refused.status_code, refused.json()["code"]) == (409, "illegal_transition")
+    assert refused.json()["detail"].endswith("one of PAUSED: wait until it is PAUSED, then resume it")
+    service.move(job["id"], "PAUSED")
+    assert service.http.get("/v1/jobs", params={"state": "PAUSED"}).json()["items"][0]["id"] == job["id"]
+    assert service.http.post(f"/v1/jobs/{job['id']}/pause").json()["state"] == "PAUSED"
+    response = service.http.post(f"/v1/jobs/{job['id']}/resume")
+    assert (response.status_code, response.json()["state"]) == (202, "QUEUED")
+    assert service.control.asked[-1] == ("submitted", job["id"])
+
+
+def test_a_paused_job_is_cancelled_at_once(service):
+    job = service.submit()
+    service.http.post(f"/v1/jobs/{job['id']}/pause")
+    assert service.http.post(f"/v1/jobs/{job['id']}/cancel").json()["state"] == "CANCELLED"
+    for action in ("pause", "resume"):
+        assert service.http.post(f"/v1/jobs/{job['id']}/{action}").status_code == 409
+
+
+def test_a_paused_job_is_not_deleted(service):
+    job = service.submit()
+    service.http.post(f"/v1/jobs/{job['id']}/pause")
+    assert service.http.delete(f"/v1/jobs/{job['id']}").json()["code"] == "job_not_final"
+
+
 def test_a_failed_job_is_tried_again(service):
     job = service.submit()
     service.move(job["id"], "STARTING", "FAILED")

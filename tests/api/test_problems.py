@@ -88,7 +88,7 @@ def test_an_unknown_job_says_where_jobs_are_listed(service):
     check(service.http.post("/v1/jobs/job_000000000000/cancel"), 404, "job_not_found")
 
 
-@pytest.mark.parametrize("path", ["/", "/v2", "/v1/job", "/v1/jobs/", "/v1/jobs/job_000000000000/pause"])
+@pytest.mark.parametrize("path", ["/", "/v2", "/v1/job", "/v1/jobs/", "/v1/jobs/job_000000000000/sleep"])
 def test_an_unknown_route_is_not_found(service, path):
     check(service.http.get(path), 404, "not_found")
 

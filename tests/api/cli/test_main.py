@@ -186,6 +186,14 @@ def test_deletion_for_programs(manta, service, job):
     assert json.loads(manta("delete", job, "--yes", "--json").stdout)["rows"]["jobs"] == 1
 
 
+def test_pause_and_resume(manta, service, job):
+    assert "it is not paused" in manta("resume", job, code=2).stderr
+    assert manta("pause", job).stdout == f"{job} is PAUSING\n"
+    service.move(job, "PAUSED")
+    assert manta("resume", job).stdout == f"{job} is QUEUED\n"
+    assert json.loads(manta("pause", job, "--json").stdout)["state"] == "PAUSED"
+
+
 def test_retry(manta, service, job):
     assert "retry works only while it is one of FAILED" in manta("retry", job, code=2).stderr
     service.move(job, "FAILED")

@@ -49,6 +49,9 @@ class SampleControl:
     def cancel(self, job_id: str) -> None:
         """Nothing to do."""
 
+    def pause(self, job_id: str) -> None:
+        """Nothing to do."""
+
     def cluster(self) -> dict[str, Any]:
         """One node of 16 slots, half of them taken."""
         node = {"id": "n1", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 8}

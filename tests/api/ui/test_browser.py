@@ -141,6 +141,11 @@ def test_a_job_is_followed_live(serve, browser):
     page.get_by_role("button", name="Retry").click()
     expect(page.locator("h1 + .badge")).to_have_text("QUEUED")
     expect(page.get_by_role("button", name="Retry")).to_be_hidden()
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator("h1 + .badge")).to_have_text("PAUSED")
+    expect(page.get_by_role("button", name="Pause")).to_be_hidden()
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator("h1 + .badge")).to_have_text("QUEUED")
     assert complaints.said == []
 
 
