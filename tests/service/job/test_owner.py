@@ -1,4 +1,4 @@
-"""A job that is neither final nor queued always has somebody who looks after it, whatever fails."""
+"""A job that may hold places always has somebody who looks after it, whatever fails."""
 
 import asyncio
 import contextlib
