@@ -84,6 +84,8 @@ def down() -> None:
 def _what_becomes_of(job: Job, own_ray: bool) -> str:
     if job.state == JobState.QUEUED:
         return "waits in the queue"
+    if job.state == JobState.PAUSED:
+        return f"stays paused at step {job.step} of {job.steps}; resumed, it goes on from its newest checkpoint"
     if not own_ray:
         return f"runs on, on the Ray cluster that is not ours, at step {job.step} or later"
     return f"was ended at step {job.step} of {job.steps}, and goes on from its newest checkpoint"

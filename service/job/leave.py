@@ -62,10 +62,8 @@ async def leave(job: JobContext) -> End | None:
     row = await job.record.job()
     saved = await _newest_checkpoint(job)
     if row.step and saved is not None and saved < row.step:
-        message = (
-            f"the state of step {row.step} is in memory alone, the newest checkpoint "
-            f"{f'is of step {saved}' if saved else 'is none'}: what its nodes lose meanwhile is done again"
-        )
+        newest = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
+        message = f"the state of step {row.step} is in memory alone, {newest}: what its nodes lose is done again"
         await job.record.event("not_saved", message, step=row.step, data={"step": row.step, "saved": saved or None})
     if row.state == JobState.CANCELLING:
         return End(JobState.CANCELLED)

@@ -189,3 +189,16 @@ def test_down_says_what_becomes_of_the_jobs(manta, home, store, document, monkey
     assert over not in "".join(said)
     monkeypatch.setattr(service, "stop_service", lambda home: False)
     assert manta("down") == f"No service runs with home {home.home}.\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "own_ray", "words"),
+    [
+        ("QUEUED", True, "waits in the queue"),
+        ("PAUSED", True, "stays paused at step 3 of 10; resumed, it goes on from its newest checkpoint"),
+        ("RUNNING", False, "runs on, on the Ray cluster that is not ours, at step 3 or later"),
+        ("RUNNING", True, "was ended at step 3 of 10, and goes on from its newest checkpoint"),
+    ],
+)
+def test_each_job_is_told_what_becomes_of_it(state, own_ray, words):
+    assert service._what_becomes_of(SimpleNamespace(state=state, step=3, steps=10), own_ray) == words
