@@ -50,6 +50,7 @@ class Trouble:
         self.training = SimulatedTraining(self.cluster)
         monkeypatch.setattr(control_plane.Cluster, "connected", classmethod(lambda cls, ray, home: self.cluster))
         monkeypatch.setattr(control_plane, "NodeWatch", IdleNodeWatch)
+        self.one_at_a_time = asyncio.Lock()
         self.database_answers = True
         self._make_refusing(store)
         self.errors = 0
@@ -112,9 +113,10 @@ class Trouble:
         self.plane = plane
 
     async def kill_control_plane(self):
-        await self.plane._leave()
-        await asyncio.sleep(self.draw.uniform(0.0, 5.0))
-        await self.start_control_plane()
+        async with self.one_at_a_time:
+            await self.plane._leave()
+            await asyncio.sleep(self.draw.uniform(0.0, 5.0))
+            await self.start_control_plane()
 
     # What goes wrong. Each returns at once, or when it is over.
 
