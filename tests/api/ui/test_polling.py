@@ -11,7 +11,7 @@ from api.schemas import MetricSeries
 from api.ui import polling
 from api.ui.polling import Curves, JobFeed, LogTail
 from service.logs import log_file, log_folder
-from service.store import generations, metrics, ranks
+from service.store import events, generations, metrics, ranks
 
 _SEQUENCE = itertools.count(1)
 
@@ -122,6 +122,23 @@ def test_the_log_keeps_its_last_lines(service):
     assert len(tail.lines) == polling.LOG_LINES_SHOWN
     assert (tail.lines[-2].text, tail.lines[-1].text) == ("0.149", "1.200")
     assert [line.text for line in one.lines] == ["1.200"]
+
+
+@pytest.mark.parametrize(("lines", "happenings"), [(3, 0), (0, 3)])
+def test_the_page_of_a_job_that_is_over_is_done_when_all_was_read(service, monkeypatch, lines, happenings):
+    monkeypatch.setattr(polling, "_PAGE", 2)
+    monkeypatch.setattr(polling, "_MOST_PAGES", 1)
+    job_id = service.submit()["id"]
+    folder = log_folder(service.control.home, job_id)
+    folder.mkdir(parents=True)
+    with log_file(folder, 0).open("w") as file:
+        file.writelines(json.dumps({"time": number, "rank": 0, "text": "a line"}) + "\n" for number in range(lines))
+    for _ in range(happenings):
+        service.store.write(lambda session: events.append(session, job_id, "told", "something happened"))
+    service.move(job_id, "CANCELLED")
+    assert not follow(service, job_id)[0].done
+    polls = 3 if happenings else 2
+    assert follow(service, job_id, *[lambda: None] * (polls - 1))[0].done
 
 
 def test_an_unknown_job_is_told_to_the_page(service):
