@@ -82,7 +82,7 @@ class NodeCare:
                 except Exception:  # of Ray or of the database: the node is looked after again
                     log.exception("node %s could not be looked after", node[:12])
                 if node in nodes.silent and not reported:
-                    log.error("the daemon of node %s does not answer: nothing is placed there until it does", node[:12])
+                    log.error("nothing is placed on node %s until its daemon answers as one of this release", node[:12])
                 reported = node in nodes.silent
             await asyncio.sleep(LOOK_SECONDS)
 

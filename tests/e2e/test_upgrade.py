@@ -25,6 +25,7 @@ from workers.snapshot.files import steps_kept
 
 ROOT = Path(__file__).parents[2]
 SECONDS, POLL_SECONDS = 90.0, 0.05
+PACKAGES = ("api", "service", "workers")
 SKIP = "the last release is not here"
 """Beginning of the reason, for .ci/allowed-skips: a source archive has no history, a shallow clone not all of it."""
 
@@ -65,12 +66,12 @@ class Release:
 
 @pytest.fixture(scope="module")
 def last_release(tmp_path_factory) -> Path:
-    """The files of the last release, from this repository's history."""
+    """The packages of the last release, from this repository's history."""
     version, commit = (ROOT / "releases.txt").read_text(encoding="utf-8").split("\n")[-2].split()
     git = shutil.which("git")
     archive = None
     if git is not None:
-        archive = subprocess.run([git, "-C", str(ROOT), "archive", commit], capture_output=True, timeout=60)
+        archive = subprocess.run([git, "-C", str(ROOT), "archive", commit, *PACKAGES], capture_output=True, timeout=60)
     if archive is None or archive.returncode:
         pytest.skip(f"{SKIP}: git or its commit {commit[:7]} ({version}) is missing")
     tree = tmp_path_factory.mktemp("release")
