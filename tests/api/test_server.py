@@ -93,8 +93,9 @@ class NotedControl:
 
     made = None
 
-    def __init__(self, home, head, start_over, allow_faults, memory_seconds):
+    def __init__(self, home, head, start_over, allow_faults, memory_seconds, data_roots):
         self.head, self.allow_faults, self.memory_seconds = head, allow_faults, memory_seconds
+        self.data_roots = data_roots
         NotedControl.made = self
 
     def start(self):
@@ -110,10 +111,11 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
     monkeypatch.setattr(server, "build_app", lambda control, url, hosts: served.append((url, hosts)))
     monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: served.append(running_service(tmp_path)))
-    settings = Settings(tmp_path, None, True, ("manta.example.org",), hours)
+    settings = Settings(tmp_path, None, True, ("manta.example.org",), hours, (tmp_path / "data",))
     server.serve(settings, "127.0.0.1", 0, 3, None)
     made, ((url, hosts), announced) = NotedControl.made, served
     assert (made.allow_faults, made.memory_seconds) == (True, seconds)
+    assert made.data_roots.folders == (tmp_path / "data",)
     assert '--resources={"manta_slot": 3}' in made.head._command()
     assert set(hosts) == {"127.0.0.1", "manta.example.org"}
     assert announced["url"] == url != "http://127.0.0.1:0", "the port that was found free"
