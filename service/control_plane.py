@@ -24,12 +24,12 @@ from service.cluster.node_care import NodeCare
 from service.cluster.node_watch import NodeWatch
 from service.cluster.placement import unit_of
 from service.cluster.ray_head import ExistingRay, RayHead
-from service.data_roots import DataRoots
+from service.data_roots import ANYWHERE, DataRoots
 from service.deletion import Deletion, delete_job
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.owner import JobOwner
-from service.scheduler import ANYWHERE, Scheduler
+from service.scheduler import Scheduler
 from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, deletion, failed_jobs, installation, jobs, ranks
 from service.store.tables import Job

@@ -55,3 +55,6 @@ class DataRoots:
     def _rule(self, path: str) -> str:
         allowed = ", ".join(str(folder) for folder in self.folders or ()) or "none is set"
         return f"{path} is not below any of the folders that jobs may read (MANTA_DATA_ROOTS: {allowed})"
+
+
+ANYWHERE = DataRoots()

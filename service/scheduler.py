@@ -18,7 +18,7 @@ from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement import missing, unit_of
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
-from service.data_roots import DataRoots
+from service.data_roots import ANYWHERE, DataRoots
 from service.job.record import JobRecord
 from service.states import JobState
 from service.store import IllegalTransition, Store, jobs
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 PLACEMENT_SECONDS = 10.0
-ANYWHERE = DataRoots()
 
 
 class Look(Enum):

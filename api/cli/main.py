@@ -18,6 +18,7 @@ from api.cli.progress import follow as follow_progress
 from api.client import ApiError, MantaClient, ServiceUnreachable, find_url
 from api.requests import FaultRequest
 from api.schemas import Event, FieldProblem, Items, JobEvent, LogLine
+from api.schemas import Job as JobView
 from service.settings import Settings
 from service.states import STATE_NAMES, JobState
 from workers.errors import MantaError
@@ -92,6 +93,10 @@ def _console() -> Console:
     """A console for standard output as it is now; wide where it is no terminal, so that no table is cut."""
     console = Console()
     return console if console.is_terminal else Console(width=200)
+
+
+def _show_state(job: JobView, as_json: bool) -> None:
+    _show(job, as_json, lambda console: console.print(f"{job.id} is {job.state}", highlight=False))
 
 
 def _show(answer: BaseModel, as_json: bool, draw: Callable[[Console], None]) -> None:
@@ -208,7 +213,7 @@ def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Stop a job for good. What it has saved stays."""
     with connect(url) as client:
         answer = client.cancel(job)
-    _show(answer, as_json, lambda console: console.print(f"{answer.id} is {answer.state}", highlight=False))
+    _show_state(answer, as_json)
 
 
 @app.command()
@@ -216,7 +221,7 @@ def pause(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Have a job save its state and give back its places; `manta resume` has it go on."""
     with connect(url) as client:
         answer = client.pause(job)
-    _show(answer, as_json, lambda console: console.print(f"{answer.id} is {answer.state}", highlight=False))
+    _show_state(answer, as_json)
 
 
 @app.command()
@@ -224,7 +229,7 @@ def resume(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Have a paused job go on where it was."""
     with connect(url) as client:
         answer = client.resume(job)
-    _show(answer, as_json, lambda console: console.print(f"{answer.id} is {answer.state}", highlight=False))
+    _show_state(answer, as_json)
 
 
 @app.command()
@@ -265,7 +270,7 @@ def retry(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Have a job that failed go on from where it failed."""
     with connect(url) as client:
         answer = client.retry(job)
-    _show(answer, as_json, lambda console: console.print(f"{answer.id} is {answer.state}", highlight=False))
+    _show_state(answer, as_json)
 
 
 @app.command()

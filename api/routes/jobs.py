@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -26,6 +27,7 @@ from api.parameters import (
 from api.problem_codes import OF_A_JOB, changes, reads
 from service.states import STATE_NAMES
 from service.store import edits, failed_jobs, jobs, pauses
+from service.store.tables import Job
 from workers.config import JobSpec
 from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import parse_job_spec
@@ -164,11 +166,7 @@ def delete_job(control: Control, job_id: JobId) -> schemas.DeletedJob:
 @router.post("/{job_id}/cancel", status_code=202, responses=_ACTION)
 def cancel_job(control: Control, job_id: JobId) -> schemas.Job:
     """Stop a job for good. What it has saved stays."""
-
-    def operation(session: Any) -> schemas.Job:
-        return views.job_view(session, jobs.request_cancel(session, job_id))
-
-    job = control.store.write(operation)
+    job = _changed(control, lambda session: jobs.request_cancel(session, job_id))
     control.cancel(job_id)
     return job
 
@@ -177,11 +175,7 @@ def cancel_job(control: Control, job_id: JobId) -> schemas.Job:
 def pause_job(control: Control, job_id: JobId) -> schemas.Job:
     """Have a job save its state after the step under way, in memory and as a durable checkpoint, and give back its
     places; one in the queue leaves it."""
-
-    def operation(session: Any) -> schemas.Job:
-        return views.job_view(session, pauses.request_pause(session, job_id))
-
-    job = control.store.write(operation)
+    job = _changed(control, lambda session: pauses.request_pause(session, job_id))
     control.pause(job_id)
     return job
 
@@ -189,11 +183,7 @@ def pause_job(control: Control, job_id: JobId) -> schemas.Job:
 @router.post("/{job_id}/resume", status_code=202, responses=_ACTION)
 def resume_job(control: Control, job_id: JobId) -> schemas.Job:
     """Have a PAUSED job go on where it was paused, as soon as there are places for it."""
-
-    def operation(session: Any) -> schemas.Job:
-        return views.job_view(session, pauses.request_resume(session, job_id))
-
-    job = control.store.write(operation)
+    job = _changed(control, lambda session: pauses.request_resume(session, job_id))
     control.submitted(job_id)
     return job
 
@@ -204,11 +194,7 @@ def resume_job(control: Control, job_id: JobId) -> schemas.Job:
 def retry_job(control: Control, job_id: JobId) -> schemas.Job:
     """Have a job that failed go on from where it failed: from its snapshots in memory, while they are kept, or its
     newest checkpoint."""
-
-    def operation(session: Any) -> schemas.Job:
-        return views.job_view(session, failed_jobs.request_retry(session, job_id))
-
-    job = control.store.write(operation)
+    job = _changed(control, lambda session: failed_jobs.request_retry(session, job_id))
     control.submitted(job_id)
     return job
 
@@ -225,13 +211,14 @@ def resize_job(
     control: Control, job_id: JobId, wish: Annotated[requests.Resize, Depends(body_as(requests.Resize))]
 ) -> schemas.Job:
     """Go on with another number of replicas, at the same global batch, as soon as there is room for them."""
-
-    def operation(session: Any) -> schemas.Job:
-        return views.job_view(session, jobs.request_resize(session, job_id, wish.data))
-
-    job = control.store.write(operation)
+    job = _changed(control, lambda session: jobs.request_resize(session, job_id, wish.data))
     control.resize(job_id)
     return job
+
+
+def _changed(control: ControlPlane, change: Callable[[Any], Job]) -> schemas.Job:
+    """The job as `change` leaves it in the database."""
+    return control.store.write(lambda session: views.job_view(session, change(session)))
 
 
 def _checked(document: Any, control: ControlPlane) -> JobSpec:

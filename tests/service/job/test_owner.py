@@ -139,15 +139,20 @@ def test_change_that_is_wanted_while_nobody_looks_after_the_job_is_made_later(ow
     story(body)
 
 
+def write_spec_of_another_release(owned):
+    """The stored spec has a key that its user wrote and this release does not know."""
+    understood = dict(owned.row.spec)
+    owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "spec", {**understood, "newer": 1}))
+    owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "submitted", {"newer": 1}))
+
+
 def test_spec_of_another_release_leaves_the_ranks_alone_until_the_job_is_cancelled(owned, cluster):
     async def body():
         await owned.start()
         await owned.watched(1)
         await owned.commit(1)
         await owned.die_with_control_plane()
-        understood = dict(owned.row.spec)
-        owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "spec", {**understood, "newer": 1}))
-        owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "submitted", {"newer": 1}))
+        write_spec_of_another_release(owned)
         owned.supervise(None)
         while "not_understood" not in owned.log:
             await asyncio.sleep(0)
@@ -243,9 +248,7 @@ def test_spec_of_another_release_is_paused_with_what_is_in_memory(owned, cluster
         await owned.watched(1)
         await owned.commit(1)
         await owned.die_with_control_plane()
-        understood = dict(owned.row.spec)
-        owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "spec", {**understood, "newer": 1}))
-        owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "submitted", {"newer": 1}))
+        write_spec_of_another_release(owned)
         owned.store.write(lambda s: pauses.request_pause(s, owned.id))
         owned.supervise(None)
         await owned.task
