@@ -117,6 +117,8 @@ class SimulatedAgent(FakeAgent):
     def __init__(self, agents: FakeAgents, rank: int, node: str, group: str = "", name: str | None = None):
         self._agents, self.name, self.node = agents, name, node
         self.layout: str | None = None
+        self.hung: int | None = None
+        """Generation in which its trainer stands still."""
         self.handled = 0
         """Sequence of the last report that was handled."""
         super().__init__(rank, node, node, group)

@@ -51,7 +51,7 @@ class SimulatedTraining:
         while step < last:
             await asyncio.sleep(STEP_SECONDS)
             running = self._running(gang, generation)
-            if any(getattr(agent, "hung", None) == generation for agent in running):
+            if any(agent.hung == generation for agent in running):
                 self._stand_still(gang, running, step)
                 continue
             if len(running) < len(gang):
@@ -74,7 +74,7 @@ class SimulatedTraining:
     def _stand_still(self, gang: dict[int, SimulatedAgent], running: list[SimulatedAgent], step: int) -> None:
         """One rank hangs and all others wait for it: their agents say that each is overdue."""
         for agent in running:
-            status = TrainerStatus(agent._pid, overdue=True, stopped=agent.__dict__.get("hung") is not None)
+            status = TrainerStatus(agent._pid, overdue=True, stopped=agent.hung is not None)
             agent.status = status
             agent.say(status)
 
