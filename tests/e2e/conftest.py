@@ -204,6 +204,16 @@ class Manta:
         """Whether a job that failed holds its snapshots, for a retry, and no process."""
         return bool(self.leftovers(job)) and not own_processes.forked(self.paths)
 
+    def end_all_jobs(self) -> None:
+        """Cancel what still runs, and wait until its processes are gone; start the service if it does not answer."""
+        if not self.answers():
+            self.start()
+        running = [job.id for job in self.client.jobs(limit=200).items if not is_final(job.state)]
+        for job in running:
+            self.client.cancel(job)
+        if running:
+            self.until("the end of their processes", lambda: not self.trainers() and not self.agents())
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -222,6 +232,14 @@ def manta(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Ma
     running = Manta(home, corpus)
     yield running
     stop_service(home)
+
+
+@pytest.fixture(autouse=True)
+def no_job_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails leaves its job running; it would be in the way of all that follow."""
+    yield
+    if "manta" in request.fixturenames:
+        request.getfixturevalue("manta").end_all_jobs()
 
 
 @pytest.fixture(scope="session")

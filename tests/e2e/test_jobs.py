@@ -162,11 +162,13 @@ def test_exception_that_repeats_at_the_same_step_is_the_users(manta, kill):
 
 
 def replace_notes(path):
-    """Put notes in both slots that make no sense, with sums as if the trainer had written them."""
+    """Put notes that make no sense in each slot that holds a step, with sums as if the trainer had written them."""
     file = SnapshotFile.open(path, mmap.ACCESS_WRITE)
-    for slot in range(SLOTS):
+    held = {slot: step for slot in range(SLOTS) if (step := file.step(slot)) is not None}
+    assert held, "a step that is committed is in a slot, also while the next one is written to the other"
+    for slot, step in held.items():
         file.write_note(slot, b"this is no JSON")
-        file.seal(slot, file.step(slot), list(file.sums(slot)))
+        file.seal(slot, step, list(file.sums(slot)))
     file.close()
 
 
