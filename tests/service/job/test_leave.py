@@ -1,6 +1,7 @@
 """A job gives its places back before its last step, and goes on later: pauses, and the end of its time."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -385,7 +386,7 @@ def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
 
     async def body():
         context.leaving.set()
-        monkeypatch.setattr(leave.asyncio, "sleep", sleep)
+        monkeypatch.setattr(leave, "asyncio", SimpleNamespace(sleep=sleep))  # other threads go on to sleep
         await leave.keep_time(context)
 
     store.write(pause)

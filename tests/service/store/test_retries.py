@@ -1,7 +1,9 @@
 """What a database may take later is tried again; what it has refused is not."""
 
 import asyncio
+import contextlib
 import sqlite3
+from itertools import pairwise
 
 import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
@@ -9,8 +11,9 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 
 from service.pauses import growing_pauses
 from service.states import JobState
-from service.store import IllegalTransition, retries
+from service.store import IllegalTransition
 from service.store.retries import may_pass, until_done
+from tests.service.support.virtual_time import VirtualTimeLoop
 
 
 def failing(kind, text):
@@ -33,20 +36,23 @@ LASTING = [
 ]
 
 
-@pytest.fixture
-def pauses(monkeypatch):
-    """Those that were made, without making them."""
-    made = []
+def in_virtual_seconds(operation):
+    """Let `until_done` have its way with it, on a clock of its own: the seconds at which it was tried, and its end."""
+    loop, tries = VirtualTimeLoop(), []
 
-    async def sleep(seconds):
-        made.append(seconds)
+    async def noted():
+        tries.append(loop.time())
+        return await operation()
 
-    monkeypatch.setattr(retries.asyncio, "sleep", sleep)
-    return made
+    async def end():
+        return (await asyncio.gather(until_done(noted), return_exceptions=True))[0]
+
+    with contextlib.closing(loop):
+        return tries, loop.run_until_complete(end())
 
 
 @pytest.mark.parametrize("error", PASSING, ids=str)
-def test_what_may_pass_is_tried_until_it_is_done(pauses, error):
+def test_what_may_pass_is_tried_until_it_is_done(error):
     left = [error] * 9
 
     async def operation():
@@ -54,19 +60,19 @@ def test_what_may_pass_is_tried_until_it_is_done(pauses, error):
             raise left.pop()
         return "done"
 
-    assert asyncio.run(until_done(operation)) == "done"
-    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+    tries, end = in_virtual_seconds(operation)
+    assert end == "done"
+    pauses = [after - before for before, after in pairwise(tries)]
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])
 
 
 @pytest.mark.parametrize("error", LASTING, ids=str)
-def test_what_was_refused_comes_out(pauses, error):
+def test_what_was_refused_comes_out(error):
     async def operation():
         raise error
 
     assert not may_pass(error)
-    with pytest.raises(type(error)):
-        asyncio.run(until_done(operation))
-    assert pauses == []
+    assert in_virtual_seconds(operation) == ([0.0], error)
 
 
 def test_pauses_grow_to_the_longest():
