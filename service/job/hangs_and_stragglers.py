@@ -26,6 +26,8 @@ CONFIRM_SECONDS = 0.3
 AGAIN_SECONDS = 1.0
 """Between two looks while ranks that stand still may yet go on."""
 STACKS_SECONDS = 5.0
+KILL_SECONDS = 5.0
+"""An agent that takes longer to kill a trainer that hangs is silent."""
 REPLACE_SECONDS = 600.0
 """A rank is replaced as a straggler at most once in this time."""
 MOST_NAMED = 16
@@ -144,10 +146,11 @@ class HangWatch:
             }
             message = f"rank {rank} {_standing(answers[rank])}"
             await self._write_event("rank_hung", message, rank, _step(answers[rank]), data)
-        await asyncio.gather(*(self._kill(rank, "hung", answers[rank]) for rank in running))
-        for rank in verdict.ranks:
-            if not looks[rank].answered:
-                self._lose(rank, "stands still, and its agent does not answer")
+        silent = [rank for rank in verdict.ranks if not looks[rank].answered]
+        answering = await asyncio.gather(*(self._kill_hung(rank, answers[rank]) for rank in running))
+        silent += [rank for rank, answers_still in zip(running, answering, strict=True) if not answers_still]
+        for rank in silent:
+            self._lose(rank, "stands still, and its agent does not answer")
 
     async def _stacks(self, rank: int, answers: Answers) -> str:
         agent, answer = self._agents[rank], answers[rank]
@@ -155,6 +158,14 @@ class HangWatch:
             if agent is not None and answer is not None:
                 return await within(STACKS_SECONDS, agent.stacks(answer.pid))
         return ""
+
+    async def _kill_hung(self, rank: int, answer: TrainerStatus | None) -> bool:
+        """Whether its agent answers; an agent that said a moment ago where its trainer stands may not any more."""
+        try:
+            await within(KILL_SECONDS, self._kill(rank, "hung", answer))
+        except AgentSilent:
+            return False
+        return True
 
     async def _kill(self, rank: int, kind: str, answer: TrainerStatus | None, after_commit: bool = False) -> bool:
         agent = self._agents[rank]

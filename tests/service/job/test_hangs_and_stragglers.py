@@ -134,6 +134,19 @@ def test_a_silent_agent_for_which_others_wait_is_given_up(watch):
     assert lost == [(1, "stands still, and its agent does not answer")]
 
 
+def test_an_agent_that_falls_silent_before_it_kills_is_given_up(watch, monkeypatch):
+    monkeypatch.setattr(hangs_and_stragglers, "KILL_SECONDS", 0.05)
+    agents = [agent(waits_for=1), agent(overdue=True)]
+
+    async def kill(*arguments):
+        await asyncio.Event().wait()
+
+    agents[1].kill = kill
+    (hung,), lost = watch(agents, lambda events, lost: lost)
+    assert (hung.kind, hung.rank) == ("rank_hung", 1)
+    assert lost == [(1, "stands still, and its agent does not answer")]
+
+
 def test_a_dead_agent_is_no_hang(watch):
     agents = [agent(waits_for=1, overdue=lambda asked: asked < 9), agent(dead=True)]
     assert watch(agents, lambda events, lost: agents[0].asked >= 9) == ([], [])
