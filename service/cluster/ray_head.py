@@ -162,7 +162,8 @@ class RayHead:
             **os.environ,
             **self._authentication(),
             MARK: self._paths.tag,
-            "PYTHONPATH": str(ROOT),  # the agents' modules, when the distribution is not installed
+            # The agents' modules, when the distribution is not installed, and before any others of those names.
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             "RAY_USAGE_STATS_ENABLED": "0",
             STARTS_AT_ONCE: str(self._warm),  # else as many at once as there are cores
             MEMORY_MONITOR_MILLISECONDS: "0",  # memory belongs to the trainers: kill those, not their agents

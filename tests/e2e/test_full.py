@@ -1,25 +1,7 @@
 """A disk and a shared memory that are really full: small file systems of their own, mounted for the test."""
 
-import contextlib
-import subprocess
-
-import pytest
-
 from tests.e2e.conftest import PAIR
-
-
-@contextlib.contextmanager
-def small_file_system(folder, kilobytes):
-    """Mount one of so many kilobytes at `folder`; skips the test where that is not allowed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    options = ["-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
-    done = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+from tests.e2e.small_file_system import small_file_system
 
 
 def test_full_disk_costs_checkpoints_but_never_the_last_one(manta, pair_undisturbed):

@@ -85,6 +85,16 @@ def test_ray_that_does_not_start_names_its_log(second_home, monkeypatch):
     assert Paths.of(second_home).ray_log.read_text() == "no\n"
 
 
+def test_modules_of_its_user_are_found_after_ours(second_home, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/of/the/user")
+    head = RayHead(second_home)
+    script = "import os; raise SystemExit(os.environ['PYTHONPATH'])"
+    monkeypatch.setattr(head, "_command", lambda: [sys.executable, "-c", script])
+    with pytest.raises(RayUnavailable):
+        head.start()
+    assert Paths.of(second_home).ray_log.read_text() == f"{ROOT}{os.pathsep}/of/the/user\n"
+
+
 @pytest.mark.parametrize("key", ["started", "created"])
 def test_record_is_read_as_it_is_written_now_and_as_it_was(tmp_path, key):
     me = os.getpid()

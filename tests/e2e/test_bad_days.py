@@ -1,0 +1,126 @@
+"""Bad days of the machine that the control plane runs on: its clock is set, its disk is full. No job notices."""
+
+import os
+
+import psutil
+import pytest
+
+from api.cli.service import stop_service
+from tests.e2e.conftest import EVERY_STEP, MIDDLE, PAIR, Manta
+from tests.e2e.small_file_system import small_file_system
+from workers.snapshot.files import steps_kept
+
+HOUR = 3600.0
+HOME_KILOBYTES = 64 * 1024
+# Python runs it before anything else in each process of the service, its nodes and its ranks. Their waiting does not go
+# by this clock but by the monotonic one, as it does where a real clock is set.
+SHIFTED = """
+import time
+
+_time = time.time
+
+
+def _shifted():
+    with open({file!r}) as file:
+        return _time() + float(file.read())
+
+
+time.time = _shifted
+"""
+
+
+class Clock:
+    """What the processes of a service take for the time."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.set(0.0)
+        (folder / "sitecustomize.py").write_text(SHIFTED.format(file=str(folder / "ahead")))
+
+    def set(self, ahead):
+        """So many seconds ahead of the real one."""
+        (self.folder / "new").write_text(str(ahead))
+        (self.folder / "new").replace(self.folder / "ahead")
+
+
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory):
+    return Clock(tmp_path_factory.mktemp("clock"))
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory):
+    """The folder of a small file system."""
+    folder = tmp_path_factory.mktemp("disk")
+    with small_file_system(folder, HOME_KILOBYTES):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def service(clock, disk, corpus):
+    """One that goes by `clock`, with its home on `disk`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(clock.folder), prepend=os.pathsep)
+        running = Manta(disk / "home", corpus)
+        yield running
+        running.end_all_jobs()
+        stop_service(running.home)
+
+
+def fill(folder):
+    """Take what is left of the disk; the file that does so."""
+    file = folder / "filler"
+    with file.open("wb", buffering=0) as taken:
+        try:
+            while True:
+                taken.write(bytes(4096))
+        except OSError:
+            return file
+
+
+def test_clock_that_is_set_costs_nothing(service, clock, pair_undisturbed, kill):
+    job = service.submit(service.spec(layout=PAIR))
+    service.hold(job, 1)
+    processes = service.agents(), service.zygote()
+    for times, ahead in enumerate((HOUR, 0.0), start=1):
+        clock.set(ahead)
+        victim, kept = service.pids(job)[1], service.pids(job)[0]
+        service.kill_service()
+        service.start()
+        kill(victim)
+        service.until_generation(job, times + 1)
+        assert service.pids(job)[0] == kept
+        service.hold(job, 1, MIDDLE + 10 * times)
+    assert (service.agents(), service.zygote()) == processes, "those of before are known again"
+    kill(service.pids(job)[1])
+    ended = service.until_state(job, "SUCCEEDED")
+    assert service.curve(job) == pair_undisturbed
+    assert (ended.restarts, ended.generation) == (3, 4)
+    first, second, _ = service.events(job, "recovered")
+    assert first.time > second.time, "the clock was set back"
+    ledger = service.client.ledger(job)
+    assert all(seconds >= 0.0 for seconds in ledger.seconds.values())
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall_seconds, abs=0.01)
+    assert service.leftovers(job) == []
+
+
+def test_full_disk_under_the_database_while_a_rank_dies(service, disk, pair_undisturbed, kill):
+    def unwritten_steps():
+        newest = max(steps_kept(service.paths.snapshot_folder(job), 0), default=0)
+        return newest - service.client.job(job).step
+
+    job = service.submit(service.spec(layout=PAIR, checkpoint=EVERY_STEP))
+    service.hold(job, 1)
+    kept, victim = service.pids(job)
+    filler = fill(disk)
+    service.until("steps that cannot be written down", lambda: unwritten_steps() >= 3)
+    kill(victim)
+    service.until("the end of its process", lambda: not psutil.pid_exists(victim))
+    assert service.client.job(job).state == "RUNNING", "what can be read is answered"
+    filler.unlink()
+    service.until_generation(job, 2)
+    assert service.pids(job)[0] == kept
+    ended = service.until_state(job, "SUCCEEDED")
+    assert service.curve(job) == pair_undisturbed
+    assert (ended.restarts, ended.generation) == (1, 2)
+    assert service.leftovers(job) == []
