@@ -107,13 +107,16 @@ class ControlPlane:
         ray_is_new = isinstance(self._head, RayHead) and self._ensure_ray(self._head)
         namespace = self._store.write(lambda session: installation.ray_namespace(session, ray_is_new))
         log.info("the namespace of this installation in Ray is %s", namespace)
-        ray = self._head.connect(namespace)
+        cluster = self._connect(namespace)
         self._thread.start()
         if asks_first:
             if not ray_is_new:
-                self._call(refuse_what_cannot_be_taken_over(Cluster.connected(ray, self._home), self._states))
+                self._call(refuse_what_cannot_be_taken_over(cluster, self._states))
             self._store.migrate()
-        self._call(self._begin(ray))
+        self._call(self._begin(cluster))
+
+    def _connect(self, namespace: str) -> Cluster:
+        return Cluster.connected(self._head.connect(namespace), self._home)
 
     def _ensure_ray(self, head: RayHead) -> bool:
         """Whether our Ray was started just now."""
@@ -122,8 +125,8 @@ class ControlPlane:
         self._ray_process = record.pid
         return record != before
 
-    async def _begin(self, ray: Any) -> None:
-        cluster = self._cluster = Cluster.connected(ray, self._home)
+    async def _begin(self, cluster: Cluster) -> None:
+        self._cluster = cluster
         self._scheduler = Scheduler(self._store, cluster, self._placed, self.data_roots)
         unfinished = await asyncio.to_thread(self._unfinished)
         for job in unfinished:

@@ -48,7 +48,6 @@ class Trouble:
         self.draw, self.home, self.store, self.monkeypatch = random.Random(seed), tmp_path, store, monkeypatch
         self.cluster = FakeCluster(tmp_path, node_a=8, node_b=8)
         self.training = SimulatedTraining(self.cluster)
-        monkeypatch.setattr(control_plane.Cluster, "connected", classmethod(lambda cls, ray, home: self.cluster))
         monkeypatch.setattr(control_plane, "NodeWatch", IdleNodeWatch)
         self.one_at_a_time = asyncio.Lock()
         self.database_answers = True
@@ -100,12 +99,12 @@ class Trouble:
 
     async def start_control_plane(self):
         """Another one, with the database and the agents that are there."""
-        plane = ControlPlane(self.home, SimpleNamespace(connect=lambda namespace: None))
+        plane = ControlPlane(self.home, SimpleNamespace())
         plane._store.close()
         plane._store, plane._loop = self.store, asyncio.get_running_loop()
         while True:
             try:
-                await plane._begin(None)
+                await plane._begin(self.cluster)
                 break
             except OperationalError:  # whoever started it starts it again
                 await plane._leave()

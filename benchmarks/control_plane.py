@@ -1,0 +1,188 @@
+"""What a control plane promises, tried on simulated ranks, and what it costs.
+
+`kills`: jobs are driven to their ends while the control plane is killed with -9 at random moments, its start included,
+and started again. No job may be lost, stuck, or trained by two gangs at a time; and as no rank ever dies, no step may
+be trained twice. `steady`: what a control plane spends on one running job, by the number of its ranks. The ranks are
+simulated in another process; everything from the supervisor to the database is what runs in production.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import math
+import random
+import sys
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from benchmarks.support.report import Report, deliver, parser
+from benchmarks.support.simulation.processes import ClusterProcess, ControlPlaneProcess, simulated_installation
+from service.states import JobState, is_final
+from service.store import Store, jobs
+from workers.errors import MantaError
+from workers.spec.reading import parse_job_spec
+
+NODES, SLOTS = 8, 16
+STEPS = (4, 60)
+LAYOUTS = ({"tensor": 2}, {"pipeline": 2}, {"data": 2}, {"tensor": 2, "data": 2})
+MOST_SECONDS_ALIVE = 3.0
+"""Until a control plane is killed, from its start: some do not live to be ready."""
+STUCK_SECONDS = 120.0
+"""All jobs together have stood still for that long after the last kill: something is stuck."""
+SMALL = {"tensor": 2, "pipeline": 2, "data": 2}
+LARGE = {"tensor": 8, "pipeline": 8, "data": 48}
+LARGE_NODES = 3, 1024
+"""How many, and the slots of each."""
+SETTLE_SECONDS = 10.0
+STEADY_TARGET = 1.2
+LOOK_SECONDS = 0.5
+
+
+class Stuck(MantaError):
+    """A job does not go on."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    options = parser("control_plane", __doc__)
+    options.add_argument("--jobs", type=int, default=300, help="jobs that are driven to their ends (default: 300)")
+    options.add_argument("--kills", type=int, default=100, help="kills of the control plane (default: 100)")
+    options.add_argument("--steady-seconds", type=float, default=60.0, help="measured in steady state; 0: not at all")
+    return deliver(measure, options.parse_args(arguments))
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Both, one after the other."""
+    report = Report("control_plane", options.seed)
+    report.settings = {"jobs": options.jobs, "kills": options.kills, "slots": NODES * SLOTS}
+    if options.kills:
+        _kills(report, options)
+    if options.steady_seconds:
+        _steady(report, options.steady_seconds)
+    return report
+
+
+def _submit(store: Store, name: str, steps: int, layout: dict[str, int]) -> str:
+    tensor, pipeline, data = (layout.get(axis, 1) for axis in ("tensor", "pipeline", "data"))
+    spec = parse_job_spec(
+        {
+            "name": name,
+            "model": {"layers": pipeline, "hidden_size": 8 * tensor, "heads": tensor, "sequence_length": 8},
+            "data": {"source": "python-stdlib"},
+            "train": {"steps": steps, "global_batch_size": data * pipeline, "micro_batch_size": 1},
+            "parallel": layout,
+            "checkpoint": {"every_steps": 0},
+        }
+    )
+    return store.write(lambda session: jobs.create(session, spec))[0].id
+
+
+def _kills(report: Report, options: argparse.Namespace) -> None:
+    draw = random.Random(options.seed)
+    with simulated_installation(NODES, SLOTS) as (home, cluster):
+        store = Store(f"sqlite:///{home / 'manta.db'}")
+        store.migrate()
+        steps = {_submit(store, f"job-{i}", draw.randint(*STEPS), draw.choice(LAYOUTS)): 0 for i in range(options.jobs)}
+        with store.read() as session:
+            steps = {job: jobs.get(session, job).steps for job in steps}
+        ready = 0
+        for _ in range(options.kills):
+            plane = ControlPlaneProcess(home, cluster.socket)
+            time.sleep(draw.uniform(0.0, MOST_SECONDS_ALIVE))
+            plane.kill()
+            ready += bool(plane.process.stdout and plane.process.stdout.read())
+        over_before = sum(is_final(state) for state in _states(store, steps).values())
+        plane = ControlPlaneProcess(home, cluster.socket)
+        try:
+            plane.wait_until_ready()
+            _until_over(store, steps)
+        finally:
+            plane.kill()
+        _judge(report, store, steps, cluster)
+        report.add("control_planes_that_were_ready_when_killed", ready, "of all kills")
+        report.add("jobs_over_at_the_last_kill", over_before, "jobs")
+        store.close()
+
+
+def _states(store: Store, job_ids: dict[str, int]) -> dict[str, JobState]:
+    with store.read() as session:
+        return jobs.states(session, job_ids)
+
+
+def _progress(store: Store, job_ids: dict[str, int]) -> dict[str, tuple[str, int]]:
+    with store.read() as session:
+        return {job: ((row := jobs.get(session, job)).state, row.step) for job in job_ids}
+
+
+def _until_over(store: Store, job_ids: dict[str, int]) -> None:
+    """Raises Stuck."""
+    last, since = _progress(store, job_ids), time.monotonic()
+    while not all(is_final(state) for state, _ in last.values()):
+        time.sleep(LOOK_SECONDS)
+        now = _progress(store, job_ids)
+        if now != last:
+            last, since = now, time.monotonic()
+        if time.monotonic() - since > STUCK_SECONDS:
+            left = collections.Counter(state for state, _ in last.values())
+            raise Stuck(f"no job has moved for {STUCK_SECONDS:g} s: {dict(left)}")
+
+
+def _judge(report: Report, store: Store, steps: dict[str, int], cluster: ClusterProcess) -> None:
+    states, account = _states(store, steps), cluster.account()
+    trained = {job: [step for _, step in account["committed"].get(job, [])] for job in steps}
+    report.add("jobs_that_did_not_succeed", sum(state != JobState.SUCCEEDED for state in states.values()), "jobs", 0)
+    report.add(
+        "jobs_that_miss_a_step", sum(set(trained[job]) != {*range(1, n + 1)} for job, n in steps.items()), "jobs", 0
+    )
+    report.add("steps_trained_twice", sum(len(each) - len(set(each)) for each in trained.values()), "steps", 0)
+    report.add("gangs_that_trained_beside_another", len(account["problems"]), "gangs", 0)
+    report.add("agents_and_places_left", len(account["held"]), "names", 0)
+    report.samples["problems"] = account["problems"][:20]
+    report.samples["states"] = [dict(collections.Counter(state.value for state in states.values()))]
+
+
+def _steady(report: Report, seconds: float) -> None:
+    """On one cluster of a few large nodes: what nodes cost is not a job's."""
+    idle = _cost(None, seconds)
+    report.add("cpu_without_a_job", round(idle, 4), "s a second")
+    costs = []
+    for layout in (SMALL, LARGE):
+        costs.append(_cost(layout, seconds) - idle)
+        report.add(f"cpu_of_a_job_of_{math.prod(layout.values())}_ranks", round(costs[-1], 4), "s a second")
+    report.add("cpu_large_over_small", round(costs[1] / costs[0], 3), "ratio", STEADY_TARGET)
+
+
+def _cost(layout: dict[str, int] | None, seconds: float) -> float:
+    """CPU seconds that a control plane spends in one second beside a running job, or none."""
+    with simulated_installation(*LARGE_NODES) as (home, cluster):
+        store = Store(f"sqlite:///{home / 'manta.db'}")
+        store.migrate()
+        job = None if layout is None else _submit(store, "steady", 1_000_000, layout)
+        plane = ControlPlaneProcess(home, cluster.socket)
+        try:
+            plane.wait_until_ready()
+            if job is not None:
+                _until_running(store, job, home)
+            time.sleep(SETTLE_SECONDS)
+            process = psutil.Process(plane.process.pid)
+            before, began = sum(process.cpu_times()[:2]), time.monotonic()
+            time.sleep(seconds)
+            return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - began)
+        finally:
+            plane.kill()
+            store.close()
+
+
+def _until_running(store: Store, job: str, home: Path) -> None:
+    deadline = time.monotonic() + STUCK_SECONDS
+    while _progress(store, {job: 0})[job][1] < 1:
+        if time.monotonic() > deadline:
+            raise Stuck(f"{job} does not start: {(home / 'plane.log').read_text()[-2000:]}")
+        time.sleep(LOOK_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""A control plane in a process of its own, on a simulated cluster."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.support.simulation.remote_cluster import connected
+from service.cluster.cluster import Cluster
+from service.cluster.ray_head import ExistingRay
+from service.control_plane import ControlPlane
+
+READY = "ready"
+
+
+class SimulatedControlPlane(ControlPlane):
+    """The real one, with another cluster."""
+
+    def __init__(self, home: Path, socket: str):
+        super().__init__(home, ExistingRay(socket))
+        self._socket = socket
+
+    def _connect(self, namespace: str) -> Cluster:
+        return connected(self._socket, self.home)
+
+
+if __name__ == "__main__":
+    SimulatedControlPlane(Path(sys.argv[1]), sys.argv[2]).start()
+    print(READY, flush=True)
+    while True:
+        time.sleep(3600.0)

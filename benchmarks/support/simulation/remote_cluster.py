@@ -1,0 +1,242 @@
+"""The cluster as a control plane uses it, when it is a simulated one in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks.support.simulation.cluster_process import HOST, SimulatedCluster
+from benchmarks.support.simulation.messages import Channel
+from service.cluster.agent_client import AgentClient, AgentFailed, AgentLost, RayAgent
+from service.cluster.cluster import Cluster
+from service.cluster.nodes import RayNode
+from service.cluster.placement import Capacity, Seat, Unit
+from service.cluster.placement_groups import NotPlaced
+from workers.config import ParallelConfig
+from workers.paths import Paths
+from workers.protocol.json_codec import JsonObject, MalformedMessage
+from workers.protocol.messages import NodeDescription, StoreAddress
+from workers.protocol.remote_call import call
+
+T = TypeVar("T")
+ERRORS: dict[str, type[Exception]] = {
+    each.__name__: each for each in (AgentLost, AgentFailed, NotPlaced, MalformedMessage)
+}
+
+
+class Asking:
+    """Asks the simulated cluster."""
+
+    def __init__(self, channel: Channel):
+        self.channel = channel
+
+    async def ask(self, method: Callable[..., Awaitable[T]], **arguments: Any) -> T:
+        """What `method` of the SimulatedCluster answers."""
+        # Its first parameter is the cluster itself, which is not sent.
+        return await call(partial(self.channel.ask, None), method, arguments)
+
+
+class SimulatedNodes:
+    """As `service.cluster.nodes.Nodes`."""
+
+    def __init__(self, asking: Asking):
+        self._asking = asking
+        self.lost: set[str] = set()
+        self.draining: set[str] = set()
+        self.silent: set[str] = set()
+        self.unswept: set[str] = set()
+
+    @property
+    def closed(self) -> set[str]:
+        """Where nothing more is placed."""
+        return self.lost | self.draining | self.silent
+
+    async def known(self) -> list[RayNode]:
+        """All."""
+        ports = await self._asking.ask(SimulatedCluster.ports)
+        return [RayNode(node, (HOST, port), node) for node, port in ports.items()]
+
+    async def living(self) -> list[str]:
+        """Their ids."""
+        return [node for node in await self._asking.ask(SimulatedCluster.living) if node not in self.lost]
+
+    async def has_gpus(self) -> bool:
+        """None of them has."""
+        return False
+
+    async def capacity(self, unit: Unit, all_living: bool = False) -> Capacity:
+        """Slots."""
+        units = await self._asking.ask(SimulatedCluster.units)
+        nodes = {node: (total, free) for node, (total, free) in units.items() if all_living or node not in self.closed}
+        return Capacity(unit, sum(t for t, _ in nodes.values()), sum(f for _, f in nodes.values()), nodes)
+
+    async def until_free(self, expected: Capacity) -> None:
+        """At once."""
+
+
+class SimulatedGroups:
+    """As `service.cluster.placement_groups.PlacementGroups`."""
+
+    def __init__(self, asking: Asking):
+        self._asking = asking
+
+    async def acquire(
+        self,
+        job: str,
+        generation: int,
+        layout: ParallelConfig,
+        unit: Unit,
+        timeout: float = 30.0,
+        avoid: Collection[str] = (),
+        replicas: Sequence[int] | None = None,
+    ) -> None:
+        """Raises NotPlaced."""
+        await self._asking.ask(
+            SimulatedCluster.acquire,
+            job=job,
+            generation=generation,
+            layout=layout.model_dump(mode="json"),
+            avoid=list(avoid),
+            replicas=list(range(layout.data) if replicas is None else replicas),
+        )
+
+    async def states(self) -> dict[str, str]:
+        """By name."""
+        return await self._asking.ask(SimulatedCluster.group_states)
+
+    async def remove(self, names: Iterable[str]) -> None:
+        """Give them back."""
+        await self._asking.ask(SimulatedCluster.remove_groups, names=list(names))
+
+
+class SimulatedAgentClient(RayAgent):
+    """An AgentClient of a simulated agent: calls are those of an agent in Ray, only the way there is another."""
+
+    def __init__(self, channel: Channel, name: str):
+        super().__init__(None, None)
+        self._channel, self.name = channel, name
+
+    async def _send(self, method: str, arguments: JsonObject) -> Any:
+        return await self._channel.ask(self.name, method, arguments)
+
+
+class SimulatedAgents:
+    """As `service.cluster.agents.Agents`."""
+
+    def __init__(self, asking: Asking):
+        self._asking = asking
+
+    async def start(self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit) -> list[AgentClient]:
+        """One for each seat."""
+        names = await self._asking.ask(
+            SimulatedCluster.start_agents,
+            job=job,
+            generation=generation,
+            ranks=list(seats),
+            groups=[seat.group for seat in seats.values()],
+            bundles=[seat.bundle for seat in seats.values()],
+        )
+        return [SimulatedAgentClient(self._asking.channel, name) for name in names]
+
+    async def start_snapshot_holders(self, job: str, nodes: Collection[str]) -> list[AgentClient]:
+        """None: ranks of simulated jobs do not die."""
+        return []
+
+    async def names(self) -> list[str]:
+        """Of all."""
+        return await self._asking.ask(SimulatedCluster.agent_names)
+
+    async def find(self, names: Sequence[str]) -> list[AgentClient | None]:
+        """Those that live."""
+        living = set(await self.names())
+        return [SimulatedAgentClient(self._asking.channel, name) if name in living else None for name in names]
+
+    async def node_of(self, agent: AgentClient) -> str | None:
+        """Its node."""
+        return await self._asking.ask(SimulatedCluster.node_of, agent=_names([agent])[0])
+
+    async def kill(self, agents: Iterable[AgentClient | None]) -> None:
+        """Without a word."""
+        await self._asking.ask(SimulatedCluster.kill, agents=_names(agents))
+
+    async def end(self, agents: Iterable[AgentClient | None], keep_snapshots: bool) -> None:
+        """With their trainers."""
+        await self._asking.ask(SimulatedCluster.end, agents=_names(agents), keep_snapshots=keep_snapshots)
+
+
+def _names(agents: Iterable[AgentClient | None]) -> list[str]:
+    return [agent.name for agent in agents if isinstance(agent, SimulatedAgentClient)]
+
+
+class SimulatedDaemon:
+    """As `service.cluster.agent_client.NodeClient`."""
+
+    def __init__(self, asking: Asking, node: str):
+        self._asking, self._node = asking, node
+
+    async def start(self) -> NodeDescription:
+        """It runs."""
+        return await self.describe()
+
+    async def describe(self) -> NodeDescription:
+        """The node."""
+        return NodeDescription(self._node, self._node, HOST, 1, 1, peak_flops=1e12)
+
+    async def drain(self, seconds: float) -> None:
+        """No simulated node is left."""
+
+    async def start_store(self, job: str, generation: int, one_machine: bool = False) -> StoreAddress:
+        """A rendezvous store."""
+        return await self._asking.ask(SimulatedCluster.start_store, node=self._node, job=job, generation=generation)
+
+    async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
+        """Remove what it has left."""
+        await self._asking.ask(SimulatedCluster.end_job, node=self._node, job=job, keep_snapshots=keep_snapshots)
+
+    async def jobs(self) -> list[str]:
+        """Nothing is left by jobs that are over."""
+        return []
+
+    async def shutdown(self) -> None:
+        """Nothing to end."""
+
+
+class SimulatedDaemons:
+    """As `service.cluster.node_daemons.NodeDaemons`."""
+
+    def __init__(self, asking: Asking, nodes: SimulatedNodes):
+        self._asking, self._nodes = asking, nodes
+
+    async def ensure(self) -> dict[str, SimulatedDaemon]:
+        """Of all nodes."""
+        return {node: SimulatedDaemon(self._asking, node) for node in await self._nodes.living()}
+
+    async def of(self, node: str) -> SimulatedDaemon:
+        """Of one."""
+        return SimulatedDaemon(self._asking, node)
+
+    async def heartbeat_address(self, node: str) -> tuple[str, int] | None:
+        """Where it sends them from."""
+        return HOST, (await self._asking.ask(SimulatedCluster.ports))[node]
+
+    async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
+        """Remove what it has left anywhere."""
+        for daemon in (await self.ensure()).values():
+            await daemon.end_job(job, keep_snapshots)
+
+    async def drain(self, node: str, seconds: float) -> bool:
+        """No simulated node is left."""
+        return False
+
+    async def kill(self, node: str) -> None:
+        """Nothing to kill."""
+
+
+def connected(socket: str, home: Path) -> Cluster:
+    """The simulated cluster that listens at `socket`."""
+    asking = Asking(Channel(socket, ERRORS))
+    nodes = SimulatedNodes(asking)
+    parts: list[Any] = [nodes, SimulatedGroups(asking), SimulatedAgents(asking), SimulatedDaemons(asking, nodes)]
+    return Cluster(Paths.of(home), *parts)
