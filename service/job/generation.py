@@ -12,12 +12,15 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from service.cluster.agent_client import AgentClient, AgentError, AgentSilent, within
+from service.cluster.agent_client import AgentClient, AgentError, within
 from service.recovery.decisions import Death, culprit_of, describe_exit
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Report, Resting
 
 POLL_SECONDS = 30.0
+POLLS_A_SECOND = 0.5
+"""Of a gang as a whole: a rank that has nothing to say is asked the less often the more there are, so that a job that
+runs costs the same whatever its size."""
 # An agent that takes that much longer to answer stands still, or its node does.
 ANSWER_SECONDS = 20.0
 # After the first rank that merely lost a peer, how long to wait for the death that explains it.
@@ -53,6 +56,9 @@ class RunningGeneration:
         self._peers_lost: list[Death] = []
         self._reported_finished: set[int] = set()
         self._stalled_since: dict[int, float] = {}
+        self._poll_seconds = max(POLL_SECONDS, len(self.agents) / POLLS_A_SECOND)
+        self._polls: dict[int, asyncio.Timeout] = {}
+        """By rank how long its agent has for the answer that is waited for."""
         self._stopping = False
         self._handling: set[int] = set()
         """Ranks one of whose reports is being stored: what they say next is not yet asked for."""
@@ -170,7 +176,7 @@ class RunningGeneration:
             return
         while True:
             try:
-                reports = await self._next_reports(agent, self._after.get(rank, 0))
+                reports = await self._next_reports(rank, agent)
             except AgentError as error:
                 self._note_death(Death(rank, "agent_lost", message=f"lost its agent ({error.kind})"))
                 return
@@ -180,13 +186,25 @@ class RunningGeneration:
                 if ended:
                     return
 
-    async def _next_reports(self, agent: AgentClient, after: int) -> list[Report]:
+    async def _next_reports(self, rank: int, agent: AgentClient) -> list[Report]:
         """Raises AgentError, AgentSilent where it does not answer when it is asked once more: the first time it may be
         this process that stood still."""
+        after = self._after.get(rank, 0)
         try:
-            return await within(POLL_SECONDS + ANSWER_SECONDS, agent.reports(after, POLL_SECONDS))
-        except AgentSilent:
+            async with asyncio.timeout(self._poll_seconds + ANSWER_SECONDS) as self._polls[rank]:
+                return await agent.reports(after, self._poll_seconds)
+        except TimeoutError:
             return await within(ANSWER_SECONDS, agent.reports(after, 0.0))
+        finally:
+            del self._polls[rank]
+
+    def _expect_the_end(self) -> None:
+        """A rank has finished, and the others are about to: from now on none of them is silent for long."""
+        self._poll_seconds = POLL_SECONDS
+        soon = asyncio.get_running_loop().time() + POLL_SECONDS + ANSWER_SECONDS
+        for poll in self._polls.values():
+            if not poll.expired() and (poll.when() or soon) > soon:
+                poll.reschedule(soon)
 
     async def _take(self, rank: int, report: Report) -> bool:
         """Handle one report of this generation; True when it was the rank's last."""
@@ -221,9 +239,11 @@ class RunningGeneration:
         failure, reason = exited.failure, exited.killed_for
         if failure is None and (rank in self._reported_finished or exited.code == 0):
             self.finished.add(rank)
+            self._expect_the_end()
             self._changed.set()
         elif exited.code == EXIT_SAVED:
             self.saved.add(rank)
+            self._expect_the_end()
             self._changed.set()
         elif failure is not None:
             message = f"failed with {failure.exception}: {failure.message}"

@@ -24,6 +24,7 @@ class ReportBuffer:
         self._reports: deque[Report] = deque()
         self._last = 0
         self._changed = asyncio.Event()
+        self._reader = 0
 
     def add(self, payload: Payload, generation: int, rank: int, when: float | None = None) -> None:
         """Append a report of `payload`; `when` is the Unix time in seconds at which it was made (default: now)."""
@@ -58,8 +59,12 @@ class ReportBuffer:
     async def read(self, after: int, timeout: float) -> list[Report]:
         """Reports with a sequence above `after`, at most REPORTS_PER_READ, as soon as there are any.
 
-        Those up to `after` are forgotten: the reader has them. An empty list after `timeout` seconds without any.
+        Those up to `after` are forgotten: the reader has them. An empty list after `timeout` seconds without any, and
+        as soon as anybody else reads: whoever asked before may be gone, and need not be waited for.
         """
+        self._reader += 1
+        me = self._reader
+        self._changed.set()
         while self._reports and self._reports[0].sequence <= after:
             self._rows -= _rows_in(self._reports.popleft())
         if not self._reports:
@@ -69,6 +74,8 @@ class ReportBuffer:
                 while not self._newer(after):
                     self._changed.clear()
                     await self._changed.wait()
+                    if self._reader != me:
+                        return []
         except TimeoutError:
             return []
         return self._newer(after)

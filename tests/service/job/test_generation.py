@@ -297,6 +297,37 @@ def test_agent_that_answers_nothing_is_lost_even_when_no_rank_waits_for_its_own(
     run(body)
 
 
+def test_rank_with_nothing_to_say_is_asked_the_less_often_the_more_there_are(monkeypatch):
+    for ranks, seconds in ((2, 30.0), (8, 30.0), (64, 128.0)):
+        asked = []
+
+        async def body(running, agents, handled, asked=asked):
+            for agent in agents:
+                agent.reports = lambda after, timeout: asked.append(timeout) or asyncio.Event().wait()
+            await asyncio.sleep(0)
+
+        run(body, ranks=ranks)
+        assert asked == [seconds] * ranks
+
+
+def test_agent_that_is_silent_when_others_have_finished_is_not_waited_for_as_long(monkeypatch):
+    monkeypatch.setattr(generation, "POLLS_A_SECOND", 0.0001)
+    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
+
+    async def body(running, agents, handled):
+        agents[1].silence()
+        await asyncio.sleep(0)
+        agents[0].say(Finished(9))
+        agents[0].say(Exited(code=0))
+        while not running.all_ended:
+            await running.wait(asyncio.Event())
+        assert running.finished == {0}
+        assert [(death.rank, death.kind) for death in running.deaths] == [(1, "agent_lost")]
+
+    run(body)
+
+
 def test_agent_that_answers_when_it_is_asked_again_is_kept(monkeypatch):
     """This process itself may have stood still meanwhile."""
     monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)

@@ -253,6 +253,7 @@ class FakeAgents:
                 agent.lose()
                 self.living.pop(agent.name, None)
                 self.ended.append(agent)
+        self.changed()
 
     async def end(self, agents, keep_snapshots):
         for agent in agents:

@@ -80,3 +80,17 @@ def test_once_everything_was_read_the_next_row_too_many_costs_every_second_one_a
         return await buffer.read(1000, 0.01)
 
     assert steps_of(asyncio.run(read())) == [*range(1002, 1021, 2), 1021]
+
+
+def test_who_reads_last_gets_it_and_whoever_asked_before_waits_no_longer():
+    async def body():
+        buffer = ReportBuffer()
+        first = asyncio.create_task(buffer.read(0, 3600.0))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(buffer.read(0, 3600.0))
+        assert await first == []
+        assert not second.done()
+        add_rows(buffer, [1])
+        assert steps_of(await second) == [1]
+
+    asyncio.run(body())
