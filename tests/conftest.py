@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes is the machine's load, and no property of ours.
+settings.register_profile("manta", deadline=None)
+settings.load_profile("manta")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
