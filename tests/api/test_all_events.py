@@ -92,6 +92,21 @@ def test_stream_goes_on_behind_the_last_event(service, two):
         assert service.http.get("/v1/events", headers=headers).status_code == 422
 
 
+def test_stream_on_which_nothing_comes_for_a_while_tells_nothing_twice(service, two, monkeypatch):
+    page_of_all = events.page_of_all
+
+    def look(*arguments):
+        page = page_of_all(*arguments)
+        if not page.items:
+            tell(service, two[0], "told", "later")
+        return page
+
+    last = service.http.get("/v1/events").json()["items"][-1]["id"]
+    monkeypatch.setattr(events, "page_of_all", look)
+    entries, _ = read_stream(service, "/v1/events", headers={"Last-Event-ID": last}, until=lambda event: True)
+    assert [event["message"] for _, event in entries] == ["later"]
+
+
 def test_client_reads_and_follows(service, two):
     with MantaClient(service.url) as client:
         page = client.all_events(type="kind_0", limit=1)

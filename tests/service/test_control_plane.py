@@ -423,6 +423,23 @@ def test_jobs_on_a_node_that_is_drained_or_lost_are_told(start, cluster, submit,
     plane._call(reached(lambda: {agent.node for agent in cluster.agents.living.values()} == {"node_a"}))
 
 
+def test_node_that_says_again_and_again_that_it_is_to_be_left_is_heard_once(start, cluster, submit, store):
+    """It does so with every heartbeat."""
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+
+    async def beat():
+        for _ in range(3):
+            plane._node_draining("node_a", 60.0)
+
+    plane._call(beat())
+    plane._call(reached(lambda: {agent.node for agent in cluster.agents.living.values()} == {"node_b"}))
+    assert log(store, job).count("node_draining") == 1
+
+
 @pytest.mark.parametrize("seconds", [1000.0, 0.0])
 def test_snapshots_of_a_job_that_fails_are_kept_for_as_long_as_was_asked_for(start, cluster, submit, seconds):
     plane = start(memory_seconds=seconds)

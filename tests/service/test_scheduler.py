@@ -135,6 +135,14 @@ def test_job_that_never_fits_steps_aside(store, submit, look, nodes):
     assert job_now(store, never).state == "QUEUED"
 
 
+def test_job_that_steps_aside_is_looked_at_again_though_the_one_behind_it_was_placed(store, submit, cluster, nodes):
+    has(nodes, 1)
+    submit(parallel={"tensor": 2})
+    submit()
+    scheduler = Scheduler(store, cluster, lambda job, generation: None)
+    assert asyncio.run(scheduler._round()), "nothing else may ever wake it"
+
+
 def test_elastic_job_starts_with_as_many_replicas_as_there_is_room_for(store, submit, look, nodes):
     has(nodes, 8, free=5)
     job = submit(parallel={"tensor": 2, "data": 4}, elastic={"min_data": 1, "max_data": 4})

@@ -181,17 +181,25 @@ def test_places_are_waited_for_without_a_thread(ray):
 
 
 def test_places_that_ray_makes_after_they_were_given_up_are_given_back(ray):
-    nodes = Nodes(RayConnection(ray, seconds=0.05))
+    nodes, make = Nodes(RayConnection(ray)), ray.util.placement_group
+    asked, may_make, made = threading.Event(), threading.Event(), threading.Event()
+
+    def make_late(*arguments, **options):
+        asked.set()
+        assert may_make.wait(SECONDS)
+        make(*arguments, **options)
+        made.set()
+
+    ray.util.placement_group = make_late
 
     async def body():
         acquiring = asyncio.create_task(acquire(ray, nodes)())
-        await asyncio.to_thread(ray.asked.acquire)
-        ray.hang()
-        with pytest.raises(ClusterUnavailable):
-            await acquiring
-        ray.go_on()
+        await asyncio.to_thread(asked.wait, SECONDS)
+        acquiring.cancel()
+        await asyncio.wait({acquiring})
+        may_make.set()
         while nodes._ray._threads._given_up:
             await asyncio.sleep(0)
 
     go(body)
-    assert ray.groups == {}
+    assert made.is_set() and ray.groups == {}

@@ -109,6 +109,17 @@ def test_death_is_as_old_as_what_its_agent_saw():
     run(body, ranks=3)
 
 
+def test_rank_that_moved_on_again_was_of_use_until_it_died():
+    async def body(running, agents, handled):
+        agents[0].say(stalled(True, 2.0), at=30.0)
+        agents[0].say(stalled(False, 0.0), at=31.0)
+        agents[0].say(Exited(signal=9, killed_for=KillReason("straggler", "held up the others")), at=45.0)
+        await running.wait(asyncio.Event())
+        assert [(death.kind, death.at) for death in running.deaths] == [("straggler", 45.0)]
+
+    run(body)
+
+
 def test_consequence_alone_is_not_waited_on_for_ever():
     async def body(running, agents, handled):
         agents[0].say(failed("peer_lost"))

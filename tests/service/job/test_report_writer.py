@@ -139,6 +139,15 @@ def test_a_generation_that_resumes_past_what_was_reported_has_redone_nothing(sto
     assert (recovery.first_step_at, recovery.steps_redone) == (105.0, 0)
 
 
+def test_event_has_the_time_at_which_it_happened(store, started, generation):
+    """Its report may come much later: with the next control plane."""
+    writer = ReportWriter(store, started.id, generation, resume_step=4)
+    payload = payload_of("event", {"type": "note", "step": 5, "message": "hello"})
+    asyncio.run(writer.take(Report(payload, 1, 0, 100.0, 1)))
+    (event,) = [each for each in read(store, lambda s: events.page(s, started.id)).items if each.type == "note"]
+    assert event.time == 100.0
+
+
 def test_only_the_reporting_rank_says_what_followed_the_last_step(store, started, take):
     take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
     take("finished", 1, rank=1, step=5, seconds={"wall": 9.0})

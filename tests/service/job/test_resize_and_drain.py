@@ -39,6 +39,11 @@ def test_room_belongs_to_those_who_wait_in_the_queue(may_grow, submit):
     assert not may_grow()
 
 
+def test_what_is_free_is_kept_for_who_waits_for_more_than_that(may_grow, submit):
+    submit(parallel={"tensor": 2, "data": 2})
+    assert not may_grow()
+
+
 def test_who_waits_for_another_cluster_holds_nobody_back(may_grow, submit):
     submit(parallel={"tensor": 2, "data": 4})
     assert may_grow()

@@ -59,6 +59,10 @@ def test_looks_are_further_and_further_apart():
     assert (waits[0], waits[-1], waits == sorted(waits)) == (FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS, True)
 
 
+def test_job_may_be_held_for_years():
+    assert hold_seconds(10**7) == LONGEST_HOLD_SECONDS
+
+
 def lives(*sources):
     """Generations by what each resumed from: a source, or the path of a checkpoint."""
     return [

@@ -38,3 +38,10 @@ def test_a_rank_recomputes_what_does_not_fit_into_its_window():
     assert recomputed(actions, layout(**policy)) == {(1, 0), (3, 0)}
     assert recomputed(actions, layout(recompute="full")) == {(number, 0) for number in range(5)}
     assert recomputed(actions, layout()) == frozenset()
+
+
+def test_a_micro_batch_leaves_the_window_when_its_weights_gradients_are_done_and_not_before():
+    """Where the backward is in two halves, what the layers kept is held from the first to the second."""
+    first = [Action("forward", 0), Action("forward", 1), Action("backward_input", 0)]
+    actions = [*first, Action("forward", 2), Action("backward_weight", 0), Action("forward", 3)]
+    assert recomputed(actions, layout(recompute="full", recompute_keep=1)) == {(1, 0), (2, 0)}
