@@ -1,5 +1,6 @@
 """The job database: `Store` for connections, one module of queries a table."""
 
+from service.store.access_tables import ApiKey, AuditEntry, Project
 from service.store.database import Store
 from service.store.errors import (
     IdempotencyConflict,
@@ -9,13 +10,28 @@ from service.store.errors import (
     JobChanged,
     JobNotFinal,
     JobNotFound,
+    KeyNotFound,
+    LinkNotGood,
+    ProjectExists,
+    ProjectNotFound,
     StoreOfNewerRelease,
     StoreUnusable,
 )
 from service.store.paging import Page
-from service.store.tables import Checkpoint, Event, Generation, Job, Metric, Rank, Recovery, StateChange
+from service.store.tables import (
+    Checkpoint,
+    Event,
+    Generation,
+    Job,
+    Metric,
+    Rank,
+    Recovery,
+    StateChange,
+)
 
 __all__ = [
+    "ApiKey",
+    "AuditEntry",
     "Checkpoint",
     "Event",
     "Generation",
@@ -27,8 +43,13 @@ __all__ = [
     "JobChanged",
     "JobNotFinal",
     "JobNotFound",
+    "KeyNotFound",
+    "LinkNotGood",
     "Metric",
     "Page",
+    "Project",
+    "ProjectExists",
+    "ProjectNotFound",
     "Rank",
     "Recovery",
     "StateChange",

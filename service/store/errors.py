@@ -87,6 +87,37 @@ class ForeignCursor(InvalidCursor):
         )
 
 
+class ProjectNotFound(MantaError):
+    """No project has this name, or it is none of the caller's."""
+
+    def __init__(self, name: str):
+        self.name = name
+        super().__init__(f"there is no project {name[:100]!r}; `manta projects list` lists the projects")
+
+
+class ProjectExists(MantaError):
+    """A project of this name is there already."""
+
+    def __init__(self, name: str):
+        self.name = name
+        super().__init__(f"there is a project {name!r} already; choose another name")
+
+
+class KeyNotFound(MantaError):
+    """No API key has this id, or it is of none of the caller's projects."""
+
+    def __init__(self, key_id: str):
+        self.key_id = key_id
+        super().__init__(f"there is no key {key_id[:100]!r}; `manta keys list` lists the keys")
+
+
+class LinkNotGood(MantaError):
+    """A one-time link that was used, has expired, or was never given out."""
+
+    def __init__(self) -> None:
+        super().__init__("this link was used before, has expired or was never given out; `manta link` prints a new one")
+
+
 class StoreUnusable(MantaError):
     """The database cannot be opened or brought up to date."""
 

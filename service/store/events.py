@@ -9,7 +9,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from service.store.paging import Cursors, Page
-from service.store.tables import Event
+from service.store.tables import Event, Job
 
 
 def append(
@@ -71,10 +71,18 @@ def cursors_of_all(job_id: str | None = None, type: str | None = None) -> Cursor
 
 
 def page_of_all(
-    session: Session, job_id: str | None = None, type: str | None = None, after_id: int = 0, limit: int = 100
+    session: Session,
+    job_id: str | None = None,
+    type: str | None = None,
+    after_id: int = 0,
+    limit: int = 100,
+    bound: str | None = None,
 ) -> Page[Event]:
-    """Events of all jobs with an id above `after_id`, oldest first, optionally only those of one job, or of `type`."""
+    """Events of all jobs with an id above `after_id`, oldest first, optionally only those of one job, of `type`, or of
+    the jobs of the project `bound`."""
     query = select(Event).where(Event.id > after_id).order_by(Event.id).limit(limit + 1)
+    if bound is not None:
+        query = query.where(Event.job_id.in_(select(Job.id).where(Job.project == bound)))
     if job_id is not None:
         query = query.where(Event.job_id == job_id)
     if type is not None:

@@ -1,4 +1,4 @@
-"""Job ids: `job_` and 12 characters that sort by time of submission."""
+"""Ids of jobs and of API keys: `job_` or `key_`, and 12 characters that sort by time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ _EPOCH_SECONDS = 1_735_689_600  # 2025-01-01: 41 bits of milliseconds from here 
 _RANDOM_BITS = 19
 JOB_ID_PATTERN = rf"job_[{ALPHABET}]{{{_DIGITS}}}"
 """Regular expression of a job id."""
+KEY_ID_PATTERN = rf"key_[{ALPHABET}]{{{_DIGITS}}}"
+"""Regular expression of the id of an API key."""
 
 _PATTERN = re.compile(JOB_ID_PATTERN)
+_KEY_PATTERN = re.compile(KEY_ID_PATTERN)
 
 
 def is_job_id(text: str) -> bool:
     """Whether `text` has the form of a job id; only such text ever becomes part of a path."""
     return _PATTERN.fullmatch(text) is not None
+
+
+def is_key_id(text: str) -> bool:
+    """Whether `text` has the form of the id of an API key."""
+    return _KEY_PATTERN.fullmatch(text) is not None
 
 
 def next_job_id(now: float, entropy: int, newest: str | None) -> str:
@@ -27,16 +35,25 @@ def next_job_id(now: float, entropy: int, newest: str | None) -> str:
     `entropy` fills the low bits, so that two control planes seldom choose the same id. Ids grow even within
     one millisecond and when the clock steps back.
     """
+    return _next_id("job_", now, entropy, newest)
+
+
+def next_key_id(now: float, entropy: int, newest: str | None) -> str:
+    """The same for an API key made at `now`."""
+    return _next_id("key_", now, entropy, newest)
+
+
+def _next_id(prefix: str, now: float, entropy: int, newest: str | None) -> str:
     milliseconds = max(0, int((now - _EPOCH_SECONDS) * 1000))
     number = (milliseconds << _RANDOM_BITS) | (entropy & ((1 << _RANDOM_BITS) - 1))
     if newest is not None:
-        number = max(number, _number_of(newest) + 1)
-    return f"job_{_text_of(number)}"
+        number = max(number, _number_of(newest.removeprefix(prefix)) + 1)
+    return f"{prefix}{_text_of(number)}"
 
 
-def _number_of(job_id: str) -> int:
+def _number_of(digits: str) -> int:
     number = 0
-    for character in job_id.removeprefix("job_"):
+    for character in digits:
         number = number * len(ALPHABET) + ALPHABET.index(character)
     return number
 

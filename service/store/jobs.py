@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, load_only
 
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
+from service.identity import DEFAULT_PROJECT, digest_of
 from service.states import FINAL, JobState, after_action, can, is_final
 from service.store import events, state_changes
 from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
@@ -25,20 +26,25 @@ _CREATE_ATTEMPTS = 5
 
 
 def create(
-    session: Session, spec: JobSpec, idempotency_key: str | None = None, digest: str | None = None
+    session: Session,
+    spec: JobSpec,
+    idempotency_key: str | None = None,
+    digest: str | None = None,
+    project: str = DEFAULT_PROJECT,
 ) -> tuple[Job, bool]:
-    """Store a new QUEUED job, or find the one that the same request made before.
+    """Store a new QUEUED job of `project`, or find the one that the same request made there before.
 
     Returns the job and whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal.
-    Raises IdempotencyConflict when `idempotency_key` was used with another digest.
+    Raises IdempotencyConflict when `idempotency_key` was used in the project with another digest.
     """
+    bound = bound_key(project, idempotency_key)
     for _ in range(_CREATE_ATTEMPTS):
-        earlier = _by_key(session, idempotency_key)
+        earlier = _by_key(session, bound)
         if earlier is not None:
             if earlier.body_digest != digest:
                 raise IdempotencyConflict(idempotency_key or "", earlier.id)
             return earlier, False
-        job = _new_job(session, spec, idempotency_key, digest)
+        job = _new_job(session, spec, bound, digest, project)
         try:
             with session.begin_nested():
                 session.add(job)
@@ -64,10 +70,14 @@ def page(
     name: str | None = None,
     limit: int = 50,
     cursor: str | None = None,
+    bound: str | None = None,
 ) -> Page[Job]:
-    """Jobs, newest first, optionally only those in `state` or called `name`. Raises InvalidCursor."""
-    cursors = Cursors("jobs", state=state, name=name)
+    """Jobs, newest first, optionally only those in `state`, called `name`, or of the project `bound`. Raises
+    InvalidCursor."""
+    cursors = Cursors("jobs", state=state, name=name, project=bound)
     query = select(Job).order_by(Job.id.desc()).limit(limit + 1)
+    if bound is not None:
+        query = query.where(Job.project == bound)
     if state is not None:
         query = query.where(Job.state == state)
     if name is not None:
@@ -86,10 +96,24 @@ def states(session: Session, job_ids: Collection[str]) -> dict[str, JobState]:
     return {job_id: JobState(state) for job_id, state in rows}
 
 
-def unfinished(session: Session) -> list[Job]:
-    """All jobs that are not final, in the order in which they get their turn: by priority, then by age."""
+def project_of(session: Session, job_id: str) -> str:
+    """The project that the job belongs to. Raises JobNotFound."""
+    project = session.scalar(select(Job.project).where(Job.id == job_id)) if is_job_id(job_id) else None
+    if project is None:
+        raise JobNotFound(job_id)
+    return project
+
+
+def of_project(session: Session, job_ids: Collection[str], project: str) -> set[str]:
+    """Those of these jobs that belong to `project`."""
+    return set(session.scalars(select(Job.id).where(Job.id.in_(job_ids), Job.project == project)))
+
+
+def unfinished(session: Session, bound: str | None = None) -> list[Job]:
+    """All jobs that are not final, or those of the project `bound`, in the order in which they get their turn: by
+    priority, then by age."""
     query = select(Job).where(Job.state.not_in(FINAL)).order_by(Job.priority.desc(), Job.id)
-    return list(session.scalars(query))
+    return list(session.scalars(query if bound is None else query.where(Job.project == bound)))
 
 
 def unfinished_in_brief(session: Session) -> list[Job]:
@@ -99,9 +123,10 @@ def unfinished_in_brief(session: Session) -> list[Job]:
     return list(session.scalars(query))
 
 
-def count_by_state(session: Session) -> dict[JobState, int]:
-    """Number of jobs in each state, zeros included."""
-    rows = session.execute(select(Job.state, func.count()).group_by(Job.state))
+def count_by_state(session: Session, bound: str | None = None) -> dict[JobState, int]:
+    """Number of jobs, or of those of the project `bound`, in each state, zeros included."""
+    query = select(Job.state, func.count()).group_by(Job.state)
+    rows = session.execute(query if bound is None else query.where(Job.project == bound))
     counted: dict[str, int] = {row[0]: row[1] for row in rows}
     return {state: counted.get(state.value, 0) for state in JobState}
 
@@ -192,7 +217,7 @@ def set_layout(session: Session, job_id: str, layout: ParallelConfig) -> None:
 
 
 def queue_position(session: Session, job: Job) -> int | None:
-    """Place of a QUEUED job in the queue, from 1; None for any other job."""
+    """Place of a QUEUED job in the queue, which all projects share, from 1; None for any other job."""
     if job.state != JobState.QUEUED:
         return None
     ahead = (Job.priority > job.priority) | ((Job.priority == job.priority) & (Job.id < job.id))
@@ -219,11 +244,21 @@ def _by_key(session: Session, idempotency_key: str | None) -> Job | None:
     return session.scalars(select(Job).where(Job.idempotency_key == idempotency_key)).one_or_none()
 
 
-def _new_job(session: Session, spec: JobSpec, idempotency_key: str | None, digest: str | None) -> Job:
+def bound_key(project: str, idempotency_key: str | None) -> str | None:
+    """How an idempotency key is stored, so that each project has keys of its own in the one column that is unique.
+    Those of the default project are stored as they are, as releases before have done and still do. No header holds a
+    line break, so neither can be the other."""
+    if idempotency_key is None or project == DEFAULT_PROJECT:
+        return idempotency_key
+    return f"{project}\n{digest_of(idempotency_key)}"
+
+
+def _new_job(session: Session, spec: JobSpec, idempotency_key: str | None, digest: str | None, project: str) -> Job:
     now = time.time()
     newest = session.scalar(select(func.max(Job.id)))
     return Job(
         id=next_job_id(now, secrets.randbits(32), newest),
+        project=project,
         name=spec.name,
         state=JobState.QUEUED.value,
         spec=spec.model_dump(mode="json"),

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import BigInteger, ForeignKey, Index, MetaData, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from service.identity import DEFAULT_PROJECT
 from service.store.types import AnyText, BigKey, Document, Numbers, Real
 
 METRIC_NAMES = (
@@ -46,10 +47,17 @@ class Job(Base):
     """One submitted training job."""
 
     __tablename__ = "jobs"
-    __table_args__ = (Index(None, "state", "id"), Index(None, "name", "id"))
+    __table_args__ = (
+        Index(None, "state", "id"),
+        Index(None, "name", "id"),
+        Index(None, "project", "id"),
+        Index(None, "project", "state", "id"),
+    )
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     """`job_` and 12 characters that sort by time of submission."""
+    project: Mapped[str] = mapped_column(String(64), default=DEFAULT_PROJECT, server_default=DEFAULT_PROJECT)
+    """Project that it belongs to, for good. Releases before know of none, and all their jobs are of the default one."""
     name: Mapped[str] = mapped_column(String(100))
     """The spec's name; need not be unique."""
     state: Mapped[str] = mapped_column(String(16))
@@ -83,7 +91,7 @@ class Job(Base):
     priority: Mapped[int] = mapped_column(default=0)
     """Higher starts first among queued jobs."""
     idempotency_key: Mapped[str | None] = mapped_column(String(200), unique=True)
-    """The submitter's key for this request."""
+    """The submitter's key for this request, bound to the project; see `jobs.bound_key`."""
     body_digest: Mapped[str | None] = mapped_column(String(64))
     """SHA-256 of the submitted body, to tell a repeated request from another one with the same key."""
     waiting_for: Mapped[dict[str, Any] | None] = mapped_column(Document)

@@ -21,6 +21,7 @@ from service.store.database import newest_revision
 from service.takeover import CannotTakeOver
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.older_databases import UNDO_0010
 from workers.config import JobSpec
 from workers.paths import Paths
 from workers.protocol.messages import Fault, ProtocolMismatch
@@ -136,6 +137,7 @@ def test_jobs_run_on_when_it_stops_and_the_next_one_takes_them_over(start, clust
 def as_the_release_before(store):
     """Make the database one of the first release."""
     for statement in (
+        *UNDO_0010,
         "DROP TABLE compatibility",
         "DROP TABLE deleted_jobs",
         "ALTER TABLE jobs DROP COLUMN deletion_began_at",

@@ -26,10 +26,11 @@ from service.store import (
 )
 from service.store.database import OLDEST_READER, newest_revision
 from service.store.tables import Base
+from tests.service.support.older_databases import UNDO_0010
 
 TABLES = {
-    "checkpoints", "compatibility", "deleted_jobs", "events", "generations", "installation", "jobs", "metrics", "ranks",
-    "recoveries", "state_changes",
+    "api_keys", "audit", "browser_tokens", "checkpoints", "compatibility", "deleted_jobs", "events", "generations",
+    "installation", "jobs", "metrics", "projects", "ranks", "recoveries", "state_changes",
 }  # fmt: skip
 
 
@@ -118,6 +119,7 @@ def test_each_database_is_an_installation_of_its_own_for_good(store, tmp_path):
 def test_database_of_a_release_before_finds_what_runs_until_ray_is_a_new_one(store, submit):
     job = submit()
     for statement in (
+        *UNDO_0010,
         "DROP TABLE installation",
         "DROP TABLE deleted_jobs",
         "DROP TABLE compatibility",
@@ -265,6 +267,7 @@ def test_a_database_is_copied_before_it_is_migrated(store, submit, tmp_path):
     assert not list(tmp_path.glob("manta.db.*")), "there was nothing to do"
     is_at(store, "0007")
     for statement in (
+        *UNDO_0010,
         "DROP TABLE compatibility",
         "ALTER TABLE jobs DROP COLUMN submitted",
         "ALTER TABLE jobs DROP COLUMN not_default",

@@ -1,0 +1,69 @@
+"""Who asks, and what that allows: scopes, and the secrets that prove who it is."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from enum import StrEnum
+
+DEFAULT_PROJECT = "default"
+"""Project of the jobs from before there were any, and of all jobs where nobody makes another."""
+PROJECT_PATTERN = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+"""Regular expression of a project's name."""
+_SECRET_BYTES = 32
+_KEY_PREFIX, _TOKEN_PREFIX = "manta_", "manta_browser_"
+
+
+class Scope(StrEnum):
+    """What a key allows; each one allows what those before it do."""
+
+    READ = "read"
+    """See the project's jobs."""
+    SUBMIT = "submit"
+    """Submit, change and end them."""
+    ADMIN = "admin"
+    """Make and revoke the project's keys, read its audit, make faults in its jobs."""
+
+    def covers(self, needed: Scope) -> bool:
+        """Whether whoever has this scope may do what needs `needed`."""
+        order = list(Scope)
+        return order.index(self) >= order.index(needed)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a request comes from: what its key says."""
+
+    key_id: str
+    """Id of the key."""
+    key_name: str
+    """Its name."""
+    user: str | None
+    """Whom the key was made for."""
+    project: str
+    """Project that it submits into."""
+    scope: Scope
+    """What it allows."""
+    installation: bool
+    """Whether it allows that in all projects."""
+
+    @property
+    def bound(self) -> str | None:
+        """The one project whose jobs it sees and changes; None: it does so in all."""
+        return None if self.installation else self.project
+
+
+def new_key() -> str:
+    """A new API key: 256 random bits, behind a prefix by which those who look for leaked secrets know it."""
+    return _KEY_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def new_browser_token() -> str:
+    """A new secret for a one-time link, or for the cookie that it is exchanged for."""
+    return _TOKEN_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def digest_of(secret: str) -> str:
+    """What is kept of a secret: SHA-256 in hexadecimal. Nobody guesses 256 random bits, so it needs no slower one."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,93 @@
+"""The tables of who may do what, and who did. Times are Unix seconds."""
+
+from __future__ import annotations
+
+from sqlalchemy import Boolean, ForeignKey, Index, String
+from sqlalchemy.orm import Mapped, mapped_column
+
+from service.store.tables import Base
+from service.store.types import AnyText, BigKey, Real
+
+
+class Project(Base):
+    """Jobs that are seen and changed together."""
+
+    __tablename__ = "projects"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    """Its name, which is its id."""
+    created_at: Mapped[float] = mapped_column(Real)
+    """When it was made."""
+
+
+class ApiKey(Base):
+    """One API key. What it is itself is not kept."""
+
+    __tablename__ = "api_keys"
+    __table_args__ = (Index(None, "project", "id"),)
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    """`key_` and 12 characters that sort by time of making."""
+    digest: Mapped[str] = mapped_column(String(64), unique=True)
+    """SHA-256 of the key in hexadecimal."""
+    name: Mapped[str] = mapped_column(String(100))
+    """What it is for."""
+    user: Mapped[str | None] = mapped_column("user_name", String(100))
+    """Whom it was made for; None: for nobody in particular."""
+    project: Mapped[str] = mapped_column(String(64), ForeignKey("projects.name"))
+    """Project that it is bound to; of one for the installation, the project that it submits into."""
+    scope: Mapped[str] = mapped_column(String(16))
+    """A `Scope`."""
+    installation: Mapped[bool] = mapped_column(Boolean)
+    """Whether it is good for all projects."""
+    created_at: Mapped[float] = mapped_column(Real)
+    """When it was made."""
+    expires_at: Mapped[float | None] = mapped_column(Real)
+    """Since when it is not good any more; None: it does not expire."""
+    revoked_at: Mapped[float | None] = mapped_column(Real)
+    """When it was revoked."""
+
+
+class BrowserToken(Base):
+    """A one-time link to the dashboard, or the cookie that it was exchanged for. It allows what its key allows."""
+
+    __tablename__ = "browser_tokens"
+
+    digest: Mapped[str] = mapped_column(String(64), primary_key=True)
+    """SHA-256 of the secret in hexadecimal."""
+    kind: Mapped[str] = mapped_column(String(16))
+    """link or session."""
+    key_id: Mapped[str] = mapped_column(String(32), ForeignKey("api_keys.id"))
+    """The key that asked for the link."""
+    expires_at: Mapped[float] = mapped_column(Real)
+    """Since when it is not good any more."""
+
+
+class AuditEntry(Base):
+    """One request that changed something, or would have."""
+
+    __tablename__ = "audit"
+    __table_args__ = (Index(None, "project", "id"), {"sqlite_autoincrement": True})
+
+    id: Mapped[int] = mapped_column(BigKey, primary_key=True, autoincrement=True)
+    """Grows with time."""
+    time: Mapped[float] = mapped_column(Real)
+    """When it was answered."""
+    project: Mapped[str] = mapped_column(String(64))
+    """Project of the key."""
+    key_id: Mapped[str | None] = mapped_column(String(32))
+    """The key; None: somebody on the machine itself, with the database in their hands."""
+    key_name: Mapped[str] = mapped_column(AnyText)
+    """Its name then."""
+    user: Mapped[str | None] = mapped_column("user_name", AnyText)
+    """Whom it was made for."""
+    operation: Mapped[str] = mapped_column(String(64))
+    """What was asked for, such as `cancel_job`."""
+    target: Mapped[str | None] = mapped_column(String(200))
+    """Id of the job, key or node, or name of the project, that it was about."""
+    address: Mapped[str | None] = mapped_column(String(64))
+    """Where the request came from."""
+    status: Mapped[int]
+    """HTTP status of the answer."""
+    code: Mapped[str | None] = mapped_column(String(64))
+    """Code of the problem document, where it was refused."""

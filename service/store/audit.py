@@ -1,0 +1,68 @@
+"""All queries about the audit: who changed what, when, from where, and whether they were let."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from service.identity import Identity
+from service.store.access_tables import AuditEntry
+from service.store.paging import Cursors, Page
+
+
+@dataclass(frozen=True)
+class Deed:
+    """What somebody did, or was not let do. It holds nothing of a request's body, and no secret."""
+
+    operation: str
+    """What was asked for, such as `cancel_job`."""
+    target: str | None
+    """Id of the job, key or node, or name of the project, that it was about."""
+    address: str | None
+    """Where the request came from."""
+    status: int
+    """HTTP status of the answer."""
+    code: str | None = None
+    """Code of the problem document, where it was refused."""
+
+
+def append(session: Session, who: Identity, deed: Deed) -> AuditEntry:
+    """Note what was done with somebody's key."""
+    return _append(session, deed, project=who.project, key_id=who.key_id, key_name=who.key_name, user=who.user)
+
+
+def append_local(session: Session, user: str, project: str, deed: Deed) -> AuditEntry:
+    """Note what `user` of the machine did with the database in their hands."""
+    return _append(session, deed, project=project, key_id=None, key_name="on the machine", user=user)
+
+
+def _append(
+    session: Session, deed: Deed, *, project: str, key_id: str | None, key_name: str, user: str | None
+) -> AuditEntry:
+    entry = AuditEntry(time=time.time(), project=project, key_id=key_id, key_name=key_name, user=user, **asdict(deed))
+    session.add(entry)
+    return entry
+
+
+def page(
+    session: Session,
+    bound: str | None,
+    key_id: str | None = None,
+    target: str | None = None,
+    limit: int = 50,
+    cursor: str | None = None,
+) -> Page[AuditEntry]:
+    """Entries, newest first, optionally only those of one key or about one target; with `bound` only those of that
+    project's keys. Raises InvalidCursor."""
+    cursors = Cursors("audit", project=bound, key=key_id, target=target)
+    query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(limit + 1)
+    given = ((AuditEntry.project, bound), (AuditEntry.key_id, key_id), (AuditEntry.target, target))
+    for column, value in given:
+        if value is not None:
+            query = query.where(column == value)
+    if cursor is not None:
+        query = query.where(AuditEntry.id < cursors.decode_number(cursor))
+    return Page.of(list(session.scalars(query)), limit, cursors, lambda entry: str(entry.id))

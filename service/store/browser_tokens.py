@@ -1,0 +1,51 @@
+"""All queries about how browsers sign in: links that are good once, and the sessions that they begin. Both are known by
+their digests, and good only as long as the key that asked for the link."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from service.store import keys
+from service.store.access_tables import ApiKey, BrowserToken
+from service.store.errors import LinkNotGood
+
+LINK_SECONDS = 600.0
+"""How long a link waits to be opened."""
+SESSION_SECONDS = 12 * 3600.0
+"""How long a browser stays signed in."""
+
+
+def add_link(session: Session, key_id: str, digest: str) -> BrowserToken:
+    """A link for whoever has this key."""
+    session.execute(delete(BrowserToken).where(BrowserToken.expires_at < time.time()))
+    link = BrowserToken(digest=digest, kind="link", key_id=key_id, expires_at=time.time() + LINK_SECONDS)
+    session.add(link)
+    return link
+
+
+def open_link(session: Session, link_digest: str, session_digest: str) -> tuple[ApiKey, BrowserToken]:
+    """Exchange a link for a session; the key whose rights it has, and the session. Raises LinkNotGood."""
+    now = time.time()
+    link = session.get(BrowserToken, link_digest, with_for_update=True)
+    key = None if link is None else session.get(ApiKey, link.key_id)
+    if link is None or key is None or link.kind != "link" or now >= link.expires_at or not keys.is_good(key, now):
+        raise LinkNotGood
+    session.delete(link)
+    until = min(now + SESSION_SECONDS, key.expires_at or now + SESSION_SECONDS)
+    begun = BrowserToken(digest=session_digest, kind="session", key_id=key.id, expires_at=until)
+    session.add(begun)
+    return key, begun
+
+
+def key_of_session(session: Session, digest: str) -> tuple[ApiKey, float] | None:
+    """The key whose rights this session has, good or not, and when the session ends; None: there is no such session."""
+    query = (
+        select(ApiKey, BrowserToken.expires_at)
+        .join(BrowserToken, BrowserToken.key_id == ApiKey.id)
+        .where(BrowserToken.digest == digest, BrowserToken.kind == "session")
+    )
+    found = session.execute(query).one_or_none()
+    return None if found is None else (found[0], found[1])

@@ -1,0 +1,134 @@
+"""Projects, keys, browsers' tokens and the audit, as the database has them."""
+
+import time
+
+import pytest
+from sqlalchemy import text
+
+from service.identity import Scope
+from service.store import (
+    InvalidCursor,
+    KeyNotFound,
+    LinkNotGood,
+    ProjectExists,
+    ProjectNotFound,
+    audit,
+    browser_tokens,
+    jobs,
+    keys,
+    projects,
+)
+from service.store.audit import Deed
+from service.store.paging import Cursors
+
+DEED = Deed("cancel_job", "job_000000000000", "127.0.0.1", 202)
+
+
+def make(store, digest="d", project="default", **more):
+    return store.write(lambda session: keys.create(session, digest, "a", Scope.READ, project, **more))
+
+
+def test_job_of_a_release_that_knows_no_projects_is_of_the_default_one(store, submit):
+    job = submit()
+    columns = "name, state, spec, step, steps, generation, restarts, priority, metrics, report_cursor, created_at"
+    copy = f"INSERT INTO jobs (id, {columns}, updated_at) SELECT 'job_zzzzzzzzzzzz', {columns}, 0 FROM jobs"
+    store.write(lambda session: session.execute(text(copy)))
+    with store.read() as session:
+        assert jobs.project_of(session, "job_zzzzzzzzzzzz") == jobs.project_of(session, job.id) == "default"
+        assert len(jobs.page(session, bound="default").items) == 2
+        assert jobs.page(session, bound="other").items == []
+
+
+def test_idempotency_key_of_a_project_cannot_be_one_of_the_default_project():
+    assert jobs.bound_key("default", "a") == "a", "as releases before have stored it"
+    assert jobs.bound_key("theirs", None) is None
+    bound = jobs.bound_key("x" * 63, "k" * 200)
+    assert "\n" in bound and len(bound) <= 200, "no header holds a line break, and the column takes it"
+    assert jobs.bound_key("theirs", "a") != jobs.bound_key("ours", "a")
+
+
+def test_project_is_made_once(store):
+    store.write(lambda session: projects.create(session, "theirs"))
+    with pytest.raises(ProjectExists, match="choose another name"):
+        store.write(lambda session: projects.create(session, "theirs"))
+    with pytest.raises(ProjectNotFound):
+        make(store, project="nowhere")
+
+
+@pytest.mark.parametrize("name", ["", "\0", "A", "x" * 1000])
+def test_what_cannot_be_a_name_is_no_project(store, name):
+    with store.read() as session, pytest.raises(ProjectNotFound):
+        projects.get(session, name)
+
+
+def test_key_is_revoked_by_its_project_or_by_the_installation(store):
+    store.write(lambda session: projects.create(session, "theirs"))
+    key, everywhere = make(store, "1", "theirs"), make(store, "2", "theirs", installation=True)
+    for bound, key_id in (("default", key.id), ("theirs", everywhere.id), (None, "key_000000000000"), (None, "\0")):
+        with pytest.raises(KeyNotFound):
+            store.write(lambda session, bound=bound, key_id=key_id: keys.revoke(session, bound, key_id))
+    first = store.write(lambda session: keys.revoke(session, "theirs", key.id)).revoked_at
+    assert store.write(lambda session: keys.revoke(session, None, key.id)).revoked_at == first
+
+
+def test_key_is_good_until_it_expires(store):
+    key = make(store, expires_at=100.0)
+    assert keys.is_good(key, 99.9) and not keys.is_good(key, 100.0)
+
+
+def test_lists_go_on_where_a_page_ended(store):
+    made = [make(store, str(number)).id for number in range(3)]
+    store.write(lambda session: [projects.create(session, name) for name in ("a", "b")])
+    with store.read() as session:
+        for page_of, expected in (
+            (lambda cursor: keys.page(session, None, 2, cursor), made[::-1]),
+            (lambda cursor: projects.page(session, None, 2, cursor), ["a", "b", "default"]),
+        ):
+            first = page_of(None)
+            rest = page_of(first.next_cursor)
+            found = [getattr(item, "id", None) or item.name for item in first.items + rest.items]
+            assert (found, rest.next_cursor) == (expected, None)
+
+
+@pytest.mark.parametrize("held", ["", "\0", "key", "A"])
+def test_cursor_that_nobody_gave_out_is_refused(store, held):
+    with store.read() as session:
+        with pytest.raises(InvalidCursor):
+            keys.page(session, None, cursor=Cursors("keys").encode(held))
+        with pytest.raises(InvalidCursor):
+            projects.page(session, None, cursor=Cursors("projects").encode("" if held == "key" else held))
+
+
+def test_link_begins_one_session_that_lasts_no_longer_than_its_key(store):
+    key = make(store, expires_at=time.time() + 60)
+    store.write(lambda session: browser_tokens.add_link(session, key.id, "link"))
+    found, begun = store.write(lambda session: browser_tokens.open_link(session, "link", "session"))
+    assert (found.id, begun.expires_at) == (key.id, key.expires_at)
+    for digest in ("link", "session", "other"):
+        with pytest.raises(LinkNotGood, match="manta link"):
+            store.write(lambda session, digest=digest: browser_tokens.open_link(session, digest, "next"))
+    with store.read() as session:
+        assert browser_tokens.key_of_session(session, "session")[0].id == key.id
+        assert browser_tokens.key_of_session(session, "link") is None
+
+
+def test_what_has_expired_goes_when_the_next_link_is_made(store, monkeypatch):
+    key = make(store)
+    monkeypatch.setattr(browser_tokens, "LINK_SECONDS", -1.0)
+    store.write(lambda session: browser_tokens.add_link(session, key.id, "old"))
+    monkeypatch.undo()
+    store.write(lambda session: browser_tokens.add_link(session, key.id, "new"))
+    with store.read() as session:
+        assert session.execute(text("SELECT digest FROM browser_tokens")).scalars().all() == ["new"]
+
+
+def test_audit_outlives_the_job_that_it_is_about(store):
+    who = keys.identity_of(make(store))
+    store.write(lambda session: audit.append(session, who, DEED))
+    store.write(lambda session: audit.append_local(session, "root", "default", DEED))
+    with store.read() as session:
+        local, first = audit.page(session, "default").items
+        assert audit.page(session, "theirs").items == []
+        assert [entry.id for entry in audit.page(session, None, key_id=who.key_id).items] == [first.id]
+    assert (first.key_id, first.operation, first.target) == (who.key_id, "cancel_job", "job_000000000000")
+    assert (local.key_id, local.key_name, local.user) == (None, "on the machine", "root")

@@ -1,0 +1,8 @@
+"""How a database becomes one of a release before."""
+
+UNDO_0010 = (
+    *(f"DROP TABLE {table}" for table in ("audit", "browser_tokens", "api_keys", "projects")),
+    *(f"DROP INDEX ix_jobs_{columns}" for columns in ("project_id", "project_state_id")),
+    "ALTER TABLE jobs DROP COLUMN project",
+)
+"""Statements that leave what migration 0010 found."""
