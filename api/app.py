@@ -4,30 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from prometheus_client import CollectorRegistry
 
 from api import problems
+from api.access import JobProjects, authorize
+from api.auditing import Audit
 from api.control import ControlPlane
+from api.credentials import Identities
+from api.identification import Identification
 from api.openapi import describe, operation_id
-from api.request_guard import RequestGuard
+from api.rate_limits import CallerLimits
+from api.request_guard import RequestGuard, TellVersion
 from api.routes import (
     all_events,
+    audit,
     checkpoints,
     cluster,
     events,
     faults,
     health,
     jobs,
+    keys,
     ledger,
+    links,
     logs,
     metrics,
     nodes,
+    projects,
     ranks,
     recoveries,
 )
 from api.state_waits import StateWaits
-from api.telemetry import JobCollector, RequestTimer
+from api.telemetry import RequestTimer
+from service.settings import RequestLimits
 from service.store import jobs as store_jobs
 
 _RESOURCES = (
@@ -43,29 +53,51 @@ _RESOURCES = (
     faults,
     cluster,
     nodes,
+    projects,
+    keys,
+    audit,
+    links,
     health,
 )
 
 
-def create_app(control: ControlPlane, allowed_hosts: Collection[str] = ()) -> FastAPI:
+def create_app(
+    control: ControlPlane,
+    allowed_hosts: Collection[str] = (),
+    limits: RequestLimits | None = None,
+    secure_cookies: bool = False,
+) -> FastAPI:
     """The API on top of `control`. Each app has its own Prometheus registry, so that several can live in a process.
 
-    `allowed_hosts`: names of the service beside this machine's own, such as a proxy's."""
+    `allowed_hosts`: names of the service beside this machine's own, such as a proxy's. `limits`: of each caller;
+    default: the usual ones. `secure_cookies`: browsers reach the service by TLS only."""
     app = FastAPI(
         title="Manta",
         description="Elastic 3D-parallel training on Ray",
         version="1",
         docs_url=None,  # the interactive pages would fetch their scripts from elsewhere
         redoc_url=None,
+        openapi_url=None,  # a route of ours, which asks for a key
         redirect_slashes=False,  # one address a resource; anything else is a problem document
+        dependencies=[Depends(authorize)],
         generate_unique_id_function=operation_id,
     )
     registry = CollectorRegistry()
-    registry.register(JobCollector(control.store))
     app.state.control = control
     app.state.registry = registry
     app.state.waits = StateWaits(lambda job_ids: _states(control, job_ids))
+    app.state.limits = CallerLimits(limits or RequestLimits())
+    app.state.identities = Identities(lambda: control.store)
+    app.state.job_projects = JobProjects(lambda: control.store)
+    app.state.secure_cookies = secure_cookies
     app.add_middleware(RequestGuard, allowed_hosts=allowed_hosts)
+    app.add_middleware(
+        Identification,
+        identities=app.state.identities,
+        limits=app.state.limits,
+        audit=Audit(lambda: control.store),
+    )
+    app.add_middleware(TellVersion)
     app.add_middleware(RequestTimer, registry=registry)
     problems.install(app)
     for resource in _RESOURCES:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from api import requests, schemas
+from api import access_schemas, requests, schemas
 from api.rest_version import HEADER, other_service
 from workers.errors import MantaError
 from workers.nonfinite import spell
@@ -257,6 +257,44 @@ def drain(node: str, seconds: float) -> Call[schemas.Node]:
 def cluster() -> Call[schemas.Cluster]:
     """The machines and what runs on them."""
     return Call(schemas.Cluster, "GET", "/v1/cluster")
+
+
+def create_project(name: str) -> Call[access_schemas.Project]:
+    """Make a project."""
+    return Call(access_schemas.Project, "POST", "/v1/projects", body={"name": name})
+
+
+def projects(limit: int = 50, cursor: str | None = None) -> Call[schemas.Items[access_schemas.Project]]:
+    """A page of projects, by name."""
+    return Call(schemas.Items[access_schemas.Project], "GET", "/v1/projects", {"limit": limit, "cursor": cursor})
+
+
+def create_key(wanted: requests.NewKey) -> Call[access_schemas.NewApiKey]:
+    """Make an API key."""
+    return Call(access_schemas.NewApiKey, "POST", "/v1/keys", body=wanted.model_dump(mode="json", exclude_none=True))
+
+
+def keys(limit: int = 50, cursor: str | None = None) -> Call[schemas.Items[access_schemas.ApiKey]]:
+    """A page of API keys, newest first."""
+    return Call(schemas.Items[access_schemas.ApiKey], "GET", "/v1/keys", {"limit": limit, "cursor": cursor})
+
+
+def revoke_key(key_id: str) -> Call[access_schemas.ApiKey]:
+    """Have a key open nothing any more."""
+    return Call(access_schemas.ApiKey, "DELETE", f"/v1/keys/{quote(key_id, safe='')}")
+
+
+def audit(
+    key: str | None = None, target: str | None = None, limit: int = 50, cursor: str | None = None
+) -> Call[schemas.Items[access_schemas.AuditEntry]]:
+    """A page of who changed what, newest first."""
+    parameters = {"key": key, "target": target, "limit": limit, "cursor": cursor}
+    return Call(schemas.Items[access_schemas.AuditEntry], "GET", "/v1/audit", parameters)
+
+
+def create_link() -> Call[access_schemas.OneTimeLink]:
+    """A link that signs a browser in, once."""
+    return Call(access_schemas.OneTimeLink, "POST", "/v1/links")
 
 
 def ready() -> Call[schemas.Health]:

@@ -6,8 +6,7 @@ ServiceUnreachable when nobody answers.
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -15,8 +14,10 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from api import calls
+from api.access_schemas import ApiKey, AuditEntry, NewApiKey, OneTimeLink, Project
 from api.calls import ApiError, Call, ServiceUnreachable, raise_for_problem
-from api.requests import FaultRequest
+from api.local_service import find_key, find_url, trust_in
+from api.requests import FaultRequest, NewKey
 from api.rest_version import HEADER, REST
 from api.schemas import (
     Checkpoint,
@@ -39,7 +40,8 @@ from api.schemas import (
     Stream,
 )
 from api.sse_client import EventParser
-from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+from service.identity import Scope
+from service.settings import Settings
 from service.states import is_final
 from workers.protocol.messages import FaultKind
 
@@ -49,23 +51,7 @@ T = TypeVar("T")
 LONGEST_WAIT_SECONDS = 60.0
 """The longest `wait` that the service takes."""
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
-_VERSION = {HEADER: str(REST)}
 _STREAM_TIMEOUT = httpx.Timeout(60.0, connect=5.0)  # the service says something every 15 seconds
-
-
-def find_url(settings: Settings) -> str:
-    """Where the service answers: MANTA_URL, else what the service running in MANTA_HOME says, else the default."""
-    if settings.url is not None:
-        return settings.url
-    return _url_of(settings.service_file) or f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
-
-
-def _url_of(service_file: Path) -> str | None:
-    try:
-        url = json.loads(service_file.read_text(encoding="utf-8"))["url"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # not running here, or just being written
-    return url if isinstance(url, str) else None
 
 
 def _checked_url(url: str) -> httpx.URL:
@@ -76,15 +62,32 @@ def _checked_url(url: str) -> httpx.URL:
         raise ServiceUnreachable(url, error) from error
 
 
+def _headers(key: str | None) -> dict[str, str]:
+    return {HEADER: str(REST), **({} if key is None else {"Authorization": f"Bearer {key}"})}
+
+
 class MantaClient:
     """Talks to a Manta service; blocks until it answers. Safe to share between threads; a context manager."""
 
-    def __init__(self, url: str, transport: httpx.BaseTransport | None = None):
-        """Talks to the service at `url`, such as `http://127.0.0.1:8400`; tests may give a `transport`."""
+    def __init__(self, url: str, transport: httpx.BaseTransport | None = None, key: str | None = None):
+        """Talks to the service at `url`, such as `http://127.0.0.1:8400`; tests may give a `transport`. `key`: default
+        is what `find_key` says. Raises KeyFileUnsafe."""
         self.url = url.rstrip("/")
+        settings = Settings.from_environment()
         self._http = httpx.Client(
-            base_url=_checked_url(self.url), transport=transport, timeout=TIMEOUT, headers=_VERSION
+            base_url=_checked_url(self.url),
+            transport=transport,
+            timeout=TIMEOUT,
+            headers=_headers(key or find_key(settings, self.url)),
+            verify=transport is not None or trust_in(settings, self.url),
         )
+
+    @classmethod
+    def of_home(cls, home: Path) -> Self:
+        """A client of the service that runs in `home`."""
+        settings = Settings(home)
+        url = find_url(settings)
+        return cls(url, key=find_key(settings, url))
 
     def __enter__(self) -> Self:
         return self
@@ -244,6 +247,37 @@ class MantaClient:
         """The machines and what runs on them."""
         return self.send(calls.cluster())
 
+    def create_project(self, name: str) -> Project:
+        """Make a project."""
+        return self.send(calls.create_project(name))
+
+    def projects(self, limit: int = 50, cursor: str | None = None) -> Items[Project]:
+        """A page of the projects that the key is good for, by name."""
+        return self.send(calls.projects(limit, cursor))
+
+    def create_key(self, name: str, scope: str, **more: Any) -> NewApiKey:
+        """Make an API key; only this answer has it. `more`: the other fields of NewKey."""
+        return self.send(calls.create_key(NewKey(name=name, scope=Scope(scope), **more)))
+
+    def keys(self, limit: int = 50, cursor: str | None = None) -> Items[ApiKey]:
+        """A page of API keys, newest first."""
+        return self.send(calls.keys(limit, cursor))
+
+    def revoke_key(self, key_id: str) -> ApiKey:
+        """Have a key open nothing any more."""
+        return self.send(calls.revoke_key(key_id))
+
+    def audit(
+        self, key: str | None = None, target: str | None = None, limit: int = 50, cursor: str | None = None
+    ) -> Items[AuditEntry]:
+        """A page of who changed what, newest first, optionally only of one key, or about one job, key, node or
+        project."""
+        return self.send(calls.audit(key, target, limit, cursor))
+
+    def link(self) -> OneTimeLink:
+        """What signs a browser in, once, with the rights of this client's key."""
+        return self.send(calls.create_link())
+
     def ready(self) -> Health:
         """Returns when the service can run jobs; ApiError `not_ready` says why it cannot."""
         return self.send(calls.ready())
@@ -252,11 +286,23 @@ class MantaClient:
 class AsyncMantaClient:
     """Talks to a Manta service from an event loop: `await client.send(calls.job(job_id))`."""
 
-    def __init__(self, url: str, transport: httpx.AsyncBaseTransport | None = None):
-        """Talks to the service at `url`; an app in the same process may give an `httpx.ASGITransport`."""
+    def __init__(
+        self,
+        url: str,
+        transport: httpx.AsyncBaseTransport | None = None,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        """Talks to the service at `url`; an app in the same process may give an `httpx.ASGITransport`. `key`: default
+        is what `find_key` says; none where `headers` say who asks. Raises KeyFileUnsafe."""
         self.url = url.rstrip("/")
+        settings = Settings.from_environment()
         self._http = httpx.AsyncClient(
-            base_url=_checked_url(self.url), transport=transport, timeout=TIMEOUT, headers=_VERSION
+            base_url=_checked_url(self.url),
+            transport=transport,
+            timeout=TIMEOUT,
+            headers=_headers(key or find_key(settings, self.url)) if headers is None else {**_headers(None), **headers},
+            verify=transport is not None or trust_in(settings, self.url),
         )
 
     async def __aenter__(self) -> Self:

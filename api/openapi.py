@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from api import requests, schemas
+from api.permissions import NEEDS
 from api.problem_codes import Responses
 from workers.config import JobSpec
 
@@ -21,8 +22,20 @@ _READ_BY_ROUTES = (
     requests.JobChanges,
     requests.FaultRequest,
     requests.DrainRequest,
+    requests.NewProject,
+    requests.NewKey,
     schemas.Problem,
 )
+_SCHEMES = {
+    "key": {"type": "http", "scheme": "bearer", "description": "An API key: Authorization: Bearer KEY"},
+    "session": {
+        "type": "apiKey",
+        "in": "cookie",
+        "name": "manta_session_PORT",
+        "description": "What a browser gets from a one-time link. It allows what the key behind it allows. PORT is the "
+        "port in the service's address, or `default`",
+    },
+}
 _NEVER_ANSWERED = ("HTTPValidationError", "ValidationError")
 
 
@@ -41,8 +54,19 @@ def describe(app: FastAPI) -> dict[str, Any]:
             known.update(schema.pop("$defs", {}))
             known[model.__name__] = schema
         _without_errors_of_fastapi(document)
+        _with_what_each_needs(document)
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def _with_what_each_needs(document: dict[str, Any]) -> None:
+    """Each operation with the scope that a key needs for it; none where it needs no key."""
+    document["components"]["securitySchemes"] = _SCHEMES
+    for path in document["paths"].values():
+        for operation in path.values():
+            need = NEEDS.get(operation["operationId"])
+            roles = [] if need is None else [need.scope.value, *(["installation"] if need.installation else [])]
+            operation["security"] = [{scheme: roles} for scheme in _SCHEMES] if need is not None else []
 
 
 def _without_errors_of_fastapi(document: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""What routes take from requests: the control plane, job ids, JSON bodies, page parameters."""
+"""What routes take from requests: the control plane, JSON bodies, page parameters. Who asks, and about which of the
+caller's jobs, is in `api/access.py`."""
 
 from __future__ import annotations
 
@@ -7,15 +8,14 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, NoReturn, TypeVar, cast
 
-from fastapi import Depends, Header, Path, Query, Request
+from fastapi import Depends, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from api.control import ControlPlane
 from api.problems import MalformedJson
 from api.state_waits import LONGEST_SECONDS
-from service.store import InvalidCursor, JobNotFound
-from service.store.ids import is_job_id
+from service.store import InvalidCursor
 
 Model = TypeVar("Model", bound=BaseModel)
 _LARGEST_INTEGER = 2**63 - 1
@@ -25,13 +25,6 @@ _LONGEST_CURSOR = 60_000  # the HTTP server takes no address of more than 64 KiB
 def control_of(request: Request) -> ControlPlane:
     """The control plane that the app was made with."""
     return cast(ControlPlane, request.app.state.control)
-
-
-def checked_job_id(job_id: Annotated[str, Path(description="Job id")]) -> str:
-    """The job id in the path. Raises JobNotFound for text that cannot be one, before it is used for anything."""
-    if not is_job_id(job_id):
-        raise JobNotFound(job_id)
-    return job_id
 
 
 async def json_body(request: Request) -> Any:
@@ -70,7 +63,6 @@ def versions_in(if_match: str | None) -> set[str] | None:
 
 
 Control = Annotated[ControlPlane, Depends(control_of)]
-JobId = Annotated[str, Depends(checked_job_id)]
 Body = Annotated[Any, Depends(json_body)]
 
 

@@ -29,17 +29,23 @@ KINDS: dict[str, Kind] = {
     "malformed_json": Kind(400, "the body is not JSON in UTF-8"),
     "http_error": Kind(400, "the request is not one that a server can read"),
     "other_release": Kind(400, "the client is of a release whose REST API this service does not speak"),
+    "unauthenticated": Kind(401, "there is no key with the request, or it is unknown, expired or revoked"),
+    "forbidden": Kind(403, "the key does not allow this; `detail` names the scope that is needed"),
     "unknown_host": Kind(403, "the Host header names another site"),
     "cross_site": Kind(403, "a page of another site sent the request"),
     "faults_not_allowed": Kind(403, "the service was started without --allow-faults"),
     "not_found": Kind(404, "there is nothing at this path"),
     "job_not_found": Kind(404, "there is no such job"),
+    "project_not_found": Kind(404, "there is no such project"),
+    "key_not_found": Kind(404, "there is no such key"),
+    "link_not_good": Kind(404, "the link was used before, has expired or was never given out"),
     "node_not_found": Kind(404, "there is no such node, or several ids begin like that"),
     "method_not_allowed": Kind(405, "the path does not take this method"),
     "illegal_transition": Kind(409, "the job's state does not allow it"),
     "job_not_final": Kind(409, "the job is not over: cancel it first"),
     "job_being_deleted": Kind(409, "the job is being deleted"),
     "files_not_removed": Kind(409, "a file of the job cannot be removed, so the job is still there"),
+    "project_exists": Kind(409, "there is a project of this name already"),
     "idempotency_conflict": Kind(409, "the Idempotency-Key was used before with another body"),
     "fault_not_possible": Kind(409, "the fault could never strike"),
     "not_understood": Kind(409, "another release stored the job's spec, and this one does not understand it"),
@@ -50,6 +56,7 @@ KINDS: dict[str, Kind] = {
     "invalid_spec": Kind(422, "the JobSpec breaks rules; `errors` has each of them"),
     "unsupported": Kind(422, "the JobSpec asks for what is not built yet; `errors` say what works"),
     "size_out_of_bounds": Kind(422, "the job cannot have this size"),
+    "too_many_requests": Kind(429, "the caller asks for more than it may at once or in a second"),
     "internal_error": Kind(500, "a defect of the service; its log says more"),
     "not_ready": Kind(503, "jobs cannot run right now; `errors` has the reasons"),
     "database_unavailable": Kind(503, "the job database does not answer"),
@@ -58,29 +65,38 @@ KINDS: dict[str, Kind] = {
 }
 OF_A_JOB = ("job_not_found", "database_unavailable")
 """What every route about one job can answer."""
-_ANY_REQUEST = ("other_release", "unknown_host", "body_too_large", "internal_error")
+_ANY_REQUEST = ("other_release", "unknown_host", "body_too_large", "too_many_requests", "internal_error")
+_ANY_CALLER = (*_ANY_REQUEST, "unauthenticated", "forbidden", "database_unavailable")
 _ANY_CHANGE = ("cross_site", "unsupported_media_type")
 _RETRY_AFTER = {
     "Retry-After": {"description": "Seconds after which to try again", "schema": {"type": "integer", "minimum": 0}}
 }
+_CHALLENGE = {"WWW-Authenticate": {"description": "That a bearer key is asked for", "schema": {"type": "string"}}}
+_HEADERS: dict[int, dict[str, Any]] = {401: _CHALLENGE, 429: _RETRY_AFTER, 503: _RETRY_AFTER}
 
 Responses = dict[int | str, dict[str, Any]]
 """What FastAPI takes as `responses`."""
 
 
 def reads(*codes: str) -> Responses:
-    """The errors of a route that changes nothing: `codes`, and those that any request may be answered with."""
+    """The errors of a route that changes nothing: `codes`, and those that any request with a key may be answered
+    with."""
+    return _described((*_ANY_CALLER, *codes))
+
+
+def anonymous(*codes: str) -> Responses:
+    """The same of a route that needs no key."""
     return _described((*_ANY_REQUEST, *codes))
 
 
 def changes(*codes: str) -> Responses:
     """The errors of a route that changes something: `codes`, and those that any such request may be answered with."""
-    return _described((*_ANY_REQUEST, *_ANY_CHANGE, *codes))
+    return _described((*_ANY_CALLER, *_ANY_CHANGE, *codes))
 
 
 def _described(codes: tuple[str, ...]) -> Responses:
     by_status: dict[int, list[str]] = {}
-    for code in codes:
+    for code in dict.fromkeys(codes):
         by_status.setdefault(KINDS[code].status, []).append(code)
     return {status: _response(status, by_status[status]) for status in sorted(by_status)}
 
@@ -97,4 +113,4 @@ def _response(status: int, codes: list[str]) -> dict[str, Any]:
         "description": f"{HTTPStatus(status).phrase}. {meanings}",
         "content": {MEDIA_TYPE: {"schema": schema}},
     }
-    return {**response, "headers": _RETRY_AFTER} if status == HTTPStatus.SERVICE_UNAVAILABLE else response
+    return {**response, "headers": _HEADERS[status]} if status in _HEADERS else response

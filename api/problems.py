@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 
@@ -12,7 +13,10 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from starlette.exceptions import HTTPException
 
+from api.access import Forbidden, Unauthenticated
+from api.permissions import shown
 from api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
+from api.rate_limits import TooManyRequests
 from api.schemas import FieldProblem, Problem
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
@@ -26,6 +30,10 @@ from service.store import (
     JobChanged,
     JobNotFinal,
     JobNotFound,
+    KeyNotFound,
+    LinkNotGood,
+    ProjectExists,
+    ProjectNotFound,
 )
 from service.stored_specs import SpecNotUnderstood
 from workers.errors import MantaError
@@ -33,6 +41,7 @@ from workers.spec.problems import SpecError
 
 log = logging.getLogger(__name__)
 
+_USUAL_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="manta"'}, 503: {"Retry-After": RETRY_SECONDS}}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -64,6 +73,12 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (MalformedJson, "malformed_json"),
     (SizeOutOfBounds, "size_out_of_bounds"),
     (SpecNotUnderstood, "not_understood"),
+    (Unauthenticated, "unauthenticated"),
+    (Forbidden, "forbidden"),
+    (ProjectNotFound, "project_not_found"),
+    (ProjectExists, "project_exists"),
+    (KeyNotFound, "key_not_found"),
+    (LinkNotGood, "link_not_good"),
 )
 """Errors that say all that there is to say, and the code that each is answered with."""
 
@@ -80,14 +95,15 @@ def problem(
     document = Problem(
         code=code, title=HTTPStatus(status).phrase, status=status, detail=detail, errors=list(errors)
     ).model_dump_json()
-    retry = {"Retry-After": RETRY_SECONDS} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
-    return Response(document, status, media_type=MEDIA_TYPE, headers={**retry, **(headers or {})})
+    usual = _USUAL_HEADERS.get(status, {})
+    return Response(document, status, media_type=MEDIA_TYPE, headers={**usual, **(headers or {})})
 
 
 def install(app: FastAPI) -> None:
     """Make `app` answer every error with a problem document."""
     for kind, code in _OF_ERRORS:
         app.add_exception_handler(kind, _answer(code))
+    app.add_exception_handler(TooManyRequests, _too_many_requests)
     for away in (OperationalError, InterfaceError, NoConnectionLeft):
         app.add_exception_handler(away, _database_unavailable)
     app.add_exception_handler(SpecError, _spec_error)
@@ -108,9 +124,25 @@ def _answer(code: str) -> Callable[[Request, Exception], Awaitable[Response]]:
 
 
 async def _database_unavailable(request: Request, error: Exception) -> Response:
-    log.warning("%s %s: the database does not answer (%s)", request.method, request.url.path, error)
+    cause = getattr(error, "orig", None) or error  # without the values in the statement
+    log.warning("%s %s: the database does not answer (%s)", request.method, shown(request.url.path), cause)
+    return database_unavailable()
+
+
+def database_unavailable() -> Response:
+    """The answer while the database is away."""
     detail = "the job database does not answer; jobs run on, and nothing was changed by this request: try it again"
     return problem("database_unavailable", detail)
+
+
+async def _too_many_requests(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, TooManyRequests)
+    return too_many(error)
+
+
+def too_many(error: TooManyRequests) -> Response:
+    """The answer to one request too many."""
+    return problem("too_many_requests", str(error), headers={"Retry-After": str(math.ceil(error.retry_seconds))})
 
 
 async def _spec_error(_request: Request, error: Exception) -> Response:
@@ -152,5 +184,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    log.error("%s %s failed", request.method, shown(request.url.path), exc_info=error)
     return problem("internal_error", "something went wrong inside the service; its log says what")

@@ -114,7 +114,6 @@ class RequestGuard:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        send = _telling_version(send)
         headers = Headers(scope=scope)
         refused = refusal(scope["type"], scope.get("method", "GET"), scope["path"], headers, self._own_names)
         if refused is not None and scope["type"] == "websocket":
@@ -132,17 +131,6 @@ class RequestGuard:
             await problem(refused.code, refused.detail)(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-
-def _telling_version(send: Send) -> Send:
-    """Every answer says which REST API this is."""
-
-    async def tell(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", []), (HEADER.lower().encode(), b"%d" % REST)]}
-        await send(message)
-
-    return tell
 
 
 async def _body(receive: Receive, headers: Mapping[str, str]) -> bytes | None:
@@ -168,3 +156,20 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return left.pop() if left else await receive()
 
     return replay
+
+
+class TellVersion:
+    """ASGI middleware with which every answer says which REST API this is."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, and add the header to its answer."""
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", []), (HEADER.lower().encode(), b"%d" % REST)]}
+            await send(message)
+
+        await self._app(scope, receive, tell)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from service.identity import PROJECT_PATTERN, Scope
 from workers.config import JobName, Priority
 from workers.protocol.messages import FaultKind, FaultPhase
 
@@ -71,6 +72,40 @@ class FaultRequest(BaseModel):
         if self.kind == "slow" and not self.seconds:
             raise ValueError("slow needs seconds: how much longer each step shall take")
         return self
+
+
+ProjectName = Annotated[str, Field(pattern=f"^{PROJECT_PATTERN}$", min_length=1, max_length=63)]
+"""Lower-case letters, digits and hyphens."""
+PersonalName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""A name of anything or anybody, on one line."""
+
+
+class NewProject(BaseModel):
+    """A project to be made."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: ProjectName
+    """Its name, for good."""
+
+
+class NewKey(BaseModel):
+    """An API key to be made."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: PersonalName
+    """What it is for."""
+    scope: Scope
+    """read: see jobs; submit: and submit, change and end them; admin: and look after keys and audit."""
+    project: ProjectName | None = None
+    """Project that it is bound to; default: that of the key that makes it."""
+    user: PersonalName | None = None
+    """Whom it is for."""
+    expires_in_days: float | None = Field(None, gt=0, le=36_500, allow_inf_nan=False)
+    """After how many days it opens nothing any more; default: never."""
+    installation: Annotated[bool, Field(strict=True)] = False
+    """Good for all projects. Its own is the one that it submits into."""
 
 
 class DrainRequest(BaseModel):

@@ -110,6 +110,8 @@ class Job(Answer):
 
     id: str
     """Its id."""
+    project: str | None = None
+    """The project that it belongs to; null from a service of a release before there were any."""
     etag: str | None = None
     """For If-Match: another one whenever something has changed that a PATCH can change."""
     name: str

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from service.cluster.processes import same_process, start_of, started_in
+from sqlalchemy.exc import SQLAlchemyError
+
+from api.local_service import announce, running_service
+from service import automatic_key
 from service.cluster.ray_head import ExistingRay, RayHead
 from service.control_plane import ControlPlane
-from service.data_roots import DataRoots
-from service.settings import Settings
+from service.data_roots import LOOPBACK_HOSTS, DataRoots
+from service.settings import RequestLimits, Settings
+from service.store import Store, keys
 from workers.errors import MantaError
 
 if TYPE_CHECKING:
@@ -36,14 +40,19 @@ class AlreadyRunning(MantaError):
     """A service of the same home runs already."""
 
 
+class NotForOthers(MantaError):
+    """The service would listen where others can reach it, but lacks what keeps them out; the message says what."""
+
+
 def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str | None) -> None:
     """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of somebody else's Ray.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
-    PortTaken, AlreadyRunning, RayUnavailable.
+    PortTaken, AlreadyRunning, NotForOthers, RayUnavailable, KeyFileUnsafe.
     """
-    home, allow_faults = settings.home, settings.allow_faults
+    home, tls = settings.home, settings.tls
     os.umask(PRIVATE)
+    refuse_without_protection(settings, host)
     home.mkdir(parents=True, exist_ok=True)
     running = running_service(home)
     if running is not None and running["pid"] != os.getpid():
@@ -51,13 +60,13 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     lock = _lock(home)
     listener = _listen(host, port)
     port = listener.getsockname()[1]
-    url = f"http://{host}:{port}"
+    url = f"{'http' if tls.certificate is None else 'https'}://{host}:{port}"
     head = ExistingRay(ray) if ray else RayHead(home, slots)
     control = ControlPlane(
         home,
         head,
-        lambda: _start_over(home, host, port, slots, allow_faults),
-        allow_faults,
+        lambda: _start_over(settings, host, port, slots),
+        settings.allow_faults,
         settings.failed_memory_hours * 3600,
         DataRoots.of(settings.data_roots, host),
     )
@@ -66,10 +75,21 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     try:
         import uvicorn  # once the jobs are under control, like what `build_app` imports
 
-        app = build_app(control, url, (host, *settings.allowed_hosts))
-        _announce(service_file, url)
+        if host in LOOPBACK_HOSTS:
+            automatic_key.ensure(control.store, home)
+        app = build_app(control, (host, *settings.allowed_hosts), settings.limits, tls.is_used)
+        announce(service_file, url, tls.certificate)
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            lifespan="on",
+            ssl_certfile=tls.certificate,
+            ssl_keyfile=tls.key,
+            # Whom nobody trusts could else write any address into the audit.
+            proxy_headers=bool(settings.trusted_proxies),
+            forwarded_allow_ips=list(settings.trusted_proxies),
         )
         uvicorn.Server(config).run(sockets=[listener])
     finally:
@@ -79,15 +99,47 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         lock.close()
 
 
-def build_app(control: ControlPlane, url: str, allowed_hosts: Collection[str] = ()) -> FastAPI:
-    """REST and dashboard on top of `control`; the dashboard calls the service at `url`. `allowed_hosts`: as for
-    `create_app`."""
+def build_app(
+    control: ControlPlane, allowed_hosts: Collection[str], limits: RequestLimits, secure_cookies: bool
+) -> FastAPI:
+    """REST and dashboard on top of `control`; the rest is as for `create_app`."""
     from api.app import create_app  # imports FastAPI, which only the server needs
     from api.ui import mount  # and NiceGUI
 
-    app = create_app(control, allowed_hosts)
-    mount(app, url)
+    app = create_app(control, allowed_hosts, limits, secure_cookies)
+    mount(app)
     return app
+
+
+def refuse_without_protection(settings: Settings, host: str) -> None:
+    """Raise NotForOthers where the service would listen for others than its own user (`host`) without TLS, or before
+    anybody has a key."""
+    if host in LOOPBACK_HOSTS:
+        return
+    if not settings.tls.is_used:
+        raise NotForOthers(
+            f"on {host} others could read keys on their way here: give a certificate with --tls-cert and --tls-key, or "
+            "say --tls-terminated where a proxy speaks TLS with the clients and nobody else reaches this port; "
+            "without --host the service is for this machine only"
+        )
+    if not _somebody_has_a_key(settings):
+        raise NotForOthers(
+            f"on {host} the service needs a key before it starts: make one with `manta keys create --admin`, "
+            "which prints it once"
+        )
+
+
+def _somebody_has_a_key(settings: Settings) -> bool:
+    if not (settings.home / "manta.db").exists():
+        return False
+    store = Store(settings.database_url)
+    try:
+        with store.read() as session:
+            return keys.may_administrate(session, time.time())
+    except SQLAlchemyError:  # of a release before there were keys
+        return False
+    finally:
+        store.close()
 
 
 def _lock(home: Path) -> IO[str]:
@@ -101,12 +153,21 @@ def _lock(home: Path) -> IO[str]:
     return file
 
 
-def _start_over(home: Path, host: str, port: int, slots: int | None, allow_faults: bool) -> None:
+def _start_over(settings: Settings, host: str, port: int, slots: int | None) -> None:
     """Become a fresh service at the same address, which starts a new Ray and takes up the jobs from the database."""
-    options = ["--host", host, "--port", str(port), *(["--slots", str(slots)] if slots is not None else [])]
-    options += ["--allow-faults"] if allow_faults else []
-    environment = {**os.environ, "MANTA_HOME": str(home)}
-    os.execve(sys.executable, [sys.executable, "-m", "api.cli", "serve", *options], environment)
+    os.execve(sys.executable, serve_command(settings, host, port, slots), settings.environment_of_service())
+
+
+def serve_command(settings: Settings, host: str, port: int, slots: int | None, ray: str | None = None) -> list[str]:
+    """The command that runs a service in the foreground, for an environment whose MANTA_HOME is that of `settings`."""
+    command = [sys.executable, "-m", "api.cli", "serve", "--host", host, "--port", str(port)]
+    command += ["--slots", str(slots)] if slots is not None else []
+    command += ["--ray", ray] if ray is not None else []
+    command += ["--allow-faults"] if settings.allow_faults else []
+    tls = settings.tls
+    if tls.certificate is not None:
+        command += ["--tls-cert", str(tls.certificate), "--tls-key", str(tls.key)]
+    return command + (["--tls-terminated"] if tls.terminated else [])
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -116,24 +177,6 @@ def _listen(host: str, port: int) -> socket.socket:
         raise PortTaken(
             f"cannot listen on {host}:{port} ({error.strerror}); choose another one with --port, or end what uses it"
         ) from error
-
-
-def _announce(service_file: Path, url: str) -> None:
-    """Say where the service answers, for the commands of the same home."""
-    me = os.getpid()
-    temporary = service_file.with_suffix(".part")
-    temporary.write_text(json.dumps({"url": url, "pid": me, "started": start_of(me)}), encoding="utf-8")
-    temporary.rename(service_file)
-
-
-def running_service(home: Path) -> dict[str, object] | None:
-    """What the service of `home` says about itself (`url`, `pid`, `started`), or None when none runs."""
-    try:
-        announced = json.loads(Settings(home).service_file.read_text(encoding="utf-8"))
-        alive = same_process(int(announced["pid"]), started_in(announced))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return announced if alive else None
 
 
 def configure_logging() -> None:

@@ -11,6 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
+from api.access import begin_stream, is_still_welcome
 from service.store import JobNotFound
 
 POLL_SECONDS = 0.2
@@ -55,7 +56,8 @@ def wants_stream(request: Request, follow: bool) -> bool:
 
 def stream(request: Request, look: Look, position: object) -> StreamingResponse:
     """A response that sends everything from `position` on, ends with an `end` event after the job is final, and
-    stops when the client or the job is gone."""
+    stops when the client, its key or the job is gone. Raises TooManyRequests."""
+    begin_stream(request)
     return StreamingResponse(
         _events(request, look, position),
         media_type=MEDIA_TYPE,
@@ -68,6 +70,8 @@ async def _events(request: Request, look: Look, position: object) -> AsyncIterat
     spoke_at = loop.time()
     yield KEEPALIVE_COMMENT  # the client learns at once that the stream is open
     while not await request.is_disconnected():
+        if not await is_still_welcome(request):
+            return
         try:
             batch = await run_in_threadpool(look, position)
         except JobNotFound:  # it was deleted meanwhile

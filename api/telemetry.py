@@ -21,17 +21,17 @@ _GAUGES = {
 
 
 class JobCollector(Collector):
-    """Numbers of all jobs by state, and of each unfinished job by its id."""
+    """Numbers of jobs by state, and of each unfinished job by its id."""
 
-    def __init__(self, store: Store):
-        """Reads from `store`."""
-        self._store = store
+    def __init__(self, store: Store, bound: str | None):
+        """Reads from `store`; with `bound` only the jobs of that project."""
+        self._store, self._bound = store, bound
 
     def collect(self) -> Iterable[Metric]:
         """All numbers as of now."""
         with self._store.read() as session:
-            counts = jobs.count_by_state(session)
-            unfinished = jobs.unfinished(session)
+            counts = jobs.count_by_state(session, self._bound)
+            unfinished = jobs.unfinished(session, self._bound)
             books = {job.id: ledgers.of_job(session, job.id, time.time()) for job in unfinished}
         by_state = GaugeMetricFamily("manta_jobs", "Jobs by state", labels=["state"])
         for state, count in counts.items():

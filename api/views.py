@@ -28,7 +28,8 @@ def moment(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def _moment_or_none(seconds: float | None) -> datetime | None:
+def moment_or_none(seconds: float | None) -> datetime | None:
+    """The same; None for None."""
     return None if seconds is None else moment(seconds)
 
 
@@ -41,6 +42,7 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
     known = dict.fromkeys(("step", *tables.METRIC_NAMES))
     return schemas.Job(
         id=job.id,
+        project=job.project,
         etag=f'"{edits.version_of(job)}"',
         name=job.name,
         state=job.state,
@@ -57,10 +59,10 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
         goodput=ledgers.of_job(session, job.id, time.time()).goodput,
         queue=schemas.Queue(position=jobs.queue_position(session, job), waiting_for=job.waiting_for),
         created_at=moment(job.created_at),
-        started_at=_moment_or_none(job.started_at),
-        finished_at=_moment_or_none(job.finished_at),
-        memory_kept_until=_moment_or_none(job.memory_kept_until),
-        deletion_began_at=_moment_or_none(job.deletion_began_at),
+        started_at=moment_or_none(job.started_at),
+        finished_at=moment_or_none(job.finished_at),
+        memory_kept_until=moment_or_none(job.memory_kept_until),
+        deletion_began_at=moment_or_none(job.deletion_began_at),
     )
 
 

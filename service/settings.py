@@ -3,19 +3,57 @@ the environment; `workers/settings.py` reads what torchrun says to the engine wh
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.errors import MantaError
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400
+_KEY = "MANTA_API_KEY"
 
 
 class BadSetting(MantaError):
     """A variable of the environment says something that is none of its values."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """How much one caller may ask of the service."""
+
+    requests_per_second: float = 500.0
+    """Requests of one key in the long run, twice as many at once (MANTA_REQUESTS_PER_SECOND); 0: no limit."""
+    requests_at_once: int = 1000
+    """Open requests of one key, streams among them (MANTA_REQUESTS_AT_ONCE)."""
+    streams_at_once: int = 600
+    """Open streams of one key (MANTA_STREAMS_AT_ONCE)."""
+    anonymous_per_second: float = 20.0
+    """Requests without a good key from one address (MANTA_ANONYMOUS_PER_SECOND); 0: no limit."""
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Where TLS between the service and its clients ends."""
+
+    certificate: Path | None = None
+    """PEM file with the service's certificate and those between it and its root (MANTA_TLS_CERT)."""
+    key: Path | None = None
+    """PEM file with its private key (MANTA_TLS_KEY)."""
+    terminated: bool = False
+    """Somebody before the service ends it, and nobody else can reach the service (MANTA_TLS_TERMINATED=1)."""
+
+    def __post_init__(self) -> None:
+        """Raises BadSetting."""
+        if (self.certificate is None) != (self.key is None):
+            raise BadSetting("a certificate needs its private key and the other way round: --tls-cert and --tls-key")
+
+    @property
+    def is_used(self) -> bool:
+        """Whether clients speak TLS."""
+        return self.terminated or self.certificate is not None
 
 
 @dataclass(frozen=True)
@@ -38,23 +76,89 @@ class Settings:
     data_roots: tuple[Path, ...] | None = None
     """Folders below which jobs may read data (MANTA_DATA_ROOTS, separated by colons); None: `DataRoots.of` says which,
     by the address on which the service listens."""
+    api_key: str | None = field(default=None, repr=False)
+    """The key that the client sends (MANTA_API_KEY); None: that of the service running in `home`."""
+    tls: Tls = Tls()
+    """TLS of the service (MANTA_TLS_CERT, MANTA_TLS_KEY, MANTA_TLS_TERMINATED, or options of the same names)."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses or networks whose `X-Forwarded-For` is believed (MANTA_TRUSTED_PROXIES, separated by commas)."""
+    limits: RequestLimits = RequestLimits()
+    """How much one caller may ask of the service."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Read MANTA_HOME (default ~/.manta), MANTA_URL, MANTA_ALLOW_FAULTS, MANTA_ALLOWED_HOSTS, MANTA_DATA_ROOTS and
-        MANTA_FAILED_MEMORY_HOURS from `environment`, by default the process's own. Raises BadSetting."""
+        """Read the variables that the fields name from `environment`, by default the process's own; MANTA_HOME is
+        ~/.manta where it is not set. Raises BadSetting."""
         source = os.environ if environment is None else environment
         home = Path(source.get("MANTA_HOME") or "~/.manta").expanduser().absolute()
-        allow_faults = source.get("MANTA_ALLOW_FAULTS", "").strip().lower() in ("1", "true", "yes", "on")
-        hours = _hours(source.get("MANTA_FAILED_MEMORY_HOURS") or "24")
-        hosts = tuple(filter(None, (name.strip() for name in source.get("MANTA_ALLOWED_HOSTS", "").split(","))))
-        roots = _folders(source.get("MANTA_DATA_ROOTS") or "")
-        return cls(home, source.get("MANTA_URL") or None, allow_faults, hosts, hours, roots)
+        return cls(
+            home,
+            source.get("MANTA_URL") or None,
+            _switch(source, "MANTA_ALLOW_FAULTS"),
+            _names(source, "MANTA_ALLOWED_HOSTS"),
+            _hours(source.get("MANTA_FAILED_MEMORY_HOURS") or "24"),
+            _folders(source.get("MANTA_DATA_ROOTS") or ""),
+            source.get(_KEY) or None,
+            Tls(
+                _file(source, "MANTA_TLS_CERT"), _file(source, "MANTA_TLS_KEY"), _switch(source, "MANTA_TLS_TERMINATED")
+            ),
+            _networks(source, "MANTA_TRUSTED_PROXIES"),
+            RequestLimits(
+                _number(source, "MANTA_REQUESTS_PER_SECOND", RequestLimits.requests_per_second),
+                int(_number(source, "MANTA_REQUESTS_AT_ONCE", RequestLimits.requests_at_once)),
+                int(_number(source, "MANTA_STREAMS_AT_ONCE", RequestLimits.streams_at_once)),
+                _number(source, "MANTA_ANONYMOUS_PER_SECOND", RequestLimits.anonymous_per_second),
+            ),
+        )
+
+    @property
+    def database_url(self) -> str:
+        """SQLAlchemy address of the job database."""
+        return f"sqlite:///{self.home / 'manta.db'}"
+
+    def environment_of_service(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+        """`environment`, by default the process's own, for a service of `home`: without the key of whoever starts it,
+        which the trainers that it starts would inherit."""
+        source = os.environ if environment is None else environment
+        return {**{name: value for name, value in source.items() if name != _KEY}, "MANTA_HOME": str(self.home)}
 
     @property
     def service_file(self) -> Path:
         """JSON file `{"url", "pid"}` in which a running embedded service says where it answers."""
         return self.home / "service.json"
+
+
+def _switch(source: Mapping[str, str], name: str) -> bool:
+    return source.get(name, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def _names(source: Mapping[str, str], name: str) -> tuple[str, ...]:
+    return tuple(filter(None, (each.strip() for each in source.get(name, "").split(","))))
+
+
+def _file(source: Mapping[str, str], name: str) -> Path | None:
+    return Path(source[name]).expanduser().absolute() if source.get(name) else None
+
+
+def _networks(source: Mapping[str, str], name: str) -> tuple[str, ...]:
+    networks = _names(source, name)
+    for network in networks:
+        try:
+            ipaddress.ip_network(network)
+        except ValueError as error:
+            raise BadSetting(f"{name} names {network!r}; it takes addresses and networks such as 10.0.0.0/8") from error
+    return networks
+
+
+def _number(source: Mapping[str, str], name: str, default: float) -> float:
+    text = source.get(name) or str(default)
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1e9:
+        raise BadSetting(f"{name} is {text!r}; it must be a number of 0 or more")
+    return number
 
 
 def _folders(text: str) -> tuple[Path, ...] | None:

@@ -96,10 +96,11 @@ def _console() -> Console:
 
 
 def _show_state(job: JobView, as_json: bool) -> None:
-    _show(job, as_json, lambda console: console.print(f"{job.id} is {job.state}", highlight=False))
+    show(job, as_json, lambda console: console.print(f"{job.id} is {job.state}", highlight=False))
 
 
-def _show(answer: BaseModel, as_json: bool, draw: Callable[[Console], None]) -> None:
+def show(answer: BaseModel, as_json: bool, draw: Callable[[Console], None]) -> None:
+    """Print an answer for programs, or have it drawn for people."""
     if as_json:
         typer.echo(render.as_json(answer))
     else:
@@ -125,11 +126,11 @@ def submit(
     with connect(url) as client:
         if dry_run:
             checked = client.dry_run(document)
-            _show(checked, as_json, lambda console: render.layout_page(console, checked))
+            show(checked, as_json, lambda console: render.layout_page(console, checked))
             return
         job = client.submit(document)
         if not follow:
-            _show(job, as_json, lambda console: console.print(job.id, highlight=False))
+            show(job, as_json, lambda console: console.print(job.id, highlight=False))
             return
         # With --json the only thing on standard output is the final job.
         console = Console(stderr=True) if as_json else _console()
@@ -156,7 +157,7 @@ def list_jobs(
     """List jobs, newest first."""
     with connect(url) as client:
         page = client.jobs(state.upper() if state else None, name, limit)
-    _show(page, as_json, lambda console: render.job_list(console, page.items))
+    show(page, as_json, lambda console: render.job_list(console, page.items))
 
 
 @app.command()
@@ -164,7 +165,7 @@ def status(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Show one job."""
     with connect(url) as client:
         answer = client.job(job)
-    _show(answer, as_json, lambda console: render.job_page(console, answer))
+    show(answer, as_json, lambda console: render.job_page(console, answer))
 
 
 @app.command()
@@ -205,7 +206,7 @@ def metrics(
     """Show a job's metrics over its steps."""
     with connect(url) as client:
         answer = client.metrics(job, names.split(",") if names else None, after_step, max_points)
-    _show(answer, as_json, lambda console: render.metric_table(console, answer))
+    show(answer, as_json, lambda console: render.metric_table(console, answer))
 
 
 @app.command()
@@ -245,7 +246,7 @@ def edit(
         raise fail("say what to change: --name, --priority", EXIT_BAD_INPUT)
     with connect(url) as client:
         answer = client.edit(job, name, priority)
-    _show(answer, as_json, lambda console: render.edited(console, answer))
+    show(answer, as_json, lambda console: render.edited(console, answer))
 
 
 @app.command()
@@ -262,7 +263,7 @@ def delete(
             about = f"{known.id} ({known.name}, {known.state}, step {known.step} of {known.steps})"
             typer.confirm(f"Delete {about} with its checkpoints and logs for good?", abort=True, err=True)
         answer = client.delete(job)
-    _show(answer, as_json, lambda console: render.deletion(console, answer))
+    show(answer, as_json, lambda console: render.deletion(console, answer))
 
 
 @app.command()
@@ -283,7 +284,7 @@ def resize(
     """Go on with another number of replicas, at the same global batch."""
     with connect(url) as client:
         answer = client.resize(job, data)
-    _show(
+    show(
         answer, as_json, lambda console: console.print(f"{answer.id} will go on with {data} replicas", highlight=False)
     )
 
@@ -293,7 +294,7 @@ def checkpoints(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """List a job's durable checkpoints."""
     with connect(url) as client:
         page = client.checkpoints(job)
-    _show(page, as_json, lambda console: render.checkpoint_table(console, page.items))
+    show(page, as_json, lambda console: render.checkpoint_table(console, page.items))
 
 
 @app.command()
@@ -301,7 +302,7 @@ def ranks(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Show where a job's ranks run."""
     with connect(url) as client:
         page = client.ranks(job)
-    _show(page, as_json, lambda console: render.rank_table(console, page.items))
+    show(page, as_json, lambda console: render.rank_table(console, page.items))
 
 
 @app.command()
@@ -309,7 +310,7 @@ def ledger(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Show where every second of a job went."""
     with connect(url) as client:
         answer = client.ledger(job)
-    _show(answer, as_json, lambda console: render.ledger_page(console, answer))
+    show(answer, as_json, lambda console: render.ledger_page(console, answer))
 
 
 @app.command()
@@ -317,7 +318,7 @@ def recoveries(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """List a job's recoveries: what failed, what was replaced, and how long each phase took."""
     with connect(url) as client:
         page = client.recoveries(job, limit=MOST_RECOVERIES)
-    _show(page, as_json, lambda console: render.recovery_table(console, page.items))
+    show(page, as_json, lambda console: render.recovery_table(console, page.items))
 
 
 @app.command()
@@ -341,7 +342,7 @@ def inject(
         raise fail("; ".join(entry["msg"] for entry in error.errors()), EXIT_BAD_INPUT) from error
     with connect(url) as client:
         made = client.send(calls.inject(job, wanted))
-    _show(made, as_json, lambda console: console.print(f"{made.id}: {made.message}", highlight=False))
+    show(made, as_json, lambda console: console.print(f"{made.id}: {made.message}", highlight=False))
 
 
 @app.command()
@@ -354,7 +355,7 @@ def drain(
     """Have all jobs leave a node before it goes away."""
     with connect(url) as client:
         answer = client.drain(node, deadline)
-    _show(answer, as_json, lambda console: console.print(f"{answer.id} is being left", highlight=False))
+    show(answer, as_json, lambda console: console.print(f"{answer.id} is being left", highlight=False))
 
 
 @app.command()
@@ -362,7 +363,7 @@ def nodes(url: Url = None, as_json: Json = False) -> None:
     """Show the cluster's nodes and what runs on them."""
     with connect(url) as client:
         cluster = client.cluster()
-    _show(cluster, as_json, lambda console: render.node_table(console, cluster))
+    show(cluster, as_json, lambda console: render.node_table(console, cluster))
 
 
 def _read(file: Path) -> Any:
@@ -398,7 +399,8 @@ def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
 
 def main() -> None:
     """Entry of the `manta` command."""
-    from api.cli import service
+    from api.cli import access, service
 
+    access.register(app)
     service.register(app)
     app()

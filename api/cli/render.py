@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from api import schemas
+from api import access_schemas, schemas
 from api.cli.progress import figure, percent, progress_line
 
 
@@ -240,3 +240,45 @@ def node_table(console: Console, cluster: schemas.Cluster) -> None:
         for node in cluster.nodes
     ]  # fmt: skip
     table(console, ("NODE", "ADDRESS", "STATE", "PLACES", "FREE", "TOTAL", "JOBS"), rows, "the cluster has no nodes")
+
+
+def key_table(console: Console, keys: Sequence[access_schemas.ApiKey]) -> None:
+    """`manta keys list`."""
+    rows = [
+        (
+            key.id,
+            key.name,
+            key.user or "-",
+            "all" if key.installation else key.project,
+            key.scope,
+            moment(key.created_at),
+            "revoked" if key.revoked_at else f"until {moment(key.expires_at)}" if key.expires_at else "good",
+        )
+        for key in keys
+    ]
+    table(console, ("ID", "NAME", "USER", "PROJECT", "SCOPE", "MADE", "STATE"), rows, "There are no keys.")
+
+
+def project_table(console: Console, projects: Sequence[access_schemas.Project]) -> None:
+    """`manta projects list`."""
+    rows = [(project.name, moment(project.created_at)) for project in projects]
+    table(console, ("NAME", "MADE"), rows, "There are no projects.")
+
+
+def audit_table(console: Console, entries: Sequence[access_schemas.AuditEntry]) -> None:
+    """`manta audit`."""
+    rows = [
+        (
+            moment(entry.time),
+            entry.user or "-",
+            entry.key_name,
+            entry.project,
+            entry.operation,
+            entry.target or "-",
+            entry.address or "-",
+            f"{entry.status} {entry.code or ''}".strip(),
+        )
+        for entry in entries
+    ]
+    headings = ("TIME", "USER", "KEY", "PROJECT", "WHAT", "OF", "FROM", "ANSWER")
+    table(console, headings, rows, "Nobody has changed anything.")

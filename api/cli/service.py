@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +16,20 @@ import typer
 from sqlalchemy.exc import SQLAlchemyError
 
 from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.server import configure_logging, running_service, serve
+from api.local_service import running_service
+from api.server import configure_logging, refuse_without_protection, serve, serve_command
+from service.automatic_key import read_key
 from service.cluster.processes import wait_until_ended
 from service.cluster.ray_head import RayHead
-from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+from service.data_roots import LOOPBACK_HOSTS
+from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings, Tls
 from service.states import JobState
 from service.store import Job, Store
 from service.store.jobs import unfinished_in_brief
 from workers.errors import MantaError
 from workers.paths import Paths
 
+NO_TLS = Tls()
 UP_SECONDS, DOWN_SECONDS, POLL_SECONDS = 120.0, 60.0, 0.1
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
@@ -35,6 +38,11 @@ Slots = Annotated[int | None, typer.Option("--slots", min=1, help="CPU ranks tha
 Ray = Annotated[str | None, typer.Option("--ray", metavar="HOST:PORT", help="Use this Ray cluster, not an own one.")]
 AllowFaults = Annotated[
     bool, typer.Option("--allow-faults", help="Let `manta inject` kill, stop and harm the jobs' processes.")
+]
+TlsCert = Annotated[Path | None, typer.Option("--tls-cert", help="PEM file of the service's certificate.")]
+TlsKey = Annotated[Path | None, typer.Option("--tls-key", help="PEM file of its private key.")]
+TlsTerminated = Annotated[
+    bool, typer.Option("--tls-terminated", help="A proxy speaks TLS with the clients, and only it reaches this port.")
 ]
 
 
@@ -46,7 +54,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     app.command()(up)
     app.command()(down)
-    app.command("serve")(serve_command)
+    app.command("serve")(serve_in_foreground)
 
 
 def up(
@@ -55,16 +63,34 @@ def up(
     slots: Slots = None,
     ray: Ray = None,
     allow_faults: AllowFaults = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_terminated: TlsTerminated = False,
 ) -> None:
     """Start the service in the background."""
-    settings = Settings.from_environment()
+    settings = _with_options(Settings.from_environment(), allow_faults, tls_cert, tls_key, tls_terminated)
     home = settings.home
     running = running_service(home)
     if running is not None:
         typer.echo(f"Manta runs already: {running['url']}")
         return
-    url = start_service(home, host, port, slots, ray, allow_faults or settings.allow_faults)
-    typer.echo(f"Manta is up: {url} (dashboard: {url}/ui, home: {home})")
+    refuse_without_protection(settings, host)
+    url = start_service(home, host, port, slots, ray, settings.allow_faults, settings.tls)
+    typer.echo(f"Manta is up: {url} (home: {home})")
+    if read_key(home) is not None and host in LOOPBACK_HOSTS:
+        with MantaClient.of_home(home) as client:
+            typer.echo(f"Dashboard, good once: {url}{client.link().path} (`manta link` prints another one)")
+
+
+def _with_options(
+    settings: Settings, allow_faults: bool, tls_cert: Path | None, tls_key: Path | None, tls_terminated: bool
+) -> Settings:
+    """`settings`, where the command's options do not say otherwise."""
+    tls = settings.tls
+    if tls_cert is not None or tls_key is not None:
+        tls = Tls(tls_cert and tls_cert.absolute(), tls_key and tls_key.absolute(), tls.terminated)
+    tls = replace(tls, terminated=tls_terminated or tls.terminated)
+    return replace(settings, allow_faults=allow_faults or settings.allow_faults, tls=tls)
 
 
 def down() -> None:
@@ -107,21 +133,30 @@ def running_jobs(home: Path) -> list[Job]:
         store.close()
 
 
-def serve_command(
+def serve_in_foreground(
     host: Host = DEFAULT_HOST,
     port: Port = DEFAULT_PORT,
     slots: Slots = None,
     ray: Ray = None,
     allow_faults: AllowFaults = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_terminated: TlsTerminated = False,
 ) -> None:
     """Run the service in the foreground, for containers."""
     configure_logging()
-    settings = Settings.from_environment()
-    serve(replace(settings, allow_faults=allow_faults or settings.allow_faults), host, port, slots, ray)
+    settings = _with_options(Settings.from_environment(), allow_faults, tls_cert, tls_key, tls_terminated)
+    serve(settings, host, port, slots, ray)
 
 
 def start_service(
-    home: Path, host: str, port: int, slots: int | None, ray: str | None, allow_faults: bool = False
+    home: Path,
+    host: str,
+    port: int,
+    slots: int | None,
+    ray: str | None,
+    allow_faults: bool = False,
+    tls: Tls = NO_TLS,
 ) -> str:
     """Start the service of `home` in the background and return its address once it is ready. Raises NotStarted; a Ray
     that ran before goes on running then, with the jobs in it."""
@@ -129,18 +164,15 @@ def start_service(
     log = home / "logs" / "service.log"
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     log.parent.mkdir(mode=0o700, exist_ok=True)
-    command = [sys.executable, "-m", "api.cli", "serve", "--host", host, "--port", str(port)]
-    command += ["--slots", str(slots)] if slots is not None else []
-    command += ["--ray", ray] if ray is not None else []
-    command += ["--allow-faults"] if allow_faults else []
+    settings = Settings(home, allow_faults=allow_faults, tls=tls)
     began = log.stat().st_size if log.exists() else 0
     with open(log, "ab", opener=_private) as output:
         process = subprocess.Popen(
-            command,
+            serve_command(settings, host, port, slots, ray),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, "MANTA_HOME": str(home)},
+            env=settings.environment_of_service(),
             start_new_session=True,
         )
     try:
@@ -165,7 +197,7 @@ def _wait_until_ready(home: Path, process: subprocess.Popen[bytes], log: Path, b
             process.wait(POLL_SECONDS)
         except subprocess.TimeoutExpired:
             running = running_service(home)
-            if running is not None and _is_ready(str(running["url"])):
+            if running is not None and _is_ready(home):
                 return str(running["url"])
             continue
         with log.open("rb") as file:
@@ -175,9 +207,9 @@ def _wait_until_ready(home: Path, process: subprocess.Popen[bytes], log: Path, b
     raise NotStarted(f"the service is not ready after {UP_SECONDS:.0f} s; its log is {log}")
 
 
-def _is_ready(url: str) -> bool:
+def _is_ready(home: Path) -> bool:
     try:
-        with MantaClient(url) as client:
+        with MantaClient.of_home(home) as client:
             return bool(client.ready())
     except (ServiceUnreachable, ApiError):
         return False

@@ -50,8 +50,9 @@ def _demo(console: Console) -> int:
     console.print(f"Starting Manta (home {HOME.name}/, a local Ray, SQLite) ...", highlight=False)
     began = time.monotonic()
     url = start_service(HOME, "127.0.0.1", 0, None, None)
-    console.print(f"Manta is up after {duration(time.monotonic() - began)}: {url}/ui", highlight=False)
-    with MantaClient(url) as client:
+    with MantaClient.of_home(HOME) as client:
+        up = f"Manta is up after {duration(time.monotonic() - began)}"
+        console.print(f"{up}: {url}{client.link().path} (dashboard, good once)", highlight=False, soft_wrap=True)
         _cancel_leftovers(client)
         document: dict[str, Any] = read_document(SPEC)
         spec = parse_job_spec(document)

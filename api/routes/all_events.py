@@ -8,6 +8,7 @@ from typing import Annotated, cast
 from fastapi import APIRouter, Query, Request, Response
 
 from api import schemas, views
+from api.access import Caller
 from api.openapi import event_stream
 from api.parameters import Control, Cursor, LastEventId, Limit, event_number
 from api.problem_codes import reads
@@ -27,10 +28,11 @@ class _Tail:
     store: Store
     job: str | None
     type: str | None
+    bound: str | None
 
     def look(self, after: int) -> Batch:
         with self.store.read() as session:
-            page = events.page_of_all(session, self.job, self.type, after, _STREAM_PAGE)
+            page = events.page_of_all(session, self.job, self.type, after, _STREAM_PAGE, self.bound)
         entries = [Entry(str(event.id), views.job_event_view(event).model_dump_json()) for event in page.items]
         position = page.items[-1].id if page.items else after
         return Batch(entries, position, page.next_cursor is not None, final=False, state="")
@@ -47,6 +49,7 @@ class _Tail:
 def list_events(
     request: Request,
     control: Control,
+    caller: Caller,
     job: Annotated[str | None, Query(pattern=f"^{JOB_ID_PATTERN}$", description="Only events of this job")] = None,
     type: Annotated[str | None, Query(min_length=1, max_length=64, description="Only events of this type")] = None,
     limit: Limit = 100,
@@ -54,16 +57,16 @@ def list_events(
     follow: Annotated[bool, Query(description="Stream as text/event-stream until you leave")] = False,
     last_event_id: LastEventId = None,
 ) -> schemas.Stream[schemas.JobEvent] | Response:
-    """Events of all jobs, oldest first; as a stream when `Accept` or `follow` asks for it. Those of deleted jobs are
-    gone."""
+    """Events of all of the caller's jobs, oldest first; as a stream when `Accept` or `follow` asks for it. Those of
+    deleted jobs are gone."""
     cursors = events.cursors_of_all(job, type)
     after = 0 if cursor is None else cursors.decode_number(cursor)
     if wants_stream(request, follow):
-        tail = _Tail(control.store, job, type)
+        tail = _Tail(control.store, job, type, caller.bound)
         start = after if last_event_id is None else event_number(last_event_id)
         return stream(request, lambda position: tail.look(cast(int, position)), start)
     with control.store.read() as session:
-        page = events.page_of_all(session, job, type, after, limit)
+        page = events.page_of_all(session, job, type, after, limit, caller.bound)
     last = page.items[-1].id if page.items else after
     return schemas.Stream(
         items=[views.job_event_view(event) for event in page.items],

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 from fastapi import APIRouter
 
 from api import schemas
+from api.access import Caller
+from api.control import ControlPlane
 from api.parameters import Control
 from api.problem_codes import reads
+from service.store import jobs
 
 router = APIRouter(prefix="/v1/cluster", tags=["cluster"])
 
 
 @router.get("", responses=reads("cluster_unavailable", "database_unavailable"))
-def get_cluster(control: Control) -> schemas.Cluster:
-    """Nodes, their GPUs or slots, and what runs where."""
-    return schemas.Cluster.model_validate(control.cluster())
+def get_cluster(control: Control, caller: Caller) -> schemas.Cluster:
+    """Nodes, their GPUs or slots, and which ranks of the caller's jobs run where. How much is free is the same for
+    everybody."""
+    cluster = control.cluster()
+    if caller.bound is not None:
+        _leave_out_ranks_of_others(control, cluster["nodes"], caller.bound)
+    return schemas.Cluster.model_validate(cluster)
+
+
+def _leave_out_ranks_of_others(control: ControlPlane, nodes: Collection[dict[str, Any]], project: str) -> None:
+    placed = {rank["job"] for node in nodes for rank in node.get("ranks", ())}
+    with control.store.read() as session:
+        own = jobs.of_project(session, placed, project)
+    for node in nodes:
+        node["ranks"] = [rank for rank in node.get("ranks", ()) if rank["job"] in own]

@@ -8,8 +8,10 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 
 from api import requests, schemas
+from api.access import Caller, Forbidden, JobId
 from api.openapi import json_request
-from api.parameters import Control, JobId, body_as
+from api.parameters import Control, body_as
+from api.permissions import NEEDS
 from api.problem_codes import OF_A_JOB, changes
 from service.store import jobs
 from workers.protocol.messages import Fault
@@ -31,9 +33,15 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/faults", tags=["faults"])
     ),
 )
 def inject_fault(
-    control: Control, job_id: JobId, wanted: Annotated[requests.FaultRequest, Depends(body_as(requests.FaultRequest))]
+    control: Control,
+    caller: Caller,
+    job_id: JobId,
+    wanted: Annotated[requests.FaultRequest, Depends(body_as(requests.FaultRequest))],
 ) -> schemas.Fault:
-    """Make a fault in a running job. Refused unless the service was started with `--allow-faults`."""
+    """Make a fault in a running job. Refused unless the service was started with `--allow-faults`. The fault `node` is
+    for keys of the installation only: it kills what other projects run on that node, too."""
+    if wanted.kind == "node" and not NEEDS["drain_node"].is_met_by(caller):
+        raise Forbidden(NEEDS["drain_node"], caller)
     with control.store.read() as session:
         jobs.get(session, job_id)
     fault = Fault(id=f"fault_{secrets.token_hex(6)}", **wanted.model_dump())

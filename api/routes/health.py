@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from sqlalchemy.exc import SQLAlchemyError
 
 from api import schemas
+from api.access import Caller, request_of_caller
+from api.control import ControlPlane
 from api.parameters import Control
-from api.problem_codes import reads
+from api.permissions import DESCRIPTION
+from api.problem_codes import anonymous, reads
 from api.problems import NotReady
+from api.telemetry import JobCollector
 
 router = APIRouter(tags=["health"])
 
 
-@router.get("/healthz", responses=reads())
+@router.get("/healthz", responses=anonymous())
 async def get_health() -> schemas.Health:
     """The process is alive."""
     return schemas.Health(status="ok")
 
 
-@router.get("/readyz", responses=reads("not_ready"))
-def get_readiness(control: Control) -> schemas.Health:
-    """Database and cluster can be reached; else 503 with the reasons."""
-    try:
-        control.store.ping()
-    except SQLAlchemyError as error:
-        raise NotReady([f"the database does not answer: {' '.join(str(error).split())}"]) from error
-    reasons = control.ready()
+@router.get("/readyz", responses=anonymous("not_ready", "database_unavailable"))
+def get_readiness(request: Request, control: Control) -> schemas.Health:
+    """Database and cluster can be reached; else 503, with the reasons for whoever sends a key."""
+    reasons = _reasons(control)
+    if reasons and request_of_caller(request).who is None:
+        raise NotReady(["the service cannot run jobs; ask again with a key to learn why"])
     if reasons:
         raise NotReady(reasons)
     return schemas.Health(status="ready")
+
+
+def _reasons(control: ControlPlane) -> list[str]:
+    try:
+        control.store.ping()
+    except SQLAlchemyError as error:
+        return [f"the database does not answer: {' '.join(str(error).split())}"]
+    return control.ready()
+
+
+@router.get("/openapi.json", include_in_schema=False, name=DESCRIPTION)
+async def get_description(request: Request) -> JSONResponse:
+    """What the API says about itself."""
+    return JSONResponse(request.app.openapi())
 
 
 @router.get(
@@ -38,6 +55,12 @@ def get_readiness(control: Control) -> schemas.Health:
     response_class=Response,
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **reads("database_unavailable")},
 )
-def get_prometheus_metrics(request: Request) -> Response:
-    """Numbers in Prometheus' text format."""
-    return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)
+def get_prometheus_metrics(request: Request, control: Control, caller: Caller) -> Response:
+    """Numbers of the caller's jobs in Prometheus' text format; for a key of the installation also those of the service
+    itself."""
+    of_jobs = CollectorRegistry(auto_describe=False)
+    of_jobs.register(JobCollector(control.store, caller.bound))
+    text = generate_latest(of_jobs)
+    if caller.installation:
+        text += generate_latest(request.app.state.registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from api import requests, schemas, views
+from api.access import Caller, JobId, request_of_caller
 from api.control import ControlPlane
 from api.openapi import json_request
 from api.parameters import (
@@ -17,7 +18,6 @@ from api.parameters import (
     Cursor,
     IdempotencyKey,
     IfMatch,
-    JobId,
     Limit,
     WaitSeconds,
     body_as,
@@ -63,25 +63,30 @@ KnownState = Annotated[str | None, Query(pattern=_STATE, description="With `wait
     },
 )
 def submit_job(
+    request: Request,
     response: Response,
     control: Control,
+    caller: Caller,
     document: Body,
     idempotency_key: IdempotencyKey = None,
     dry_run: Annotated[bool, Query(description="Only check the spec")] = False,
 ) -> schemas.Job | schemas.DryRun:
-    """Check a JobSpec and store it as a QUEUED job; with `dry_run` only check it and show its layout."""
+    """Check a JobSpec and store it as a QUEUED job of the key's project; with `dry_run` only check it and show its
+    layout."""
+    about = request_of_caller(request)
     spec = _checked(document, control)
     if dry_run:
-        response.status_code = 200
+        about.changes_nothing, response.status_code = True, 200
         return views.dry_run_view(spec)
     digest = digest_of(document)
 
     def operation(session: Any) -> tuple[schemas.Job, bool]:
-        job, created = jobs.create(session, spec, idempotency_key, digest)
+        job, created = jobs.create(session, spec, idempotency_key, digest, caller.project)
         session.flush()
         return views.job_view(session, job), created
 
     job, created = control.store.write(operation)
+    about.target, about.changes_nothing = job.id, not created
     if created:
         control.submitted(job.id)
         response.headers["Location"] = f"/v1/jobs/{job.id}"
@@ -93,6 +98,7 @@ def submit_job(
 @router.get("", responses=reads("invalid_parameter", "database_unavailable"))
 def list_jobs(
     control: Control,
+    caller: Caller,
     state: StateFilter = None,
     name: Annotated[str | None, Query(max_length=100, description="Only jobs of this name")] = None,
     limit: Limit = 50,
@@ -100,7 +106,7 @@ def list_jobs(
 ) -> schemas.Items[schemas.Job]:
     """Jobs, newest first."""
     with control.store.read() as session:
-        page = jobs.page(session, state, name, limit, cursor)
+        page = jobs.page(session, state, name, limit, cursor, caller.bound)
         items = [views.job_view(session, job) for job in page.items]
     return schemas.Items(items=items, next_cursor=page.next_cursor)
 

@@ -7,7 +7,8 @@ import time
 from fastapi import APIRouter
 
 from api import schemas, views
-from api.parameters import Control, JobId
+from api.access import JobId
+from api.parameters import Control
 from api.problem_codes import OF_A_JOB, reads
 from service.store import ledgers
 

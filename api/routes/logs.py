@@ -9,8 +9,9 @@ from typing import cast
 from fastapi import APIRouter, Request, Response
 
 from api import schemas, views
+from api.access import JobId
 from api.openapi import event_stream
-from api.parameters import Control, Cursor, Follow, JobId, LastEventId, Limit, RankNumber
+from api.parameters import Control, Cursor, Follow, LastEventId, Limit, RankNumber
 from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
 from service.logs import LogCursors, LogLine, Position, log_folder, read_page

@@ -9,7 +9,8 @@ from fastapi import APIRouter, Query
 from fastapi.exceptions import RequestValidationError
 
 from api import schemas
-from api.parameters import AfterStep, Control, JobId
+from api.access import JobId
+from api.parameters import AfterStep, Control
 from api.problem_codes import OF_A_JOB, reads
 from service.store import jobs, metrics
 from service.store.tables import METRIC_NAMES

@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from api import schemas, views
-from api.parameters import Control, JobId
+from api.access import JobId
+from api.parameters import Control
 from api.problem_codes import OF_A_JOB, reads
 from service.store import jobs, ranks
 

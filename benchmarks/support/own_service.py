@@ -13,8 +13,8 @@ import psutil  # type: ignore[import-untyped]
 
 from api.cli.service import start_service, stop_service
 from api.client import MantaClient
+from api.local_service import running_service
 from api.schemas import Event, Job, Recovery
-from api.server import running_service
 from service.cluster.processes import wait_until_ended
 from service.states import is_final
 from workers.errors import MantaError
@@ -39,7 +39,8 @@ class OwnService:
 
     def start(self) -> None:
         """Start it, also after its process was killed; it is ready when this returns."""
-        self.client = MantaClient(start_service(self.home, "127.0.0.1", 0, None, None, self._allow_faults))
+        start_service(self.home, "127.0.0.1", 0, None, None, self._allow_faults)
+        self.client = MantaClient.of_home(self.home)
 
     def kill(self) -> None:
         """SIGKILL to the service's process, and to nothing else; returns when it is gone."""

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from service.cluster.errors import NodeNotFound
 from service.data_roots import DataRoots
 from service.deletion import Deletion, delete_job
 from service.faults import FaultsNotAllowed, refuse_impossible
+from service.settings import RequestLimits
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
 from tests.api.support.described_api import description_at
+from tests.api.support.keys import ADMIN, add_admin, bearer
 from workers.paths import Paths
 from workers.protocol.messages import Fault
 
@@ -30,6 +32,9 @@ DOCUMENT: dict[str, Any] = {
     "train": {"steps": 10, "global_batch_size": 4},
     "parallel": {"tensor": 2, "pipeline": 2, "data": 1},
 }
+
+
+UNLIMITED = RequestLimits(0, 10_000, 10_000, 0)
 
 
 @dataclass
@@ -43,10 +48,13 @@ class FakeControl:
     faults: list[Fault] = field(default_factory=list)
     allow_faults: bool = False
     data_roots: DataRoots = field(default_factory=DataRoots)
+    changed_database: Callable[[], None] | None = None
 
     def begin(self, store: Store, home: Path) -> None:
         """Forget the test before this one."""
-        self.__init__(store, home)
+        changed_database = self.changed_database
+        self.__init__(store, home, changed_database=changed_database)
+        changed_database()
 
     def submitted(self, job_id: str) -> None:
         self.asked.append(("submitted", job_id))
@@ -112,6 +120,12 @@ class Service:
         self.store.write(operation)
 
 
+@pytest.fixture(autouse=True)
+def key_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What clients and commands send."""
+    monkeypatch.setenv("MANTA_API_KEY", ADMIN)
+
+
 @pytest.fixture
 def document() -> dict[str, Any]:
     return copy.deepcopy(DOCUMENT)
@@ -119,11 +133,12 @@ def document() -> dict[str, Any]:
 
 def client_of(url: str) -> httpx.Client:
     """A client that holds every answer against the description of the API."""
-    return httpx.Client(base_url=url, timeout=20, event_hooks={"response": [description_at(url).check]})
+    hooks = {"response": [description_at(url).check]}
+    return httpx.Client(base_url=url, timeout=20, event_hooks=hooks, headers=bearer(ADMIN), verify=False)  # it is HTTP
 
 
 @contextlib.contextmanager
-def serving(control: FakeControl) -> Iterator[str]:
+def serving(control: FakeControl, limits: RequestLimits = UNLIMITED) -> Iterator[str]:
     """A server in front of `control`; its address."""
     ready = threading.Event()
 
@@ -132,15 +147,19 @@ def serving(control: FakeControl) -> Iterator[str]:
             await super().startup(sockets)
             ready.set()
 
-    config = uvicorn.Config(create_app(control), port=0, log_level="warning", timeout_graceful_shutdown=2)
+    app = create_app(control, limits=limits)
+    control.changed_database = app.state.identities.forget
+    config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2)
     server = Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     assert ready.wait(20)
     port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join(20)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
 
 
 @pytest.fixture(scope="session")
@@ -155,6 +174,7 @@ def shared_server() -> Iterator[tuple[str, FakeControl]]:
 def service(tmp_path: Path, store: Store, shared_server: tuple[str, FakeControl]) -> Iterator[Service]:
     """A server with an empty database."""
     url, control = shared_server
+    add_admin(store)
     control.begin(store, tmp_path)
     with client_of(url) as http:
         yield Service(url, control, http)
@@ -163,6 +183,7 @@ def service(tmp_path: Path, store: Store, shared_server: tuple[str, FakeControl]
 @pytest.fixture
 def own_service(tmp_path: Path, store: Store) -> Iterator[Service]:
     """The same with a server of its own, whose counters begin at zero."""
+    add_admin(store)
     control = FakeControl(store, tmp_path)
     with serving(control) as url, client_of(url) as http:
         yield Service(url, control, http)

@@ -17,8 +17,9 @@ from tests.api.support.described_api import PROBLEM, DescribedApi
 OPERATIONS = [
     "submit_job", "list_jobs", "get_job", "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job",
     "retry_job", "resize_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
-    "list_checkpoints", "get_ledger", "list_recoveries", "inject_fault", "get_cluster", "drain_node", "get_health",
-    "get_readiness", "get_prometheus_metrics",
+    "list_checkpoints", "get_ledger", "list_recoveries", "inject_fault", "get_cluster", "drain_node",
+    "create_project", "list_projects", "create_key", "list_keys", "revoke_key", "list_audit", "create_link",
+    "open_link", "get_health", "get_readiness", "get_prometheus_metrics",
 ]  # fmt: skip
 
 
@@ -39,7 +40,9 @@ def test_every_error_is_a_problem_document_with_the_codes_that_it_can_carry(api)
         for status, codes in operation.errors.items():
             assert codes, f"{operation.id} {status}"
             assert {KINDS[code].status for code in codes} == {status}, operation.id
-            assert ("Retry-After" in operation.document["responses"][str(status)].get("headers", {})) == (status == 503)
+            headers = operation.document["responses"][str(status)].get("headers", {})
+            assert ("Retry-After" in headers) == (status in (429, 503))
+            assert ("WWW-Authenticate" in headers) == (status == 401)
 
 
 def test_what_is_refused_before_a_route_sees_it_is_described_too(api):
@@ -58,14 +61,16 @@ def test_errors_are_those_of_the_operation_and_no_others(api):
         400: ["other_release"],
         403: ["unknown_host"],
         413: ["body_too_large"],
+        429: ["too_many_requests"],
         500: ["internal_error"],
     }
+    assert errors["list_jobs"][401] == ["unauthenticated"]
     assert errors["get_job"][404] == ["job_not_found"]
     assert errors["submit_job"][422] == ["invalid_parameter", "invalid_spec", "unsupported"]
     assert 422 not in errors["list_ranks"], "it takes nothing that could be wrong"
     assert 404 not in errors["list_jobs"]
-    assert errors["inject_fault"][403] == ["unknown_host", "cross_site", "faults_not_allowed"]
-    assert errors["drain_node"][503] == ["node_unreachable", "cluster_unavailable", "database_unavailable"]
+    assert errors["inject_fault"][403] == ["unknown_host", "forbidden", "cross_site", "faults_not_allowed"]
+    assert errors["drain_node"][503] == ["database_unavailable", "node_unreachable", "cluster_unavailable"]
 
 
 def test_bodies_that_routes_read_themselves_are_described(api):
@@ -80,6 +85,8 @@ def test_bodies_that_routes_read_themselves_are_described(api):
         "resize_job": "Resize",
         "inject_fault": "FaultRequest",
         "drain_node": "DrainRequest",
+        "create_project": "NewProject",
+        "create_key": "NewKey",
     }
 
 

@@ -1,5 +1,6 @@
 """How commands find the service of their home, and what a service that fails leaves running."""
 
+import asyncio
 import json
 import os
 import socket
@@ -8,12 +9,23 @@ import subprocess
 import psutil
 import pytest
 import uvicorn
+from sqlalchemy import text
 
 from api import server
 from api.cli import service
-from api.server import _announce, running_service
+from api.local_service import announce, running_service
 from service.cluster.ray_head import ExistingRay
-from service.settings import Settings
+from service.identity import Scope
+from service.settings import RequestLimits, Settings, Tls
+from service.store import keys
+
+
+@pytest.fixture(autouse=True)
+def homes_with_keys(monkeypatch):
+    """Homes for which a service has made its key; what it makes is tested in tests/service/test_automatic_key.py."""
+    homes = []
+    monkeypatch.setattr(server.automatic_key, "ensure", lambda store, home: homes.append(home))
+    return homes
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +38,7 @@ def own_mask():
 
 def test_announced_service_is_found_by_the_start_of_its_process(tmp_path, monkeypatch):
     file = Settings(tmp_path).service_file
-    _announce(file, "http://127.0.0.1:1")
+    announce(file, "http://127.0.0.1:1")
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: 1.0)  # the clock was set
     assert running_service(tmp_path)["url"] == "http://127.0.0.1:1"
     file.write_text(json.dumps({**json.loads(file.read_text()), "started": "another boot/1"}))
@@ -43,7 +55,7 @@ def test_service_of_a_release_before_is_found(tmp_path):
 class FakeControl:
     """A control plane that remembers how it was left."""
 
-    left = ""
+    left, store = "", None
 
     def __init__(self, *arguments):
         pass
@@ -61,7 +73,7 @@ def test_service_that_fails_leaves_the_jobs_running(tmp_path, monkeypatch):
 
     monkeypatch.setattr(server, "ControlPlane", FakeControl)
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)
-    monkeypatch.setattr(server, "_announce", disk_is_full)
+    monkeypatch.setattr(server, "announce", disk_is_full)
     with pytest.raises(OSError, match="No space left"):
         server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
     assert FakeControl.left == "jobs run on"
@@ -91,7 +103,7 @@ def test_service_that_is_not_ready_in_time_takes_only_what_it_started_with_it(tm
 class NotedControl:
     """A control plane that remembers what it was made of."""
 
-    made = None
+    made, store = None, None
 
     def __init__(self, home, head, start_over, allow_faults, memory_seconds, data_roots):
         self.head, self.allow_faults, self.memory_seconds = head, allow_faults, memory_seconds
@@ -109,16 +121,18 @@ class NotedControl:
 def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hours, seconds):
     served = []
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
-    monkeypatch.setattr(server, "build_app", lambda control, url, hosts: served.append((url, hosts)))
+    monkeypatch.setattr(server, "build_app", lambda control, hosts, limits, secure: served.append((hosts, limits)))
     monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: served.append(running_service(tmp_path)))
-    settings = Settings(tmp_path, None, True, ("manta.example.org",), hours, (tmp_path / "data",))
+    few = RequestLimits(requests_per_second=3)
+    settings = Settings(tmp_path, None, True, ("manta.example.org",), hours, (tmp_path / "data",), limits=few)
     server.serve(settings, "127.0.0.1", 0, 3, None)
-    made, ((url, hosts), announced) = NotedControl.made, served
+    made, ((hosts, limits), announced) = NotedControl.made, served
+    assert limits == few
     assert (made.allow_faults, made.memory_seconds) == (True, seconds)
     assert made.data_roots.folders == (tmp_path / "data",)
     assert '--resources={"manta_slot": 3}' in made.head._command()
     assert set(hosts) == {"127.0.0.1", "manta.example.org"}
-    assert announced["url"] == url != "http://127.0.0.1:0", "the port that was found free"
+    assert announced["url"].startswith("http://127.0.0.1:") and not announced["url"].endswith(":0")
     assert running_service(tmp_path) is None, "it is not announced any more"
     assert (tmp_path / "service.lock").stat().st_mode & 0o077 == 0, "what it makes is for its own user alone"
 
@@ -141,3 +155,71 @@ def test_address_in_use_is_a_sentence():
         port = other.getsockname()[1]
         with pytest.raises(server.PortTaken, match=f"cannot listen on 127.0.0.1:{port}"):
             server._listen("127.0.0.1", port)
+
+
+def test_service_for_this_machine_only_makes_its_user_a_key(tmp_path, monkeypatch, homes_with_keys):
+    monkeypatch.setattr(server, "ControlPlane", NotedControl)
+    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: None)
+    server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+    assert homes_with_keys == [tmp_path]
+    monkeypatch.setattr(server, "_somebody_has_a_key", lambda settings: True)
+    server.serve(Settings(tmp_path, tls=Tls(terminated=True)), "0.0.0.0", 0, None, None)
+    assert homes_with_keys == [tmp_path], "one that others reach makes none"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.7.3", "trainer7", "::"])
+def test_service_that_others_reach_wants_tls_and_a_key_before_it_touches_anything(tmp_path, host):
+    home = tmp_path / "home"
+    with pytest.raises(server.NotForOthers, match=r"--tls-cert and --tls-key, or say --tls-terminated"):
+        server.serve(Settings(home), host, 0, None, None)
+    with pytest.raises(server.NotForOthers, match="make one with `manta keys create --admin`"):
+        server.serve(Settings(home, tls=Tls(terminated=True)), host, 0, None, None)
+    assert not home.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "enough"),
+    [
+        ({}, True),
+        ({"expires_at": 1.0}, False),
+        ({"scope": Scope.SUBMIT}, False),
+        ({"installation": False}, False),
+    ],
+)
+def test_key_with_which_a_shared_service_starts_is_good_for_everything(tmp_path, store, more, enough):
+    given = {"scope": Scope.ADMIN, "installation": True, **more}
+    store.write(lambda session: keys.create(session, "digest", "a", **given))
+    settings = Settings(tmp_path, tls=Tls(terminated=True))
+    if enough:
+        server.refuse_without_protection(settings, "0.0.0.0")
+    else:
+        with pytest.raises(server.NotForOthers):
+            server.refuse_without_protection(settings, "0.0.0.0")
+
+
+def test_database_of_a_release_without_keys_holds_none(tmp_path, store):
+    store.write(lambda session: session.execute(text("DROP TABLE browser_tokens")))
+    store.write(lambda session: session.execute(text("DROP TABLE api_keys")))
+    with pytest.raises(server.NotForOthers, match="keys create"):
+        server.refuse_without_protection(Settings(tmp_path, tls=Tls(terminated=True)), "0.0.0.0")
+
+
+@pytest.mark.parametrize("proxies", [(), ("10.0.0.0/8",)])
+def test_addresses_that_a_proxy_tells_are_believed_from_trusted_ones_only(tmp_path, monkeypatch, proxies):
+    monkeypatch.setattr(server, "ControlPlane", NotedControl)
+    monkeypatch.setattr(server, "build_app", lambda *arguments: told)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda served, **options: seen.append(ask(served.config)))
+    seen = []
+
+    async def told(scope, receive, send):
+        seen.append(scope["client"][0])
+
+    def ask(config):
+        config.load()
+        forwarded = [(b"x-forwarded-for", b"203.0.113.5")]
+        scope = {"type": "http", "headers": forwarded, "client": ("10.1.2.3", 1), "scheme": "http"}
+        asyncio.run(config.loaded_app(scope, None, None))
+
+    server.serve(Settings(tmp_path, trusted_proxies=proxies), "127.0.0.1", 0, None, None)
+    assert seen[0] == ("203.0.113.5" if proxies else "10.1.2.3")

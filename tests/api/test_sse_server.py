@@ -14,6 +14,7 @@ from api.sse_server import KEEPALIVE_SECONDS, POLL_SECONDS, Batch, Entry
 from service.logs import log_file, log_folder
 from service.states import JobState
 from service.store import deletion, events, jobs
+from tests.api.support.keys import ADMIN, bearer
 from tests.service.support.virtual_time import VirtualTimeLoop
 
 
@@ -171,6 +172,9 @@ def said_by_a_stream(monkeypatch, seconds, news):
     async def at_once(function, *arguments):
         return function(*arguments)
 
+    async def still_welcome(request):
+        return True
+
     class OpenRequest:
         async def is_disconnected(self):
             return False
@@ -182,6 +186,8 @@ def said_by_a_stream(monkeypatch, seconds, news):
                     said.append((loop.time(), part.decode()))
 
     monkeypatch.setattr(sse_server, "run_in_threadpool", at_once)
+    monkeypatch.setattr(sse_server, "begin_stream", lambda request: None)
+    monkeypatch.setattr(sse_server, "is_still_welcome", still_welcome)
     loop.run_until_complete(listen())
     loop.close()
     return said
@@ -205,7 +211,7 @@ def test_open_streams_do_not_block_other_requests_and_notice_that_the_client_lef
 
     monkeypatch.setattr(sse_server, "run_in_threadpool", counted)
     job = service.submit()
-    clients = [httpx.Client(base_url=service.url, timeout=20) for _ in range(60)]
+    clients = [httpx.Client(base_url=service.url, timeout=20, headers=bearer(ADMIN)) for _ in range(60)]
     for client in clients:
         request = client.build_request("GET", f"/v1/jobs/{job['id']}/events?follow=true")
         assert client.send(request, stream=True).status_code == 200

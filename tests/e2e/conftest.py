@@ -15,7 +15,7 @@ import pytest
 
 from api.cli.service import start_service, stop_service
 from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.server import running_service
+from api.local_service import running_service
 from benchmarks.support import own_processes
 from service.states import is_final
 from workers.paths import Paths
@@ -48,7 +48,7 @@ class Manta:
     def start(self) -> None:
         """`manta up`."""
         self.url = start_service(self.home, "127.0.0.1", 0, self._slots, None, allow_faults=True)
-        self.client = MantaClient(self.url)
+        self.client = MantaClient.of_home(self.home)
 
     def kill_service(self, with_signal: int = signal.SIGKILL) -> None:
         """Send the service's process this signal, and nobody else; return when it has ended."""

@@ -5,7 +5,7 @@ import pytest
 
 from api.cli.service import start_service, stop_service
 from api.client import MantaClient
-from api.server import running_service
+from api.local_service import running_service
 from benchmarks.support import own_processes
 from service.cluster.ray_head import RayHead
 from workers.paths import Paths
@@ -24,7 +24,8 @@ def second(manta, tmp_path, monkeypatch):
             process = psutil.Process(int(running["pid"]))
             process.kill()
             process.wait(10)
-        return MantaClient(start_service(home, "127.0.0.1", 0, None, RayHead(manta.home).record().address))
+        start_service(home, "127.0.0.1", 0, None, RayHead(manta.home).record().address)
+        return MantaClient.of_home(home)
 
     start.paths = paths
     yield start

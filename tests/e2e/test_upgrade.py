@@ -57,7 +57,7 @@ class Release:
     @property
     def client(self) -> MantaClient:
         """Of this release, whichever the service is of."""
-        return MantaClient(self._announced["url"])
+        return MantaClient.of_home(self.home)
 
     @property
     def _announced(self) -> dict:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import BadSetting, Settings
+from service.settings import BadSetting, RequestLimits, Settings, Tls
 
 
 def test_without_an_environment_there_are_defaults():
@@ -56,3 +56,41 @@ def test_names_of_the_service_are_separated_by_commas():
 
 def test_snapshots_of_failed_jobs_may_go_at_once():
     assert Settings.from_environment({"MANTA_FAILED_MEMORY_HOURS": "0"}).failed_memory_hours == 0
+
+
+def test_tls_is_the_services_own_or_that_of_a_proxy():
+    assert Settings.from_environment({}).tls == Tls() and not Tls().is_used
+    own = Settings.from_environment({"MANTA_TLS_CERT": "/a/cert.pem", "MANTA_TLS_KEY": "/a/key.pem"}).tls
+    assert (own, own.is_used) == (Tls(Path("/a/cert.pem"), Path("/a/key.pem")), True)
+    assert Settings.from_environment({"MANTA_TLS_TERMINATED": "1"}).tls.is_used
+    with pytest.raises(BadSetting, match="a certificate needs its private key"):
+        Settings.from_environment({"MANTA_TLS_CERT": "/a/cert.pem"})
+
+
+def test_proxies_are_trusted_by_address_or_network():
+    named = Settings.from_environment({"MANTA_TRUSTED_PROXIES": "10.0.0.0/8, ::1,127.0.0.1"})
+    assert named.trusted_proxies == ("10.0.0.0/8", "::1", "127.0.0.1")
+    with pytest.raises(BadSetting, match=r"MANTA_TRUSTED_PROXIES names '\*'"):
+        Settings.from_environment({"MANTA_TRUSTED_PROXIES": "*"})
+
+
+def test_limits_of_a_caller():
+    given = {
+        "MANTA_REQUESTS_PER_SECOND": "0.5", "MANTA_REQUESTS_AT_ONCE": "2", "MANTA_STREAMS_AT_ONCE": "1",
+        "MANTA_ANONYMOUS_PER_SECOND": "0",
+    }  # fmt: skip
+    assert Settings.from_environment(given).limits == RequestLimits(0.5, 2, 1, 0.0)
+    assert Settings.from_environment({}).limits == RequestLimits()
+    for wrong in ("many", "-1", "nan"):
+        with pytest.raises(BadSetting, match=f"MANTA_STREAMS_AT_ONCE is '{wrong}'"):
+            Settings.from_environment({"MANTA_STREAMS_AT_ONCE": wrong})
+
+
+def test_key_of_the_client_is_not_printed_with_the_settings():
+    settings = Settings.from_environment({"MANTA_API_KEY": "manta_secret"})
+    assert settings.api_key == "manta_secret" and "manta_secret" not in repr(settings)
+
+
+def test_trainers_do_not_inherit_the_key_of_whoever_starts_their_service(tmp_path):
+    given = {"MANTA_API_KEY": "manta_secret", "MANTA_HOME": "elsewhere", "PATH": "/bin"}
+    assert Settings(tmp_path).environment_of_service(given) == {"MANTA_HOME": str(tmp_path), "PATH": "/bin"}

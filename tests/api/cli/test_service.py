@@ -3,23 +3,28 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from api import server
+from api import local_service, server
 from api.cli import service
 from service.cluster.ray_head import RayHead
-from service.settings import Settings
+from service.settings import Settings, Tls
 from service.states import JobState
 from service.store import jobs
 from workers import paths
 from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
 
-ALL_OPTIONS = ["--host", "0.0.0.0", "--port", "0", "--slots", "3", "--ray", "there:6379", "--allow-faults"]
+ALL_OPTIONS = [
+    "--host", "0.0.0.0", "--port", "0", "--slots", "3", "--ray", "there:6379", "--allow-faults",
+    "--tls-cert", "/there/cert.pem", "--tls-key", "/there/key.pem", "--tls-terminated",
+]  # fmt: skip
+ALL_TLS = Tls(Path("/there/cert.pem"), Path("/there/key.pem"), terminated=True)
 ALL_TAKEN = ("0.0.0.0", 0, 3, "there:6379")
 
 
@@ -30,7 +35,8 @@ def manta(tmp_path):
     service.register(app)
 
     def run(*arguments, **environment):
-        result = CliRunner().invoke(app, [*arguments], env={"MANTA_HOME": str(tmp_path), **environment})
+        own = {"MANTA_HOME": str(tmp_path), "MANTA_API_KEY": ""}
+        result = CliRunner().invoke(app, [*arguments], env={**own, **environment})
         assert result.exit_code == 0, result.output
         return result.stdout
 
@@ -61,18 +67,19 @@ def started(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "taken", "allow_faults"),
-    [([], ("127.0.0.1", 8400, None, None), False), (ALL_OPTIONS, ALL_TAKEN, True)],
+    ("options", "taken", "allow_faults", "tls"),
+    [([], ("127.0.0.1", 8400, None, None), False, Tls()), (ALL_OPTIONS, ALL_TAKEN, True, ALL_TLS)],
 )
 def test_service_in_the_background_is_run_with_what_up_was_told(
-    manta, served, started, tmp_path, options, taken, allow_faults
+    manta, served, started, tmp_path, monkeypatch, options, taken, allow_faults, tls
 ):
+    monkeypatch.setattr(service, "refuse_without_protection", lambda settings, host: None)
     assert "Manta is up: http://127.0.0.1:1" in manta("up", *options)
     ((command, environment),) = started
     assert command[:3] == [sys.executable, "-m", "api.cli"]
     assert environment["MANTA_HOME"] == str(tmp_path)
     manta(*command[3:])
-    assert served == [(Settings(tmp_path, allow_faults=allow_faults), *taken)]
+    assert served == [(Settings(tmp_path, allow_faults=allow_faults, tls=tls), *taken)]
 
 
 def test_faults_that_the_environment_allows_are_allowed_in_the_background_too(manta, served, started, tmp_path):
@@ -85,16 +92,16 @@ def test_faults_that_the_environment_allows_are_allowed_in_the_background_too(ma
 def test_service_that_starts_over_is_run_as_before(manta, served, tmp_path, monkeypatch):
     replaced = []
     monkeypatch.setattr(os, "execve", lambda *call: replaced.append(call))
-    for slots, allow_faults in ((3, True), (None, False)):
-        server._start_over(tmp_path, "0.0.0.0", 1234, slots, allow_faults)
+    for slots, allow_faults, tls in ((3, True, ALL_TLS), (None, False, Tls())):
+        server._start_over(Settings(tmp_path, allow_faults=allow_faults, tls=tls), "0.0.0.0", 1234, slots)
         program, command, environment = replaced[-1]
         assert (program, environment["MANTA_HOME"]) == (sys.executable, str(tmp_path))
         manta(*command[3:])
-        assert served[-1] == (Settings(tmp_path, allow_faults=allow_faults), "0.0.0.0", 1234, slots, None)
+        assert served[-1] == (Settings(tmp_path, allow_faults=allow_faults, tls=tls), "0.0.0.0", 1234, slots, None)
 
 
 def test_up_starts_no_second_service(manta, started, tmp_path):
-    server._announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234")
+    local_service.announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234")
     assert manta("up") == "Manta runs already: http://127.0.0.1:1234\n"
     assert started == []
 
@@ -118,7 +125,7 @@ def test_service_that_does_not_start_says_why_and_nothing_of_earlier_times(tmp_p
 def test_service_is_up_when_it_can_run_jobs(tmp_path, monkeypatch, ready):
     looks = []
     monkeypatch.setattr(service, "running_service", lambda home: {"url": "http://there"} if looks else looks.append(1))
-    monkeypatch.setattr(service, "_is_ready", lambda url: ready and url == "http://there")
+    monkeypatch.setattr(service, "_is_ready", lambda home: ready and home == tmp_path)
     monkeypatch.setattr(service, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(service, "UP_SECONDS", 20.0 if ready else 0.05)
     with subprocess.Popen(["sleep", "1000"]) as process:

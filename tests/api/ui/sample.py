@@ -16,12 +16,27 @@ from typing import Any
 import uvicorn
 
 from api.app import create_app
+from api.permissions import LINK_PATH
 from api.ui import mount
 from service.data_roots import DataRoots
+from service.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
 from service.logs import log_file, log_folder
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
-from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks, recoveries, state_changes
+from service.store import (
+    Store,
+    browser_tokens,
+    checkpoints,
+    events,
+    generations,
+    jobs,
+    keys,
+    metrics,
+    projects,
+    ranks,
+    recoveries,
+    state_changes,
+)
 from service.store.recoveries import Beginning
 from workers.config import JobSpec
 
@@ -160,6 +175,22 @@ def _print_something(folder: Path) -> None:
                 file.write(json.dumps(entry) + "\n")
 
 
+def one_time_link(store: Store, project: str | None = None) -> str:
+    """Path of a link for a new key: of the installation, or of a new project."""
+    token = new_browser_token()
+
+    def operation(session: Any) -> None:
+        if project is not None:
+            projects.create(session, project)
+        key = keys.create(
+            session, digest_of(new_key()), "viewer", Scope.ADMIN, project or DEFAULT_PROJECT, installation=not project
+        )
+        browser_tokens.add_link(session, key.id, digest_of(token))
+
+    store.write(operation)
+    return f"{LINK_PATH}{token}"
+
+
 def serve(home: Path, port: int, empty: bool = False) -> None:
     """Serve the sample, and print where it is; blocks."""
     store = Store(f"sqlite:///{home}/manta.db")
@@ -168,8 +199,9 @@ def serve(home: Path, port: int, empty: bool = False) -> None:
     app = create_app(SampleControl(store, home))
     listener = socket.create_server(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    mount(app, lambda: url)
-    print(json.dumps({"url": url, "job": job_id}), flush=True)
+    mount(app)
+    links = {"link": f"{url}{one_time_link(store)}", "of_others": f"{url}{one_time_link(store, 'others')}"}
+    print(json.dumps({"url": url, "job": job_id, **links}), flush=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     server.run([listener])
     store.close()

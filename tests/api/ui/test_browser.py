@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from service.states import JobState
-from service.store import Store, jobs, metrics, ranks
+from service.store import Store, jobs, keys, metrics, ranks
 
 CHROMIUM = shutil.which("chromium")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -31,6 +31,10 @@ class Sample:
 
     url: str
     job: str
+    link: str
+    """Signs in whoever may see everything."""
+    of_others: str
+    """Signs in somebody of another project."""
     store: Store
 
 
@@ -91,7 +95,7 @@ def test_a_job_is_followed_live(serve, browser):
     complaints = Complaints()
     complaints.watch(page, sample.url)
 
-    page.goto(sample.url)
+    page.goto(sample.link)
     line = page.locator("tbody tr", has_text="quickstart")
     expect(line).to_contain_text("RUNNING")
     expect(line).to_contain_text("200 / 400")
@@ -153,10 +157,41 @@ def test_a_newcomer_is_told_what_to_do(serve, browser):
     sample: Sample = serve("--empty")
     page = browser.new_page()
     page.set_default_timeout(SECONDS)
+    page.goto(sample.link)
     page.goto(f"{sample.url}/ui")
     expect(page.locator("pre")).to_contain_text(f"export MANTA_URL={sample.url}\nmanta submit examples/quickstart.yaml")
     page.goto(f"{sample.url}/ui/jobs/job_000000000000")
     expect(page.get_by_text("There is no such job.")).to_be_visible()
+
+
+def test_two_viewers_see_what_their_keys_may_see(serve, browser):
+    sample: Sample = serve()
+    first, other = browser.new_context(), browser.new_context()
+    mine, theirs, nobody = first.new_page(), other.new_page(), browser.new_context().new_page()
+    for page in (mine, theirs, nobody):
+        page.set_default_timeout(SECONDS)
+    expect.set_options(timeout=SECONDS)
+
+    assert nobody.goto(f"{sample.url}/ui/jobs/{sample.job}").status == 401
+    expect(nobody.get_by_text("This browser is not signed in.")).to_be_visible()
+    mine.goto(sample.link)
+    expect(mine.locator("tbody tr", has_text="quickstart")).to_be_visible()
+    assert nobody.goto(sample.link).status == 404, "a link is good once"
+    (cookie,) = first.cookies()
+    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+    assert cookie["value"] not in mine.content() and cookie["value"] not in mine.evaluate("document.cookie")
+
+    theirs.goto(sample.of_others)
+    expect(theirs.get_by_text("No jobs yet")).to_be_visible()
+    theirs.goto(f"{sample.url}/ui/jobs/{sample.job}")
+    expect(theirs.get_by_text("There is no such job.")).to_be_visible()
+    assert "quickstart" not in theirs.content()
+
+    mine.goto(f"{sample.url}/ui/jobs/{sample.job}")
+    expect(mine.get_by_role("button", name="Cancel job")).to_be_visible()
+    sample.store.write(lambda session: [keys.revoke(session, None, key.id) for key in keys.page(session, None).items])
+    expect(mine.locator(".banner")).to_contain_text("send a key that is good")
+    assert mine.goto(f"{sample.url}/ui/").status == 401
 
 
 def _commit(sample: Sample, step: int, loss: float = 1.5) -> None:

@@ -1,0 +1,104 @@
+"""One row for each request that changes something, or would have: written before the answer is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+
+from starlette.types import Message, Scope, Send
+
+from api.access import RequestOfCaller
+from api.permissions import DASHBOARD_PATH, shown
+from api.problem_codes import MEDIA_TYPE
+from service.identity import Identity
+from service.store import Store, audit
+from service.store.audit import Deed
+
+log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 2.0
+"""How long an answer waits for its row. The row is written, or logged, also after that."""
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_TOO_MANY = 429
+_LONGEST = 200
+_TARGETS = ("job_id", "key_id", "node_id")  # of the places in paths those that name something, and are no secret
+
+
+class Audit:
+    """Writes the rows of one service."""
+
+    def __init__(self, store: Callable[[], Store]):
+        self._store = store
+        self._writes: set[asyncio.Task[None]] = set()
+
+    def of(self, scope: Scope, about: RequestOfCaller, send: Send) -> Send:
+        """`send`, with the row written before the answer; just `send` where none is needed."""
+        if about.who is None or not _may_change(scope):
+            return send
+        who, held = about.who, list[Message]()
+
+        async def send_noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                held.append(message)
+                return
+            if held:
+                start = held.pop()
+                await self._note(who, about, _deed(scope, about, start, message.get("body", b"")))
+                await send(start)
+            await send(message)
+
+        return send_noted
+
+    async def note_failure(self, scope: Scope, about: RequestOfCaller) -> None:
+        """The same for a request on which the service itself failed."""
+        if about.who is not None and _may_change(scope):
+            failure = Deed(_operation(scope), _target(scope, about), about.address, 500, "internal_error")
+            await self._note(about.who, about, failure)
+
+    async def _note(self, who: Identity, about: RequestOfCaller, deed: Deed) -> None:
+        # Who is refused for asking too often must not fill the database by that.
+        if about.changes_nothing or deed.status == _TOO_MANY:
+            return
+        write = asyncio.create_task(self._write(who, deed))
+        self._writes.add(write)
+        write.add_done_callback(self._writes.discard)
+        await asyncio.wait({write}, timeout=PATIENCE_SECONDS)
+
+    async def _write(self, who: Identity, deed: Deed) -> None:
+        try:
+            await self._store().write_async(lambda session: audit.append(session, who, deed))
+        except Exception:  # the answer stands, whatever the database says to its row
+            log.exception("the audit of %s by %s could not be stored: %s", deed.operation, who.key_id, deed)
+
+
+def _may_change(scope: Scope) -> bool:
+    """What the dashboard's pages do to themselves is no change; what they ask the API for comes by here again."""
+    return (
+        scope["type"] == "http" and scope["method"] not in _SAFE and not scope["path"].startswith(f"{DASHBOARD_PATH}/")
+    )
+
+
+def _deed(scope: Scope, about: RequestOfCaller, start: Message, body: bytes) -> Deed:
+    status: int = start["status"]
+    return Deed(_operation(scope), _target(scope, about), about.address, status, _code(start, body))
+
+
+def _operation(scope: Scope) -> str:
+    """The operation's name, where the request got as far as its route."""
+    return getattr(scope.get("route"), "name", "unmatched")
+
+
+def _target(scope: Scope, about: RequestOfCaller) -> str | None:
+    named = scope.get("path_params", {})
+    target = about.target or next((named[name] for name in _TARGETS if name in named), None)
+    if target is None and "route" not in scope:
+        target = shown(scope["path"])
+    return None if target is None else str(target)[:_LONGEST]
+
+
+def _code(start: Message, body: bytes) -> str | None:
+    """The code of a problem document, which always comes in one piece."""
+    media_types = [value for name, value in start.get("headers", []) if name.lower() == b"content-type"]
+    return json.loads(body)["code"] if media_types == [MEDIA_TYPE.encode()] else None

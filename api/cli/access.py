@@ -1,0 +1,152 @@
+"""`manta keys`, `projects`, `audit`, `link`: who may do what, and who did."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated
+
+import typer
+
+from api.cli import render
+from api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, connect, fail, show
+from service import automatic_key
+from service.identity import Scope, new_key
+from service.settings import Settings
+from service.store import ApiKey, Store
+from workers.errors import MantaError
+
+DAY_SECONDS = 86_400.0
+
+keys_app = typer.Typer(cls=MantaGroup, no_args_is_help=True, help="API keys: make, list, revoke.")
+projects_app = typer.Typer(cls=MantaGroup, no_args_is_help=True, help="Projects: make, list.")
+
+Limit = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Most lines shown.")]
+Days = Annotated[float | None, typer.Option("--days", min=0.001, help="Good for that many days; default: for good.")]
+
+
+class DatabaseOfOlderRelease(MantaError):
+    """The database must be brought up to date first, and that is for the service to do."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.add_typer(keys_app, name="keys")
+    app.add_typer(projects_app, name="projects")
+    app.command()(audit)
+    app.command()(link)
+
+
+@keys_app.command("create")
+def create_key(
+    name: Annotated[str | None, typer.Argument(help="What it is for.")] = None,
+    scope: Annotated[Scope, typer.Option("--scope", help="What it allows.")] = Scope.SUBMIT,
+    project: Annotated[str | None, typer.Option("--project", help="Its project; default: your key's.")] = None,
+    user: Annotated[str | None, typer.Option("--user", help="Whom it is for.")] = None,
+    days: Days = None,
+    installation: Annotated[bool, typer.Option("--installation", help="Good for all projects.")] = False,
+    admin: Annotated[
+        bool,
+        typer.Option(
+            "--admin", help="Without the service, in the database of MANTA_HOME: a key with which all may be done."
+        ),
+    ] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Make an API key, and print it: nobody can ever show it again."""
+    if admin:
+        if url is not None or project is not None or user is not None:
+            raise fail("--admin makes a key in the database of MANTA_HOME; it takes a name and --days", EXIT_BAD_INPUT)
+        made, secret = _create_in_database(Settings.from_environment(), name or "admin", days)
+        document = {"id": made.id, "name": made.name, "scope": made.scope, "installation": True, "key": secret}
+        typer.echo(json.dumps(document, indent=2) if as_json else secret)
+        return
+    if name is None:
+        raise fail("say what the key is for: `manta keys create NAME`", EXIT_BAD_INPUT)
+    more = {"project": project, "user": user, "expires_in_days": days, "installation": installation}
+    with connect(url) as client:
+        answer = client.create_key(name, scope, **{key: value for key, value in more.items() if value is not None})
+    show(answer, as_json, lambda console: typer.echo(answer.key))
+
+
+def _create_in_database(settings: Settings, name: str, days: float | None) -> tuple[ApiKey, str]:
+    """A key for the installation, and the key itself. Whoever can write the database may make one: they could do
+    anything else with it, too. Raises StoreUnusable, DatabaseOfOlderRelease."""
+    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    store = Store(settings.database_url)
+    try:
+        if store.shuts_out_release_before:
+            raise DatabaseOfOlderRelease(
+                "the database is of a release that had no keys and may be running: start the service of this release "
+                "on this machine once (`manta up`), and make the key then"
+            )
+        store.migrate()
+        secret = new_key()
+        until = None if days is None else time.time() + days * DAY_SECONDS
+        by = automatic_key.user_name()
+        return store.write(lambda s: automatic_key.add_for_installation(s, secret, name, by, until)), secret
+    finally:
+        store.close()
+
+
+@keys_app.command("list")
+def list_keys(limit: Limit = 50, url: Url = None, as_json: Json = False) -> None:
+    """List API keys, newest first; those that are not good any more, too."""
+    with connect(url) as client:
+        page = client.keys(limit)
+    show(page, as_json, lambda console: render.key_table(console, page.items))
+
+
+@keys_app.command("revoke")
+def revoke_key(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, as `manta keys list` shows it.")],
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Have a key open nothing any more."""
+    with connect(url) as client:
+        answer = client.revoke_key(key)
+    show(answer, as_json, lambda console: console.print(f"{answer.id} ({answer.name}) is revoked", highlight=False))
+
+
+@projects_app.command("create")
+def create_project(
+    name: Annotated[str, typer.Argument(help="Lower-case letters, digits and hyphens.")],
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Make a project."""
+    with connect(url) as client:
+        answer = client.create_project(name)
+    show(answer, as_json, lambda console: console.print(f"project {answer.name} is made", highlight=False))
+
+
+@projects_app.command("list")
+def list_projects(limit: Limit = 50, url: Url = None, as_json: Json = False) -> None:
+    """List the projects that your key is good for."""
+    with connect(url) as client:
+        page = client.projects(limit)
+    show(page, as_json, lambda console: render.project_table(console, page.items))
+
+
+def audit(
+    key: Annotated[str | None, typer.Option("--key", help="Only what was done with this key.")] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Only what was done to this job, key, node or project.")
+    ] = None,
+    limit: Limit = 50,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """List who changed what, newest first; what was refused, too."""
+    with connect(url) as client:
+        page = client.audit(key, target, limit)
+    show(page, as_json, lambda console: render.audit_table(console, page.items))
+
+
+def link(url: Url = None, as_json: Json = False) -> None:
+    """Print a link that signs a browser in to the dashboard with your key's rights, once, within ten minutes."""
+    with connect(url) as client:
+        answer = client.link()
+        show(answer, as_json, lambda console: typer.echo(f"{client.url}{answer.path}"))

@@ -1,0 +1,100 @@
+"""What a request shows to prove who it comes from, and whose it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from fastapi.concurrency import run_in_threadpool
+from starlette.requests import cookie_parser
+
+from service.identity import Identity, digest_of
+from service.store import Store, browser_tokens, keys
+
+KNOWN_SECONDS = 1.0
+"""How long an answer of the database is good; a key that another process revoked opens nothing after that."""
+_MOST_KNOWN = 10_000
+
+
+@dataclass(frozen=True)
+class Credential:
+    """A secret, by its digest."""
+
+    digest: str
+    """SHA-256 of it."""
+    is_key: bool
+    """Whether it is an API key; else it is a browser's session."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the database said of a credential."""
+
+    who: Identity
+    until: float
+    """Unix seconds at which it expires."""
+    looked_at: float
+
+
+def cookie_name(host: str) -> str:
+    """Of the cookie with a browser's session, at the service that the browser calls `host`. Browsers send cookies to
+    all ports of a host, and two services on one machine must not take each other's."""
+    try:
+        port = urlsplit(f"//{host}").port
+    except ValueError:
+        port = None
+    return f"manta_session_{'default' if port in (None, 80, 443) else port}"
+
+
+def credential_in(headers: Mapping[str, str]) -> Credential | None:
+    """The key or, without one, the session's cookie in a request's headers."""
+    kind, _, secret = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer" and secret.strip():
+        return Credential(digest_of(secret.strip()), is_key=True)
+    cookie = cookie_parser(headers.get("cookie", "")).get(cookie_name(headers.get("host", "")))
+    return None if not cookie else Credential(digest_of(cookie), is_key=False)
+
+
+class Identities:
+    """Who is behind which credential, as the database said a moment ago."""
+
+    def __init__(
+        self,
+        store: Callable[[], Store],
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Asks `store`. `now`: Unix seconds; `clock`: seconds since anything."""
+        self._store, self._now, self._clock = store, now, clock
+        self._known: dict[Credential, _Known] = {}
+
+    async def of(self, credential: Credential) -> Identity | None:
+        """Who that is; None: it opens nothing (any more). Raises what the database does when it does not answer."""
+        known = self._known.get(credential)
+        if known is None or self._clock() - known.looked_at >= KNOWN_SECONDS:
+            self._known.pop(credential, None)
+            known = await run_in_threadpool(self._look, credential)
+            if known is None:
+                return None
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[credential] = known
+        return known.who if self._now() < known.until else None
+
+    def forget(self) -> None:
+        """Ask the database about everybody again: a key was revoked."""
+        self._known.clear()
+
+    def _look(self, credential: Credential) -> _Known | None:
+        looked_at = self._clock()
+        ends = float("inf")
+        with self._store().read() as session:
+            if credential.is_key:
+                key = keys.by_digest(session, credential.digest)
+            else:
+                key, ends = browser_tokens.key_of_session(session, credential.digest) or (None, ends)
+        if key is None or not keys.is_good(key, self._now()):
+            return None
+        return _Known(keys.identity_of(key), min(ends, key.expires_at or ends), looked_at)

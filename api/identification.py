@@ -1,0 +1,94 @@
+"""Finds out who asks before anything else is done with a request: without a good key nothing answers, and nobody gets
+more than a key may ask for."""
+
+from __future__ import annotations
+
+import logging
+
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as NoConnectionLeft
+from starlette.datastructures import Headers
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.access import RequestOfCaller, Unauthenticated, attach
+from api.auditing import Audit
+from api.credentials import Identities, credential_in
+from api.permissions import DASHBOARD_PATH, is_anonymous
+from api.problems import database_unavailable, problem, too_many
+from api.rate_limits import CallerLimits, TooManyRequests
+from service.identity import Identity
+
+log = logging.getLogger(__name__)
+
+_POLICY_VIOLATION = 1008
+_SIGN_IN = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</title>
+<body style="font-family: system-ui, sans-serif; max-width: 34em; margin: 4em auto; line-height: 1.5">
+<h1>Manta</h1><p>This browser is not signed in. On a machine where you use Manta, run</p><pre>manta link</pre>
+<p>and open the link that it prints. It is good once, for ten minutes.</p></body></html>"""
+
+
+class Identification:
+    """ASGI middleware that lets requests through with what is known about who sent them."""
+
+    def __init__(self, app: ASGIApp, identities: Identities, limits: CallerLimits, audit: Audit):
+        self._app = app
+        self._identities, self._limits, self._audit = identities, limits, audit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer it."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        address = scope["client"][0] if scope.get("client") else None
+        credential = credential_in(Headers(scope=scope))
+        try:
+            who = None if credential is None else await self._identities.of(credential)
+            if who is None:
+                self._limits.anonymous(address or "")
+            else:
+                self._limits.begin_request(who.key_id)
+        except TooManyRequests as error:
+            await _refuse(too_many(error), scope, receive, send)
+            return
+        except (OperationalError, InterfaceError, NoConnectionLeft) as error:
+            cause = getattr(error, "orig", None) or error
+            log.warning("who sent a request cannot be looked up: the database does not answer (%s)", cause)
+            await _refuse(database_unavailable(), scope, receive, send)
+            return
+        if who is not None:
+            await self._of_a_caller(who, RequestOfCaller(who, address, credential), scope, receive, send)
+        elif is_anonymous(scope["path"]):
+            attach(scope, RequestOfCaller(None, address))
+            await self._app(scope, receive, send)
+        else:
+            await _refuse(_unauthenticated(scope["path"]), scope, receive, send)
+
+    async def _of_a_caller(
+        self, who: Identity, about: RequestOfCaller, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        attach(scope, about)
+        try:
+            await self._app(scope, receive, self._audit.of(scope, about, send))
+        except Exception:
+            await self._audit.note_failure(scope, about)
+            raise
+        finally:
+            self._limits.end_request(who.key_id)
+            if about.streams:
+                self._limits.end_stream(who.key_id)
+
+
+async def _refuse(answer: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": "sign in first"})
+        return
+    await answer(scope, receive, send)
+
+
+def _unauthenticated(path: str) -> Response:
+    """Browsers are told what a person can do."""
+    if path in ("/", DASHBOARD_PATH) or path.startswith(f"{DASHBOARD_PATH}/"):
+        return HTMLResponse(_SIGN_IN, 401, headers={"Cache-Control": "no-store"})
+    return problem("unauthenticated", str(Unauthenticated()))

@@ -1,0 +1,72 @@
+"""What a service and the commands of the same home know of each other: where it answers, its process, its key."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+from pathlib import Path
+
+from service.automatic_key import read_key
+from service.cluster.processes import same_process, start_of, started_in
+from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+
+
+def announce(service_file: Path, url: str, certificate: Path | None = None) -> None:
+    """Say where the service answers, for the commands of the same home, and with which certificate."""
+    me = os.getpid()
+    words = {"url": url, "pid": me, "started": start_of(me)}
+    if certificate is not None:
+        words["certificate"] = str(certificate)
+    temporary = service_file.with_suffix(".part")
+    temporary.write_text(json.dumps(words), encoding="utf-8")
+    temporary.rename(service_file)
+
+
+def running_service(home: Path) -> dict[str, object] | None:
+    """What the service of `home` says about itself (`url`, `pid`, `started`), or None when none runs."""
+    try:
+        announced = json.loads(Settings(home).service_file.read_text(encoding="utf-8"))
+        alive = same_process(int(announced["pid"]), started_in(announced))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return announced if alive else None
+
+
+def find_url(settings: Settings) -> str:
+    """Where the service answers: MANTA_URL, else what the service running in MANTA_HOME says, else the default."""
+    if settings.url is not None:
+        return settings.url
+    try:
+        url = json.loads(settings.service_file.read_text(encoding="utf-8"))["url"]
+    except (OSError, ValueError, KeyError, TypeError):
+        url = None  # not running here, or just being written
+    return url if isinstance(url, str) else f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+
+
+def find_key(settings: Settings, url: str) -> str | None:
+    """The key for the service at `url`: MANTA_API_KEY, else the automatic one, if it is the service that runs in
+    MANTA_HOME; nobody else is shown that. Raises KeyFileUnsafe."""
+    if settings.api_key is not None:
+        return settings.api_key
+    return read_key(settings.home) if _runs_here(settings.home, url) is not None else None
+
+
+def trust_in(settings: Settings, url: str) -> ssl.SSLContext | bool:
+    """Which certificate the service at `url` must show. The one that runs in MANTA_HOME: its own, whatever names are in
+    it; any other: one that the machine trusts, for that name. Without TLS there is none, and to load what the machine
+    trusts would take longer than most calls."""
+    if not url.startswith("https:"):
+        return False
+    announced = _runs_here(settings.home, url) or {}
+    if not isinstance(announced.get("certificate"), str):
+        return True
+    trust = ssl.create_default_context(cafile=str(announced["certificate"]))
+    trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    trust.check_hostname = False
+    return trust
+
+
+def _runs_here(home: Path, url: str) -> dict[str, object] | None:
+    announced = running_service(home)
+    return announced if announced is not None and str(announced["url"]).rstrip("/") == url.rstrip("/") else None

@@ -1,0 +1,86 @@
+"""What each operation needs of the key that asks for it: the one table that requests are held against, and that the
+description of the API is made from. An operation without a line here is refused to everybody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from service.identity import Identity, Scope
+
+LINK_PATH = "/link/"
+"""Where one-time links begin."""
+DASHBOARD_PATH = "/ui"
+"""Where the dashboard lives."""
+_ANONYMOUS = frozenset({"/healthz", "/readyz"})
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a key must allow."""
+
+    scope: Scope
+    """The least scope."""
+    installation: bool = False
+    """Whether it must do so in all projects."""
+
+    def is_met_by(self, who: Identity) -> bool:
+        """Whether `who` may."""
+        return who.scope.covers(self.scope) and (who.installation or not self.installation)
+
+    def __str__(self) -> str:
+        return f"{self.scope}{' for the whole installation' if self.installation else ''}"
+
+
+_READ, _SUBMIT, _ADMIN = Need(Scope.READ), Need(Scope.SUBMIT), Need(Scope.ADMIN)
+_INSTALLATION = Need(Scope.ADMIN, installation=True)
+
+NEEDS: dict[str, Need] = {
+    "submit_job": _SUBMIT,
+    "list_jobs": _READ,
+    "get_job": _READ,
+    "edit_job": _SUBMIT,
+    "delete_job": _SUBMIT,
+    "cancel_job": _SUBMIT,
+    "pause_job": _SUBMIT,
+    "resume_job": _SUBMIT,
+    "retry_job": _SUBMIT,
+    "resize_job": _SUBMIT,
+    "get_metrics": _READ,
+    "list_job_events": _READ,
+    "list_events": _READ,
+    "list_logs": _READ,
+    "list_ranks": _READ,
+    "list_checkpoints": _READ,
+    "get_ledger": _READ,
+    "list_recoveries": _READ,
+    "inject_fault": _ADMIN,
+    "get_cluster": _READ,
+    "drain_node": _INSTALLATION,
+    "create_project": _INSTALLATION,
+    "list_projects": _READ,
+    "create_key": _ADMIN,
+    "list_keys": _ADMIN,
+    "revoke_key": _ADMIN,
+    "list_audit": _ADMIN,
+    "create_link": _READ,
+    "get_prometheus_metrics": _READ,
+}
+"""By operation."""
+DASHBOARD, DESCRIPTION = "to_dashboard", "get_description"
+"""Names of the routes that are not operations: what leads a browser from the service's address to the dashboard, and
+what says which operations there are."""
+
+
+def needs(operation: str) -> Need | None:
+    """What an operation needs; None where nobody may."""
+    return _READ if operation in (DASHBOARD, DESCRIPTION) else NEEDS.get(operation)
+
+
+def shown(path: str) -> str:
+    """`path` as it may be written down: without the secret of a link."""
+    return f"{LINK_PATH}..." if path.startswith(LINK_PATH) else path
+
+
+def is_anonymous(path: str) -> bool:
+    """Whether what is at `path` answers without a key. Nothing else does."""
+    return path in _ANONYMOUS or path.startswith(LINK_PATH)

@@ -1,0 +1,38 @@
+"""The audit: who changed what."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from api import access_schemas, access_views, schemas
+from api.access import Caller
+from api.parameters import Control, Cursor, Limit
+from api.problem_codes import reads
+from service.store import audit
+from service.store.ids import KEY_ID_PATTERN
+
+router = APIRouter(prefix="/v1/audit", tags=["access"])
+
+KeyFilter = Annotated[str | None, Query(pattern=f"^{KEY_ID_PATTERN}$", description="Only what was done with this key")]
+TargetFilter = Annotated[
+    str | None,
+    Query(pattern="^[A-Za-z0-9_.-]{1,200}$", description="Only what was done to this job, key, node or project"),
+]
+
+
+@router.get("", responses=reads("invalid_parameter"))
+def list_audit(
+    control: Control,
+    caller: Caller,
+    key: KeyFilter = None,
+    target: TargetFilter = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> schemas.Items[access_schemas.AuditEntry]:
+    """One entry for each request of the project's keys that changed something or would have, refused ones too, newest
+    first; of all projects where one's own key is of the installation."""
+    with control.store.read() as session:
+        page = audit.page(session, caller.bound, key, target, limit, cursor)
+    return schemas.Items(items=[access_views.audit_view(each) for each in page.items], next_cursor=page.next_cursor)

@@ -1,0 +1,88 @@
+"""API keys: make, list, revoke."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Request, Response
+
+from api import access_schemas, access_views, requests, schemas
+from api.access import Caller, Forbidden, request_of_caller
+from api.openapi import json_request
+from api.parameters import Control, Cursor, Limit, body_as
+from api.permissions import Need
+from api.problem_codes import changes, reads
+from service.identity import Identity, digest_of, new_key
+from service.store import ProjectNotFound, keys
+
+router = APIRouter(prefix="/v1/keys", tags=["access"])
+
+KeyId = Annotated[str, Path(description="Id of a key")]
+_DAY_SECONDS = 86_400.0
+
+
+@router.post(
+    "",
+    status_code=201,
+    openapi_extra=json_request(requests.NewKey),
+    responses=changes("malformed_json", "invalid_parameter", "project_not_found"),
+)
+def create_key(
+    request: Request,
+    response: Response,
+    control: Control,
+    caller: Caller,
+    wanted: Annotated[requests.NewKey, Depends(body_as(requests.NewKey))],
+) -> access_schemas.NewApiKey:
+    """Make a key. Only this answer ever shows it. For another project than one's own, or for the whole installation, it
+    takes a key of the installation."""
+    project = wanted.project or caller.project
+    _refuse_more_than_own(caller, wanted, project)
+    secret, expires_at = new_key(), None
+    if wanted.expires_in_days is not None:
+        expires_at = time.time() + wanted.expires_in_days * _DAY_SECONDS
+    made = control.store.write(
+        lambda session: keys.create(
+            session,
+            digest_of(secret),
+            wanted.name,
+            wanted.scope,
+            project,
+            user=wanted.user,
+            installation=wanted.installation,
+            expires_at=expires_at,
+        )
+    )
+    request_of_caller(request).target = made.id
+    response.headers["Cache-Control"] = "no-store"
+    return access_schemas.NewApiKey(**access_views.key_view(made).model_dump(), key=secret)
+
+
+def _refuse_more_than_own(caller: Identity, wanted: requests.NewKey, project: str) -> None:
+    if caller.installation:
+        return
+    if wanted.installation:
+        raise Forbidden(Need(wanted.scope, installation=True), caller)
+    if project != caller.project:
+        raise ProjectNotFound(project)
+
+
+@router.get("", responses=reads("invalid_parameter"))
+def list_keys(
+    control: Control, caller: Caller, limit: Limit = 50, cursor: Cursor = None
+) -> schemas.Items[access_schemas.ApiKey]:
+    """The project's keys, or all where one's own is of the installation, newest first; those that were revoked or have
+    expired too. What a key itself is, nobody knows any more."""
+    with control.store.read() as session:
+        page = keys.page(session, caller.bound, limit, cursor)
+    return schemas.Items(items=[access_views.key_view(each) for each in page.items], next_cursor=page.next_cursor)
+
+
+@router.delete("/{key_id}", responses=changes("key_not_found"))
+def revoke_key(request: Request, control: Control, caller: Caller, key_id: KeyId) -> access_schemas.ApiKey:
+    """Have a key open nothing any more, at once here and within a second in other processes; browsers that signed in
+    with it are signed out, and its streams end. It stays in the list."""
+    revoked = control.store.write(lambda session: access_views.key_view(keys.revoke(session, caller.bound, key_id)))
+    request.app.state.identities.forget()
+    return revoked

@@ -1,0 +1,65 @@
+"""How a browser signs in: a link that is good once is exchanged for a cookie."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
+from fastapi.responses import RedirectResponse
+from sqlalchemy.orm import Session
+
+from api import access_schemas, views
+from api.access import Caller, request_of_caller
+from api.credentials import cookie_name
+from api.parameters import Control
+from api.permissions import DASHBOARD_PATH, LINK_PATH
+from api.problem_codes import anonymous, changes
+from service.identity import digest_of, new_browser_token
+from service.store import audit, browser_tokens, keys
+from service.store.access_tables import BrowserToken
+from service.store.audit import Deed
+
+router = APIRouter(tags=["access"])
+
+_KEPT_PRIVATE = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+
+
+@router.post("/v1/links", status_code=201, responses=changes())
+def create_link(response: Response, control: Control, caller: Caller) -> access_schemas.OneTimeLink:
+    """A link that signs a browser in with the rights of this key. It is good once, for ten minutes."""
+    token = new_browser_token()
+    link = control.store.write(lambda session: browser_tokens.add_link(session, caller.key_id, digest_of(token)))
+    response.headers["Cache-Control"] = "no-store"
+    return access_schemas.OneTimeLink(path=f"{LINK_PATH}{token}", expires_at=views.moment(link.expires_at))
+
+
+@router.get(
+    f"{LINK_PATH}{{token}}",
+    status_code=303,
+    response_class=Response,
+    responses={
+        303: {"description": "Signed in: on to the dashboard", "content": {}},
+        **anonymous("link_not_good", "database_unavailable"),
+    },
+)
+def open_link(request: Request, control: Control, token: Annotated[str, Path(description="The secret")]) -> Response:
+    """Sign this browser in, and lead it to the dashboard."""
+    secret, address = new_browser_token(), request_of_caller(request).address
+
+    def operation(session: Session) -> BrowserToken:
+        key, begun = browser_tokens.open_link(session, digest_of(token), digest_of(secret))
+        audit.append(session, keys.identity_of(key), Deed("open_link", None, address, 303))
+        return begun
+
+    begun = control.store.write(operation)
+    answer = RedirectResponse(f"{request.scope.get('root_path', '')}{DASHBOARD_PATH}/", 303, headers=_KEPT_PRIVATE)
+    answer.set_cookie(
+        cookie_name(request.headers.get("host", "")),
+        secret,
+        max_age=int(begun.expires_at - time.time()),
+        httponly=True,
+        samesite="strict",
+        secure=request.app.state.secure_cookies,
+    )
+    return answer

@@ -1,0 +1,42 @@
+"""Projects: make, list."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+
+from api import access_schemas, access_views, requests, schemas
+from api.access import Caller, request_of_caller
+from api.openapi import json_request
+from api.parameters import Control, Cursor, Limit, body_as
+from api.problem_codes import changes, reads
+from service.store import projects
+
+router = APIRouter(prefix="/v1/projects", tags=["access"])
+
+
+@router.post(
+    "",
+    status_code=201,
+    openapi_extra=json_request(requests.NewProject),
+    responses=changes("malformed_json", "invalid_parameter", "project_exists"),
+)
+def create_project(
+    request: Request,
+    control: Control,
+    wanted: Annotated[requests.NewProject, Depends(body_as(requests.NewProject))],
+) -> access_schemas.Project:
+    """Make a project. Keys that are made for it see and change its jobs, and no others."""
+    request_of_caller(request).target = wanted.name
+    return control.store.write(lambda session: access_views.project_view(projects.create(session, wanted.name)))
+
+
+@router.get("", responses=reads("invalid_parameter"))
+def list_projects(
+    control: Control, caller: Caller, limit: Limit = 50, cursor: Cursor = None
+) -> schemas.Items[access_schemas.Project]:
+    """The key's project, or all projects where it is one for the installation, by name."""
+    with control.store.read() as session:
+        page = projects.page(session, caller.bound, limit, cursor)
+    return schemas.Items(items=[access_views.project_view(each) for each in page.items], next_cursor=page.next_cursor)

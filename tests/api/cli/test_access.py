@@ -1,0 +1,102 @@
+"""`manta keys`, `projects`, `audit`, `link`."""
+
+import json
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import access
+from api.cli.main import app
+from api.client import MantaClient
+from service.settings import Settings
+from service.store import Store, keys
+from tests.api.support.keys import add_key, bearer
+
+access.register(app)
+
+
+@pytest.fixture
+def manta(service, tmp_path):
+    """Runs a command; checks its exit code and that nobody sees a traceback."""
+    environment = {"MANTA_URL": service.url, "MANTA_HOME": str(tmp_path / "other"), "COLUMNS": "200"}
+
+    def run(*arguments, code=0, **changes):
+        result = CliRunner().invoke(app, [*map(str, arguments)], env={**environment, **changes})
+        assert result.exit_code == code, result.output
+        assert "Traceback" not in result.output
+        return result
+
+    return run
+
+
+def test_project_with_a_key_for_it(manta, service):
+    assert manta("projects", "create", "vision").stdout == "project vision is made\n"
+    assert "vision" in manta("projects", "create", "vision", code=2).stderr
+    assert [each["name"] for each in json.loads(manta("projects", "list", "--json").stdout)["items"]] == [
+        "default",
+        "vision",
+    ]
+    assert "vision" in manta("projects", "list").stdout
+    key = manta("keys", "create", "of ada", "--project", "vision", "--user", "ada", "--days", 30).stdout.strip()
+    job = json.loads(manta("ps", "--json", MANTA_API_KEY=key).stdout)
+    assert job["items"] == []
+    refused = manta("keys", "list", code=2, MANTA_API_KEY=key).stderr
+    assert "this needs a key with scope admin; 'of ada'" in refused and "has submit" in refused
+    shown = manta("keys", "list").stdout
+    assert "of ada" in shown and "vision" in shown and key not in shown
+    (known,) = [each for each in json.loads(manta("keys", "list", "--json").stdout)["items"] if each["user"] == "ada"]
+    assert manta("keys", "revoke", known["id"]).stdout == f"{known['id']} (of ada) is revoked\n"
+    assert "send a key that is good" in manta("ps", code=2, MANTA_API_KEY=key).stderr
+    assert "revoked" in manta("keys", "list").stdout
+    assert "manta keys list" in manta("keys", "revoke", "key_000000000000", code=2).stderr
+
+
+def test_key_for_programs(manta):
+    made = json.loads(manta("keys", "create", "prometheus", "--scope", "read", "--installation", "--json").stdout)
+    assert (made["scope"], made["installation"]) == ("read", True) and made["key"].startswith("manta_")
+    assert "say what the key is for" in manta("keys", "create", code=2).stderr
+
+
+def test_audit(manta, service):
+    job = service.submit()["id"]
+    manta("cancel", job)
+    lines = manta("audit", "--target", job).stdout.splitlines()
+    assert "cancel_job" in lines[1] and "submit_job" in lines[2] and "127.0.0.1" in lines[1]
+    assert json.loads(manta("audit", "--limit", 1, "--json").stdout)["items"][0]["status"] == 202
+    assert "Nobody has changed anything." in manta("audit", "--key", "key_000000000000").stdout
+
+
+def test_link_leads_to_the_dashboard_once(manta):
+    link = manta("link").stdout.strip()
+    assert httpx.get(link).status_code == 303
+    assert httpx.get(link).status_code == 404
+    assert json.loads(manta("link", "--json").stdout)["path"].startswith("/link/manta_browser_")
+
+
+def test_key_is_made_on_the_machine_before_there_is_a_service(manta, tmp_path):
+    key = manta("keys", "create", "--admin").stdout.strip()
+    again = json.loads(manta("keys", "create", "second", "--admin", "--days", 1, "--json").stdout)
+    store = Store(Settings(tmp_path / "other").database_url)
+    with store.read() as session:
+        found = {each.name: each for each in keys.page(session, None).items}
+        assert keys.may_administrate(session, 0.0)
+    store.close()
+    assert found["admin"].installation and found["admin"].expires_at is None
+    assert found["second"].id == again["id"] and found["second"].expires_at is not None
+    assert key.startswith("manta_") and key != again["key"]
+    assert "--admin makes a key in the database" in manta("keys", "create", "--admin", "--user", "ada", code=2).stderr
+
+
+def test_client_sends_the_key_it_is_given_before_that_of_the_environment(service):
+    key = add_key(service.store, "submit", "theirs")
+    with MantaClient(service.url, key=key) as client:
+        assert client.projects().items[0].name == "theirs"
+    with MantaClient(service.url) as client:
+        made = client.create_key("a", "read", project="theirs")
+        assert client.keys().items[0].id == made.id
+        assert client.revoke_key(made.id).revoked_at is not None
+        assert client.audit().items[0].operation == "revoke_key"
+        assert client.create_project("more").name == "more"
+        assert client.link().path
+    assert service.http.get("/v1/jobs", headers=bearer(made.key)).status_code == 401

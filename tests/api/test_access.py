@@ -1,0 +1,315 @@
+"""Who may do what: for every operation that the API describes. One that is not in the table here fails."""
+
+import time
+
+import pytest
+from sqlalchemy import text
+
+from service.identity import Scope, digest_of, new_browser_token, new_key
+from service.logs import log_file, log_folder
+from service.store import browser_tokens, events, jobs, keys
+from service.store.tables import Base
+from tests.api.conftest import DOCUMENT
+from tests.api.support.described_api import description_at
+from tests.api.support.keys import ADMIN, add_key, add_keys, bearer
+from tests.api.test_openapi import OPERATIONS
+from workers.spec.reading import parse_job_spec
+
+ANONYMOUS = {"get_health": 200, "get_readiness": 200, "open_link": 404}
+"""What answers without a key, and how."""
+NEEDS = {
+    **dict.fromkeys(
+        ("list_jobs", "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
+         "list_checkpoints", "get_ledger", "list_recoveries", "get_cluster", "list_projects", "create_link",
+         "get_prometheus_metrics"), ("read",),
+    ),
+    **dict.fromkeys(
+        ("submit_job", "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job", "retry_job", "resize_job"),
+        ("submit",),
+    ),
+    **dict.fromkeys(("inject_fault", "create_key", "list_keys", "revoke_key", "list_audit"), ("admin",)),
+    **dict.fromkeys(("drain_node", "create_project"), ("admin", "installation")),
+}  # fmt: skip
+BODIES = {
+    "submit_job": DOCUMENT,
+    "edit_job": {"priority": 7},
+    "resize_job": {"data": 1},
+    "inject_fault": {"kind": "kill", "rank": 0},
+    "drain_node": {"deadline_seconds": 1},
+    "create_project": {"name": "another"},
+    "create_key": {"name": "a key", "scope": "read"},
+}
+STATES = {
+    "edit_job": ("STARTING",), "cancel_job": ("STARTING", "RUNNING"), "pause_job": ("STARTING", "RUNNING"),
+    "resume_job": ("PAUSED",), "inject_fault": ("STARTING", "RUNNING"), "retry_job": ("STARTING", "FAILED"),
+    "resize_job": ("STARTING", "RUNNING"), "delete_job": ("CANCELLED",),
+}  # fmt: skip
+"""In which the job is for an operation to work; else it runs."""
+MARK = "nobody else may see this"
+UNKNOWN_JOB = "job_000000000000"
+
+
+class Theirs:
+    """A project with a job, and keys of another one."""
+
+    def __init__(self, service, operation):
+        self.service, self.operation = service, operation
+        self.own = add_keys(service.store, "theirs")
+        self.foreign = add_keys(service.store, "ours")
+        service.control.allow_faults = True
+        self.job = self._submit()
+        service.move(self.job, *STATES.get(operation.id, ("STARTING", "RUNNING")))
+        with service.store.read() as session:
+            self.key = next(key.id for key in keys.page(session, "theirs").items if key.scope == "read")
+        service.http.headers.pop("Authorization")
+
+    def _submit(self):
+        store = self.service.store
+        spec = parse_job_spec({**DOCUMENT, "name": MARK})
+        job = store.write(lambda session: jobs.create(session, spec, project="theirs"))[0].id
+        store.write(lambda session: events.append(session, job, "told", MARK))
+        folder = log_folder(self.service.control.home, job)
+        folder.mkdir(parents=True)
+        log_file(folder, 0).write_text(f'{{"time": 1, "rank": 0, "generation": 1, "text": "{MARK}"}}\n')
+        return job
+
+    def ask(self, key=None, job=None, **headers):
+        """The operation, about their job, key or node."""
+        places = {"job_id": job or self.job, "key_id": self.key, "node_id": "abcd", "token": "nothing"}
+        shown = {} if key is None else bearer(key)
+        path = self.operation.path.format(**places)
+        return self.service.http.request(
+            self.operation.method, path, json=BODIES.get(self.operation.id), headers={**shown, **headers}
+        )
+
+    def everything(self):
+        """All that is stored, but for the audit."""
+        with self.service.store.read() as session:
+            rows = {
+                table.name: session.execute(text(f"SELECT * FROM {table.name}")).all()
+                for table in Base.metadata.sorted_tables
+                if table.name not in ("audit", "alembic_version")
+            }
+        return rows, list(self.service.control.asked), list(self.service.control.faults)
+
+    def audited(self):
+        """Project, operation, target, status and code of each line of the audit."""
+        with self.service.store.read() as session:
+            columns = "project, operation, target, status, code"
+            return [tuple(row) for row in session.execute(text(f"SELECT {columns} FROM audit ORDER BY id"))]
+
+
+@pytest.fixture
+def theirs(service, operation_id):
+    operations = {operation.id: operation for operation in description_at(service.url).operations}
+    return Theirs(service, operations[operation_id])
+
+
+def test_the_description_says_what_each_operation_needs(service):
+    said = {each.id: each.document["security"] for each in description_at(service.url).operations}
+    assert said == {
+        **{name: [{"key": list(need)}, {"session": list(need)}] for name, need in NEEDS.items()},
+        **{name: [] for name in ANONYMOUS},
+    }
+
+
+@pytest.mark.parametrize("operation_id", OPERATIONS)
+def test_nothing_answers_without_a_key_that_is_good(theirs, operation_id):
+    store = theirs.service.store
+    expired = add_key(store, "admin", "theirs", expires_at=time.time() - 1)
+    revoked = add_key(store, "admin", "theirs")
+    store.write(lambda s: keys.revoke(s, None, keys.by_digest(s, digest_of(revoked)).id))
+    before = theirs.everything()
+    shown = ({}, bearer(new_key()), bearer(expired), bearer(revoked), {"Authorization": f"Basic {theirs.own['admin']}"},
+             {"Cookie": f"manta_session_default={theirs.own['admin']}"})  # fmt: skip
+    for headers in shown:
+        answer = theirs.ask(**headers)
+        if operation_id in ANONYMOUS:
+            assert answer.status_code == ANONYMOUS[operation_id]
+            continue
+        assert (answer.status_code, answer.json()["code"]) == (401, "unauthenticated"), headers
+        assert answer.headers["WWW-Authenticate"].startswith("Bearer")
+    assert theirs.everything() == before
+    assert theirs.audited() == []
+
+
+@pytest.mark.parametrize("operation_id", OPERATIONS)
+def test_key_of_another_project_sees_nothing_and_changes_nothing(theirs, operation_id):
+    operation, before = theirs.operation, theirs.everything()
+    answer = theirs.ask(theirs.foreign["admin"])
+    assert MARK not in answer.text
+    assert theirs.job not in answer.text or answer.status_code == 404, "only what was asked is said again"
+    if "{job_id}" in operation.path:
+        assert (answer.status_code, answer.json()["code"]) == (404, "job_not_found")
+        assert theirs.ask(theirs.foreign["admin"], UNKNOWN_JOB).text == answer.text.replace(theirs.job, UNKNOWN_JOB)
+    elif "installation" in NEEDS.get(operation_id, ()):
+        assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
+    elif operation_id == "revoke_key":
+        assert (answer.status_code, answer.json()["code"]) == (404, "key_not_found")
+    else:
+        assert answer.status_code == ANONYMOUS.get(operation_id, answer.status_code) < 500
+    if operation_id in ("submit_job", "create_key"):
+        assert answer.status_code == 201 and answer.json()["project"] == "ours"
+    elif operation_id != "create_link":
+        assert theirs.everything() == before
+    if operation.method != "GET":
+        assert [line[0] for line in theirs.audited()] == ["ours"] * len(theirs.audited()) != []
+
+
+@pytest.mark.parametrize("operation_id", OPERATIONS)
+def test_key_allows_what_its_scope_says_and_what_is_less(theirs, operation_id):
+    need = NEEDS.get(operation_id, ["read"])
+    installation = "installation" in need
+    for scope in Scope:
+        if scope.covers(Scope(need[0])) and not installation:
+            continue
+        before = theirs.everything()
+        answer = theirs.ask(theirs.own[scope])
+        assert (answer.status_code, answer.json()["code"]) == (403, "forbidden"), scope
+        wanted = f"scope {need[0]}{' for the whole installation' if installation else ''};"
+        assert wanted in answer.json()["detail"]
+        assert theirs.everything() == before
+    allowed = theirs.ask(ADMIN if installation else theirs.own[Scope(need[0])])
+    assert allowed.status_code == ANONYMOUS.get(operation_id, allowed.status_code) < 400 or operation_id == "open_link"
+    if operation_id in ("get_job", "list_jobs", "list_job_events", "list_events", "list_logs"):
+        assert MARK in allowed.text
+
+
+@pytest.mark.parametrize("operation_id", ["get_job"])
+def test_lists_streams_and_numbers_of_a_project_are_its_own(theirs, service, operation_id):
+    ours = service.http.post("/v1/jobs", json=DOCUMENT, headers=bearer(theirs.foreign["submit"])).json()["id"]
+    shown = bearer(theirs.foreign["read"])
+    service.http.headers.update(shown)
+    assert [job["id"] for job in service.http.get("/v1/jobs").json()["items"]] == [ours]
+    assert {event["job"] for event in service.http.get("/v1/events").json()["items"]} == {ours}
+    assert service.http.get(f"/v1/events?job={theirs.job}").json()["items"] == []
+    assert [project["name"] for project in service.http.get("/v1/projects").json()["items"]] == ["ours"]
+    numbers = service.http.get("/metrics").text
+    assert f'job="{ours}"' in numbers and theirs.job not in numbers
+    assert 'manta_jobs{state="RUNNING"} 0.0' in numbers and "http_request" not in numbers
+    with service.http.stream("GET", "/v1/events?follow=true") as stream:
+        said = next(line for line in stream.iter_lines() if line.startswith("data:"))
+    assert ours in said
+
+    placed = [{"job": ours, "rank": 0}, {"job": theirs.job, "rank": 0}]
+    node = {**service.control.cluster()["nodes"][0], "ranks": placed}
+    service.control.cluster = lambda: {"nodes": [dict(node)], "totals": {"total": 16}}
+    assert service.http.get("/v1/cluster").json()["nodes"][0]["ranks"] == placed[:1]
+    del service.control.cluster
+
+
+@pytest.mark.parametrize("operation_id", ["get_job"])
+def test_key_of_the_installation_sees_all_projects_and_submits_into_its_own(theirs, service):
+    service.http.headers.update(bearer(ADMIN))
+    assert service.http.get(f"/v1/jobs/{theirs.job}").json()["project"] == "theirs"
+    assert service.submit()["project"] == "default"
+    assert len(service.http.get("/v1/jobs").json()["items"]) == 2
+    assert "http_request" in service.http.get("/metrics").text
+    names = [project["name"] for project in service.http.get("/v1/projects").json()["items"]]
+    assert names == ["default", "ours", "theirs"]
+
+
+@pytest.mark.parametrize("operation_id", ["submit_job"])
+def test_idempotency_keys_of_projects_are_apart(theirs, service):
+    def submit(key, **changes):
+        headers = {**bearer(key), "Idempotency-Key": "the same"}
+        return service.http.post("/v1/jobs", json={**DOCUMENT, **changes}, headers=headers)
+
+    first = submit(theirs.own["submit"])
+    other = submit(theirs.foreign["submit"], name="different")
+    default = submit(ADMIN, name="third")
+    assert [answer.status_code for answer in (first, other, default)] == [201] * 3
+    assert submit(theirs.own["submit"]).json()["id"] == first.json()["id"]
+    assert submit(theirs.foreign["submit"]).status_code == 409
+
+
+@pytest.mark.parametrize("operation_id", ["inject_fault"])
+def test_fault_that_hits_a_whole_node_is_for_keys_of_the_installation(theirs, service):
+    path, body = f"/v1/jobs/{theirs.job}/faults", {"kind": "node", "rank": 0}
+    refused = service.http.post(path, json=body, headers=bearer(theirs.own["admin"]))
+    assert (refused.status_code, "whole installation" in refused.json()["detail"]) == (403, True)
+    assert service.http.post(path, json=body, headers=bearer(ADMIN)).status_code == 202
+
+
+@pytest.mark.parametrize("operation_id", ["create_key"])
+def test_nobody_makes_a_key_that_may_more_than_their_own(theirs, service):
+    def make(**wanted):
+        body = {"name": "a", "scope": "admin", **wanted}
+        return service.http.post("/v1/keys", json=body, headers=bearer(theirs.own["admin"]))
+
+    assert make(installation=True).status_code == 403
+    missing, foreign = make(project="nowhere"), make(project="ours")
+    assert (foreign.status_code, foreign.json()["code"]) == (404, "project_not_found")
+    assert foreign.text.replace("ours", "nowhere") == missing.text
+    assert make(project="theirs").status_code == 201
+    listed = service.http.get("/v1/keys", headers=bearer(theirs.own["admin"])).json()["items"]
+    assert {key["project"] for key in listed} == {"theirs"} and not any(key["installation"] for key in listed)
+
+
+@pytest.mark.parametrize("operation_id", ["create_key"])
+def test_key_that_was_made_works_until_it_is_revoked_and_is_never_shown_again(theirs, service):
+    admin = bearer(theirs.own["admin"])
+    wanted = {"name": "of ada", "scope": "read", "user": "ada", "expires_in_days": 2}
+    made = service.http.post("/v1/keys", json=wanted, headers=admin)
+    assert made.headers["Cache-Control"] == "no-store"
+    key = made.json().pop("key")
+    assert service.http.get(f"/v1/jobs/{theirs.job}", headers=bearer(key)).status_code == 200
+    listed = service.http.get("/v1/keys", headers=admin)
+    (shown,) = [each for each in listed.json()["items"] if each["name"] == "of ada"]
+    assert shown["user"] == "ada" and shown["expires_at"] > shown["created_at"] and key not in listed.text
+    with service.http.stream("GET", f"/v1/jobs/{theirs.job}/events?follow=true", headers=bearer(key)) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        gone = service.http.delete(f"/v1/keys/{shown['id']}", headers=admin).json()
+        assert gone["revoked_at"] is not None
+        list(lines)  # it ends
+    assert service.http.get(f"/v1/jobs/{theirs.job}", headers=bearer(key)).status_code == 401
+    again = service.http.delete(f"/v1/keys/{shown['id']}", headers=admin).json()
+    assert again == gone
+
+
+@pytest.mark.parametrize("operation_id", ["open_link"])
+def test_link_signs_a_browser_in_once_with_the_rights_of_its_key(theirs, service):
+    asked = service.http.post("/v1/links", headers=bearer(theirs.own["read"])).json()
+    opened = service.http.get(asked["path"])
+    assert (opened.status_code, opened.headers["Location"]) == (303, "/ui/")
+    said = opened.headers["Set-Cookie"]
+    assert "HttpOnly" in said and "SameSite=strict" in said and "Secure" not in said
+    cookie = {"Cookie": said.partition(";")[0]}
+    assert service.http.get(f"/v1/jobs/{theirs.job}", headers=cookie).status_code == 200
+    assert service.http.post(f"/v1/jobs/{theirs.job}/cancel", headers=cookie).status_code == 403
+    service.http.cookies.clear()
+    again = service.http.get(asked["path"])
+    assert (again.status_code, again.json()["code"]) == (404, "link_not_good")
+    audited = theirs.audited()
+    assert [line[1] for line in audited] == ["create_link", "open_link", "cancel_job"]
+    service.store.write(lambda session: keys.revoke(session, None, theirs.key))
+    service.http.delete(f"/v1/keys/{theirs.key}", headers=bearer(theirs.own["admin"]))
+    assert service.http.get(f"/v1/jobs/{theirs.job}", headers=cookie).status_code == 401
+
+
+@pytest.mark.parametrize("operation_id", ["open_link"])
+def test_link_of_a_key_that_was_revoked_or_that_waited_too_long_opens_nothing(theirs, service, monkeypatch):
+    def link():
+        token = new_browser_token()
+        service.store.write(lambda session: browser_tokens.add_link(session, theirs.key, digest_of(token)))
+        return f"/link/{token}"
+
+    monkeypatch.setattr(browser_tokens, "LINK_SECONDS", -1.0)
+    assert service.http.get(link()).status_code == 404
+    monkeypatch.undo()
+    service.store.write(lambda session: keys.revoke(session, None, theirs.key))
+    assert service.http.get(link()).status_code == 404
+
+
+@pytest.mark.parametrize("operation_id", ["get_readiness"])
+def test_why_the_service_is_not_ready_is_for_those_with_a_key(theirs, service):
+    service.control.reasons = ["Ray does not answer (died)"]
+    assert "Ray" not in service.http.get("/readyz").text
+    assert "Ray does not answer" in theirs.ask(theirs.own["read"]).text
+
+
+def test_description_of_the_api_is_for_those_with_a_key(service):
+    assert service.http.get("/openapi.json").status_code == 200
+    service.http.headers.pop("Authorization")
+    assert service.http.get("/openapi.json").status_code == 401

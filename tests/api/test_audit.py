@@ -1,0 +1,144 @@
+"""Who changed what, when, from where, and whether they were let; and no secret anywhere."""
+
+import logging
+import time
+from datetime import datetime
+
+import httpx
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
+
+from api import auditing
+from service.store import audit
+from tests.api.conftest import DOCUMENT, FakeControl, serving
+from tests.api.support.keys import ADMIN, add_admin, add_key, bearer
+
+
+def listed(service, **filters):
+    return service.http.get("/v1/audit", params=filters).json()["items"]
+
+
+def test_each_change_is_noted_with_who_what_when_from_where_and_outcome(service):
+    service.http.headers.update(bearer(add_key(service.store, "submit", "theirs", user="ada", name="laptop")))
+    job = service.submit()["id"]
+    service.http.post(f"/v1/jobs/{job}/cancel")
+    service.http.post(f"/v1/jobs/{job}/pause")
+    service.http.post("/v1/keys", json={"name": "a", "scope": "admin"})
+    service.http.headers.update(bearer(ADMIN))
+    found = listed(service)
+    told = [(entry["operation"], entry["target"], entry["status"], entry["code"]) for entry in reversed(found)]
+    assert told == [
+        ("submit_job", job, 201, None),
+        ("cancel_job", job, 202, None),
+        ("pause_job", job, 409, "illegal_transition"),
+        ("create_key", None, 403, "forbidden"),
+    ]
+    for entry in found:
+        who = {name: entry[name] for name in ("key_name", "user", "project", "address")}
+        assert who == {"key_name": "laptop", "user": "ada", "project": "theirs", "address": "127.0.0.1"}
+        assert entry["key"].startswith("key_")
+        assert abs(time.time() - unix_seconds(entry["time"])) < 60
+
+
+def unix_seconds(moment):
+    """A moment of an answer in Unix seconds."""
+    return datetime.fromisoformat(moment.replace("Z", "+00:00")).timestamp()
+
+
+def test_what_changes_nothing_is_not_noted(service):
+    headers = {"Idempotency-Key": "k"}
+    for _ in range(2):
+        service.http.post("/v1/jobs", json=DOCUMENT, headers=headers)
+    service.http.post("/v1/jobs?dry_run=true", json=DOCUMENT)
+    service.http.get("/v1/jobs")
+    assert [entry["operation"] for entry in listed(service)] == ["submit_job"]
+
+
+def test_what_the_guard_refuses_is_noted_too(service):
+    service.http.post("/v1/jobs", content="x", headers={"Content-Type": "text/plain"})
+    service.http.post("/v1/jobs/job_000000000000/cancel", headers={"Origin": "https://evil.example"})
+    found = [(entry["operation"], entry["target"], entry["code"]) for entry in listed(service)]
+    assert found == [
+        ("unmatched", "/v1/jobs/job_000000000000/cancel", "cross_site"),
+        ("unmatched", "/v1/jobs", "unsupported_media_type"),
+    ]
+
+
+def test_audit_is_paged_and_filtered_and_bound_to_the_project(service):
+    jobs = [service.submit()["id"] for _ in range(3)]
+    page = service.http.get("/v1/audit?limit=2").json()
+    assert [entry["target"] for entry in page["items"]] == jobs[:0:-1]
+    rest = service.http.get("/v1/audit", params={"limit": 2, "cursor": page["next_cursor"]}).json()
+    assert ([entry["target"] for entry in rest["items"]], rest["next_cursor"]) == (jobs[:1], None)
+    assert [entry["target"] for entry in listed(service, target=jobs[1])] == [jobs[1]]
+    assert len(listed(service, key=page["items"][0]["key"])) == 3
+    assert listed(service, key="key_000000000000") == []
+    service.http.headers.update(bearer(add_key(service.store, "admin", "theirs")))
+    assert listed(service) == []
+
+
+def test_service_that_fails_notes_that_too(service, monkeypatch):
+    def broken(job_id):
+        raise RuntimeError("broken")
+
+    job = service.submit()["id"]
+    monkeypatch.setattr(service.control, "cancel", broken)
+    assert service.http.post(f"/v1/jobs/{job}/cancel", headers={"Connection": "close"}).status_code == 500
+    entry = listed(service)[0]
+    assert (entry["operation"], entry["status"], entry["code"]) == ("cancel_job", 500, "internal_error")
+
+
+def test_answer_stands_and_the_log_has_it_where_the_audit_cannot_be_stored(service, monkeypatch, caplog):
+    def full(session, who, deed):
+        raise OperationalError("INSERT", {}, Exception("database or disk is full"))
+
+    monkeypatch.setattr(audit, "append", full)
+    with caplog.at_level(logging.ERROR, logger=auditing.__name__):
+        job = service.submit()["id"]
+    assert job in caplog.text and "could not be stored" in caplog.text
+
+
+def test_no_secret_is_in_the_database_the_log_or_an_answer(tmp_path, store, caplog):
+    """Of all that is written or said while keys and links are made, used, refused and revoked."""
+    add_admin(store)
+    control = FakeControl(store, tmp_path)
+    caplog.set_level(logging.DEBUG)
+    for client in ("httpx", "httpcore"):  # the test's own, which knows them
+        caplog.set_level(logging.WARNING, client)
+    said = []
+    with serving(control) as url, httpx.Client(base_url=url, timeout=20) as http:
+
+        def ask(method, path, key=ADMIN, **more):
+            answer = http.request(method, path, headers={**bearer(key), "Connection": "close"}, **more)
+            said.append(answer.text)
+            return answer
+
+        key = ask("POST", "/v1/keys", json={"name": "a", "scope": "submit"}).json()["key"]
+        link = ask("POST", "/v1/links", key).json()["path"]
+        said.clear()  # those two answers are the only ones
+        opened = http.get(link)
+        secrets = [ADMIN, key, link.removeprefix("/link/"), opened.headers["Set-Cookie"].split("=")[1].split(";")[0]]
+        http.cookies.clear()
+        said += [opened.text, http.post(link, headers=bearer(key)).text.replace(link, "")]
+        ask("POST", "/v1/jobs", key, json=DOCUMENT)
+        ask("POST", "/v1/jobs", key, json={"name": 5})
+        ask("POST", "/v1/keys", key, json={"name": "b", "scope": "read"})
+        broken = pytest.MonkeyPatch()
+        broken.setattr(control, "cluster", lambda: 1 / 0)
+        ask("GET", "/v1/cluster", key)
+        broken.undo()
+        ids = [each["id"] for each in ask("GET", "/v1/keys").json()["items"]]
+        for path in ("/v1/audit", "/v1/events", "/v1/jobs", "/metrics", "/openapi.json"):
+            ask("GET", path)
+        ask("DELETE", f"/v1/keys/{ids[0]}")
+        ask("GET", "/v1/jobs", key)
+    store.write(lambda session: session.execute(text("SELECT 1")))
+    store.close()
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"submit_job" in written, "this is the database"
+    for secret in secrets:
+        assert len(secret) > 40
+        assert secret.encode() not in written
+        assert secret not in caplog.text
+        assert not any(secret in answer for answer in said)

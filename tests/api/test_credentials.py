@@ -1,0 +1,106 @@
+"""Whose a credential is, on clocks of the test's own."""
+
+import asyncio
+
+import pytest
+
+from api.credentials import KNOWN_SECONDS, Credential, Identities, cookie_name, credential_in
+from service.identity import Identity, Scope, digest_of
+from service.store import browser_tokens, keys
+from tests.api.support.keys import add_key
+
+KEY = "manta_a-key"
+
+
+class World:
+    """A database with keys, and two clocks."""
+
+    def __init__(self, store):
+        self.store, self.unix, self.ticks = store, 1000.0, 0.0
+        self.identities = Identities(lambda: store, lambda: self.unix, lambda: self.ticks)
+
+    def who(self, key, is_key=True):
+        return asyncio.run(self.identities.of(Credential(digest_of(key), is_key)))
+
+    def revoke(self, key):
+        self.store.write(lambda s: keys.revoke(s, None, keys.by_digest(s, digest_of(key)).id))
+
+
+@pytest.fixture
+def world(store):
+    return World(store)
+
+
+def test_key_is_whoever_it_was_made_for(world):
+    key = add_key(world.store, "submit", "theirs", user="ada", name="laptop")
+    who = world.who(key)
+    assert who == Identity(who.key_id, "laptop", "ada", "theirs", Scope.SUBMIT, installation=False)
+    assert who.bound == "theirs"
+    assert world.who(key[:-1]) is None and world.who("") is None
+
+
+def test_key_is_good_until_it_expires_whatever_was_known_before(world):
+    key = add_key(world.store, "read", expires_at=2000.0)
+    world.unix = 1999.9
+    assert world.who(key) is not None
+    world.unix = 2000.0
+    assert world.who(key) is None
+
+
+def test_key_that_another_process_revoked_is_good_for_a_second_at_most(world):
+    key = add_key(world.store, "read")
+    assert world.who(key) is not None
+    world.revoke(key)
+    world.ticks += KNOWN_SECONDS
+    assert world.who(key) is None
+
+
+def test_key_that_this_process_revoked_is_not_good_any_more(world):
+    key = add_key(world.store, "read")
+    assert world.who(key) is not None
+    world.revoke(key)
+    world.identities.forget()
+    assert world.who(key) is None
+
+
+def test_session_has_the_rights_of_its_key_and_ends_with_it(world):
+    key = add_key(world.store, "read", "theirs")
+    key_id = world.who(key).key_id
+
+    def begin(session):
+        browser_tokens.add_link(session, key_id, digest_of("link"))
+        return browser_tokens.open_link(session, digest_of("link"), digest_of("cookie"))[1].expires_at
+
+    until = world.store.write(begin)
+    assert world.who("cookie", is_key=False) == world.who(key)
+    assert world.who("cookie") is None and world.who("link", is_key=False) is None and world.who(key, False) is None
+    world.unix = until
+    assert world.who("cookie", is_key=False) is None
+    world.unix = 1000.0
+    world.revoke(key)
+    world.identities.forget()
+    assert world.who("cookie", is_key=False) is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "found"),
+    [
+        ({"authorization": f"Bearer {KEY}"}, Credential(digest_of(KEY), True)),
+        ({"authorization": f"bearer   {KEY} "}, Credential(digest_of(KEY), True)),
+        ({"authorization": f"Basic {KEY}"}, None),
+        ({"authorization": KEY}, None),
+        ({"authorization": "Bearer "}, None),
+        ({}, None),
+        ({"cookie": f"a=b; manta_session_8400={KEY}", "host": "127.0.0.1:8400"}, Credential(digest_of(KEY), False)),
+        ({"cookie": f"manta_session_8400={KEY}", "host": "127.0.0.1:8401"}, None),
+        ({"cookie": "manta_session_8400=", "host": "127.0.0.1:8400"}, None),
+        ({"cookie": f"manta_session_default={KEY}", "host": "manta.example.org"}, Credential(digest_of(KEY), False)),
+    ],
+)
+def test_credential_is_the_bearer_key_or_the_cookie_of_this_port(headers, found):
+    assert credential_in(headers) == found
+
+
+def test_services_on_one_machine_have_cookies_of_their_own():
+    assert cookie_name("127.0.0.1:8400") != cookie_name("127.0.0.1:8401")
+    assert cookie_name("a:80") == cookie_name("a:443") == cookie_name("a") == cookie_name("a:nonsense")

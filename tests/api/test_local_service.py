@@ -1,0 +1,74 @@
+"""Which key a command sends: that of its user's own service, and to nobody else."""
+
+import json
+import ssl
+
+import pytest
+
+from api.client import MantaClient
+from api.local_service import announce, find_key, trust_in
+from service.settings import Settings
+
+URL = "http://127.0.0.1:1234"
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A home whose service runs at URL, and its key."""
+    announce(Settings(tmp_path).service_file, URL)
+    (tmp_path / "api.key").write_text("manta_own\n")
+    (tmp_path / "api.key").chmod(0o600)
+    return tmp_path
+
+
+def test_key_of_the_home_is_for_the_service_that_runs_there(home):
+    assert find_key(Settings(home), URL) == find_key(Settings(home), f"{URL}/") == "manta_own"
+    for other in ("http://127.0.0.1:1235", "http://evil.example", "https://127.0.0.1:1234"):
+        assert find_key(Settings(home), other) is None
+
+
+def test_key_of_the_home_is_not_shown_to_whoever_took_the_port_of_a_service_that_is_gone(home):
+    file = Settings(home).service_file
+    file.write_text(json.dumps({**json.loads(file.read_text()), "started": "another boot/1"}))
+    assert find_key(Settings(home), URL) is None
+
+
+def test_key_of_the_environment_goes_where_the_environment_says(home):
+    settings = Settings.from_environment({"MANTA_HOME": str(home), "MANTA_API_KEY": "manta_other"})
+    assert find_key(settings, "https://manta.example.org") == find_key(settings, URL) == "manta_other"
+    assert "manta_other" not in repr(settings)
+
+
+def test_client_of_a_home_is_of_its_service_whatever_the_environment_says(home, monkeypatch):
+    monkeypatch.setenv("MANTA_API_KEY", "manta_of-another")
+    with MantaClient.of_home(home) as client:
+        assert (client.url, client._http.headers["Authorization"]) == (URL, "Bearer manta_own")
+
+
+CERTIFICATE = """
+-----BEGIN CERTIFICATE-----
+MIIBrjCCAVOgAwIBAgIUFqATw8c+hoHrYBf6RSZ7KWgzLUowCgYIKoZIzj0EAwIw
+HDEaMBgGA1UEAwwRbWFudGEuZXhhbXBsZS5vcmcwIBcNMjYxMTIyMjIxOTA3WhgP
+MjEyNjEwMjkyMjE5MDdaMBwxGjAYBgNVBAMMEW1hbnRhLmV4YW1wbGUub3JnMFkw
+EwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAEikiJbL0ZwjJ86BCyKjqFnzMd84bLxKde
+FhIQzjTIk0L4HkDYd6lZoMrQu3lNWJVDLaE2Iib25kZhfKbmlu88DaNxMG8wHQYD
+VR0OBBYEFIqBi9kchyiyRXw1dLdPC7VBToiBMB8GA1UdIwQYMBaAFIqBi9kchyiy
+RXw1dLdPC7VBToiBMA8GA1UdEwEB/wQFMAMBAf8wHAYDVR0RBBUwE4IRbWFudGEu
+ZXhhbXBsZS5vcmcwCgYIKoZIzj0EAwIDSQAwRgIhANg9Q82Rh2rGVODt79/amyBR
+YOP/gif595KTdglF/zFLAiEAuXq6K9Nl0d4I0FBFxcdqVXykv3fv2SKQvCwKNHYw
+Ou0=
+-----END CERTIFICATE-----
+"""
+"""Of manta.example.org, signed by itself; the key to it is kept nowhere."""
+
+
+def test_service_of_the_home_is_known_by_its_certificate_and_others_by_what_the_machine_trusts(tmp_path):
+    assert trust_in(Settings(tmp_path), "https://manta.example.org") is True
+    assert trust_in(Settings(tmp_path), "http://127.0.0.1:8400") is False, "there is none"
+    certificate = tmp_path / "cert.pem"
+    certificate.write_text(CERTIFICATE)
+    announce(Settings(tmp_path).service_file, "https://0.0.0.0:1", certificate)
+    trust = trust_in(Settings(tmp_path), "https://0.0.0.0:1")
+    assert (trust.verify_mode, trust.check_hostname) == (ssl.CERT_REQUIRED, False)
+    assert trust.cert_store_stats()["x509"] == 1, "it and no other"
+    assert trust_in(Settings(tmp_path), "https://0.0.0.0:2") is True

@@ -1,0 +1,100 @@
+"""How much one caller may ask for, on a clock of the test's own; and what a service answers to more."""
+
+import threading
+
+import httpx
+import pytest
+
+from api import rate_limits
+from api.rate_limits import CallerLimits, TokenBuckets, TooManyRequests
+from service.settings import RequestLimits
+from tests.api.conftest import FakeControl, serving
+from tests.api.support.keys import ADMIN, add_admin, add_key, bearer
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_bucket_gives_two_seconds_worth_at_once_and_then_as_it_fills():
+    clock = Clock()
+    buckets = TokenBuckets(5.0, clock)
+    assert [buckets.take("a") for _ in range(10)] == [0.0] * 10
+    assert buckets.take("a") == pytest.approx(0.2)
+    assert buckets.take("b") == 0.0, "each caller has its own"
+    clock.now = 0.2
+    assert buckets.take("a") == 0.0
+    assert buckets.take("a") > 0
+    clock.now = 1000.0
+    assert [buckets.take("a") for _ in range(10)] == [0.0] * 10
+    assert buckets.take("a") > 0, "it does not fill for ever"
+
+
+def test_no_rate_is_no_limit():
+    buckets = TokenBuckets(0, Clock())
+    assert {buckets.take("a") for _ in range(1000)} == {0.0}
+
+
+def test_callers_without_end_take_no_memory_without_end(monkeypatch):
+    monkeypatch.setattr(rate_limits, "_MOST_CALLERS", 3)
+    clock = Clock()
+    buckets = TokenBuckets(1.0, clock)
+    for caller in "aabbccd":
+        assert buckets.take(caller) == 0.0
+    assert buckets.take("b") > 0 and buckets.take("a") == 0.0, "the one that was forgotten has a full one"
+
+
+def test_requests_and_streams_at_once_are_counted_until_they_end():
+    limits = CallerLimits(RequestLimits(0, requests_at_once=2, streams_at_once=1), Clock())
+    limits.begin_request("a")
+    limits.begin_request("a")
+    with pytest.raises(TooManyRequests, match=r"2 requests open at once \(MANTA_REQUESTS_AT_ONCE"):
+        limits.begin_request("a")
+    limits.begin_request("b")
+    limits.end_request("a")
+    limits.begin_request("a")
+    limits.begin_stream("a")
+    with pytest.raises(TooManyRequests, match="MANTA_STREAMS_AT_ONCE"):
+        limits.begin_stream("a")
+    limits.end_stream("a")
+    limits.begin_stream("a")
+
+
+def test_service_says_when_to_come_back(tmp_path, store):
+    add_admin(store)
+    other = add_key(store, "read")
+    slow = RequestLimits(requests_per_second=1e-3, anonymous_per_second=1e-3)
+    with serving(FakeControl(store, tmp_path), slow) as url, httpx.Client(base_url=url, timeout=20) as http:
+        for shown, first in ((bearer(ADMIN), 200), ({}, 401)):
+            assert http.get("/v1/jobs", headers=shown).status_code == first
+            refused = http.post("/v1/jobs", headers=shown, json={})
+            assert (refused.status_code, refused.json()["code"]) == (429, "too_many_requests")
+            assert 1 <= int(refused.headers["Retry-After"]) <= 1000
+        assert http.get("/healthz").status_code == 429, "of this address, without a key"
+        assert http.get("/v1/jobs", headers=bearer(other)).status_code == 200, "a key is not to blame for that"
+
+
+def test_streams_at_once_are_limited_and_their_place_is_free_when_they_end(tmp_path, store):
+    add_admin(store)
+    one = RequestLimits(0, streams_at_once=1, anonymous_per_second=0)
+    path = "/v1/events?follow=true"
+    with (
+        serving(FakeControl(store, tmp_path), one) as url,
+        httpx.Client(base_url=url, timeout=20, headers=bearer(ADMIN)) as http,
+    ):
+        with http.stream("GET", path) as stream:
+            parts = stream.iter_raw()
+            next(parts)
+            refused = http.get(path)
+            assert (refused.status_code, refused.json()["code"]) == (429, "too_many_requests")
+        for _ in range(100):
+            with http.stream("GET", path) as stream:
+                if stream.status_code == 200:
+                    break
+            threading.Event().wait(0.1)
+        assert stream.status_code == 200

@@ -1,0 +1,86 @@
+"""The key of an embedded service: made once, for its user alone."""
+
+import os
+import stat
+
+import pytest
+
+from service import automatic_key
+from service.automatic_key import KeyFileUnsafe, ensure, read_key
+from service.identity import Scope, digest_of
+from service.store import audit, keys
+
+
+def row_of(store, key):
+    with store.read() as session:
+        return keys.by_digest(session, digest_of(key))
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "home").mkdir()
+    return tmp_path / "home"
+
+
+def test_first_start_makes_a_key_for_everything_that_only_its_user_can_read(store, home):
+    ensure(store, home)
+    key = read_key(home)
+    assert stat.S_IMODE((home / "api.key").stat().st_mode) == 0o600
+    found = row_of(store, key)
+    assert (found.name, found.scope, found.installation, found.project) == ("automatic", Scope.ADMIN, True, "default")
+    assert [path.name for path in home.iterdir()] == ["api.key"]
+    with store.read() as session:
+        (entry,) = audit.page(session, None).items
+    assert (entry.operation, entry.target, entry.user) == ("create_key", found.id, "the service")
+
+
+def test_next_start_keeps_it(store, home):
+    ensure(store, home)
+    before = read_key(home)
+    ensure(store, home)
+    assert read_key(home) == before
+
+
+def test_another_database_is_told_of_the_key_that_is_there(store, home):
+    (home / "api.key").write_text("manta_from-before\n")
+    (home / "api.key").chmod(0o600)
+    ensure(store, home)
+    assert read_key(home) == "manta_from-before" and row_of(store, "manta_from-before").installation
+
+
+def test_key_that_was_revoked_is_replaced(store, home):
+    ensure(store, home)
+    before = read_key(home)
+    store.write(lambda session: keys.revoke(session, None, keys.by_digest(session, digest_of(before)).id))
+    ensure(store, home)
+    assert read_key(home) != before and row_of(store, read_key(home)).revoked_at is None
+
+
+def test_without_a_file_there_is_no_key(home):
+    assert read_key(home) is None
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
+def test_file_that_others_could_have_read_or_written_is_not_used(store, home, mode):
+    ensure(store, home)
+    (home / "api.key").chmod(mode)
+    for use in (lambda: read_key(home), lambda: ensure(store, home)):
+        with pytest.raises(KeyFileUnsafe, match=r"api\.key can be read or written by others: remove it"):
+            use()
+
+
+def test_file_of_another_user_a_link_or_a_pipe_is_not_used(home, monkeypatch):
+    path = home / "api.key"
+    (home / "other").touch(mode=0o600)
+    path.symlink_to(home / "other")
+    with pytest.raises(KeyFileUnsafe, match="cannot be read"):
+        read_key(home)
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(KeyFileUnsafe, match="is no file"):
+        read_key(home)
+    path.unlink()
+    path.touch(mode=0o600)
+    monkeypatch.setattr(automatic_key.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(KeyFileUnsafe, match="belongs to another user"):
+        read_key(home)
