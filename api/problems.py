@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from starlette.exceptions import HTTPException
 
@@ -26,6 +26,7 @@ from service.store import (
     JobChanged,
     JobNotFinal,
     JobNotFound,
+    OutcomeUnknown,
 )
 from service.stored_specs import SpecNotUnderstood
 from workers.errors import MantaError
@@ -88,7 +89,7 @@ def install(app: FastAPI) -> None:
     """Make `app` answer every error with a problem document."""
     for kind, code in _OF_ERRORS:
         app.add_exception_handler(kind, _answer(code))
-    for away in (OperationalError, InterfaceError, NoConnectionLeft):
+    for away in (OperationalError, InterfaceError, InternalError, NoConnectionLeft):
         app.add_exception_handler(away, _database_unavailable)
     app.add_exception_handler(SpecError, _spec_error)
     app.add_exception_handler(InvalidCursor, _invalid_cursor)
@@ -110,6 +111,8 @@ def _answer(code: str) -> Callable[[Request, Exception], Awaitable[Response]]:
 async def _database_unavailable(request: Request, error: Exception) -> Response:
     log.warning("%s %s: the database does not answer (%s)", request.method, request.url.path, error)
     detail = "the job database does not answer; jobs run on, and nothing was changed by this request: try it again"
+    if isinstance(error, OutcomeUnknown):
+        detail = "the job database went away in the middle; jobs run on; see whether this request has changed anything"
     return problem("database_unavailable", detail)
 
 

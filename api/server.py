@@ -48,7 +48,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     running = running_service(home)
     if running is not None and running["pid"] != os.getpid():
         raise AlreadyRunning(f"a service with home {home} runs already at {running['url']}; end it with `manta down`")
-    lock = _lock(home)
+    lock = lock_home(home)
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     url = f"http://{host}:{port}"
@@ -56,10 +56,11 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     control = ControlPlane(
         home,
         head,
-        lambda: _start_over(home, host, port, slots, allow_faults),
+        lambda: _start_over(settings, host, port, slots, allow_faults),
         allow_faults,
         settings.failed_memory_hours * 3600,
         DataRoots.of(settings.data_roots, host),
+        settings.database_url,
     )
     control.start()
     service_file = settings.service_file
@@ -67,7 +68,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         import uvicorn  # once the jobs are under control, like what `build_app` imports
 
         app = build_app(control, url, (host, *settings.allowed_hosts))
-        _announce(service_file, url)
+        _announce(service_file, url, control.store.location)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS, lifespan="on"
         )
@@ -90,7 +91,7 @@ def build_app(control: ControlPlane, url: str, allowed_hosts: Collection[str] = 
     return app
 
 
-def _lock(home: Path) -> IO[str]:
+def lock_home(home: Path) -> IO[str]:
     """Hold the home until the file is closed: of two services that start at once, one gives way."""
     file = (home / "service.lock").open("w")
     try:
@@ -101,11 +102,11 @@ def _lock(home: Path) -> IO[str]:
     return file
 
 
-def _start_over(home: Path, host: str, port: int, slots: int | None, allow_faults: bool) -> None:
+def _start_over(settings: Settings, host: str, port: int, slots: int | None, allow_faults: bool) -> None:
     """Become a fresh service at the same address, which starts a new Ray and takes up the jobs from the database."""
     options = ["--host", host, "--port", str(port), *(["--slots", str(slots)] if slots is not None else [])]
     options += ["--allow-faults"] if allow_faults else []
-    environment = {**os.environ, "MANTA_HOME": str(home)}
+    environment = {**os.environ, **settings.for_service()}
     os.execve(sys.executable, [sys.executable, "-m", "api.cli", "serve", *options], environment)
 
 
@@ -118,16 +119,18 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _announce(service_file: Path, url: str) -> None:
-    """Say where the service answers, for the commands of the same home."""
+def _announce(service_file: Path, url: str, database: str) -> None:
+    """Say where the service answers, and where its database is, for the commands of the same home."""
     me = os.getpid()
     temporary = service_file.with_suffix(".part")
-    temporary.write_text(json.dumps({"url": url, "pid": me, "started": start_of(me)}), encoding="utf-8")
+    temporary.write_text(
+        json.dumps({"url": url, "pid": me, "started": start_of(me), "database": database}), encoding="utf-8"
+    )
     temporary.rename(service_file)
 
 
 def running_service(home: Path) -> dict[str, object] | None:
-    """What the service of `home` says about itself (`url`, `pid`, `started`), or None when none runs."""
+    """What the service of `home` says about itself (`url`, `pid`, `started`, `database`), or None when none runs."""
     try:
         announced = json.loads(Settings(home).service_file.read_text(encoding="utf-8"))
         alive = same_process(int(announced["pid"]), started_in(announced))

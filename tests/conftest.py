@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,10 +153,13 @@ def database_url(kind_of_database: str, request: pytest.FixtureRequest, tmp_path
 
 
 @pytest.fixture
-def store(database_url: str) -> Iterator[Any]:
+def store(database_url: str, kind_of_database: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     """An empty job database."""
     from service.store import Store
 
-    made = Store(database_url)
-    yield made
-    made.close()
+    with contextlib.ExitStack() as stack:
+        if kind_of_database == "postgresql":
+            stack.enter_context(request.getfixturevalue("postgres").connections_kept())
+        made = Store(database_url)
+        yield made
+        made.close()

@@ -24,6 +24,7 @@ from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 from service.states import JobState
 from service.store import Job, Store
 from service.store.jobs import unfinished_in_brief
+from service.store.location import file_of, parse_url, shown, url_in
 from workers.errors import MantaError
 from workers.paths import Paths
 
@@ -35,6 +36,14 @@ Slots = Annotated[int | None, typer.Option("--slots", min=1, help="CPU ranks tha
 Ray = Annotated[str | None, typer.Option("--ray", metavar="HOST:PORT", help="Use this Ray cluster, not an own one.")]
 AllowFaults = Annotated[
     bool, typer.Option("--allow-faults", help="Let `manta inject` kill, stop and harm the jobs' processes.")
+]
+Database = Annotated[
+    str | None,
+    typer.Option(
+        "--database",
+        metavar="URL",
+        help="The job database, such as postgresql://USER@HOST/NAME; default: MANTA_DATABASE_URL, else in the home.",
+    ),
 ]
 
 
@@ -55,26 +64,41 @@ def up(
     slots: Slots = None,
     ray: Ray = None,
     allow_faults: AllowFaults = False,
+    database: Database = None,
 ) -> None:
     """Start the service in the background."""
-    settings = Settings.from_environment()
+    settings = settings_with(database)
     home = settings.home
     running = running_service(home)
     if running is not None:
         typer.echo(f"Manta runs already: {running['url']}")
         return
-    url = start_service(home, host, port, slots, ray, allow_faults or settings.allow_faults)
+    allow_faults = allow_faults or settings.allow_faults
+    url = start_service(home, host, port, slots, ray, allow_faults, settings.database_url)
     typer.echo(f"Manta is up: {url} (dashboard: {url}/ui, home: {home})")
 
 
-def down() -> None:
+def settings_with(database: str | None) -> Settings:
+    """What the environment says, but for the database where one is named. Raises BadSetting, BadDatabaseUrl."""
+    settings = Settings.from_environment()
+    settings = replace(settings, database_url=database or settings.database_url)
+    parse_url(url_in(settings.home, settings.database_url))
+    return settings
+
+
+def down(database: Database = None) -> None:
     """Stop the service and everything it runs, and say what that was."""
-    home = Settings.from_environment().home
-    jobs, own_ray = running_jobs(home), Paths.of(home).ray_record.exists()
+    settings = settings_with(database)
+    home, looked_at = settings.home, shown(parse_url(url_in(settings.home, settings.database_url)))
+    used = (running_service(home) or {}).get("database", looked_at)
+    jobs = running_jobs(home, settings.database_url) if used == looked_at else []
+    own_ray = Paths.of(home).ray_record.exists()
     if not stop_service(home):
         typer.echo(f"No service runs with home {home}.")
         return
     typer.echo("Manta is down.")
+    if used != looked_at:
+        typer.echo(f"What it ran is in its database, {used}: `manta up --database URL` goes on with it.")
     for job in jobs:
         typer.echo(f"  {job.id} ({job.name}) {_what_becomes_of(job, own_ray)}")
     if jobs:
@@ -91,13 +115,13 @@ def _what_becomes_of(job: Job, own_ray: bool) -> str:
     return f"was ended at step {job.step} of {job.steps}, and goes on from its newest checkpoint"
 
 
-def running_jobs(home: Path) -> list[Job]:
+def running_jobs(home: Path, database: str | None = None) -> list[Job]:
     """The jobs of `home` that are not final, as its database says, whether or not a service runs; none where it cannot
     be read."""
-    location = home / "manta.db"
-    if not location.exists():
+    file = file_of(parse_url(url_in(home, database)))
+    if file is not None and not file.exists():
         return []
-    store = Store(f"sqlite:///{location}")
+    store = Store(url_in(home, database))
     try:
         with store.read() as session:
             return unfinished_in_brief(session)  # it may be of another release
@@ -113,15 +137,22 @@ def serve_command(
     slots: Slots = None,
     ray: Ray = None,
     allow_faults: AllowFaults = False,
+    database: Database = None,
 ) -> None:
     """Run the service in the foreground, for containers."""
     configure_logging()
-    settings = Settings.from_environment()
+    settings = settings_with(database)
     serve(replace(settings, allow_faults=allow_faults or settings.allow_faults), host, port, slots, ray)
 
 
 def start_service(
-    home: Path, host: str, port: int, slots: int | None, ray: str | None, allow_faults: bool = False
+    home: Path,
+    host: str,
+    port: int,
+    slots: int | None,
+    ray: str | None,
+    allow_faults: bool = False,
+    database: str | None = None,
 ) -> str:
     """Start the service of `home` in the background and return its address once it is ready. Raises NotStarted; a Ray
     that ran before goes on running then, with the jobs in it."""
@@ -140,7 +171,7 @@ def start_service(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, "MANTA_HOME": str(home)},
+            env={**os.environ, **Settings(home, database_url=database).for_service()},
             start_new_session=True,
         )
     try:

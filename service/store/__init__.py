@@ -9,6 +9,7 @@ from service.store.errors import (
     JobChanged,
     JobNotFinal,
     JobNotFound,
+    OutcomeUnknown,
     StoreOfNewerRelease,
     StoreUnusable,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "JobNotFinal",
     "JobNotFound",
     "Metric",
+    "OutcomeUnknown",
     "Page",
     "Rank",
     "Recovery",

@@ -57,6 +57,11 @@ class Store:
         return self._database.writer
 
     @property
+    def database(self) -> SqliteDatabase | PostgresDatabase:
+        """Its connections."""
+        return self._database
+
+    @property
     def location(self) -> str:
         """Its URL without the password."""
         return self._database.location

@@ -27,6 +27,11 @@ def sqlite_url(file: Path) -> str:
     return URL.create("sqlite", database=str(file)).render_as_string(hide_password=False)
 
 
+def url_in(home: Path, wanted: str | None) -> str:
+    """The URL of the database of `home`: what is `wanted`, else the SQLite file there."""
+    return wanted or sqlite_url(home / "manta.db")
+
+
 def parse_url(text: str) -> URL:
     """The URL of a job database: SQLite in a file, or PostgreSQL by way of psycopg. Raises BadDatabaseUrl."""
     try:

@@ -60,6 +60,7 @@ class PostgresDatabase:
 
     def __init__(self, url: URL):
         self.location, self._name = shown(url), url.database
+        self.url = url.render_as_string(hide_password=False)
         # A read is one consistent state of the database, which needs more than READ COMMITTED. Writes do not: they lock
         # the rows that they depend on.
         self.readers = _engine(url, "REPEATABLE READ", read_only=True, pool_size=5, max_overflow=25)

@@ -9,10 +9,10 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, RootTransaction, create_engine, event
+from sqlalchemy import URL, Connection, Engine, RootTransaction, create_engine, event, make_url
 
 from service.store.errors import StoreUnusable
-from service.store.location import file_of, shown
+from service.store.location import file_of, shown, sqlite_url
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,11 @@ class SqliteDatabase:
         self.readers = self._engine(url, "BEGIN", pool_size=5, max_overflow=_MOST_EXTRA_READERS)
         # Writers take the lock at once: a read that turns into a write may not wait, SQLite would refuse it.
         self.writer = self._engine(url, "BEGIN IMMEDIATE", pool_size=1, max_overflow=1)
+
+    @classmethod
+    def of_file(cls, file: Path) -> SqliteDatabase:
+        """The database in `file`."""
+        return cls(make_url(sqlite_url(file)))
 
     def _engine(self, url: URL, begin: str, **pool: int) -> Engine:
         engine = create_engine(url, **pool)

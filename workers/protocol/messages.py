@@ -178,6 +178,10 @@ class AgentDescription:
     """Name of the placement group that it is in."""
     devices: tuple[str, ...] = ()
     """GPUs of the rank, as CUDA_VISIBLE_DEVICES takes them."""
+    rank: int | None = None
+    """Of the last launch; None before the first."""
+    sizes: tuple[int, ...] = ()
+    """Its tensor-parallel size, pipeline stages and replicas."""
     protocol: int = PROTOCOL
 
 

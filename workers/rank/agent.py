@@ -50,7 +50,8 @@ class Agent:
 
     async def describe(self) -> AgentDescription:
         """Where this rank is."""
-        host = this_host()
+        host, order = this_host(), self._slot.order
+        layout = {} if order is None else order.spec.get("parallel") or {}
         return AgentDescription(
             host=host.name,
             address=host.address,
@@ -60,6 +61,8 @@ class Agent:
             generation=self._slot.generation,
             group=self._group,
             devices=host.devices,
+            rank=None if order is None else order.rank,
+            sizes=() if order is None else tuple(layout.get(axis, 1) for axis in ("tensor", "pipeline", "data")),
         )
 
     async def launch(self, order: LaunchOrder) -> Launched:

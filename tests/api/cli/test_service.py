@@ -37,6 +37,9 @@ def manta(tmp_path):
     return run
 
 
+POSTGRESQL = "postgresql://me:secret@there/manta"
+
+
 @pytest.fixture
 def served(monkeypatch):
     """What the service is run with."""
@@ -86,15 +89,33 @@ def test_service_that_starts_over_is_run_as_before(manta, served, tmp_path, monk
     replaced = []
     monkeypatch.setattr(os, "execve", lambda *call: replaced.append(call))
     for slots, allow_faults in ((3, True), (None, False)):
-        server._start_over(tmp_path, "0.0.0.0", 1234, slots, allow_faults)
+        settings = Settings(tmp_path, database_url=POSTGRESQL if slots else None)
+        server._start_over(settings, "0.0.0.0", 1234, slots, allow_faults)
         program, command, environment = replaced[-1]
         assert (program, environment["MANTA_HOME"]) == (sys.executable, str(tmp_path))
-        manta(*command[3:])
-        assert served[-1] == (Settings(tmp_path, allow_faults=allow_faults), "0.0.0.0", 1234, slots, None)
+        manta(*command[3:], **{name: value for name, value in environment.items() if name.startswith("MANTA_")})
+        again = Settings(tmp_path, allow_faults=allow_faults, database_url=settings.database_url)
+        assert served[-1] == (again, "0.0.0.0", 1234, slots, None)
+
+
+def test_database_is_named_in_the_environment_where_no_other_user_sees_its_password(manta, served, started):
+    manta("up", "--database", POSTGRESQL)
+    ((command, environment),) = started
+    assert "secret" not in " ".join(command)
+    manta(*command[3:], MANTA_DATABASE_URL=environment["MANTA_DATABASE_URL"])
+    manta("serve", "--database", POSTGRESQL)
+    assert [settings.database_url for settings, *_ in served] == [POSTGRESQL, POSTGRESQL]
+    assert "secret" not in repr(served)
+
+
+def test_down_of_a_service_with_another_database_says_where_its_jobs_are(manta, tmp_path, monkeypatch):
+    server._announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234", "postgresql://me:***@there/manta")
+    monkeypatch.setattr(service, "stop_service", lambda home: True)
+    assert "What it ran is in its database, postgresql://me:***@there/manta" in manta("down")
 
 
 def test_up_starts_no_second_service(manta, started, tmp_path):
-    server._announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234")
+    server._announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234", "sqlite:///there")
     assert manta("up") == "Manta runs already: http://127.0.0.1:1234\n"
     assert started == []
 

@@ -136,7 +136,12 @@ class FakeAgent:
     async def describe(self) -> AgentDescription:
         await self._answer("describe")
         pid = self._pid if self.running or self.resting else None
-        return dataclasses.replace(self.description, generation=self.generation, trainer_pid=pid)
+        about = {"generation": self.generation, "trainer_pid": pid}
+        if self.orders:
+            layout = self.orders[-1].spec["parallel"]
+            sizes = tuple(layout[axis] for axis in ("tensor", "pipeline", "data"))
+            about = {**about, "rank": self.orders[-1].rank, "sizes": sizes}
+        return dataclasses.replace(self.description, **about)
 
     async def launch(self, order: LaunchOrder) -> Launched:
         await self._answer("launch")

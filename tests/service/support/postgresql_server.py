@@ -8,7 +8,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 
@@ -44,6 +46,8 @@ class PostgresServer:
         self._numbers = itertools.count(1)
         self._shared: str | None = None
         self._as_made: object = None
+        self._kept: dict[str, Any] = {}
+        self._to_empty: psycopg.Connection[Any] | None = None
         self.start()
 
     def start(self) -> None:
@@ -73,6 +77,9 @@ class PostgresServer:
 
     def close(self) -> None:
         """End it for good."""
+        for database in self._kept.values():
+            database.writer.dispose()
+            database.readers.dispose()
         self.stop()
         shutil.rmtree(self.folder)
 
@@ -82,11 +89,28 @@ class PostgresServer:
 
     def execute(self, statement: str, database: str = "postgres") -> list[tuple[object, ...]]:
         """What `statement` answers, outside of a transaction."""
-        with psycopg.connect(host=str(self.folder), user="manta", dbname=database, autocommit=True) as connection:
-            cursor = connection.execute(statement)
-            while cursor.nextset():  # the last one's answer
-                pass
-            return cursor.fetchall() if cursor.description else []
+        with self._connect(database) as connection:
+            return _last_answer(connection.execute(statement))
+
+    def _connect(self, database: str) -> psycopg.Connection[Any]:
+        return psycopg.connect(host=str(self.folder), user="manta", dbname=database, autocommit=True)
+
+    @contextlib.contextmanager
+    def connections_kept(self) -> Iterator[None]:
+        """Stores that are opened meanwhile share their connections with those before: one takes longer than a test."""
+        from service.store import database
+
+        def open_database(url: str) -> Any:
+            if url not in self._kept:
+                self._kept[url] = opened(url)
+                self._kept[url].close = lambda: None
+            return self._kept[url]
+
+        opened, database.open_database = database.open_database, open_database
+        try:
+            yield
+        finally:
+            database.open_database = opened
 
     def make_empty(self, template: str = "template0") -> str:
         """A new database's name."""
@@ -125,12 +149,16 @@ class PostgresServer:
         statements = [f"DELETE FROM {table.name}" for table in tables]
         statements += [
             "SELECT setval(oid::regclass, 1, false) FROM pg_class WHERE relkind = 'S'",
-            """SELECT installation, oldest_reader, version_num, string_agg(attrelid::regclass || ' ' || attname, ',')
-            FROM installation, compatibility, alembic_version, pg_attribute
-            WHERE attrelid::regclass::text !~ '^pg_|information_schema' AND NOT attisdropped GROUP BY 1, 2, 3""",
+            """SELECT installation, oldest_reader, version_num,
+            (SELECT string_agg(relname || '.' || attname, ' ' ORDER BY relname, attnum)
+            FROM pg_class JOIN pg_attribute ON attrelid = pg_class.oid
+            WHERE relnamespace = 'public'::regnamespace AND NOT attisdropped)
+            FROM installation, compatibility, alembic_version""",
         ]
         try:
-            return self.execute("; ".join(statements), name)
+            if self._to_empty is None or self._to_empty.info.dbname != name:
+                self._to_empty = self._connect(name)
+            return _last_answer(self._to_empty.execute("; ".join(statements)))
         except psycopg.Error:
             return None
 
@@ -142,3 +170,9 @@ class PostgresServer:
         done = subprocess.run(command, capture_output=True, text=True, cwd=self.folder)
         if done.returncode:
             raise RuntimeError(done.stderr)
+
+
+def _last_answer(cursor: psycopg.Cursor[Any]) -> list[tuple[object, ...]]:
+    while cursor.nextset():
+        pass
+    return cursor.fetchall() if cursor.description else []
