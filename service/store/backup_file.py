@@ -5,6 +5,7 @@ back."""
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import tempfile
 from collections.abc import Iterator
@@ -93,6 +94,7 @@ def _beside(file: Path) -> Iterator[Path]:
 def _copy_out(store: Store, working: Path) -> None:
     if store.revision != newest_revision():
         raise StoreUnusable(store.location, ValueError(f"its revision is {store.revision}: `manta db upgrade`"))
+    os.close(os.open(working, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     target = Store(sqlite_url(working))
     try:
         target.migrate()

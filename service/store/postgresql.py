@@ -34,6 +34,7 @@ _SESSION = {
     "statement_timeout": f"{STATEMENT_SECONDS}s",
     "lock_timeout": f"{STATEMENT_SECONDS / 2:g}s",
     "idle_in_transaction_session_timeout": f"{IDLE_SECONDS}s",
+    "jit": "off",  # it takes longer than all queries that there are
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",

@@ -16,7 +16,14 @@ import psycopg
 
 NOT_FOUND = "no PostgreSQL server is installed (Debian: apt-get install postgresql)"
 STOP_SECONDS = 20.0
-_UNSAFE = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "autovacuum=off", "shared_buffers=16MB")
+_UNSAFE = (
+    "fsync=off",
+    "synchronous_commit=off",
+    "full_page_writes=off",
+    "autovacuum=off",
+    "jit=off",
+    "shared_buffers=16MB",
+)
 _TEMPLATE = "manta_template"
 
 
@@ -97,10 +104,13 @@ class PostgresServer:
 
     @contextlib.contextmanager
     def connections_kept(self) -> Iterator[None]:
-        """Stores that are opened meanwhile share their connections with those before: one takes longer than a test."""
+        """Stores of the shared database that are opened meanwhile have the connections of those before: to make one
+        takes longer than a test."""
         from service.store import database
 
         def open_database(url: str) -> Any:
+            if self._shared is None or url != self.url(self._shared):
+                return opened(url)
             if url not in self._kept:
                 self._kept[url] = opened(url)
                 self._kept[url].close = lambda: None

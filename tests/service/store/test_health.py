@@ -1,0 +1,50 @@
+"""What is wrong with a job database is said in sentences."""
+
+import contextlib
+import sqlite3
+
+from sqlalchemy import text
+
+from service.store import Store, health
+from service.store.database import newest_revision
+
+
+def run(store, *statements):
+    for statement in statements:
+        store.write(lambda session, statement=statement: session.execute(text(statement)))
+
+
+def test_a_database_that_was_just_made_is_sound(store):
+    assert health.problems(store) == []
+
+
+def test_a_schema_that_is_another_one_is_told(store):
+    run(store, "ALTER TABLE jobs ADD COLUMN odd INTEGER", "DROP TABLE ranks")
+    problems = " ".join(health.problems(store))
+    assert "remove_column" in problems and "odd" in problems
+    assert "add_table" in problems and "ranks" in problems
+
+
+def test_an_older_revision_says_what_to_do(store):
+    run(store, "UPDATE alembic_version SET version_num = '0006'")
+    said = f"its revision is 0006, and that of this release {newest_revision()}: `manta db upgrade`"
+    assert health.problems(store) == [said]
+
+
+def test_rows_that_must_be_there_once(store):
+    run(store, "DELETE FROM installation")
+    assert health.problems(store) == ["installation has 0 rows, and must have one"]
+
+
+def test_no_database_is_none(tmp_path):
+    with contextlib.closing(Store(f"sqlite:///{tmp_path}/new.db")) as store:
+        assert "there is no job database yet" in health.problems(store)[0]
+
+
+def test_rows_without_their_job_are_told_where_the_database_has_let_them_in(tmp_path, empty_database):
+    file = tmp_path / "manta.db"
+    file.write_bytes(empty_database.read_bytes())
+    with contextlib.closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute("INSERT INTO state_changes (job_id, time, state) VALUES ('job_000000000000', 1.0, 'QUEUED')")
+    with contextlib.closing(Store(f"sqlite:///{file}")) as store:
+        assert health.problems(store) == ["row 1 of state_changes belongs to nothing in jobs"]
