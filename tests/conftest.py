@@ -52,7 +52,8 @@ _ON_SQLITE = ("tests/api/ui", "tests/service/store/test_sqlite.py")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """What uses the job database runs on PostgreSQL too: some of it always, the rest with --soak."""
-    if "kind_of_database" not in metafunc.fixturenames:
+    chosen = any("kind_of_database" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "kind_of_database" not in metafunc.fixturenames or chosen:
         return
     file = metafunc.definition.path.relative_to(metafunc.config.rootpath).as_posix()
     if file.startswith(_ON_BOTH_IN_SOAK) and not file.startswith(_ON_SQLITE):
