@@ -40,6 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 _ON_BOTH = (
+    "tests/api/test_fuzz.py",
+    "tests/api/test_jobs.py",
     "tests/service/store",
     "tests/service/test_scheduler.py",
     "tests/api/test_all_events.py",

@@ -195,7 +195,7 @@ def test_service_is_asked_to_end_and_is_ended_where_it_does_not(home, monkeypatc
     [(True, "was ended at step 3 of 10, and goes on from its newest checkpoint"),
      (False, "runs on, on the Ray cluster that is not ours, at step 3 or later")],
 )  # fmt: skip
-def test_down_says_what_becomes_of_the_jobs(manta, home, store, document, monkeypatch, own_ray, fate):
+def test_down_says_what_becomes_of_the_jobs(manta, home, store, database_url, document, monkeypatch, own_ray, fate):
     spec = parse_job_spec(document)
     running, queued, over = [store.write(lambda s: jobs.create(s, spec))[0].id for _ in range(3)]
     store.write(lambda s: jobs.transition(s, running, JobState.STARTING))
@@ -204,7 +204,7 @@ def test_down_says_what_becomes_of_the_jobs(manta, home, store, document, monkey
     if own_ray:
         home.ray_record.write_text("{}")
     monkeypatch.setattr(service, "stop_service", lambda home: True)
-    said = manta("down").splitlines()
+    said = manta("down", "--database", database_url).splitlines()
     assert said[0] == "Manta is down."
     assert set(said[1:3]) == {f"  {running} (small) {fate}", f"  {queued} (small) waits in the queue"}
     assert over not in "".join(said)
