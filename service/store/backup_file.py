@@ -165,6 +165,8 @@ def _into_file(database: SqliteDatabase, working: Path, replace: bool) -> None:
                 pass  # it is damaged, which may be why it is to be replaced
             count = _jobs_in(connection)
         _refuse_jobs(database.location, count, replace)
+    for log in ("-wal", "-shm"):  # of a file that was too damaged to be asked
+        database.file.with_name(database.file.name + log).unlink(missing_ok=True)
     working.replace(database.file)
 
 
@@ -178,6 +180,8 @@ def _jobs_in(connection: sqlite3.Connection) -> int:
 def _into_server(database: PostgresDatabase, working: Path, replace: bool) -> None:
     made = Store(database.url)
     try:
+        with database.writer.connect() as connection:
+            _refuse_others(database, connection)
         made.migrate()
     finally:
         made.close()

@@ -22,7 +22,8 @@ def problems(store: Store) -> list[str]:
     if revision != newest_revision():
         return [f"its revision is {revision}, and that of this release {newest_revision()}: `manta db upgrade`"]
     try:
-        with store.engine.connect() as connection:
+        with store.database.readers.connect() as connection:
+            store.database.take_time(connection)
             return [*_schema(connection), *_content(connection)]
     except SQLAlchemyError as error:
         raise StoreUnusable(store.location, error) from error

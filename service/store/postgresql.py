@@ -89,10 +89,14 @@ class PostgresDatabase:
 
     def begin_migration(self, connection: Connection) -> None:
         """Of control planes that start at once one migrates, and the others find it done. Takes as long as it takes."""
+        self.take_time(connection)
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
+
+    def take_time(self, connection: Connection) -> None:
+        """To the end of its transaction, statements of `connection` may take as long as they like."""
         for name in ("statement_timeout", "lock_timeout"):
             connection.exec_driver_sql(f"SET LOCAL {name} = 0")
         _driver(connection).answer_seconds = None
-        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
 
     def keep_copy(self, current: str, newest: str) -> None:
         """None is made: the migration is one transaction, and copies of a server are its owner's."""
@@ -165,9 +169,12 @@ def _engine(url: URL, isolation: str, read_only: bool, **pool: int) -> Engine:
     @event.listens_for(engine, "do_connect")
     def connect(_dialect: Any, _record: Any, arguments: Sequence[Any], parameters: dict[str, Any]) -> Any:
         connection = BoundedConnection.connect(*arguments, **parameters)
-        connection.answer_seconds = ANSWER_SECONDS
         connection.read_only = read_only
         return connection
+
+    @event.listens_for(engine, "checkout")
+    def begin(connection: BoundedConnection, _record: Any, _proxy: Any) -> None:
+        connection.answer_seconds = ANSWER_SECONDS
 
     return engine
 

@@ -53,6 +53,9 @@ class SqliteDatabase:
     def begin_migration(self, connection: Connection) -> None:
         """The transaction holds the writer's lock already."""
 
+    def take_time(self, connection: Connection) -> None:
+        """Statements have no limit here."""
+
     def keep_copy(self, current: str, newest: str) -> None:
         """Copy the database, which is at revision `current`, to a file beside it, for those who want to go back. Raises
         StoreUnusable."""

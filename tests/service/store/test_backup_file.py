@@ -152,3 +152,15 @@ def test_a_backup_of_a_newer_release_is_refused(store, tmp_path):
         connection.execute("UPDATE compatibility SET oldest_reader = '9999'")
     with pytest.raises(StoreOfNewerRelease, match="9999"):
         restore(f"sqlite:///{tmp_path}/new/manta.db", tmp_path / "backup.db", replace=False, now=NOW)
+
+
+def test_a_database_that_cannot_be_read_any_more_makes_room(store, submit, tmp_path):
+    job = submit()
+    back_up(store, tmp_path / "backup.db")
+    damaged = tmp_path / "damaged" / "manta.db"
+    damaged.parent.mkdir()
+    for name in ("manta.db", "manta.db-wal", "manta.db-shm"):
+        (damaged.parent / name).write_bytes(b"nothing that anybody can read " * 1000)
+    restore(f"sqlite:///{damaged}", tmp_path / "backup.db", replace=False, now=NOW)
+    with opened(f"sqlite:///{damaged}") as other, other.read() as session:
+        assert jobs.get(session, job.id).state == "PAUSED"

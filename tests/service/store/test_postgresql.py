@@ -284,3 +284,17 @@ def test_servers_that_are_too_old_and_encodings_without_all_characters_are_refus
     assert unsuitable(130_012, "UTF8") == "its server is PostgreSQL 13.12, and Manta needs 14 or later"
     assert unsuitable(90_624, "UTF8") == "its server is PostgreSQL 9, and Manta needs 14 or later"
     assert "its encoding is SQL_ASCII" in unsuitable(150_000, "SQL_ASCII")
+
+
+def test_what_may_take_long_takes_no_limit_away_from_what_follows(open_store):
+    store = open_store()
+
+    def limits(connection):
+        asked = [connection.exec_driver_sql(f"SHOW {name}").scalar() for name in ("statement_timeout", "lock_timeout")]
+        return [*asked, connection.connection.driver_connection.answer_seconds]
+
+    with store.engine.begin() as connection:
+        store.database.take_time(connection)
+        assert limits(connection) == ["0", "0", None]
+    with store.engine.begin() as connection:
+        assert limits(connection) == ["20s", "10s", postgresql.ANSWER_SECONDS]
