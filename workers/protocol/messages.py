@@ -138,6 +138,12 @@ class LaunchOrder:
     protocol: int = PROTOCOL
     """Of the control plane."""
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tensor-parallel size, pipeline stages and replicas of the spec."""
+        layout = self.spec.get("parallel") or {}
+        return tuple(layout.get(axis, 1) for axis in ("tensor", "pipeline", "data"))
+
 
 @dataclass(frozen=True)
 class TrainerArgument:

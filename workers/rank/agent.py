@@ -51,7 +51,6 @@ class Agent:
     async def describe(self) -> AgentDescription:
         """Where this rank is."""
         host, order = this_host(), self._slot.order
-        layout = {} if order is None else order.spec.get("parallel") or {}
         return AgentDescription(
             host=host.name,
             address=host.address,
@@ -62,7 +61,7 @@ class Agent:
             group=self._group,
             devices=host.devices,
             rank=None if order is None else order.rank,
-            sizes=() if order is None else tuple(layout.get(axis, 1) for axis in ("tensor", "pipeline", "data")),
+            sizes=() if order is None else order.sizes,
         )
 
     async def launch(self, order: LaunchOrder) -> Launched:
