@@ -20,6 +20,7 @@ from service.states import JobState
 from service.store import events, jobs
 from service.store.database import Store, newest_revision, open_database
 from service.store.errors import StoreUnusable
+from service.store.health import refuse_none
 from service.store.location import sqlite_url
 from service.store.postgresql import PostgresDatabase
 from service.store.restored import RESTORED
@@ -49,6 +50,7 @@ def back_up(store: Store, file: Path) -> None:
     meanwhile. Raises FileExistsError, StoreUnusable."""
     if file.exists():
         raise FileExistsError(f"{file} is there already; name another file, or remove it")
+    refuse_none(store)
     with _beside(file) as working:
         try:
             if isinstance(store.database, SqliteDatabase):
@@ -225,4 +227,4 @@ def _refuse_others(database: PostgresDatabase, connection: Connection) -> None:
 
 def _refuse_jobs(location: str, count: int, replace: bool) -> None:
     if count and not replace:
-        raise DatabaseNotEmpty(f"{location} has {count} jobs; with --replace they make room for those of the backup")
+        raise DatabaseNotEmpty(f"{location} has jobs ({count}); with --replace they make room for those of the backup")

@@ -9,16 +9,17 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from service.store.database import Store, newest_revision
 from service.store.errors import StoreUnusable
+from service.store.sqlite import SqliteDatabase
 from service.store.tables import Base, Compatibility, Installation
 
+_MAKE = "`manta up` and `manta db upgrade` make one"
 _ONE_ROW = (Installation, Compatibility)
 
 
 def problems(store: Store) -> list[str]:
     """What is wrong with the database, a sentence each; reads all of it once. Raises StoreUnusable."""
+    refuse_none(store)
     revision = store.revision
-    if revision is None:
-        return ["there is no job database yet; `manta up` and `manta db upgrade` make one"]
     if revision != newest_revision():
         return [f"its revision is {revision}, and that of this release {newest_revision()}: `manta db upgrade`"]
     try:
@@ -27,6 +28,21 @@ def problems(store: Store) -> list[str]:
             return [*_schema(connection), *_content(connection)]
     except SQLAlchemyError as error:
         raise StoreUnusable(store.location, error) from error
+
+
+def refuse_none(store: Store) -> None:
+    """Raise StoreUnusable where the database cannot be reached, or there is none; none is made then either."""
+    database = store.database
+    if isinstance(database, SqliteDatabase) and not database.file.exists():
+        raise StoreUnusable(store.location, FileNotFoundError("there is no such file"), _MAKE)
+    database.refuse_unsuitable()
+    try:
+        with database.readers.connect() as connection:
+            is_there = inspect(connection).has_table("alembic_version")
+    except SQLAlchemyError as error:
+        raise StoreUnusable(store.location, error) from error
+    if not is_there:
+        raise StoreUnusable(store.location, ValueError("there are no jobs in it, and no place for any"), _MAKE)
 
 
 def _schema(connection: Connection) -> Iterator[str]:

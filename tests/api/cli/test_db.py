@@ -32,7 +32,9 @@ def manta(tmp_path, database_url):
 
 def test_database_is_made_and_found_sound(manta, tmp_path):
     new = {"MANTA_DATABASE_URL": f"sqlite:///{tmp_path}/new.db"}
-    assert "there is no job database yet" in manta("check", code=2, **new)
+    for command in (["check"], ["backup", tmp_path / "backup.db"]):
+        assert "there is no such file (`manta up` and `manta db upgrade` make one)" in manta(*command, code=2, **new)
+    assert not (tmp_path / "new.db").exists() and not (tmp_path / "backup.db").exists()
     made = f"new.db was brought from revision none and is at revision {newest_revision()}.\n"
     assert manta("upgrade", **new).endswith(made)
     assert manta("upgrade", **new).endswith(f"new.db is at revision {newest_revision()}.\n")
@@ -46,7 +48,7 @@ def test_database_is_backed_up_and_restored_elsewhere(manta, store, document, tm
     other = f"sqlite:///{tmp_path}/other/manta.db"
     said = manta("restore", tmp_path / "backup.db", "--database", other)
     assert "Of its jobs 1 are not over.\n" in said
-    assert "has 1 jobs; with --replace" in manta("restore", tmp_path / "backup.db", "--database", other, code=2)
+    assert "has jobs (1); with --replace" in manta("restore", tmp_path / "backup.db", "--database", other, code=2)
     manta("restore", tmp_path / "backup.db", "--replace", "--database", other)
     with contextlib.closing(Store(other)) as restored, restored.read() as session:
         assert jobs.get(session, job.id).state == "PAUSED"

@@ -125,7 +125,7 @@ def test_a_database_that_is_in_use_is_left_alone(store, jobs_of_all_kinds, tmp_p
 def test_jobs_make_room_only_where_that_is_asked_for(store, jobs_of_all_kinds, tmp_path, elsewhere):
     back_up(store, tmp_path / "backup.db")
     restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
-    with pytest.raises(DatabaseNotEmpty, match="has 3 jobs; with --replace"):
+    with pytest.raises(DatabaseNotEmpty, match=r"has jobs \(3\); with --replace"):
         restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
     restore(elsewhere, tmp_path / "backup.db", replace=True, now=NOW + 1)
     with opened(elsewhere) as other, other.read() as session:

@@ -3,9 +3,10 @@
 import contextlib
 import sqlite3
 
+import pytest
 from sqlalchemy import text
 
-from service.store import Store, health
+from service.store import Store, StoreUnusable, health
 from service.store.database import newest_revision
 
 
@@ -36,9 +37,26 @@ def test_rows_that_must_be_there_once(store):
     assert health.problems(store) == ["installation has 0 rows, and must have one"]
 
 
-def test_no_database_is_none(tmp_path):
-    with contextlib.closing(Store(f"sqlite:///{tmp_path}/new.db")) as store:
-        assert "there is no job database yet" in health.problems(store)[0]
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no such file"),
+        (b"", "there are no jobs in it"),
+        (b"no database at all" * 1000, "not a database"),
+    ],
+)
+def test_what_is_no_job_database_is_told(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "new.db").write_bytes(content)
+    with contextlib.closing(Store(f"sqlite:///{tmp_path}/new.db")) as store, pytest.raises(StoreUnusable, match=said):
+        health.problems(store)
+    assert (tmp_path / "new.db").exists() == (content is not None)
+
+
+def test_server_that_cannot_be_reached_is_told_with_what_would_help():
+    url = "postgresql://me@127.0.0.1:1/manta"
+    with contextlib.closing(Store(url)) as store, pytest.raises(StoreUnusable, match="is the server running"):
+        health.problems(store)
 
 
 def test_rows_without_their_job_are_told_where_the_database_has_let_them_in(tmp_path, empty_database):

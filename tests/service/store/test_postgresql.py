@@ -298,3 +298,17 @@ def test_what_may_take_long_takes_no_limit_away_from_what_follows(open_store):
         assert limits(connection) == ["0", "0", None]
     with store.engine.begin() as connection:
         assert limits(connection) == ["20s", "10s", postgresql.ANSWER_SECONDS]
+
+
+def test_a_submission_that_two_control_planes_get_is_one_job(open_store, make_spec):
+    spec, begun = make_spec(), threading.Barrier(2)
+
+    def submit(session):
+        session.execute(text("SELECT 1"))
+        begun.wait(SECONDS)
+        return jobs.create(session, spec, "a key", "a digest")
+
+    writes = [open_store()._submit(submit) for _ in range(2)]
+    made = [write.result(SECONDS) for write in writes]
+    assert len({job.id for job, _ in made}) == 1
+    assert sorted(new for _, new in made) == [False, True]
