@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -26,7 +27,7 @@ def own_mask():
 
 def test_announced_service_is_found_by_the_start_of_its_process(tmp_path, monkeypatch):
     file = Settings(tmp_path).service_file
-    _announce(file, "http://127.0.0.1:1")
+    _announce(file, "http://127.0.0.1:1", "sqlite:///there")
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: 1.0)  # the clock was set
     assert running_service(tmp_path)["url"] == "http://127.0.0.1:1"
     file.write_text(json.dumps({**json.loads(file.read_text()), "started": "another boot/1"}))
@@ -44,6 +45,7 @@ class FakeControl:
     """A control plane that remembers how it was left."""
 
     left = ""
+    store = SimpleNamespace(location="sqlite:///there")
 
     def __init__(self, *arguments):
         pass
@@ -92,8 +94,10 @@ class NotedControl:
     """A control plane that remembers what it was made of."""
 
     made = None
+    store = SimpleNamespace(location="postgresql://me:***@there/manta")
 
-    def __init__(self, home, head, start_over, allow_faults, memory_seconds, data_roots):
+    def __init__(self, home, head, start_over, allow_faults, memory_seconds, data_roots, database_url):
+        self.database_url = database_url
         self.head, self.allow_faults, self.memory_seconds = head, allow_faults, memory_seconds
         self.data_roots = data_roots
         NotedControl.made = self
@@ -111,11 +115,13 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
     monkeypatch.setattr(server, "build_app", lambda control, url, hosts: served.append((url, hosts)))
     monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: served.append(running_service(tmp_path)))
-    settings = Settings(tmp_path, None, True, ("manta.example.org",), hours, (tmp_path / "data",))
+    database = "postgresql://me:secret@there/manta"
+    settings = Settings(tmp_path, None, True, ("manta.example.org",), hours, (tmp_path / "data",), database)
     server.serve(settings, "127.0.0.1", 0, 3, None)
     made, ((url, hosts), announced) = NotedControl.made, served
     assert (made.allow_faults, made.memory_seconds) == (True, seconds)
     assert made.data_roots.folders == (tmp_path / "data",)
+    assert (made.database_url, announced["database"]) == (database, "postgresql://me:***@there/manta")
     assert '--resources={"manta_slot": 3}' in made.head._command()
     assert set(hosts) == {"127.0.0.1", "manta.example.org"}
     assert announced["url"] == url != "http://127.0.0.1:0", "the port that was found free"
@@ -132,8 +138,8 @@ def test_ray_of_somebody_else_is_used_and_no_own_one(tmp_path, monkeypatch):
 
 
 def test_second_service_of_a_home_gives_way(tmp_path):
-    with server._lock(tmp_path), pytest.raises(server.AlreadyRunning, match="manta down"):
-        server._lock(tmp_path)
+    with server.lock_home(tmp_path), pytest.raises(server.AlreadyRunning, match="manta down"):
+        server.lock_home(tmp_path)
 
 
 def test_address_in_use_is_a_sentence():
