@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,7 +117,7 @@ class PostgresDatabase:
             log.warning("a commit was not answered, but made (transaction %s)", number)
 
     def _was_committed(self, number: str, error: DBAPIError) -> bool:
-        left = OUTCOME_SECONDS
+        deadline = time.monotonic() + OUTCOME_SECONDS
         for pause in growing_pauses(0.05, 2.0):
             try:
                 with self.writer.connect() as connection:
@@ -125,8 +126,7 @@ class PostgresDatabase:
                 status = None
             if status in ("committed", "aborted"):
                 return status == "committed"
-            left -= pause
-            if left < 0 or self._closed.wait(pause):
+            if time.monotonic() > deadline or self._closed.wait(pause):
                 break
         raise OutcomeUnknown(None, None, error.orig or error) from error
 
