@@ -225,7 +225,8 @@ def test_control_planes_that_start_at_once_migrate_once(postgres):
 
 def test_ids_of_jobs_are_in_the_order_of_their_characters_in_every_language(postgres, url):
     name = url.partition("@/")[2].partition("?")[0]
-    query = "SELECT collation_name FROM information_schema.columns WHERE table_name = 'jobs' AND column_name = 'id'"
+    column = "(table_schema, table_name, column_name) = ('public', 'jobs', 'id')"
+    query = f"SELECT collation_name FROM information_schema.columns WHERE {column}"
     assert postgres.execute(query, name) == [("C",)]
 
 
