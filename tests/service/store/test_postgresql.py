@@ -313,3 +313,11 @@ def test_a_submission_that_two_control_planes_get_is_one_job(open_store, make_sp
     made = [write.result(SECONDS) for write in writes]
     assert len({job.id for job, _ in made}) == 1
     assert sorted(new for _, new in made) == [False, True]
+
+
+def test_what_the_url_asks_of_the_server_comes_before_what_is_usual(url):
+    store = Store(f"{url}&options=-c%20statement_timeout%3D15s&application_name=mine")
+    with store.read() as session:
+        asked = [session.scalar(text(f"SHOW {name}")) for name in ("statement_timeout", "lock_timeout")]
+        assert [*asked, session.scalar(text("SHOW application_name"))] == ["15s", "10s", "mine"]
+    store.close()
