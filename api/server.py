@@ -36,11 +36,15 @@ class AlreadyRunning(MantaError):
     """A service of the same home runs already."""
 
 
+class OtherDatabase(MantaError):
+    """The home's jobs are in a database that was not named this time."""
+
+
 def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str | None) -> None:
     """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of somebody else's Ray.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
-    PortTaken, AlreadyRunning, RayUnavailable.
+    PortTaken, AlreadyRunning, OtherDatabase, RayUnavailable.
     """
     home, allow_faults = settings.home, settings.allow_faults
     os.umask(PRIVATE)
@@ -62,6 +66,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         DataRoots.of(settings.data_roots, host),
         settings.database_url,
     )
+    _keep_to_database(settings, control.store.location)
     control.start()
     service_file = settings.service_file
     try:
@@ -100,6 +105,19 @@ def lock_home(home: Path) -> IO[str]:
         file.close()
         raise AlreadyRunning(f"a service with home {home} runs or starts already; end it with `manta down`") from error
     return file
+
+
+def _keep_to_database(settings: Settings, location: str) -> None:
+    """Note which database this home's jobs are in, without a password. Where none is named it must be the one of the
+    last time: with an empty one, nobody would look after what runs. Raises OtherDatabase."""
+    record = settings.home / "database"
+    known = record.read_text(encoding="utf-8") if record.exists() else location
+    if settings.database_url is None and known != location:
+        raise OtherDatabase(
+            f"the jobs of {settings.home} are in the database {known}: name it with --database or MANTA_DATABASE_URL, "
+            f"or remove {record} to begin with an empty one in the home"
+        )
+    record.write_text(location, encoding="utf-8")
 
 
 def _start_over(settings: Settings, host: str, port: int, slots: int | None, allow_faults: bool) -> None:

@@ -129,6 +129,19 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     assert (tmp_path / "service.lock").stat().st_mode & 0o077 == 0, "what it makes is for its own user alone"
 
 
+def test_home_whose_jobs_are_elsewhere_does_not_begin_with_an_empty_database(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "ControlPlane", NotedControl)
+    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: None)
+    server.serve(Settings(tmp_path, database_url="postgresql://me:secret@there/manta"), "127.0.0.1", 0, None, None)
+    assert "secret" not in (tmp_path / "database").read_text()
+    monkeypatch.setattr(NotedControl, "store", SimpleNamespace(location="sqlite:///in/the/home"))
+    with pytest.raises(server.OtherDatabase, match=r"are in the database postgresql://me:\*\*\*@there/manta: name it"):
+        server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+    (tmp_path / "database").unlink()
+    server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+
+
 def test_ray_of_somebody_else_is_used_and_no_own_one(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)
