@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,7 +13,7 @@ from api.access import RequestOfCaller, Unauthenticated, attach
 from api.auditing import Audit
 from api.credentials import Identities, credential_in
 from api.permissions import DASHBOARD_PATH, is_anonymous
-from api.problems import database_unavailable, problem, too_many
+from api.problems import DATABASE_AWAY, database_unavailable, problem, too_many
 from api.rate_limits import CallerLimits, TooManyRequests
 from service.identity import Identity
 
@@ -51,10 +49,10 @@ class Identification:
         except TooManyRequests as error:
             await _refuse(too_many(error), scope, receive, send)
             return
-        except (OperationalError, InterfaceError, NoConnectionLeft) as error:
+        except DATABASE_AWAY as error:
             cause = getattr(error, "orig", None) or error
             log.warning("who sent a request cannot be looked up: the database does not answer (%s)", cause)
-            await _refuse(database_unavailable(), scope, receive, send)
+            await _refuse(database_unavailable(error), scope, receive, send)
             return
         if who is not None:
             await self._of_a_caller(who, RequestOfCaller(who, address, credential), scope, receive, send)

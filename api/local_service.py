@@ -12,10 +12,11 @@ from service.cluster.processes import same_process, start_of, started_in
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 
 
-def announce(service_file: Path, url: str, certificate: Path | None = None) -> None:
-    """Say where the service answers, for the commands of the same home, and with which certificate."""
+def announce(service_file: Path, url: str, database: str, certificate: Path | None = None) -> None:
+    """Say where the service answers, for the commands of the same home, where its database is, and with which
+    certificate it answers."""
     me = os.getpid()
-    words = {"url": url, "pid": me, "started": start_of(me)}
+    words = {"url": url, "pid": me, "started": start_of(me), "database": database}
     if certificate is not None:
         words["certificate"] = str(certificate)
     temporary = service_file.with_suffix(".part")
@@ -24,7 +25,7 @@ def announce(service_file: Path, url: str, certificate: Path | None = None) -> N
 
 
 def running_service(home: Path) -> dict[str, object] | None:
-    """What the service of `home` says about itself (`url`, `pid`, `started`), or None when none runs."""
+    """What the service of `home` says about itself (`url`, `pid`, `started`, `database`), or None when none runs."""
     try:
         announced = json.loads(Settings(home).service_file.read_text(encoding="utf-8"))
         alive = same_process(int(announced["pid"]), started_in(announced))

@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from starlette.exceptions import HTTPException
 
@@ -32,6 +32,7 @@ from service.store import (
     JobNotFound,
     KeyNotFound,
     LinkNotGood,
+    OutcomeUnknown,
     ProjectExists,
     ProjectNotFound,
 )
@@ -56,6 +57,9 @@ class NotReady(MantaError):
         self.reasons = reasons
         super().__init__("; ".join(reasons))
 
+
+DATABASE_AWAY = (OperationalError, InterfaceError, InternalError, NoConnectionLeft)
+"""What a database raises that does not answer."""
 
 _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (JobNotFound, "job_not_found"),
@@ -104,7 +108,7 @@ def install(app: FastAPI) -> None:
     for kind, code in _OF_ERRORS:
         app.add_exception_handler(kind, _answer(code))
     app.add_exception_handler(TooManyRequests, _too_many_requests)
-    for away in (OperationalError, InterfaceError, NoConnectionLeft):
+    for away in DATABASE_AWAY:
         app.add_exception_handler(away, _database_unavailable)
     app.add_exception_handler(SpecError, _spec_error)
     app.add_exception_handler(InvalidCursor, _invalid_cursor)
@@ -126,12 +130,14 @@ def _answer(code: str) -> Callable[[Request, Exception], Awaitable[Response]]:
 async def _database_unavailable(request: Request, error: Exception) -> Response:
     cause = getattr(error, "orig", None) or error  # without the values in the statement
     log.warning("%s %s: the database does not answer (%s)", request.method, shown(request.url.path), cause)
-    return database_unavailable()
+    return database_unavailable(error)
 
 
-def database_unavailable() -> Response:
-    """The answer while the database is away."""
+def database_unavailable(error: Exception) -> Response:
+    """The answer while the database is away, which `error` says."""
     detail = "the job database does not answer; jobs run on, and nothing was changed by this request: try it again"
+    if isinstance(error, OutcomeUnknown):
+        detail = "the job database went away in the middle; jobs run on; see whether this request has changed anything"
     return problem("database_unavailable", detail)
 
 

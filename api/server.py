@@ -22,6 +22,7 @@ from service.control_plane import ControlPlane
 from service.data_roots import LOOPBACK_HOSTS, DataRoots
 from service.settings import RequestLimits, Settings
 from service.store import Store, keys
+from service.store.location import file_of, parse_url, url_in
 from workers.errors import MantaError
 
 if TYPE_CHECKING:
@@ -44,11 +45,15 @@ class NotForOthers(MantaError):
     """The service would listen where others can reach it, but lacks what keeps them out; the message says what."""
 
 
+class OtherDatabase(MantaError):
+    """The home's jobs are in a database that was not named this time."""
+
+
 def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str | None) -> None:
     """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of somebody else's Ray.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
-    PortTaken, AlreadyRunning, NotForOthers, RayUnavailable, KeyFileUnsafe.
+    PortTaken, AlreadyRunning, OtherDatabase, NotForOthers, RayUnavailable, KeyFileUnsafe.
     """
     home, tls = settings.home, settings.tls
     os.umask(PRIVATE)
@@ -57,7 +62,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     running = running_service(home)
     if running is not None and running["pid"] != os.getpid():
         raise AlreadyRunning(f"a service with home {home} runs already at {running['url']}; end it with `manta down`")
-    lock = _lock(home)
+    lock = lock_home(home)
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     url = f"{'http' if tls.certificate is None else 'https'}://{host}:{port}"
@@ -69,7 +74,9 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         settings.allow_faults,
         settings.failed_memory_hours * 3600,
         DataRoots.of(settings.data_roots, host),
+        settings.database_url,
     )
+    _keep_to_database(settings, control.store.location)
     control.start()
     service_file = settings.service_file
     try:
@@ -78,7 +85,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         if host in LOOPBACK_HOSTS:
             automatic_key.ensure(control.store, home)
         app = build_app(control, (host, *settings.allowed_hosts), settings.limits, tls.is_used)
-        announce(service_file, url, tls.certificate)
+        announce(service_file, url, control.store.location, tls.certificate)
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -130,9 +137,11 @@ def refuse_without_protection(settings: Settings, host: str) -> None:
 
 
 def _somebody_has_a_key(settings: Settings) -> bool:
-    if not (settings.home / "manta.db").exists():
+    url = url_in(settings.home, settings.database_url)
+    file = file_of(parse_url(url))
+    if file is not None and not file.exists():
         return False
-    store = Store(settings.database_url)
+    store = Store(url)
     try:
         with store.read() as session:
             return keys.may_administrate(session, time.time())
@@ -142,7 +151,7 @@ def _somebody_has_a_key(settings: Settings) -> bool:
         store.close()
 
 
-def _lock(home: Path) -> IO[str]:
+def lock_home(home: Path) -> IO[str]:
     """Hold the home until the file is closed: of two services that start at once, one gives way."""
     file = (home / "service.lock").open("w")
     try:
@@ -151,6 +160,19 @@ def _lock(home: Path) -> IO[str]:
         file.close()
         raise AlreadyRunning(f"a service with home {home} runs or starts already; end it with `manta down`") from error
     return file
+
+
+def _keep_to_database(settings: Settings, location: str) -> None:
+    """Note which database this home's jobs are in, without a password. Where none is named it must be the one of the
+    last time: with an empty one, nobody would look after what runs. Raises OtherDatabase."""
+    record = settings.home / "database"
+    known = record.read_text(encoding="utf-8") if record.exists() else location
+    if settings.database_url is None and known != location:
+        raise OtherDatabase(
+            f"the jobs of {settings.home} are in the database {known}: name it with --database or MANTA_DATABASE_URL, "
+            f"or remove {record} to begin with an empty one in the home"
+        )
+    record.write_text(location, encoding="utf-8")
 
 
 def _start_over(settings: Settings, host: str, port: int, slots: int | None) -> None:

@@ -28,14 +28,18 @@ from service.data_roots import ANYWHERE, DataRoots
 from service.deletion import Deletion, delete_job
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.context import DEFAULT_MEMORY_SECONDS
+from service.job.older_database import catch_up
 from service.job.owner import JobOwner
+from service.job.record import JobRecord
 from service.scheduler import Scheduler
 from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, deletion, failed_jobs, installation, jobs, ranks
+from service.store.location import url_in
 from service.store.tables import Job
+from service.stored_specs import SpecNotUnderstood
 from service.takeover import refuse_what_cannot_be_taken_over
 from workers.paths import Paths
-from workers.protocol.messages import Fault
+from workers.protocol.messages import Fault, ProtocolMismatch
 from workers.system.process_end import ended
 
 log = logging.getLogger(__name__)
@@ -65,15 +69,17 @@ class ControlPlane:
         allow_faults: bool = False,
         memory_seconds: float = DEFAULT_MEMORY_SECONDS,
         data_roots: DataRoots = ANYWHERE,
+        database_url: str | None = None,
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
         `allow_faults`: make faults in jobs on request; `memory_seconds`: how long the snapshots of a failed job are
-        kept for a retry; `data_roots`: below which folders jobs may read."""
+        kept for a retry; `data_roots`: below which folders jobs may read; `database_url`: where the job database is, by
+        default in the home. Raises BadDatabaseUrl, StoreUnusable."""
         self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults, self._memory_seconds = allow_faults, memory_seconds
-        self._store = Store(f"sqlite:///{home / 'manta.db'}")
+        self._store = Store(url_in(home, database_url))
         self._owners: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
@@ -169,10 +175,22 @@ class ControlPlane:
         for job in held:
             if job not in states and job not in deleted:
                 log.error(UNKNOWN_JOB, job)
+            elif job not in deleted and states[job] not in SUPERVISED and await self._runs_in_spite_of_that(job):
+                self._own(job, None)
             elif job in deleted or states[job] not in SUPERVISED:
                 # One that waits, is paused, or may be tried again, goes on from its snapshots.
                 await self._cluster.release(job, keep_snapshots=job in keeping)
                 log.warning("released what was left of %s", job)
+
+    async def _runs_in_spite_of_that(self, job_id: str) -> bool:
+        """Whether a job that holds nothing according to the database runs all the same, and is taken over: the database
+        is a backup."""
+        assert self._cluster is not None
+        job = await asyncio.to_thread(self._job, job_id)
+        try:
+            return await catch_up(JobRecord(self._store, job_id), self._cluster, job)
+        except (ProtocolMismatch, SpecNotUnderstood):
+            return False
 
     def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:
         return self._read(lambda session: jobs.states(session, job_ids))

@@ -14,6 +14,8 @@ from workers.errors import MantaError
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400
 _KEY = "MANTA_API_KEY"
+SECRETS = (_KEY, "MANTA_DATABASE_URL", "PGPASSWORD")
+"""Variables that may hold a key or a password, which nothing that a job runs may see."""
 
 
 class BadSetting(MantaError):
@@ -76,6 +78,9 @@ class Settings:
     data_roots: tuple[Path, ...] | None = None
     """Folders below which jobs may read data (MANTA_DATA_ROOTS, separated by colons); None: `DataRoots.of` says which,
     by the address on which the service listens."""
+    database_url: str | None = field(default=None, repr=False)
+    """Where the job database is (MANTA_DATABASE_URL, or `manta up --database`), as `service.store.location` reads it;
+    None: in the home."""
     api_key: str | None = field(default=None, repr=False)
     """The key that the client sends (MANTA_API_KEY); None: that of the service running in `home`."""
     tls: Tls = Tls()
@@ -98,6 +103,7 @@ class Settings:
             _names(source, "MANTA_ALLOWED_HOSTS"),
             _hours(source.get("MANTA_FAILED_MEMORY_HOURS") or "24"),
             _folders(source.get("MANTA_DATA_ROOTS") or ""),
+            source.get("MANTA_DATABASE_URL") or None,
             source.get(_KEY) or None,
             Tls(
                 _file(source, "MANTA_TLS_CERT"), _file(source, "MANTA_TLS_KEY"), _switch(source, "MANTA_TLS_TERMINATED")
@@ -111,16 +117,16 @@ class Settings:
             ),
         )
 
-    @property
-    def database_url(self) -> str:
-        """SQLAlchemy address of the job database."""
-        return f"sqlite:///{self.home / 'manta.db'}"
-
     def environment_of_service(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-        """`environment`, by default the process's own, for a service of `home`: without the key of whoever starts it,
-        which the trainers that it starts would inherit."""
+        """`environment`, by default the process's own, for a service of this home and database: without the key of
+        whoever starts it. A database's URL has no other way there: everybody can read the arguments of a process."""
         source = os.environ if environment is None else environment
-        return {**{name: value for name, value in source.items() if name != _KEY}, "MANTA_HOME": str(self.home)}
+        database = {} if self.database_url is None else {"MANTA_DATABASE_URL": self.database_url}
+        return {
+            **{name: value for name, value in source.items() if name != _KEY},
+            "MANTA_HOME": str(self.home),
+            **database,
+        }
 
     @property
     def service_file(self) -> Path:
@@ -159,6 +165,11 @@ def _number(source: Mapping[str, str], name: str, default: float) -> float:
     if not 0 <= number < 1e9:
         raise BadSetting(f"{name} is {text!r}; it must be a number of 0 or more")
     return number
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` for processes that are not the service."""
+    return {name: value for name, value in environment.items() if name not in SECRETS}
 
 
 def _folders(text: str) -> tuple[Path, ...] | None:

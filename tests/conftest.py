@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+_ON_BOTH = (
+    "tests/api/test_fuzz.py",
+    "tests/api/test_jobs.py",
+    "tests/service/store",
+    "tests/service/test_scheduler.py",
+    "tests/api/test_all_events.py",
+    "tests/api/test_edits.py",
+)
+"""Tests of the job database that run on SQLite and on PostgreSQL."""
+_ON_BOTH_IN_SOAK = ("tests/service", "tests/api")
+_ON_SQLITE = ("tests/api/ui", "tests/service/store/test_sqlite.py")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What uses the job database runs on PostgreSQL too: some of it always, the rest with --soak."""
+    chosen = any("kind_of_database" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "kind_of_database" not in metafunc.fixturenames or chosen:
+        return
+    file = metafunc.definition.path.relative_to(metafunc.config.rootpath).as_posix()
+    if file.startswith(_ON_BOTH_IN_SOAK) and not file.startswith(_ON_SQLITE):
+        marks = () if file.startswith(_ON_BOTH) else (pytest.mark.soak,)
+        kinds = ["sqlite", pytest.param("postgresql", marks=marks)]
+        metafunc.parametrize("kind_of_database", kinds, indirect=True, scope="function")
 
 
 class _Skips:
@@ -104,12 +130,44 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Any]:
+    """A PostgreSQL server; see tests/service/support/postgresql_server.py."""
+    from tests.service.support.postgresql_server import NOT_FOUND, PostgresServer, programs
+
+    found = programs()
+    if found is None:
+        pytest.skip(NOT_FOUND)
+    server = PostgresServer(found)
+    yield server
+    server.close()
+
+
 @pytest.fixture
-def store(tmp_path: Path, empty_database: Path) -> Iterator[Any]:
+def kind_of_database(request: pytest.FixtureRequest) -> str:
+    """Where the job database of a test is: sqlite or postgresql. `pytest_generate_tests` says which tests run on
+    both."""
+    return str(getattr(request, "param", "sqlite"))
+
+
+@pytest.fixture
+def database_url(kind_of_database: str, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A migrated database without jobs."""
+    if kind_of_database == "sqlite":
+        shutil.copy(request.getfixturevalue("empty_database"), tmp_path / "manta.db")
+        return f"sqlite:///{tmp_path}/manta.db"
+    server = request.getfixturevalue("postgres")
+    return str(server.url(server.shared()))
+
+
+@pytest.fixture
+def store(database_url: str, kind_of_database: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     """An empty job database."""
     from service.store import Store
 
-    shutil.copy(empty_database, tmp_path / "manta.db")
-    made = Store(f"sqlite:///{tmp_path}/manta.db")
-    yield made
-    made.close()
+    with contextlib.ExitStack() as stack:
+        if kind_of_database == "postgresql":
+            stack.enter_context(request.getfixturevalue("postgres").connections_kept())
+        made = Store(database_url)
+        yield made
+        made.close()

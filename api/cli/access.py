@@ -14,6 +14,7 @@ from service import automatic_key
 from service.identity import Scope, new_key
 from service.settings import Settings
 from service.store import ApiKey, Store
+from service.store.location import url_in
 from workers.errors import MantaError
 
 DAY_SECONDS = 86_400.0
@@ -74,7 +75,7 @@ def _create_in_database(settings: Settings, name: str, days: float | None) -> tu
     """A key for the installation, and the key itself. Whoever can write the database may make one: they could do
     anything else with it, too. Raises StoreUnusable, DatabaseOfOlderRelease."""
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    store = Store(settings.database_url)
+    store = Store(url_in(settings.home, settings.database_url))
     try:
         if store.shuts_out_release_before:
             raise DatabaseOfOlderRelease(

@@ -26,6 +26,7 @@ from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings, Tls
 from service.states import JobState
 from service.store import Job, Store
 from service.store.jobs import unfinished_in_brief
+from service.store.location import file_of, parse_url, shown, url_in
 from workers.errors import MantaError
 from workers.paths import Paths
 
@@ -43,6 +44,14 @@ TlsCert = Annotated[Path | None, typer.Option("--tls-cert", help="PEM file of th
 TlsKey = Annotated[Path | None, typer.Option("--tls-key", help="PEM file of its private key.")]
 TlsTerminated = Annotated[
     bool, typer.Option("--tls-terminated", help="A proxy speaks TLS with the clients, and only it reaches this port.")
+]
+Database = Annotated[
+    str | None,
+    typer.Option(
+        "--database",
+        metavar="URL",
+        help="The job database, such as postgresql://USER@HOST/NAME; default: MANTA_DATABASE_URL, else in the home.",
+    ),
 ]
 
 
@@ -66,16 +75,17 @@ def up(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_terminated: TlsTerminated = False,
+    database: Database = None,
 ) -> None:
     """Start the service in the background."""
-    settings = _with_options(Settings.from_environment(), allow_faults, tls_cert, tls_key, tls_terminated)
+    settings = _with_options(settings_with(database), allow_faults, tls_cert, tls_key, tls_terminated)
     home = settings.home
     running = running_service(home)
     if running is not None:
         typer.echo(f"Manta runs already: {running['url']}")
         return
     refuse_without_protection(settings, host)
-    url = start_service(home, host, port, slots, ray, settings.allow_faults, settings.tls)
+    url = start_service(home, host, port, slots, ray, settings.allow_faults, settings.tls, settings.database_url)
     typer.echo(f"Manta is up: {url} (home: {home})")
     if read_key(home) is not None and host in LOOPBACK_HOSTS:
         with MantaClient.of_home(home) as client:
@@ -93,14 +103,27 @@ def _with_options(
     return replace(settings, allow_faults=allow_faults or settings.allow_faults, tls=tls)
 
 
-def down() -> None:
+def settings_with(database: str | None) -> Settings:
+    """What the environment says, but for the database where one is named. Raises BadSetting, BadDatabaseUrl."""
+    settings = Settings.from_environment()
+    settings = replace(settings, database_url=database or settings.database_url)
+    parse_url(url_in(settings.home, settings.database_url))
+    return settings
+
+
+def down(database: Database = None) -> None:
     """Stop the service and everything it runs, and say what that was."""
-    home = Settings.from_environment().home
-    jobs, own_ray = running_jobs(home), Paths.of(home).ray_record.exists()
+    settings = settings_with(database)
+    home, looked_at = settings.home, shown(parse_url(url_in(settings.home, settings.database_url)))
+    used = (running_service(home) or {}).get("database", looked_at)
+    jobs = running_jobs(home, settings.database_url) if used == looked_at else []
+    own_ray = Paths.of(home).ray_record.exists()
     if not stop_service(home):
         typer.echo(f"No service runs with home {home}.")
         return
     typer.echo("Manta is down.")
+    if used != looked_at:
+        typer.echo(f"What it ran is in its database, {used}: `manta up --database URL` goes on with it.")
     for job in jobs:
         typer.echo(f"  {job.id} ({job.name}) {_what_becomes_of(job, own_ray)}")
     if jobs:
@@ -117,13 +140,13 @@ def _what_becomes_of(job: Job, own_ray: bool) -> str:
     return f"was ended at step {job.step} of {job.steps}, and goes on from its newest checkpoint"
 
 
-def running_jobs(home: Path) -> list[Job]:
+def running_jobs(home: Path, database: str | None = None) -> list[Job]:
     """The jobs of `home` that are not final, as its database says, whether or not a service runs; none where it cannot
     be read."""
-    location = home / "manta.db"
-    if not location.exists():
+    file = file_of(parse_url(url_in(home, database)))
+    if file is not None and not file.exists():
         return []
-    store = Store(f"sqlite:///{location}")
+    store = Store(url_in(home, database))
     try:
         with store.read() as session:
             return unfinished_in_brief(session)  # it may be of another release
@@ -142,10 +165,11 @@ def serve_in_foreground(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_terminated: TlsTerminated = False,
+    database: Database = None,
 ) -> None:
     """Run the service in the foreground, for containers."""
     configure_logging()
-    settings = _with_options(Settings.from_environment(), allow_faults, tls_cert, tls_key, tls_terminated)
+    settings = _with_options(settings_with(database), allow_faults, tls_cert, tls_key, tls_terminated)
     serve(settings, host, port, slots, ray)
 
 
@@ -157,6 +181,7 @@ def start_service(
     ray: str | None,
     allow_faults: bool = False,
     tls: Tls = NO_TLS,
+    database: str | None = None,
 ) -> str:
     """Start the service of `home` in the background and return its address once it is ready. Raises NotStarted; a Ray
     that ran before goes on running then, with the jobs in it."""
@@ -164,7 +189,7 @@ def start_service(
     log = home / "logs" / "service.log"
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     log.parent.mkdir(mode=0o700, exist_ok=True)
-    settings = Settings(home, allow_faults=allow_faults, tls=tls)
+    settings = Settings(home, allow_faults=allow_faults, database_url=database, tls=tls)
     began = log.stat().st_size if log.exists() else 0
     with open(log, "ab", opener=_private) as output:
         process = subprocess.Popen(

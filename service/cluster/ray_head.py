@@ -21,6 +21,7 @@ from typing import Any
 
 from service.cluster.processes import end_all, same_process, session_leader, start_of, started_in
 from service.cluster.ray_private import MEMORY_MONITOR_MILLISECONDS, START_COMMAND, STARTS_AT_ONCE, address_file
+from service.settings import without_secrets
 from workers.errors import MantaError
 from workers.paths import Paths
 
@@ -159,7 +160,7 @@ class RayHead:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         environment = {
-            **os.environ,
+            **without_secrets(os.environ),
             **self._authentication(),
             MARK: self._paths.tag,
             # The agents' modules, when the distribution is not installed, and before any others of those names.

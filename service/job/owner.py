@@ -14,6 +14,7 @@ import time
 from service.cluster.cluster import Cluster
 from service.faults import FaultNotPossible
 from service.job.context import DEFAULT_MEMORY_SECONDS
+from service.job.older_database import catch_up
 from service.job.record import JobRecord
 from service.job.supervisor import Supervisor
 from service.pauses import growing_pauses
@@ -65,6 +66,14 @@ class JobOwner:
         job = await self._record.job()
         if job.state not in SUPERVISED:
             return True
+        if placed_generation is None:
+            try:
+                await catch_up(self._record, self._cluster, job)
+            except ProtocolMismatch as error:
+                return await self._leave_alone(JobState(job.state), str(error))
+            job = await self._record.job()
+            if job.state not in SUPERVISED:
+                return True
         try:
             left_out = stored_spec(job).left_out
             supervisor = Supervisor(self._store, self._cluster, job, self._memory_seconds)

@@ -47,6 +47,7 @@ class ReportWriter:
         match report.payload:
             case Metrics(rows):
                 await self._write(self._metrics, report, rows)
+                self._stepped = self._stepped or any(row["step"] > self._resume_step for row in rows)
             case Event() as event:
                 await self._write(self._event, report, event)
             case Started() as started:
@@ -72,7 +73,6 @@ class ReportWriter:
         stored = metrics.record(session, self._job_id, self._generation, report.rank, report.sequence, rows)
         own = [row for row in rows if row["step"] > self._resume_step]
         if stored and own and not self._stepped:
-            self._stepped = True
             self._first_step(session, own[0], committed)
 
     def _first_step(self, session: Session, row: JsonObject, committed: int) -> None:

@@ -16,6 +16,8 @@ from service.job.context import JobContext
 from service.job.gang import Gang
 from service.recovery.decisions import choose_resume, unusable_sources
 from service.recovery.durable_state import DurableState, durable_state
+from service.store import restored
+from workers.checkpoint.catalog import generation_of
 from workers.comm.grid import state_groups
 from workers.config import JobSpec
 from workers.protocol.messages import Resume, StoredSnapshot
@@ -79,7 +81,11 @@ async def _in_memory(job: JobContext, generation: int) -> tuple[rank_backups.Bro
 async def known_checkpoints(job: JobContext) -> DurableState:
     """The job's checkpoints; its rows say the same from now on. For a job whose gang is at rest."""
     listing = await job.folder_reader.list(job.checkpoint_folder)
-    return durable_state(listing, await job.record.reconcile_checkpoints(listing))
+    durable = durable_state(listing, await job.record.reconcile_checkpoints(listing))
+    newest = max((generation_of(path) or 0 for _, path in durable.checkpoints), default=0)
+    if newest > (await job.record.job()).generation:  # the database is a backup, and what follows is newer than that
+        await job.record.write(lambda session: restored.know_generation(session, job.id, newest))
+    return durable
 
 
 def _in_process(gang: Gang, rank: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sqlalchemy.exc import OperationalError
+
 from service.states import ACTIONS, ADVICE, TRANSITIONS, JobState
 from workers.errors import MantaError
 
@@ -121,10 +123,16 @@ class LinkNotGood(MantaError):
 class StoreUnusable(MantaError):
     """The database cannot be opened or brought up to date."""
 
-    def __init__(self, location: str, cause: Exception):
+    def __init__(self, location: str, cause: Exception, advice: str | None = None):
+        """`location`: without a password; `advice`: what would help."""
         self.location = location
         why = " ".join(str(getattr(cause, "orig", None) or cause).split())
-        super().__init__(f"cannot use the database {location}: {why}")
+        super().__init__(f"cannot use the database {location}: {why}" + (f" ({advice})" if advice else ""))
+
+
+class OutcomeUnknown(OperationalError):
+    """The connection to the database was lost in the middle of a commit, and the database does not say either whether
+    it was made. What is not harmed by being done twice is done again."""
 
 
 class StoreOfNewerRelease(StoreUnusable):

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from service.store.locks import EVENTS_LOCK
 from service.store.paging import Cursors, Page
 from service.store.tables import Event, Job
 
@@ -25,6 +26,7 @@ def append(
     at: float | None = None,
 ) -> Event:
     """Add an event of `type`, with one sentence for people. `at` is when it happened, in Unix seconds; default: now."""
+    _in_order(session)
     event = Event(
         job_id=job_id,
         time=time.time() if at is None else at,
@@ -38,6 +40,13 @@ def append(
     session.add(event)
     session.flush()  # gives it its id
     return event
+
+
+def _in_order(session: Session) -> None:
+    """Until this transaction ends nobody else appends an event: whoever has read up to an id never finds a lower one
+    later. SQLite has one writer anyway."""
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(select(func.pg_advisory_xact_lock(EVENTS_LOCK)))
 
 
 def data_of(session: Session, job_id: str, type: str) -> list[dict[str, Any]]:

@@ -44,8 +44,10 @@ def record(
     if not jobs.accept_report(session, job_id, generation, rank, sequence):
         return 0
     job = jobs.get(session, job_id)
+    known = select(Metric).where(Metric.job_id == job_id, Metric.step.in_([int(row["step"]) for row in rows]))
+    stored = {metric.step: metric for metric in session.scalars(known)}
     for row in rows:
-        _store(session, job, generation, row)
+        _store(session, job, generation, row, stored)
     job.updated_at = time.time()
     session.flush()
     return len(rows)
@@ -87,11 +89,12 @@ def recent_step_seconds(session: Session, job_id: str) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _store(session: Session, job: Job, reporting: int, row: dict[str, Any]) -> None:
-    """Insert or update one step's row, and bring the job's step, latest metrics and ledger up to date."""
+def _store(session: Session, job: Job, reporting: int, row: dict[str, Any], known: dict[int, Metric]) -> None:
+    """Insert or update one step's row, and bring the job's step, latest metrics and ledger up to date. `known`: the
+    rows that are there, by step."""
     step, generation = int(row["step"]), int(row.get("generation") or reporting)
     at = float(row.get("time") or time.time())
-    stored = session.get(Metric, (job.id, step))
+    stored = known.get(step)
     if stored is not None and stored.generation > generation:
         return
     if stored is not None and stored.generation == generation and row.get("rank"):
@@ -103,7 +106,7 @@ def _store(session: Session, job: Job, reporting: int, row: dict[str, Any]) -> N
         # A rank whose clock is ahead has still committed the step before we heard of it.
         trained = _trained(row, values, min(at, time.time()), redone=done_again or step <= job.step)
         generations.add_training(session, job.id, generation, trained)
-        stored = _emptied(stored or Metric(job_id=job.id, step=step))
+        stored = known[step] = _emptied(stored or Metric(job_id=job.id, step=step))
         stored.generation, stored.time = generation, at
         session.add(stored)
     for name in METRIC_NAMES:

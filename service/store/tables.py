@@ -8,7 +8,7 @@ from sqlalchemy import BigInteger, ForeignKey, Index, MetaData, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from service.identity import DEFAULT_PROJECT
-from service.store.types import AnyText, BigKey, Document, Numbers, Real
+from service.store.types import AnyText, BigKey, Document, Numbers, Real, ShortText
 
 METRIC_NAMES = (
     "loss",
@@ -58,11 +58,11 @@ class Job(Base):
     """`job_` and 12 characters that sort by time of submission."""
     project: Mapped[str] = mapped_column(String(64), default=DEFAULT_PROJECT, server_default=DEFAULT_PROJECT)
     """Project that it belongs to, for good. Releases before know of none, and all their jobs are of the default one."""
-    name: Mapped[str] = mapped_column(String(100))
+    name: Mapped[str] = mapped_column(ShortText(100))
     """The spec's name; need not be unique."""
     state: Mapped[str] = mapped_column(String(16))
     """A `JobState`."""
-    reason: Mapped[str | None] = mapped_column(String(64))
+    reason: Mapped[str | None] = mapped_column(ShortText(64))
     """Stable code that says why the job is in this state."""
     message: Mapped[str | None] = mapped_column(AnyText)
     """The same for people."""
@@ -175,7 +175,7 @@ class Generation(Base):
     """Its number, from 1."""
     cause: Mapped[str] = mapped_column(AnyText)
     """Why the gang was started, such as `submitted` or `rank_died`."""
-    resume_source: Mapped[str] = mapped_column(String(16))
+    resume_source: Mapped[str] = mapped_column(ShortText(16))
     """Where the state came from: start, snapshot or checkpoint."""
     resume_step: Mapped[int] = mapped_column(BigInteger)
     """Committed step that the state belongs to."""
@@ -216,19 +216,19 @@ class Recovery(Base):
     """The job."""
     generation: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     """The generation that it began."""
-    kind: Mapped[str] = mapped_column(String(32))
+    kind: Mapped[str] = mapped_column(ShortText(32))
     """Kind of the culprit's failure, such as killed, hung or exception."""
     rank: Mapped[int]
     """The culprit."""
     cause: Mapped[str] = mapped_column(AnyText)
     """What happened to it, in one sentence."""
-    node: Mapped[str | None] = mapped_column(String(200))
+    node: Mapped[str | None] = mapped_column(ShortText(200))
     """Node that it ran on."""
     forked: Mapped[list[int]] = mapped_column(Document, default=list)
     """Ranks that got a new process."""
     kept: Mapped[int] = mapped_column(default=0)
     """Number of ranks that kept theirs."""
-    source: Mapped[str] = mapped_column(String(32))
+    source: Mapped[str] = mapped_column(ShortText(32))
     """Where the state came from, such as memory, snapshot, replica or checkpoint."""
     resume_step: Mapped[int] = mapped_column(BigInteger)
     """Committed step that the state belongs to."""
@@ -269,9 +269,9 @@ class Rank(Base):
     """Replica."""
     context: Mapped[int] = mapped_column(default=0)
     """Place in its context group."""
-    node: Mapped[str | None] = mapped_column(String(200))
+    node: Mapped[str | None] = mapped_column(ShortText(200))
     """Id of the node it runs on."""
-    device: Mapped[str | None] = mapped_column(String(100))
+    device: Mapped[str | None] = mapped_column(ShortText(100))
     """Its device, such as `cpu` or `cuda:0`."""
     pid: Mapped[int | None]
     """Process id of the trainer on its node."""
@@ -279,7 +279,7 @@ class Rank(Base):
     """Generation that this row belongs to."""
     state: Mapped[str] = mapped_column(String(32))
     """What it is doing: running or exited."""
-    actor: Mapped[str | None] = mapped_column(String(200))
+    actor: Mapped[str | None] = mapped_column(ShortText(200))
     """Name of its Ray actor."""
 
 
@@ -296,7 +296,7 @@ class Event(Base):
     """The job."""
     time: Mapped[float] = mapped_column(Real)
     """When it happened."""
-    type: Mapped[str] = mapped_column(String(64))
+    type: Mapped[str] = mapped_column(ShortText(64))
     """Stable code, such as `state_changed`."""
     generation: Mapped[int | None]
     """Generation it belongs to."""

@@ -4,9 +4,9 @@ that are none in texts."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
-from sqlalchemy import JSON, BigInteger, Double, Integer, Text
+from sqlalchemy import JSON, BigInteger, Double, Integer, String, Text
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
@@ -45,6 +45,18 @@ class Real(TypeDecorator[float]):
         return None if value is None else float(value)
 
 
+class ShortText(TypeDecorator[str]):
+    """A text of whatever origin in a column of limited length, which SQLite takes and PostgreSQL does not: what is too
+    long is cut."""
+
+    impl = String
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """To the database."""
+        return None if value is None else storable(value)[: cast("String", self.impl_instance).length]
+
+
 class AnyText(TypeDecorator[str]):
     """A text of whatever origin: an exception's message may hold what is no character to a database."""
 
@@ -75,7 +87,7 @@ class Numbers(TypeDecorator[dict[str, float | int | None]]):
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> Any:
         """To the database."""
-        return spell(value)
+        return storable(spell(value))
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
         """From the database."""

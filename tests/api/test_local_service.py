@@ -15,7 +15,7 @@ URL = "http://127.0.0.1:1234"
 @pytest.fixture
 def home(tmp_path):
     """A home whose service runs at URL, and its key."""
-    announce(Settings(tmp_path).service_file, URL)
+    announce(Settings(tmp_path).service_file, URL, "sqlite:///there")
     (tmp_path / "api.key").write_text("manta_own\n")
     (tmp_path / "api.key").chmod(0o600)
     return tmp_path
@@ -67,7 +67,7 @@ def test_service_of_the_home_is_known_by_its_certificate_and_others_by_what_the_
     assert trust_in(Settings(tmp_path), "http://127.0.0.1:8400") is False, "there is none"
     certificate = tmp_path / "cert.pem"
     certificate.write_text(CERTIFICATE)
-    announce(Settings(tmp_path).service_file, "https://0.0.0.0:1", certificate)
+    announce(Settings(tmp_path).service_file, "https://0.0.0.0:1", "sqlite:///there", certificate)
     trust = trust_in(Settings(tmp_path), "https://0.0.0.0:1")
     assert (trust.verify_mode, trust.check_hostname) == (ssl.CERT_REQUIRED, False)
     assert trust.cert_store_stats()["x509"] == 1, "it and no other"

@@ -3,7 +3,9 @@
 import logging
 
 import pytest
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import InternalError, OperationalError
+
+from service.store import OutcomeUnknown
 
 PROBLEM_KEYS = {"code", "title", "status", "detail", "errors"}
 
@@ -169,14 +171,25 @@ def test_an_internal_error_is_logged_and_kept_from_the_client(service, caplog, m
     assert any(record.exc_info and "secret detail" in str(record.exc_info[1]) for record in caplog.records)
 
 
-def test_a_database_that_does_not_answer_is_a_503_that_says_when_to_try_again(service, document, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (OperationalError, "nothing was changed by this request: try it again"),
+        (InternalError, "nothing was changed by this request: try it again"),
+        (OutcomeUnknown, "see whether this request has changed anything"),
+    ],
+)
+def test_a_database_that_does_not_answer_is_a_503_that_says_when_to_try_again(
+    service, document, monkeypatch, kind, said
+):
     def locked(operation):
-        raise OperationalError("BEGIN IMMEDIATE", {}, Exception("database is locked"))
+        raise kind("BEGIN IMMEDIATE", {}, Exception("database is locked"))
 
     monkeypatch.setattr(service.control.store, "write", locked)
     response = service.http.post("/v1/jobs", json=document)
     check(response, 503, "database_unavailable")
     assert response.headers["Retry-After"] == "5"
+    assert response.json()["detail"].endswith(said)
     assert "BEGIN" not in response.text
     monkeypatch.undo()
     assert service.http.get("/v1/jobs").json()["items"] == []

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import subprocess
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -38,7 +39,7 @@ def own_mask():
 
 def test_announced_service_is_found_by_the_start_of_its_process(tmp_path, monkeypatch):
     file = Settings(tmp_path).service_file
-    announce(file, "http://127.0.0.1:1")
+    announce(file, "http://127.0.0.1:1", "sqlite:///there")
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: 1.0)  # the clock was set
     assert running_service(tmp_path)["url"] == "http://127.0.0.1:1"
     file.write_text(json.dumps({**json.loads(file.read_text()), "started": "another boot/1"}))
@@ -55,7 +56,8 @@ def test_service_of_a_release_before_is_found(tmp_path):
 class FakeControl:
     """A control plane that remembers how it was left."""
 
-    left, store = "", None
+    left = ""
+    store = SimpleNamespace(location="sqlite:///there")
 
     def __init__(self, *arguments):
         pass
@@ -103,9 +105,11 @@ def test_service_that_is_not_ready_in_time_takes_only_what_it_started_with_it(tm
 class NotedControl:
     """A control plane that remembers what it was made of."""
 
-    made, store = None, None
+    made = None
+    store = SimpleNamespace(location="postgresql://me:***@there/manta")
 
-    def __init__(self, home, head, start_over, allow_faults, memory_seconds, data_roots):
+    def __init__(self, home, head, start_over, allow_faults, memory_seconds, data_roots, database_url):
+        self.database_url = database_url
         self.head, self.allow_faults, self.memory_seconds = head, allow_faults, memory_seconds
         self.data_roots = data_roots
         NotedControl.made = self
@@ -124,17 +128,32 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     monkeypatch.setattr(server, "build_app", lambda control, hosts, limits, secure: served.append((hosts, limits)))
     monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: served.append(running_service(tmp_path)))
     few = RequestLimits(requests_per_second=3)
-    settings = Settings(tmp_path, None, True, ("manta.example.org",), hours, (tmp_path / "data",), limits=few)
+    database = "postgresql://me:secret@there/manta"
+    settings = Settings(tmp_path, None, True, ("manta.example.org",), hours, (tmp_path / "data",), database, limits=few)
     server.serve(settings, "127.0.0.1", 0, 3, None)
     made, ((hosts, limits), announced) = NotedControl.made, served
     assert limits == few
     assert (made.allow_faults, made.memory_seconds) == (True, seconds)
     assert made.data_roots.folders == (tmp_path / "data",)
+    assert (made.database_url, announced["database"]) == (database, "postgresql://me:***@there/manta")
     assert '--resources={"manta_slot": 3}' in made.head._command()
     assert set(hosts) == {"127.0.0.1", "manta.example.org"}
     assert announced["url"].startswith("http://127.0.0.1:") and not announced["url"].endswith(":0")
     assert running_service(tmp_path) is None, "it is not announced any more"
     assert (tmp_path / "service.lock").stat().st_mode & 0o077 == 0, "what it makes is for its own user alone"
+
+
+def test_home_whose_jobs_are_elsewhere_does_not_begin_with_an_empty_database(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "ControlPlane", NotedControl)
+    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: None)
+    server.serve(Settings(tmp_path, database_url="postgresql://me:secret@there/manta"), "127.0.0.1", 0, None, None)
+    assert "secret" not in (tmp_path / "database").read_text()
+    monkeypatch.setattr(NotedControl, "store", SimpleNamespace(location="sqlite:///in/the/home"))
+    with pytest.raises(server.OtherDatabase, match=r"are in the database postgresql://me:\*\*\*@there/manta: name it"):
+        server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+    (tmp_path / "database").unlink()
+    server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
 
 
 def test_ray_of_somebody_else_is_used_and_no_own_one(tmp_path, monkeypatch):
@@ -146,8 +165,8 @@ def test_ray_of_somebody_else_is_used_and_no_own_one(tmp_path, monkeypatch):
 
 
 def test_second_service_of_a_home_gives_way(tmp_path):
-    with server._lock(tmp_path), pytest.raises(server.AlreadyRunning, match="manta down"):
-        server._lock(tmp_path)
+    with server.lock_home(tmp_path), pytest.raises(server.AlreadyRunning, match="manta down"):
+        server.lock_home(tmp_path)
 
 
 def test_address_in_use_is_a_sentence():

@@ -40,14 +40,18 @@ HOLD_SECONDS = 0.5
 class Manta:
     """A running service as its users see it, and what tests do behind its back."""
 
-    def __init__(self, home: Path, corpus: Path, slots: int = SLOTS):
+    def __init__(self, home: Path, corpus: Path, slots: int = SLOTS, database: str | None = None):
+        """`database`: its URL, where it is not in the home."""
+        self.database = database
         self.home, self.paths, self._corpus, self._slots = home, Paths.of(home), corpus, slots
         self.url = ""
         self.start()
 
     def start(self) -> None:
         """`manta up`."""
-        self.url = start_service(self.home, "127.0.0.1", 0, self._slots, None, allow_faults=True)
+        self.url = start_service(
+            self.home, "127.0.0.1", 0, self._slots, None, allow_faults=True, database=self.database
+        )
         self.client = MantaClient.of_home(self.home)
 
     def kill_service(self, with_signal: int = signal.SIGKILL) -> None:

@@ -48,13 +48,13 @@ def cluster(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def start(cluster, tmp_path):
+def start(cluster, tmp_path, database_url):
     """Starts a control plane on the database of `store`."""
     started = []
 
     def make(**options):
         head = SimpleNamespace(connect=lambda namespace: None)
-        plane = ControlPlane(tmp_path, head, **options)
+        plane = ControlPlane(tmp_path, head, database_url=database_url, **options)
         started.append(plane)
         plane.start()
         return plane
@@ -211,6 +211,39 @@ def test_what_is_left_of_jobs_that_are_over_is_released_at_the_start(start, clus
     plane = start()
     plane._call(reached(lambda: daemon.left == [waiting.id] and not cluster.agents.living))
     assert cluster.groups.held == {}
+
+
+@pytest.mark.parametrize("state", ["QUEUED", "PAUSED", "RUNNING"])
+def test_job_that_runs_though_a_restored_database_does_not_say_so_runs_on(start, cluster, submit, store, state):
+    first = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    first.submitted(job.id)
+    until(first, job, "RUNNING")
+    first.stop()
+    agents = list(cluster.agents.living.values())
+    for agent in agents:
+        agent._changed = asyncio.Event()  # for the loop of the next one
+
+    def forget(session):
+        row = jobs.get(session, job.id)
+        row.generation, row.report_cursor, row.state = 0, {}, state
+        session.execute(text("DELETE FROM generations"))
+        session.execute(text("DELETE FROM ranks"))
+
+    store.write(forget)
+    second = start()
+
+    async def train_on():
+        await reached(lambda: job.id in second._owners)
+        agents[0].commit(2)
+
+    second._call(train_on())
+    second._call(reached(lambda: second._job(job.id).step == 2))
+    assert until(second, job, "RUNNING").generation == 1
+    assert list(cluster.agents.living.values()) == agents
+    assert [len(agent.orders) for agent in agents] == [1, 1]
+    assert "database_older" in log(store, job)
 
 
 def test_job_that_the_database_does_not_know_is_left_running_and_reported(start, cluster, submit, store, caplog):
@@ -653,9 +686,10 @@ def test_deletion_lets_the_snapshots_of_a_failed_job_go(start, cluster, submit, 
 def test_what_is_left_of_a_deleted_job_goes_when_its_node_comes_back(start, cluster, submit, store):
     """What belongs to a job that the database never knew would be left alone."""
     first, second = submit(), submit()
-    plane = start()
     for job in (first, second):
         store.write(lambda s, job=job: jobs.request_cancel(s, job.id))
+    plane = start()
+    for job in (first, second):
         plane.delete(job.id)
     plane.stop()
     hold(cluster, first)

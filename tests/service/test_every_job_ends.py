@@ -259,7 +259,14 @@ async def all_end(trouble):
         await asyncio.sleep(LOOK_SECONDS)
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 300))])
+DRAWN = [
+    *(pytest.param("sqlite", seed) for seed in range(6)),
+    *(pytest.param("sqlite", seed, marks=pytest.mark.soak) for seed in range(6, 300)),
+    *(pytest.param("postgresql", seed, marks=pytest.mark.soak) for seed in range(20)),
+]
+
+
+@pytest.mark.parametrize(("kind_of_database", "seed"), DRAWN, indirect=["kind_of_database"])
 def test_every_job_ends_whatever_happens(seed, tmp_path, store: Store, submit, monkeypatch):
     trouble = Trouble(seed, tmp_path, store, submit, monkeypatch)
 

@@ -138,6 +138,12 @@ class LaunchOrder:
     protocol: int = PROTOCOL
     """Of the control plane."""
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tensor-parallel size, pipeline stages and replicas of the spec."""
+        layout = self.spec.get("parallel") or {}
+        return tuple(layout.get(axis, 1) for axis in ("tensor", "pipeline", "data"))
+
 
 @dataclass(frozen=True)
 class TrainerArgument:
@@ -178,6 +184,10 @@ class AgentDescription:
     """Name of the placement group that it is in."""
     devices: tuple[str, ...] = ()
     """GPUs of the rank, as CUDA_VISIBLE_DEVICES takes them."""
+    rank: int | None = None
+    """Of the last launch; None before the first."""
+    sizes: tuple[int, ...] = ()
+    """Its tensor-parallel size, pipeline stages and replicas."""
     protocol: int = PROTOCOL
 
 

@@ -50,7 +50,7 @@ class Agent:
 
     async def describe(self) -> AgentDescription:
         """Where this rank is."""
-        host = this_host()
+        host, order = this_host(), self._slot.order
         return AgentDescription(
             host=host.name,
             address=host.address,
@@ -60,6 +60,8 @@ class Agent:
             generation=self._slot.generation,
             group=self._group,
             devices=host.devices,
+            rank=None if order is None else order.rank,
+            sizes=() if order is None else order.sizes,
         )
 
     async def launch(self, order: LaunchOrder) -> Launched:

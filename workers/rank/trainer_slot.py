@@ -70,6 +70,11 @@ class TrainerSlot:
         self._struck: set[str] = set()
 
     @property
+    def order(self) -> LaunchOrder | None:
+        """The last one that was carried out; None while one of a newer generation is under way."""
+        return self._order if self._order is not None and self._order.generation == self.generation else None
+
+    @property
     def pid(self) -> int | None:
         """Process id of the trainer; None when none runs."""
         occupant = self._running()

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from api.cli import access
 from api.cli.main import app
 from api.client import MantaClient
-from service.settings import Settings
 from service.store import Store, keys
+from service.store.location import sqlite_url
 from tests.api.support.keys import add_key, bearer
 
 access.register(app)
@@ -77,7 +77,7 @@ def test_link_leads_to_the_dashboard_once(manta):
 def test_key_is_made_on_the_machine_before_there_is_a_service(manta, tmp_path):
     key = manta("keys", "create", "--admin").stdout.strip()
     again = json.loads(manta("keys", "create", "second", "--admin", "--days", 1, "--json").stdout)
-    store = Store(Settings(tmp_path / "other").database_url)
+    store = Store(sqlite_url(tmp_path / "other" / "manta.db"))
     with store.read() as session:
         found = {each.name: each for each in keys.page(session, None).items}
         assert keys.may_administrate(session, 0.0)

@@ -43,6 +43,9 @@ def manta(tmp_path):
     return run
 
 
+POSTGRESQL = "postgresql://me:secret@there/manta"
+
+
 @pytest.fixture
 def served(monkeypatch):
     """What the service is run with."""
@@ -93,15 +96,32 @@ def test_service_that_starts_over_is_run_as_before(manta, served, tmp_path, monk
     replaced = []
     monkeypatch.setattr(os, "execve", lambda *call: replaced.append(call))
     for slots, allow_faults, tls in ((3, True, ALL_TLS), (None, False, Tls())):
-        server._start_over(Settings(tmp_path, allow_faults=allow_faults, tls=tls), "0.0.0.0", 1234, slots)
+        settings = Settings(tmp_path, allow_faults=allow_faults, tls=tls, database_url=POSTGRESQL if slots else None)
+        server._start_over(settings, "0.0.0.0", 1234, slots)
         program, command, environment = replaced[-1]
         assert (program, environment["MANTA_HOME"]) == (sys.executable, str(tmp_path))
-        manta(*command[3:])
-        assert served[-1] == (Settings(tmp_path, allow_faults=allow_faults, tls=tls), "0.0.0.0", 1234, slots, None)
+        manta(*command[3:], **{name: value for name, value in environment.items() if name.startswith("MANTA_")})
+        assert served[-1] == (settings, "0.0.0.0", 1234, slots, None)
+
+
+def test_database_is_named_in_the_environment_where_no_other_user_sees_its_password(manta, served, started):
+    manta("up", "--database", POSTGRESQL)
+    ((command, environment),) = started
+    assert "secret" not in " ".join(command)
+    manta(*command[3:], MANTA_DATABASE_URL=environment["MANTA_DATABASE_URL"])
+    manta("serve", "--database", POSTGRESQL)
+    assert [settings.database_url for settings, *_ in served] == [POSTGRESQL, POSTGRESQL]
+    assert "secret" not in repr(served)
+
+
+def test_down_of_a_service_with_another_database_says_where_its_jobs_are(manta, tmp_path, monkeypatch):
+    local_service.announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234", "postgresql://me:***@there/manta")
+    monkeypatch.setattr(service, "stop_service", lambda home: True)
+    assert "What it ran is in its database, postgresql://me:***@there/manta" in manta("down")
 
 
 def test_up_starts_no_second_service(manta, started, tmp_path):
-    local_service.announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234")
+    local_service.announce(Settings(tmp_path).service_file, "http://127.0.0.1:1234", "sqlite:///there")
     assert manta("up") == "Manta runs already: http://127.0.0.1:1234\n"
     assert started == []
 
@@ -181,7 +201,7 @@ def test_service_is_asked_to_end_and_is_ended_where_it_does_not(home, monkeypatc
     [(True, "was ended at step 3 of 10, and goes on from its newest checkpoint"),
      (False, "runs on, on the Ray cluster that is not ours, at step 3 or later")],
 )  # fmt: skip
-def test_down_says_what_becomes_of_the_jobs(manta, home, store, document, monkeypatch, own_ray, fate):
+def test_down_says_what_becomes_of_the_jobs(manta, home, store, database_url, document, monkeypatch, own_ray, fate):
     spec = parse_job_spec(document)
     running, queued, over = [store.write(lambda s: jobs.create(s, spec))[0].id for _ in range(3)]
     store.write(lambda s: jobs.transition(s, running, JobState.STARTING))
@@ -190,7 +210,7 @@ def test_down_says_what_becomes_of_the_jobs(manta, home, store, document, monkey
     if own_ray:
         home.ray_record.write_text("{}")
     monkeypatch.setattr(service, "stop_service", lambda home: True)
-    said = manta("down").splitlines()
+    said = manta("down", "--database", database_url).splitlines()
     assert said[0] == "Manta is down."
     assert set(said[1:3]) == {f"  {running} (small) {fate}", f"  {queued} (small) waits in the queue"}
     assert over not in "".join(said)

@@ -229,6 +229,7 @@ def test_text_that_is_none_is_stored_all_the_same(store, started, take):
     assert event.data == {"k\\ud800": ["\\x00", {"x": "\\udfff"}]}
 
 
+@pytest.mark.parametrize("kind_of_database", ["sqlite"], indirect=True)
 def test_database_that_is_locked_for_a_while_is_waited_for(store, started, generation, monkeypatch, tmp_path):
     monkeypatch.setattr(retries, "FIRST_PAUSE_SECONDS", 0.001)
     with store.engine.connect() as connection:

@@ -39,11 +39,11 @@ def holds(job, rank, *steps):
     job.gang.agents[rank].steps = list(steps)
 
 
-def saved(job, step):
+def saved(job, step, generation=1):
     """A durable checkpoint of `step`; its folder."""
-    path = checkpoint_path(job.checkpoint_folder, step, 1)
+    path = checkpoint_path(job.checkpoint_folder, step, generation)
     path.mkdir(parents=True)
-    seal(path, Manifest(job.id, 1, step, {}, {}))
+    seal(path, Manifest(job.id, generation, step, {}, {}))
     return str(path)
 
 
@@ -104,6 +104,12 @@ def test_checkpoint_is_used_only_where_it_is_newer_than_what_is_in_memory(job, s
     holds(job, 1, 3)
     expected = Resume("checkpoint", step, newest) if source == "checkpoint" else Resume("snapshot", 3)
     assert found(job) == (expected, source)
+
+
+def test_generation_that_has_left_a_checkpoint_is_over_also_where_the_database_has_forgotten_it(job):
+    path = saved(job, 4, generation=7)
+    assert found(job) == (Resume("checkpoint", 4, path), "checkpoint")
+    assert asyncio.run(job.record.job()).generation == 7, "the next one is above it"
 
 
 def test_rows_of_checkpoints_follow_what_the_folder_holds(job, store):

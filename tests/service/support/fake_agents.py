@@ -136,7 +136,8 @@ class FakeAgent:
     async def describe(self) -> AgentDescription:
         await self._answer("describe")
         pid = self._pid if self.running or self.resting else None
-        return dataclasses.replace(self.description, generation=self.generation, trainer_pid=pid)
+        last = {"rank": self.orders[-1].rank, "sizes": self.orders[-1].sizes} if self.orders else {}
+        return dataclasses.replace(self.description, generation=self.generation, trainer_pid=pid, **last)
 
     async def launch(self, order: LaunchOrder) -> Launched:
         await self._answer("launch")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from service.job.older_database import catch_up
+from service.job.record import JobRecord
 from service.job.supervisor import Supervisor
-from service.states import JobState
+from service.states import SUPERVISED, JobState
 from service.store import Job, Store, events, generations, jobs, pauses, ranks, recoveries
 from tests.service.support.fake_cluster import FakeCluster, SimulatedAgent
 from workers.config import JobSpec
@@ -54,6 +56,18 @@ class SupervisedJob:
         self.supervisor = _Supervisor(self.store, self.cluster, self.row)
         self.task = asyncio.create_task(self.supervisor.run(placed_generation))
         self.task.add_done_callback(lambda task: self.cluster.agents.changed())
+
+    async def catch_up(self) -> bool:
+        """Whether the database knew less than what runs, and says so now."""
+        return await catch_up(JobRecord(self.store, self.id), self.cluster, self.row)
+
+    async def own(self) -> None:
+        """Another control plane takes the job up: it looks at what runs first."""
+        await self.catch_up()
+        if self.row.state in SUPERVISED:
+            self.supervise(None)
+        else:
+            self.task = asyncio.create_task(asyncio.sleep(0))
 
     async def die_with_control_plane(self) -> None:
         """The supervisor is no more; agents and rows are all that is left."""

@@ -54,9 +54,12 @@ def log_of(tmp_path):
 def test_reports_are_numbered_kept_and_acknowledged(make_agent, go):
     async def body():
         agent = make_agent()
-        answer = await agent.launch(order(1, reports=5, code=4, print=["bye"]))
         described = await agent.describe()
-        assert described.generation == 1
+        assert (described.generation, described.rank, described.sizes) == (0, None, ())
+        layout = {"tensor": 2, "pipeline": 1, "data": 2}
+        answer = await agent.launch(order(1, reports=5, code=4, print=["bye"], parallel=layout))
+        described = await agent.describe()
+        assert (described.generation, described.rank, described.sizes) == (1, 3, (2, 1, 2))
         assert described.trainer_pid in (answer.pid, None)
         found = await until_exit(agent)
         assert [report.sequence for report in found] == [1, 2, 3, 4, 5, 6]

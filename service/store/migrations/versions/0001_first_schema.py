@@ -8,12 +8,15 @@ from alembic import op
 revision = "0001"
 down_revision = None
 
+_SORTED = sa.String(length=32).with_variant(sa.String(length=32, collation="C"), "postgresql")
+"""Text that is in the order of its characters, in whatever language the database sorts."""
+
 
 def upgrade() -> None:
     """Make all tables."""
     op.create_table(
         "jobs",
-        sa.Column("id", sa.String(length=32), nullable=False),
+        sa.Column("id", _SORTED, nullable=False),
         sa.Column("name", sa.String(length=100), nullable=False),
         sa.Column("state", sa.String(length=16), nullable=False),
         sa.Column("reason", sa.String(length=64)),

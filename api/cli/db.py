@@ -1,0 +1,91 @@
+"""`manta db ...`: the job database itself. None of it needs a running service."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from api.cli.service import Database, settings_with
+from api.server import lock_home
+from service.settings import Settings
+from service.store import Store
+from service.store.backup_file import back_up, restore
+from service.store.health import problems
+from service.store.location import url_in
+from workers.errors import MantaError
+
+db = typer.Typer(no_args_is_help=True, help="The job database: bring it up to date, look at it, back it up.")
+
+
+class NotWritten(MantaError):
+    """A file cannot be written."""
+
+
+class DatabaseNotSound(MantaError):
+    """Something is wrong with the database; the message says all of it."""
+
+
+@db.command()
+def upgrade(database: Database = None) -> None:
+    """Bring the database to the schema of this release, as `manta up` does."""
+    with _opened(settings_with(database)) as store:
+        before = store.revision
+        store.migrate()
+        same = "is" if before == store.revision else f"was brought from revision {before or 'none'} and is"
+        typer.echo(f"{store.location} {same} at revision {store.revision}.")
+
+
+@db.command()
+def check(database: Database = None) -> None:
+    """Read all of the database once, and compare its schema with that of this release."""
+    with _opened(settings_with(database)) as store:
+        found = problems(store)
+        if found:
+            raise DatabaseNotSound("\n".join(f"{store.location}: {problem}" for problem in found))
+        typer.echo(f"{store.location} is sound, at revision {store.revision}.")
+
+
+@db.command()
+def backup(
+    file: Annotated[Path, typer.Argument(help="A new file; it becomes an SQLite database.", dir_okay=False)],
+    database: Database = None,
+) -> None:
+    """Write the whole database, as it is at one moment, to a file. A service may run meanwhile."""
+    with _opened(settings_with(database)) as store:
+        try:
+            back_up(store, file.absolute())
+        except OSError as error:
+            raise NotWritten(str(error)) from error
+        typer.echo(f"{store.location} is backed up to {file} ({file.stat().st_size} bytes).")
+
+
+@db.command("restore")
+def restore_command(
+    file: Annotated[Path, typer.Argument(help="What `manta db backup` has written.", dir_okay=False)],
+    replace: Annotated[bool, typer.Option("--replace", help="Also where the database has jobs.")] = False,
+    database: Database = None,
+) -> None:
+    """Put a backup in the place of the database, while no service uses it."""
+    settings = settings_with(database)
+    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.closing(lock_home(settings.home)):
+        count = restore(url_in(settings.home, settings.database_url), file.absolute(), replace, time.time())
+    typer.echo(f"The database is that of {file}. Of its jobs {count} are not over.")
+    if count:
+        typer.echo(
+            "`manta up` takes over those that run, and pauses the others until you say what is to become of them."
+        )
+
+
+@contextlib.contextmanager
+def _opened(settings: Settings) -> Iterator[Store]:
+    store = Store(url_in(settings.home, settings.database_url))
+    try:
+        yield store
+    finally:
+        store.close()

@@ -1,0 +1,70 @@
+"""Whether a job database is whole, and is what this release takes it for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sqlalchemy import Connection, func, inspect, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from service.store.database import Store, newest_revision
+from service.store.errors import StoreUnusable
+from service.store.sqlite import SqliteDatabase
+from service.store.tables import Base, Compatibility, Installation
+
+_MAKE = "`manta up` and `manta db upgrade` make one"
+_ONE_ROW = (Installation, Compatibility)
+
+
+def problems(store: Store) -> list[str]:
+    """What is wrong with the database, a sentence each; reads all of it once. Raises StoreUnusable."""
+    refuse_none(store)
+    revision = store.revision
+    if revision != newest_revision():
+        return [f"its revision is {revision}, and that of this release {newest_revision()}: `manta db upgrade`"]
+    try:
+        with store.database.readers.connect() as connection:
+            store.database.take_time(connection)
+            return [*_schema(connection), *_content(connection)]
+    except SQLAlchemyError as error:
+        raise StoreUnusable(store.location, error) from error
+
+
+def refuse_none(store: Store) -> None:
+    """Raise StoreUnusable where the database cannot be reached, or there is none; none is made then either."""
+    database = store.database
+    if isinstance(database, SqliteDatabase) and not database.file.exists():
+        raise StoreUnusable(store.location, FileNotFoundError("there is no such file"), _MAKE)
+    database.refuse_unsuitable()
+    try:
+        with database.readers.connect() as connection:
+            is_there = inspect(connection).has_table("alembic_version")
+    except SQLAlchemyError as error:
+        raise StoreUnusable(store.location, error) from error
+    if not is_there:
+        raise StoreUnusable(store.location, ValueError("there are no jobs in it, and no place for any"), _MAKE)
+
+
+def _schema(connection: Connection) -> Iterator[str]:
+    from alembic.autogenerate import compare_metadata  # takes long to import
+    from alembic.migration import MigrationContext
+
+    for difference in compare_metadata(MigrationContext.configure(connection), Base.metadata):
+        yield f"its schema is not that of this release: {difference}"
+
+
+def _content(connection: Connection) -> Iterator[str]:
+    if connection.dialect.name == "sqlite":
+        for row in connection.exec_driver_sql("PRAGMA integrity_check"):
+            if row[0] != "ok":
+                yield f"the file is damaged: {row[0]}"
+        for table, number, parent, _ in connection.exec_driver_sql("PRAGMA foreign_key_check"):
+            yield f"row {number} of {table} belongs to nothing in {parent}"
+    present = set(inspect(connection).get_table_names())
+    for table in Base.metadata.sorted_tables:
+        if table.name in present:  # PostgreSQL sees damage of what it reads
+            connection.execute(select(func.count()).select_from(table)).scalar_one()
+    for kind in _ONE_ROW:
+        count = connection.execute(select(func.count()).select_from(kind)).scalar_one()
+        if count != 1:
+            yield f"{kind.__tablename__} has {count} rows, and must have one"

@@ -1,0 +1,64 @@
+"""Where the job database is: the URL that a user gives, and what of it may be shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from workers.errors import MantaError
+
+_POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")
+_SQLITE = ("sqlite", "sqlite+pysqlite")
+_FORMS = "postgresql://USER:PASSWORD@HOST:PORT/NAME or sqlite:////absolute/path/of/manta.db"
+
+
+class BadDatabaseUrl(MantaError):
+    """What is to be the URL of the job database is none. The message says what one looks like, and nothing of what was
+    given but the kind of database: there may be a password in it."""
+
+    def __init__(self, problem: str):
+        super().__init__(f"the database's URL {problem}; it has the form {_FORMS}")
+
+
+def sqlite_url(file: Path) -> str:
+    """The URL of an SQLite file."""
+    return URL.create("sqlite", database=str(file)).render_as_string(hide_password=False)
+
+
+def url_in(home: Path, wanted: str | None) -> str:
+    """The URL of the database of `home`: what is `wanted`, else the SQLite file there."""
+    return wanted or sqlite_url(home / "manta.db")
+
+
+def parse_url(text: str) -> URL:
+    """The URL of a job database: SQLite in a file, or PostgreSQL by way of psycopg. Raises BadDatabaseUrl."""
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):
+        raise BadDatabaseUrl("cannot be read") from None  # the error repeats the URL
+    if url.drivername in _POSTGRESQL:
+        if not url.database:
+            raise BadDatabaseUrl("names no database")
+        return url.set(drivername="postgresql+psycopg")
+    if url.drivername in _SQLITE:
+        if not url.database or url.database == ":memory:":
+            raise BadDatabaseUrl("names no file")
+        if not Path(url.database).is_absolute():
+            raise BadDatabaseUrl("names a file by a relative path")
+        return url.set(drivername="sqlite")
+    raise BadDatabaseUrl(f"begins with {url.drivername[:30]!r}, a kind of database that Manta does not work with")
+
+
+def file_of(url: URL) -> Path | None:
+    """The file of an SQLite database; None for PostgreSQL."""
+    return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
+
+
+def shown(url: URL) -> str:
+    """`url` for people and logs: without the password, wherever in it that stands."""
+    parts = url.set(
+        drivername=url.get_backend_name(), query={key: url.query[key] for key in ("host",) if key in url.query}
+    )
+    return parts.render_as_string(hide_password=True)

@@ -1,0 +1,185 @@
+"""The job database in PostgreSQL (psycopg 3). What is different there from SQLite, whose promises the rest of the
+service counts on, is made up for here: decision 0010."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, RootTransaction, create_engine, event
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from service.pauses import growing_pauses
+from service.store.errors import OutcomeUnknown, StoreUnusable
+from service.store.location import shown
+from service.store.locks import MIGRATION_LOCK
+from service.store.psycopg_connection import BoundedConnection
+
+log = logging.getLogger(__name__)
+
+OLDEST_SERVER = 14
+CONNECT_SECONDS = 10
+STATEMENT_SECONDS = 20
+"""What the server gives a statement. A lock is waited for half as long."""
+ANSWER_SECONDS = STATEMENT_SECONDS + 5.0
+"""When a server that does not keep to that, because it stands still, counts as gone."""
+IDLE_SECONDS = 30
+"""A control plane that stands still in the middle of a transaction keeps others from writing for that long."""
+OUTCOME_SECONDS = 30.0
+"""How long it is asked what became of a commit that was not answered."""
+_CONFLICTS = ("40001", "40P01")
+_SESSION = {
+    "statement_timeout": f"{STATEMENT_SECONDS}s",
+    "lock_timeout": f"{STATEMENT_SECONDS / 2:g}s",
+    "idle_in_transaction_session_timeout": f"{IDLE_SECONDS}s",
+    "jit": "off",  # it takes longer than all queries that there are
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+}
+_CLIENT: dict[str, Any] = {
+    "connect_timeout": CONNECT_SECONDS,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "application_name": "manta",
+}
+_ADVICE = (
+    ("password authentication failed", "check user and password in its URL, or in PGPASSFILE's file"),
+    ("no password supplied", "put the password into its URL, or into PGPASSFILE's file"),
+    ("Connection refused", "is the server running, and does it listen on that address?"),
+    ("No such file or directory", "is the server running, and is its socket there?"),
+    ("timeout expired", "nothing answers at that address"),
+    ("permission denied for schema", "let the user own the database: ALTER DATABASE ... OWNER TO ..."),
+)
+
+
+class PostgresDatabase:
+    """Connections to a server, and what only PostgreSQL needs or can do."""
+
+    def __init__(self, url: URL):
+        self.location, self._name = shown(url), url.database
+        self.url = url.render_as_string(hide_password=False)
+        # A read is one consistent state of the database, which needs more than READ COMMITTED. Writes do not: they lock
+        # the rows that they depend on.
+        self.readers = _engine(url, "REPEATABLE READ", read_only=True, pool_size=5, max_overflow=25)
+        self.writer = _engine(url, "READ COMMITTED", read_only=False, pool_size=1, max_overflow=1)
+        self._closed = threading.Event()
+
+    def refuse_unsuitable(self) -> None:
+        """Raises StoreUnusable where the database cannot be reached, or cannot hold what is kept in it."""
+        try:
+            with self.writer.connect() as connection:
+                version = connection.exec_driver_sql("SHOW server_version_num").scalar_one()
+                encoding = connection.exec_driver_sql("SHOW server_encoding").scalar_one()
+        except SQLAlchemyError as error:
+            raise StoreUnusable(self.location, error, self.advice(error)) from error
+        problem = unsuitable(int(version), str(encoding))
+        if problem is not None:
+            raise StoreUnusable(self.location, ValueError(problem))
+
+    def advice(self, error: Exception) -> str | None:
+        """What would help against `error`."""
+        text = str(getattr(error, "orig", None) or error)
+        if f'database "{self._name}" does not exist' in text:
+            return f"make it: createdb {self._name}"
+        return next((advice for part, advice in _ADVICE if part in text), None)
+
+    def begin_migration(self, connection: Connection) -> None:
+        """Of control planes that start at once one migrates, and the others find it done. Takes as long as it takes."""
+        self.take_time(connection)
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})")
+
+    def take_time(self, connection: Connection) -> None:
+        """To the end of its transaction, statements of `connection` may take as long as they like."""
+        for name in ("statement_timeout", "lock_timeout"):
+            connection.exec_driver_sql(f"SET LOCAL {name} = 0")
+        _driver(connection).answer_seconds = None
+
+    def keep_copy(self, current: str, newest: str) -> None:
+        """None is made: the migration is one transaction, and copies of a server are its owner's."""
+        log.warning(
+            "the database is brought from revision %s to %s; only a backup goes back behind that", current, newest
+        )
+
+    def commit(self, connection: Connection, transaction: RootTransaction) -> None:
+        """Commit; where the connection is lost before the answer, ask the server what became of it. Raises
+        OutcomeUnknown where that does not answer either."""
+        number = connection.exec_driver_sql("SELECT CAST(pg_current_xact_id_if_assigned() AS text)").scalar_one()
+        try:
+            transaction.commit()
+        except DBAPIError as error:
+            if number is None or not error.connection_invalidated or not self._was_committed(str(number), error):
+                raise
+            log.warning("a commit was not answered, but made (transaction %s)", number)
+
+    def _was_committed(self, number: str, error: DBAPIError) -> bool:
+        deadline = time.monotonic() + OUTCOME_SECONDS
+        for pause in growing_pauses(0.05, 2.0):
+            try:
+                with self.writer.connect() as connection:
+                    status = connection.exec_driver_sql("SELECT pg_xact_status(CAST(%s AS xid8))", (number,)).scalar()
+            except SQLAlchemyError:
+                status = None
+            if status in ("committed", "aborted"):
+                return status == "committed"
+            if time.monotonic() > deadline or self._closed.wait(pause):
+                break
+        raise OutcomeUnknown(None, None, error.orig or error) from error
+
+    def is_conflict(self, error: BaseException) -> bool:
+        """Whether the server ended the transaction for another one's sake: done again at once, it goes through."""
+        return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in _CONFLICTS
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._closed.set()
+        self.readers.dispose()
+        self.writer.dispose()
+
+
+def unsuitable(version: int, encoding: str) -> str | None:
+    """Why a server of this version (such as 150004 for 15.4), or a database of this encoding, will not do."""
+    if version < OLDEST_SERVER * 10_000:
+        number = f"{version // 10_000}.{version % 10_000}" if version >= 100_000 else f"{version // 10_000}"
+        return f"its server is PostgreSQL {number}, and Manta needs {OLDEST_SERVER} or later"
+    if encoding != "UTF8":
+        return f"its encoding is {encoding}, which has not all characters: make it with createdb -E UTF8 -T template0"
+    return None
+
+
+def _engine(url: URL, isolation: str, read_only: bool, **pool: int) -> Engine:
+    own = {key: value for key, value in _CLIENT.items() if key not in url.query}
+    given = url.query.get("options", ())
+    options = [f"-c {name}={value}" for name, value in _SESSION.items()]
+    options += [given] if isinstance(given, str) else given  # what the user wants comes last, and wins
+    engine = create_engine(
+        url.difference_update_query(["options"]),
+        connect_args={**own, "options": " ".join(options)},
+        isolation_level=isolation,
+        pool_pre_ping=True,  # a server that was restarted costs no request
+        pool_timeout=CONNECT_SECONDS,
+        use_native_hstore=False,  # there is none, and it would be looked for
+        **pool,
+    )
+
+    @event.listens_for(engine, "do_connect")
+    def connect(_dialect: Any, _record: Any, arguments: Sequence[Any], parameters: dict[str, Any]) -> Any:
+        connection = BoundedConnection.connect(*arguments, **parameters)
+        connection.read_only = read_only
+        return connection
+
+    @event.listens_for(engine, "checkout")
+    def begin(connection: BoundedConnection, _record: Any, _proxy: Any) -> None:
+        connection.answer_seconds = ANSWER_SECONDS
+
+    return engine
+
+
+def _driver(connection: Connection) -> BoundedConnection:
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, BoundedConnection)
+    return driver

@@ -1,0 +1,40 @@
+"""A connection to PostgreSQL that waits for an answer only so long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+import psycopg
+
+T = TypeVar("T")
+
+
+class BoundedConnection(psycopg.Connection[Any]):
+    """As psycopg's own; a server that does not answer within `answer_seconds` counts as gone.
+
+    The server's own limits (`statement_timeout`) do not help against one that stands still, and neither do TCP's: its
+    kernel still acknowledges everything.
+    """
+
+    answer_seconds: float | None = None
+    """None: for ever."""
+
+    def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1) -> T:
+        """Raises psycopg.OperationalError where it takes too long; the connection is closed then."""
+        return super().wait(gen if self.answer_seconds is None else self._bounded(gen, self.answer_seconds), interval)
+
+    def _bounded(self, gen: Generator[Any, Any, T], seconds: float) -> Generator[Any, Any, T]:
+        deadline = time.monotonic() + seconds
+        try:
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                if not ready and time.monotonic() > deadline:
+                    self.pgconn.finish()  # what it may still answer belongs to nobody
+                    raise psycopg.OperationalError(f"the server gave no answer in {seconds:g} s")
+                wanted = gen.send(ready)
+        except StopIteration as end:
+            value: T = end.value
+            return value

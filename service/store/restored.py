@@ -1,0 +1,115 @@
+"""All queries about a database that knows less than what has happened: it was restored from a backup."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from service.cluster.sizes import in_use
+from service.states import PAUSABLE, JobState
+from service.store import events, failed_jobs, generations, jobs, pauses, ranks
+from service.store.tables import Event, Generation
+from service.stored_specs import stored_spec
+from workers.comm.grid import RankGrid
+
+RESTORED = "restored"
+"""Type of the event with which each job that is not over says that its database was restored."""
+_SETTLED = ("generation_started", "adopted", "database_older")
+"""Types of events after which it is known what runs of a job."""
+
+
+@dataclass(frozen=True)
+class NewerGang:
+    """Agents of a generation of a job that the database does not know."""
+
+    generation: int
+    """Its number."""
+    tensor: int
+    """Its tensor-parallel size."""
+    pipeline: int
+    """Its number of pipeline stages."""
+    data: int
+    """Its number of replicas."""
+    agents: Mapping[int, Mapping[str, Any]]
+    """By rank what is known of its agent: `actor`, `node`, `device`, `pid`."""
+
+
+def take_over(session: Session, job_id: str, gang: NewerGang) -> bool:
+    """Have the database say that `gang` is the job's, so that it can be adopted; False where the job's state does not
+    allow that. Nothing is made up about the time in between. Raises JobNotFound, SpecNotUnderstood."""
+    job = jobs.get(session, job_id, lock=True)
+    before, state = job.generation, JobState(job.state)
+    if state in (JobState.SUCCEEDED, JobState.CANCELLED) or before >= gang.generation:
+        return False
+    if state is JobState.PAUSING:  # since then it was paused, and resumed
+        jobs.transition(session, job_id, JobState.PAUSED)
+        state = JobState.PAUSED
+    if state is JobState.PAUSED:
+        pauses.request_resume(session, job_id)
+    elif state is JobState.FAILED:
+        failed_jobs.request_retry(session, job_id)
+    elif state is JobState.RESIZING:
+        jobs.transition(session, job_id, JobState.RECOVERING)
+    if job.state == JobState.QUEUED:
+        jobs.transition(session, job_id, JobState.STARTING)
+    generations.end(session, job_id, before)
+    _begin(session, job_id, gang)
+    sentence = (
+        f"generation {gang.generation} runs, and the database knows {before}: it is older than what runs, such as one "
+        "that was restored from a backup. What runs is taken over; what happened in between is not known any more"
+    )
+    data = {"known": before, "running": gang.generation}
+    events.append(session, job_id, "database_older", sentence, generation=gang.generation, data=data)
+    return True
+
+
+def _begin(session: Session, job_id: str, gang: NewerGang) -> None:
+    job, now = jobs.get(session, job_id), time.time()
+    job.generation, job.report_cursor, job.updated_at = gang.generation, {}, now
+    job.tensor, job.pipeline, job.replicas = gang.tensor, gang.pipeline, gang.data
+    about = {"cause": "found running", "resume_source": "unknown", "resume_step": job.step, "started_at": now}
+    session.add(Generation(job_id=job_id, generation=gang.generation, data={}, **about))
+    layout = in_use(stored_spec(job).spec, job).layout
+    grid = RankGrid(layout)
+    rows = []
+    for rank in range(layout.world_size):
+        at, known = grid.coordinates(rank), gang.agents.get(rank)
+        place = {"tensor": at.tensor, "pipeline": at.pipeline, "data": at.data, "context": at.context}
+        state = "exited" if known is None else "running"
+        rows.append({"rank": rank, "generation": gang.generation, "state": state, **place, **(known or {})})
+    ranks.replace(session, job_id, rows)
+
+
+def unsettled(session: Session, job_id: str) -> bool:
+    """Whether the job's database was restored, and nothing of the job was seen to run since."""
+    newest = select(func.max(Event.id)).where(Event.job_id == job_id)
+    restored = session.scalar(newest.where(Event.type == RESTORED))
+    return restored is not None and restored > (session.scalar(newest.where(Event.type.in_(_SETTLED))) or 0)
+
+
+def pause(session: Session, job_id: str) -> bool:
+    """A job that ran when the backup was made, and of which nothing runs now, may be over: its user says what is to
+    become of it. False where its state does not allow that."""
+    job = jobs.get(session, job_id, lock=True)
+    if job.state in PAUSABLE:
+        jobs.transition(session, job_id, JobState.PAUSING)
+    if job.state != JobState.PAUSING:
+        return False
+    message = (
+        f"it ran when the backup was made, and nothing of it runs now: `manta resume {job_id}` has it go on from its "
+        "newest state, where it is not over"
+    )
+    ranks.set_all(session, job_id, "exited")
+    jobs.transition(session, job_id, JobState.PAUSED, RESTORED, message)
+    return True
+
+
+def know_generation(session: Session, job_id: str, generation: int) -> None:
+    """The job's next generation has a number above `generation`, which has left a checkpoint. Raises JobNotFound."""
+    job = jobs.get(session, job_id, lock=True)
+    job.generation = max(job.generation, generation)

@@ -1,0 +1,96 @@
+"""The job database in one SQLite file: readers beside one writer, waiting instead of failing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, RootTransaction, create_engine, event, make_url
+
+from service.store.errors import StoreUnusable
+from service.store.location import file_of, shown, sqlite_url
+
+log = logging.getLogger(__name__)
+
+BUSY_MILLISECONDS = 10_000
+_MOST_EXTRA_READERS = 60
+
+
+class SqliteDatabase:
+    """Connections to a file, and what only SQLite needs or can do."""
+
+    def __init__(self, url: URL):
+        """The file's folder is made. Raises StoreUnusable when it cannot be."""
+        self.location, file = shown(url), file_of(url)
+        assert file is not None
+        self.file: Path = file
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreUnusable(self.location, error) from error
+        self.readers = self._engine(url, "BEGIN", pool_size=5, max_overflow=_MOST_EXTRA_READERS)
+        # Writers take the lock at once: a read that turns into a write may not wait, SQLite would refuse it.
+        self.writer = self._engine(url, "BEGIN IMMEDIATE", pool_size=1, max_overflow=1)
+
+    @classmethod
+    def of_file(cls, file: Path) -> SqliteDatabase:
+        """The database in `file`."""
+        return cls(make_url(sqlite_url(file)))
+
+    def _engine(self, url: URL, begin: str, **pool: int) -> Engine:
+        engine = create_engine(url, **pool)
+        event.listen(engine, "connect", _configure)
+        event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+        return engine
+
+    def refuse_unsuitable(self) -> None:
+        """Any SQLite that Python comes with will do."""
+
+    def begin_migration(self, connection: Connection) -> None:
+        """The transaction holds the writer's lock already."""
+
+    def take_time(self, connection: Connection) -> None:
+        """Statements have no limit here."""
+
+    def keep_copy(self, current: str, newest: str) -> None:
+        """Copy the database, which is at revision `current`, to a file beside it, for those who want to go back. Raises
+        StoreUnusable."""
+        copy = self.file.with_name(f"{self.file.name}.{current}")
+        try:
+            copy.unlink(missing_ok=True)
+            copy_to(self.file, copy)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreUnusable(self.location, error) from error
+        log.warning("the database is brought from revision %s to %s; %s is as it was", current, newest, copy)
+
+    def commit(self, connection: Connection, transaction: RootTransaction) -> None:
+        """Whether it was committed is always known here."""
+        transaction.commit()
+
+    def is_conflict(self, error: BaseException) -> bool:
+        """Never: there is one writer at a time."""
+        return False
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.readers.dispose()
+        self.writer.dispose()
+
+
+def copy_to(file: Path, copy: Path) -> None:
+    """Copy the database in `file`, which others may be using, to the new file `copy`, for its owner alone. Raises
+    OSError, sqlite3.Error."""
+    os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    with contextlib.closing(sqlite3.connect(file, timeout=BUSY_MILLISECONDS / 1000)) as connection:
+        connection.execute("VACUUM INTO ?", (str(copy),))
+
+
+def _configure(connection: Any, _record: Any) -> None:
+    """Readers beside the writer (WAL), waiting instead of failing, foreign keys, and transactions by our own BEGIN."""
+    connection.isolation_level = None
+    for pragma in ("journal_mode=WAL", f"busy_timeout={BUSY_MILLISECONDS}", "foreign_keys=ON", "synchronous=NORMAL"):
+        connection.execute(f"PRAGMA {pragma}")

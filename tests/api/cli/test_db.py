@@ -1,0 +1,68 @@
+"""`manta db ...`, against databases without a service."""
+
+import contextlib
+
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import main, service
+from api.cli.db import db
+from api.server import lock_home
+from service.store import Store, jobs
+from service.store.database import newest_revision
+from workers.spec.reading import parse_job_spec
+
+service.register(main.app)
+main.app.add_typer(db, name="db")
+
+
+@pytest.fixture
+def manta(tmp_path, database_url):
+    """Runs `manta db ...` with the test's database; what it said."""
+
+    def run(*arguments, code=0, **environment):
+        settings = {"MANTA_HOME": str(tmp_path / "home"), "MANTA_DATABASE_URL": database_url, **environment}
+        result = CliRunner().invoke(main.app, ["db", *map(str, arguments)], env=settings)
+        assert result.exit_code == code, result.output
+        assert "Traceback" not in result.output
+        return result.output
+
+    return run
+
+
+def test_database_is_made_and_found_sound(manta, tmp_path):
+    new = {"MANTA_DATABASE_URL": f"sqlite:///{tmp_path}/new.db"}
+    for command in (["check"], ["backup", tmp_path / "backup.db"]):
+        assert "there is no such file (`manta up` and `manta db upgrade` make one)" in manta(*command, code=2, **new)
+    assert not (tmp_path / "new.db").exists() and not (tmp_path / "backup.db").exists()
+    made = f"new.db was brought from revision none and is at revision {newest_revision()}.\n"
+    assert manta("upgrade", **new).endswith(made)
+    assert manta("upgrade", **new).endswith(f"new.db is at revision {newest_revision()}.\n")
+    assert manta("check", **new).endswith(f"new.db is sound, at revision {newest_revision()}.\n")
+
+
+def test_database_is_backed_up_and_restored_elsewhere(manta, store, document, tmp_path):
+    job, _ = store.write(lambda session: jobs.create(session, parse_job_spec(document)))
+    assert "is backed up to" in manta("backup", tmp_path / "backup.db")
+    assert "is there already" in manta("backup", tmp_path / "backup.db", code=2)
+    other = f"sqlite:///{tmp_path}/other/manta.db"
+    said = manta("restore", tmp_path / "backup.db", "--database", other)
+    assert "Of its jobs 1 are not over.\n" in said
+    assert "has jobs (1); with --replace" in manta("restore", tmp_path / "backup.db", "--database", other, code=2)
+    manta("restore", tmp_path / "backup.db", "--replace", "--database", other)
+    with contextlib.closing(Store(other)) as restored, restored.read() as session:
+        assert jobs.get(session, job.id).state == "PAUSED"
+
+
+def test_nothing_is_restored_under_a_running_service(manta, tmp_path):
+    manta("backup", tmp_path / "backup.db")
+    (tmp_path / "home").mkdir()
+    with contextlib.closing(lock_home(tmp_path / "home")):
+        said = manta("restore", tmp_path / "backup.db", code=2)
+    assert "runs or starts already; end it with `manta down`" in said
+
+
+def test_url_that_is_none_is_a_sentence_without_it(manta):
+    assert manta("check", code=2, MANTA_DATABASE_URL="mysql://me:secret@there/x").startswith(
+        "the database's URL begins with 'mysql', a kind of database that Manta does not work with; it has the form "
+    )

@@ -1,0 +1,86 @@
+"""A service whose jobs are in PostgreSQL: its server goes for a while, and its database becomes one of earlier."""
+
+import time
+from contextlib import closing
+
+import psutil
+import pytest
+
+from api.cli.service import stop_service
+from api.client import ApiError
+from service.store import Store
+from service.store.backup_file import back_up, restore
+from tests.e2e.conftest import EVERY_STEP, PAIR, Manta
+from workers.snapshot.files import steps_kept
+
+
+@pytest.fixture(scope="module")
+def on_postgres(postgres, tmp_path_factory, corpus):
+    """A service of its own."""
+    home = tmp_path_factory.mktemp("on-postgres")
+    running = Manta(home, corpus, slots=2, database=postgres.url(postgres.make_empty()))
+    yield running
+    stop_service(home)
+
+
+def newest_step(manta, job):
+    return max(steps_kept(manta.paths.snapshot_folder(job), 0), default=0)
+
+
+def test_server_that_is_away_while_a_rank_dies(on_postgres, postgres, kill):
+    manta = on_postgres
+    job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
+    manta.hold(job, 1)
+    pids, before = manta.pids(job), newest_step(manta, job)
+    postgres.stop()
+    try:
+        kill(pids[1])
+        with pytest.raises(ApiError) as caught:
+            manta.client.cancel(job)
+        assert (caught.value.problem.status, caught.value.problem.code) == (503, "database_unavailable")
+        log = manta.home / "logs" / "service.log"
+        manta.until("an error of the database", lambda: "the database does not answer" in log.read_text())
+    finally:
+        postgres.start()
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert (ended.restarts, ended.generation, ended.step) == (1, 2, 60)
+    assert [step for step, _, _ in manta.curve(job)] == list(range(1, 61))
+    assert newest_step(manta, job) == 0 < before
+    assert len(manta.events(job, "ranks_replaced")[0].data["kept"]) == 1
+    assert manta.leftovers(job) == []
+    assert not any("PGPASSWORD" in names or "MANTA_DATABASE_URL" in names for names in environments(manta))
+
+
+def environments(manta):
+    return [psutil.Process(process.pid).environ() for process in [manta.zygote(), *manta.agents()]]
+
+
+def test_job_that_is_newer_than_its_restored_database_never_notices(on_postgres, kill, tmp_path):
+    manta = on_postgres
+    job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
+    manta.hold(job, 0)
+    with closing(Store(manta.database)) as store:
+        back_up(store, tmp_path / "backup.db")
+    kill(manta.pids(job)[1])
+    manta.until_generation(job, 2)
+    manta.until("a step of generation 2", lambda: manta.events(job, "recovered"))
+    pids = manta.pids(job)
+    manta.kill_service()
+    manta.until("no connection", lambda: not connections(manta))
+    assert restore(manta.database, tmp_path / "backup.db", replace=True, now=time.time()) == 1
+    manta.start()
+    manta.until("the take-over", lambda: manta.events(job, "database_older"))
+    assert manta.pids(job) == pids
+    assert manta.client.job(job).generation == 2
+    step = manta.client.job(job).step
+    manta.until("another step", lambda: manta.client.job(job).step > step)
+    kill(pids[0])  # the one that is held up
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert (ended.generation, ended.step) == (3, 60)
+    assert manta.leftovers(job) == []
+
+
+def connections(manta):
+    with closing(Store(manta.database)) as store, store.read() as session:
+        found = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        return session.connection().exec_driver_sql(found).scalar_one()

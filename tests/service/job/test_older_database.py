@@ -1,0 +1,230 @@
+"""A database that was restored from a backup: what runs is neither swept nor fought."""
+
+import pytest
+
+from service.job.older_database import newer_gang
+from service.store import events, generations, jobs, pauses, ranks, restored
+from tests.service.support.supervised_job import story
+from workers.protocol.messages import AgentDescription
+
+UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
+
+
+def forget(job, generation, state=None):
+    """The rows say what they said when the job was at `generation`, and in `state`; of its newer gang they say
+    nothing."""
+
+    def operation(session):
+        row = jobs.get(session, job.id)
+        for life in generations.of_job(session, job.id):
+            if life.generation > generation:
+                session.delete(life)
+        row.generation, row.report_cursor = generation, {}
+        row.state = row.state if state is None else state
+        if generation == 0:
+            ranks.replace(session, job.id, [])
+
+    job.store.write(operation)
+
+
+def restore(job):
+    """The job's database says that it was restored."""
+    job.store.write(lambda session: events.append(session, job.id, restored.RESTORED, "from a backup"))
+
+
+async def at_generation_two(job):
+    """The job loses a rank, goes on in generation 2, and then its control plane dies."""
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    job.ranks[1].die()
+    await job.watched(2)
+    await job.commit(2)
+    await job.die_with_control_plane()
+
+
+def orders(cluster):
+    return [len(agent.orders) for agent in cluster.agents.living.values()]
+
+
+def test_gang_of_a_later_generation_is_taken_over_as_it_is(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await at_generation_two(job)
+        given = orders(cluster)
+        forget(job, 1)
+        await job.own()
+        await job.watched(2)
+        assert orders(cluster) == given, "no agent was told anything"
+        assert all(agent.running for agent in job.ranks)
+        await job.commit(3)
+        await job.finish()
+
+    story(body)
+    assert (job.row.generation, job.row.state, job.row.step) == (2, "SUCCEEDED", 10)
+    assert job.log[-4:] == ["database_older", "adopted", "first_step", "SUCCEEDED"]
+    assert job.message("database_older").startswith("generation 2 runs, and the database knows 1: ")
+    assert cluster.nothing_held
+
+
+def test_ranks_that_do_not_answer_are_replaced_and_the_others_stay(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await at_generation_two(job)
+        forget(job, 1)
+        agent = list(cluster.agents.living.values())[3]
+        agent.lose()
+        del cluster.agents.living[agent.name]
+        staying = list(cluster.agents.living.values())
+        await job.own()
+        await job.watched(3)
+        assert job.ranks[:3] == staying
+        await job.commit(3)
+        await job.finish()
+
+    story(body)
+    assert "rank_lost" in job.log and job.row.state == "SUCCEEDED"
+    assert cluster.nothing_held
+
+
+def test_gang_of_another_size_is_taken_over_in_its_size(two_replicas, cluster):
+    job = two_replicas(cluster, elastic={"min_data": 1, "max_data": 2})
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        job.resize(1)
+        await job.watched(2)
+        await job.commit(2)
+        await job.die_with_control_plane()
+        forget(job, 1)
+        job.store.write(lambda s: setattr(jobs.get(s, job.id), "replicas", 2))
+        job.store.write(lambda s: setattr(jobs.get(s, job.id), "wanted_replicas", 1))
+        given = orders(cluster)
+        await job.own()
+        await job.watched(2)
+        assert orders(cluster) == given and len(job.ranks) == 2
+        await job.finish()
+
+    story(body)
+    assert (job.row.replicas, job.row.state) == (1, "SUCCEEDED")
+
+
+@pytest.mark.parametrize("state", ["QUEUED", "PAUSED", "PAUSING", "FAILED", "RESIZING", "STARTING", "RECOVERING"])
+def test_job_runs_on_whatever_it_was_when_the_backup_was_made(two_replicas, cluster, state):
+    job = two_replicas(cluster)
+
+    async def body():
+        await at_generation_two(job)
+        given = orders(cluster)
+        forget(job, 0 if state == "QUEUED" else 1, state)
+        assert await job.catch_up()
+        await job.own()
+        await job.watched(2)
+        assert orders(cluster) == given
+        await job.commit(3)
+        assert job.row.state == "RUNNING"
+        await job.finish()
+
+    story(body)
+    assert job.row.state == "SUCCEEDED"
+
+
+@pytest.mark.parametrize("state", ["SUCCEEDED", "CANCELLED"])
+def test_what_is_over_for_good_stays_so(two_replicas, cluster, state):
+    job = two_replicas(cluster)
+
+    async def body():
+        await at_generation_two(job)
+        forget(job, 1, state)
+        assert not await job.catch_up()
+
+    story(body)
+    assert job.row.state == state
+
+
+def test_cancel_that_was_under_way_is_carried_out(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await at_generation_two(job)
+        forget(job, 1, "CANCELLING")
+        await job.own()
+        await job.task
+
+    story(body)
+    assert job.row.state == "CANCELLED"
+    assert cluster.nothing_held
+
+
+def test_job_of_which_nothing_runs_after_a_restore_waits_for_its_user(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await at_generation_two(job)
+        restore(job)
+        await cluster.end_job(job.id, keep_snapshots=True)
+        memory = {host: dict(files) for host, files in cluster.agents.memory.items()}
+        await job.own()
+        await job.task
+        assert cluster.agents.memory == memory, "what it may go on from is kept"
+        assert (job.row.state, job.row.reason) == ("PAUSED", "restored")
+        job.store.write(lambda s: pauses.request_resume(s, job.id))
+        await job.start()
+        await job.watched(3)
+        await job.commit(3)
+        await job.finish()
+
+    story(body)
+    assert job.row.state == "SUCCEEDED"
+
+
+def test_restore_of_long_ago_is_no_reason_to_pause(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        restore(job)
+        job.ranks[1].die()
+        await job.watched(2)
+        await job.die_with_control_plane()
+        await cluster.end_job(job.id, keep_snapshots=True)
+        await job.own()
+        await job.watched(3)
+        await job.commit(3)
+        await job.finish()
+
+    story(body)
+    assert job.row.state == "SUCCEEDED"
+
+
+def test_generation_after_a_restore_is_above_those_that_left_checkpoints(two_replicas, cluster):
+    job = two_replicas(cluster)
+    job.store.write(lambda s: restored.know_generation(s, job.id, 7))
+
+    async def body():
+        await job.start()
+        await job.watched(8)
+        await job.commit(1)
+        await job.finish()
+
+    story(body)
+    assert job.row.generation == 8
+
+
+def described(generation, rank, sizes=(1, 1, 2)):
+    return AgentDescription("host", "127.0.0.1", 1, generation=generation, rank=rank, sizes=sizes, trainer_pid=5)
+
+
+def test_newest_gang_is_the_one_that_counts():
+    about = {"a": described(3, 0), "b": described(3, 1), "c": described(2, 1), "d": described(0, None, ())}
+    gang = newer_gang(2, about)
+    assert (gang.generation, gang.tensor, gang.pipeline, gang.data) == (3, 1, 1, 2)
+    assert {rank: agent["actor"] for rank, agent in gang.agents.items()} == {0: "a", 1: "b"}
+    assert newer_gang(3, about) is None
+    assert newer_gang(0, {}) is None
+    assert newer_gang(0, {"a": described(0, None, ())}) is None

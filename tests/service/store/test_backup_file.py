@@ -1,0 +1,166 @@
+"""A job database becomes a file and comes back, also on another kind of database, and nothing starts by itself then."""
+
+import math
+import sqlite3
+from contextlib import closing
+
+import pytest
+from sqlalchemy import select
+
+from service.states import JobState
+from service.store import Store, StoreOfNewerRelease, events, generations, health, jobs, metrics
+from service.store.backup_file import (
+    EVENT_IDS_SKIPPED,
+    DatabaseInUse,
+    DatabaseNotEmpty,
+    NotABackup,
+    back_up,
+    restore,
+)
+from service.store.tables import Base
+
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture
+def elsewhere(kind_of_database, postgres_or_none, tmp_path):
+    """The URL of an empty database of the other kind."""
+    if kind_of_database == "postgresql":
+        yield f"sqlite:///{tmp_path}/elsewhere/manta.db"
+        return
+    name = postgres_or_none.make_empty()
+    yield postgres_or_none.url(name)
+    postgres_or_none.drop(name)
+
+
+@pytest.fixture
+def postgres_or_none(request):
+    """The server, which both directions need."""
+    return request.getfixturevalue("postgres")
+
+
+@pytest.fixture
+def jobs_of_all_kinds(store, submit):
+    """One that runs, with everything that is hard to keep; one in the queue; one that is over."""
+    running, queued, over = submit(), submit(), submit()
+
+    def fill(session):
+        jobs.transition(session, running.id, JobState.STARTING)
+        generation = generations.begin(session, running.id, "submitted", False)
+        rows = [{"step": 1, "loss": math.nan, "odd": math.inf}, {"step": 2, "loss": 2.5}]
+        metrics.record(session, running.id, generation, 0, 1, rows)
+        jobs.transition(session, running.id, JobState.RUNNING)
+        events.append(session, running.id, "told", "a\0b \u00e9", data={"nested": [1, {"x": math.nan}]})
+        jobs.request_cancel(session, over.id)
+
+    store.write(fill)
+    return running, queued, over
+
+
+def everything(store):
+    """All rows of all tables, without what differs between two databases of the same content."""
+    with store.read() as session:
+        return {
+            table.name: sorted(repr(tuple(row)) for row in session.execute(select(table)))
+            for table in Base.metadata.sorted_tables
+        }
+
+
+def opened(url):
+    return closing(Store(url))
+
+
+def test_everything_is_in_the_file(store, jobs_of_all_kinds, tmp_path):
+    back_up(store, tmp_path / "backup.db")
+    with opened(f"sqlite:///{tmp_path}/backup.db") as copy:
+        assert everything(copy) == everything(store)
+        assert health.problems(copy) == []
+    assert (tmp_path / "backup.db").stat().st_mode & 0o777 == 0o600
+    assert not list(tmp_path.glob(".backup*"))
+
+
+def test_no_file_is_overwritten(store, tmp_path):
+    (tmp_path / "backup.db").write_text("something else")
+    with pytest.raises(FileExistsError, match=r"backup\.db is there already"):
+        back_up(store, tmp_path / "backup.db")
+
+
+def test_a_backup_is_restored_into_another_kind_of_database(store, jobs_of_all_kinds, tmp_path, elsewhere):
+    running, queued, over = jobs_of_all_kinds
+    back_up(store, tmp_path / "backup.db")
+    assert restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW) == 2
+    with opened(elsewhere) as other:
+        assert health.problems(other) == []
+        before, after = everything(store), everything(other)
+        assert {name for name in before if before[name] != after[name]} == {"events", "jobs", "state_changes"}
+        with other.read() as session:
+            states = jobs.states(session, [running.id, queued.id, over.id])
+            assert states == {running.id: "RUNNING", queued.id: "PAUSED", over.id: "CANCELLED"}
+            assert jobs.get(session, queued.id).reason == "restored"
+            assert math.isnan(metrics.series(session, running.id).series["loss"][0])
+            last = events.page(session, running.id).items[-1]
+            assert (last.type, last.time) == ("restored", NOW)
+        assert other.write(lambda session: events.append(session, over.id, "told", "later")).id > EVENT_IDS_SKIPPED
+
+
+def test_numbers_of_events_that_are_gone_are_not_given_again_where_nothing_runs(store, submit, tmp_path, elsewhere):
+    job = submit()
+    store.write(lambda session: jobs.request_cancel(session, job.id))
+    back_up(store, tmp_path / "backup.db")
+    restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
+    with opened(elsewhere) as other:
+        assert other.write(lambda session: events.append(session, job.id, "told", "later")).id > EVENT_IDS_SKIPPED
+
+
+def test_a_database_that_is_in_use_is_left_alone(store, jobs_of_all_kinds, tmp_path, elsewhere):
+    back_up(store, tmp_path / "backup.db")
+    restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
+    with opened(elsewhere) as other:
+        before = everything(other)
+        with pytest.raises(DatabaseInUse, match="is in use"):
+            restore(elsewhere, tmp_path / "backup.db", replace=True, now=NOW)
+        assert everything(other) == before
+
+
+def test_jobs_make_room_only_where_that_is_asked_for(store, jobs_of_all_kinds, tmp_path, elsewhere):
+    back_up(store, tmp_path / "backup.db")
+    restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
+    with pytest.raises(DatabaseNotEmpty, match=r"has jobs \(3\); with --replace"):
+        restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
+    restore(elsewhere, tmp_path / "backup.db", replace=True, now=NOW + 1)
+    with opened(elsewhere) as other, other.read() as session:
+        assert len(jobs.page(session).items) == 3
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no database at all" * 100, "another"])
+def test_a_file_that_is_no_backup_is_one_clear_sentence(tmp_path, content):
+    file = tmp_path / "backup.db"
+    if content == "another":
+        with closing(sqlite3.connect(file)) as connection:
+            connection.execute("CREATE TABLE cats (name TEXT)")
+    elif content is not None:
+        file.write_bytes(content)
+    with pytest.raises(NotABackup, match=r"backup\.db"):
+        restore(f"sqlite:///{tmp_path}/manta.db", file, replace=False, now=NOW)
+    assert not (tmp_path / "manta.db").exists()
+
+
+def test_a_backup_of_a_newer_release_is_refused(store, tmp_path):
+    back_up(store, tmp_path / "backup.db")
+    with closing(sqlite3.connect(tmp_path / "backup.db")) as connection, connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.execute("UPDATE compatibility SET oldest_reader = '9999'")
+    with pytest.raises(StoreOfNewerRelease, match="9999"):
+        restore(f"sqlite:///{tmp_path}/new/manta.db", tmp_path / "backup.db", replace=False, now=NOW)
+
+
+def test_a_database_that_cannot_be_read_any_more_makes_room(store, submit, tmp_path):
+    job = submit()
+    back_up(store, tmp_path / "backup.db")
+    damaged = tmp_path / "damaged" / "manta.db"
+    damaged.parent.mkdir()
+    for name in ("manta.db", "manta.db-wal", "manta.db-shm"):
+        (damaged.parent / name).write_bytes(b"nothing that anybody can read " * 1000)
+    restore(f"sqlite:///{damaged}", tmp_path / "backup.db", replace=False, now=NOW)
+    with opened(f"sqlite:///{damaged}") as other, other.read() as session:
+        assert jobs.get(session, job.id).state == "PAUSED"

@@ -1,0 +1,68 @@
+"""What is wrong with a job database is said in sentences."""
+
+import contextlib
+import sqlite3
+
+import pytest
+from sqlalchemy import text
+
+from service.store import Store, StoreUnusable, health
+from service.store.database import newest_revision
+
+
+def run(store, *statements):
+    for statement in statements:
+        store.write(lambda session, statement=statement: session.execute(text(statement)))
+
+
+def test_a_database_that_was_just_made_is_sound(store):
+    assert health.problems(store) == []
+
+
+def test_a_schema_that_is_another_one_is_told(store):
+    run(store, "ALTER TABLE jobs ADD COLUMN odd INTEGER", "DROP TABLE ranks")
+    problems = " ".join(health.problems(store))
+    assert "remove_column" in problems and "odd" in problems
+    assert "add_table" in problems and "ranks" in problems
+
+
+def test_an_older_revision_says_what_to_do(store):
+    run(store, "UPDATE alembic_version SET version_num = '0006'")
+    said = f"its revision is 0006, and that of this release {newest_revision()}: `manta db upgrade`"
+    assert health.problems(store) == [said]
+
+
+def test_rows_that_must_be_there_once(store):
+    run(store, "DELETE FROM installation")
+    assert health.problems(store) == ["installation has 0 rows, and must have one"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no such file"),
+        (b"", "there are no jobs in it"),
+        (b"no database at all" * 1000, "not a database"),
+    ],
+)
+def test_what_is_no_job_database_is_told(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "new.db").write_bytes(content)
+    with contextlib.closing(Store(f"sqlite:///{tmp_path}/new.db")) as store, pytest.raises(StoreUnusable, match=said):
+        health.problems(store)
+    assert (tmp_path / "new.db").exists() == (content is not None)
+
+
+def test_server_that_cannot_be_reached_is_told_with_what_would_help():
+    url = "postgresql://me@127.0.0.1:1/manta"
+    with contextlib.closing(Store(url)) as store, pytest.raises(StoreUnusable, match="is the server running"):
+        health.problems(store)
+
+
+def test_rows_without_their_job_are_told_where_the_database_has_let_them_in(tmp_path, empty_database):
+    file = tmp_path / "manta.db"
+    file.write_bytes(empty_database.read_bytes())
+    with contextlib.closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute("INSERT INTO state_changes (job_id, time, state) VALUES ('job_000000000000', 1.0, 'QUEUED')")
+    with contextlib.closing(Store(f"sqlite:///{file}")) as store:
+        assert health.problems(store) == ["row 1 of state_changes belongs to nothing in jobs"]

@@ -1,0 +1,323 @@
+"""What only PostgreSQL does: servers that are away, several writers, commits that nobody answers."""
+
+import os
+import signal
+import threading
+
+import psycopg
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
+
+from service.states import JobState
+from service.store import OutcomeUnknown, Store, StoreUnusable, events, jobs, postgresql
+from service.store.database import newest_revision
+from service.store.postgresql import unsuitable
+from service.store.retries import may_pass
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def url(postgres):
+    """A migrated database."""
+    return postgres.url(postgres.shared())
+
+
+@pytest.fixture
+def open_store(url):
+    """Opens stores of one database, each with connections of its own, as control planes in several processes have."""
+    opened = []
+
+    def make():
+        opened.append(Store(url))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def job(open_store, make_spec):
+    return open_store().write(lambda session: jobs.create(session, make_spec()))[0]
+
+
+def say(session, job, message="something"):
+    return events.append(session, job.id, "told", message).id
+
+
+def messages(store, after=0):
+    with store.read() as session:
+        return [(event.id, event.message) for event in events.page_of_all(session, type="told", after_id=after).items]
+
+
+def test_ids_of_events_are_committed_in_order_whoever_writes(open_store, job):
+    slow, quick, reader = open_store(), open_store(), open_store()
+    numbered, go_on = threading.Event(), threading.Event()
+
+    def dawdle(session):
+        say(session, job, "first")
+        numbered.set()
+        assert go_on.wait(SECONDS)
+
+    first = slow._submit(dawdle)
+    assert numbered.wait(SECONDS)
+    second = quick._submit(lambda session: say(session, job, "second"))
+    assert messages(reader) == [], "nobody sees an event with a higher id before this one"
+    assert not second.done()
+    go_on.set()
+    first.result(SECONDS), second.result(SECONDS)
+    assert [message for _, message in messages(reader)] == ["first", "second"]
+
+
+def test_a_locked_job_is_read_anew_and_what_was_changed_before_is_kept(open_store, job):
+    store, other = open_store(), open_store()
+
+    def operation(session):
+        assert jobs.get(session, job.id).state == "QUEUED"
+        other.write(lambda theirs: jobs.transition(theirs, job.id, JobState.STARTING))
+        locked = jobs.get(session, job.id, lock=True)
+        assert locked.state == "STARTING"
+        locked.step = 7
+        assert jobs.get(session, job.id, lock=True).step == 7
+
+    store.write(operation)
+    with store.read() as session:
+        assert jobs.get(session, job.id).step == 7
+
+
+def test_an_event_of_a_job_that_somebody_else_has_locked_waits_for_nobody(open_store, job):
+    store, other = open_store(), open_store()
+
+    def operation(session):
+        jobs.get(session, job.id, lock=True)
+        other.write(lambda theirs: say(theirs, job))
+
+    store.write(operation)
+    assert len(messages(store)) == 1
+
+
+def test_writes_that_get_into_each_others_way_are_done_again(open_store, job, make_spec):
+    one, other = open_store(), open_store()
+    second = one.write(lambda session: jobs.create(session, make_spec()))[0]
+    both = threading.Barrier(2)
+    tries = []
+
+    def cross(first, last):
+        def operation(session):
+            tries.append(first.id)
+            jobs.get(session, first.id, lock=True).step += 1
+            session.flush()
+            if len(tries) <= 2:
+                both.wait(SECONDS)
+            jobs.get(session, last.id, lock=True).step += 1
+
+        return operation
+
+    writes = [one._submit(cross(job, second)), other._submit(cross(second, job))]
+    for write in writes:
+        write.result(SECONDS)
+    assert len(tries) > 2
+    with one.read() as session:
+        assert [jobs.get(session, each.id).step for each in (job, second)] == [2, 2]
+
+
+def backends(postgres, url):
+    name = url.partition("@/")[2].partition("?")[0]
+    found = postgres.execute(
+        f"SELECT pid FROM pg_stat_activity WHERE datname = '{name}' AND application_name = 'manta'"
+    )
+    return [pid for (pid,) in found]
+
+
+def commit_and_lose_the_answer(monkeypatch, committed=True):
+    """The connection of the next commit is lost, before or after the server has made it."""
+    original = psycopg.Connection.commit
+
+    def commit(connection):
+        monkeypatch.setattr(psycopg.Connection, "commit", original)
+        if committed:
+            original(connection)
+        connection.pgconn.finish()
+        raise psycopg.OperationalError("server closed the connection unexpectedly")
+
+    monkeypatch.setattr(psycopg.Connection, "commit", commit)
+
+
+def test_a_commit_that_is_not_answered_but_made_is_made_once(open_store, job, monkeypatch):
+    store = open_store()
+    commit_and_lose_the_answer(monkeypatch)
+    assert store.write(lambda session: say(session, job)) > 0
+    assert len(messages(store)) == 1
+
+
+def test_a_commit_that_is_not_answered_and_not_made_is_an_error_that_may_pass(open_store, job, monkeypatch):
+    store = open_store()
+    commit_and_lose_the_answer(monkeypatch, committed=False)
+    with pytest.raises(OperationalError) as caught:
+        store.write(lambda session: say(session, job))
+    assert not isinstance(caught.value, OutcomeUnknown) and may_pass(caught.value)
+    assert messages(store) == []
+
+
+def test_where_nobody_can_be_asked_what_became_of_a_commit_the_error_says_so(open_store, job, monkeypatch):
+    store = open_store()
+    monkeypatch.setattr(postgresql, "OUTCOME_SECONDS", 0.0)
+    commit_and_lose_the_answer(monkeypatch)
+    connect = store.database.writer.connect
+    calls = iter([connect])
+
+    def connect_once():
+        return next(calls, refuse)()
+
+    def refuse():
+        raise OperationalError(None, None, Exception("connection refused"))
+
+    monkeypatch.setattr(store.database.writer, "connect", connect_once)
+    with pytest.raises(OutcomeUnknown) as caught:
+        store.write(lambda session: say(session, job))
+    assert may_pass(caught.value)
+
+
+def test_connections_that_the_server_has_closed_cost_no_request(open_store, job, postgres, url):
+    store = open_store()
+    store.ping()
+    store.write(lambda session: say(session, job))
+    for pid in backends(postgres, url):
+        postgres.execute(f"SELECT pg_terminate_backend({pid}, 10000)")
+    store.ping()
+    store.write(lambda session: say(session, job))
+    assert len(messages(store)) == 2
+
+
+def test_a_server_that_stands_still_is_an_error_and_no_thread_that_waits_for_ever(open_store, monkeypatch):
+    monkeypatch.setattr(postgresql, "ANSWER_SECONDS", 0.3)
+    stopped = []
+
+    def ask(session):
+        stopped.append(session.scalar(text("SELECT pg_backend_pid()")))
+        os.kill(stopped[0], signal.SIGSTOP)
+        session.scalar(text("SELECT 1"))
+
+    try:
+        with pytest.raises(OperationalError, match=r"the server gave no answer in 0\.3 s") as caught:
+            open_store().write(ask)
+    finally:
+        os.kill(stopped[0], signal.SIGCONT)
+    assert may_pass(caught.value) and caught.value.connection_invalidated
+
+
+def test_control_planes_that_start_at_once_migrate_once(postgres):
+    name = postgres.make_empty()
+    stores = [Store(postgres.url(name)) for _ in range(3)]
+    threads = [threading.Thread(target=store.migrate) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    for store in stores:
+        assert store.revision == newest_revision()
+        store.close()
+    assert postgres.execute("SELECT count(*) FROM installation", name) == [(1,)]
+    postgres.drop(name)
+
+
+def test_ids_of_jobs_are_in_the_order_of_their_characters_in_every_language(postgres, url):
+    name = url.partition("@/")[2].partition("?")[0]
+    column = "(table_schema, table_name, column_name) = ('public', 'jobs', 'id')"
+    query = f"SELECT collation_name FROM information_schema.columns WHERE {column}"
+    assert postgres.execute(query, name) == [("C",)]
+
+
+def test_texts_that_sqlite_takes_are_taken(open_store, job):
+    store = open_store()
+    odd = "a\0b\ud800c"
+    store.write(lambda s: events.append(s, job.id, "told" + "x" * 100, odd, data={odd: [float("nan"), odd]}))
+    with store.read() as session:
+        (event,) = [each for each in events.page(session, job.id).items if each.type.startswith("told")]
+        assert events.page_of_all(session, type="a\0").items == []
+    assert (event.message, len(event.type)) == ("a\\x00b\\ud800c", 64)
+    assert event.data == {"a\\x00b\\ud800c": ["nan", "a\\x00b\\ud800c"]}
+
+
+def refusal(url):
+    store = Store(url)
+    with pytest.raises(StoreUnusable) as caught:
+        store.migrate()
+    store.close()
+    return str(caught.value)
+
+
+def test_what_keeps_a_database_from_being_used_is_a_sentence_without_the_password(postgres, tmp_path):
+    missing = refusal(postgres.url("nowhere").replace("manta@", "manta:secret@"))
+    assert missing.startswith("cannot use the database postgresql://manta:***@/nowhere?host=")
+    assert missing.endswith("(make it: createdb nowhere)")
+    away = refusal("postgresql://me:secret@127.0.0.1:1/manta")
+    assert "Connection refused" in away and away.endswith(
+        "(is the server running, and does it listen on that address?)"
+    )
+    gone = refusal(f"postgresql://me:secret@/manta?host={tmp_path}&password=secret")
+    assert "is the server running, and is its socket there?" in gone
+    for sentence in (missing, away, gone):
+        assert "secret" not in sentence and "\n" not in sentence
+
+
+def test_a_wrong_password_is_a_sentence_without_it(postgres):
+    postgres.execute("CREATE ROLE guarded LOGIN PASSWORD 'right'")
+    rules = postgres.folder / "data" / "pg_hba.conf"
+    before = rules.read_text()
+    rules.write_text("local all guarded scram-sha-256\n" + before)
+    postgres.execute("SELECT pg_reload_conf()")
+    try:
+        url = postgres.url("postgres")
+        said = refusal(url.replace("manta@", "guarded:wrong@"))
+        assert "(check user and password in its URL, or in PGPASSFILE's file)" in said
+        assert "wrong" not in said
+        assert "put the password into its URL" in refusal(url.replace("manta@", "guarded@"))
+    finally:
+        rules.write_text(before)
+        postgres.execute("SELECT pg_reload_conf()")
+
+
+def test_servers_that_are_too_old_and_encodings_without_all_characters_are_refused():
+    assert unsuitable(140_000, "UTF8") is None
+    assert unsuitable(130_012, "UTF8") == "its server is PostgreSQL 13.12, and Manta needs 14 or later"
+    assert unsuitable(90_624, "UTF8") == "its server is PostgreSQL 9, and Manta needs 14 or later"
+    assert "its encoding is SQL_ASCII" in unsuitable(150_000, "SQL_ASCII")
+
+
+def test_what_may_take_long_takes_no_limit_away_from_what_follows(open_store):
+    store = open_store()
+
+    def limits(connection):
+        asked = [connection.exec_driver_sql(f"SHOW {name}").scalar() for name in ("statement_timeout", "lock_timeout")]
+        return [*asked, connection.connection.driver_connection.answer_seconds]
+
+    with store.engine.begin() as connection:
+        store.database.take_time(connection)
+        assert limits(connection) == ["0", "0", None]
+    with store.engine.begin() as connection:
+        assert limits(connection) == ["20s", "10s", postgresql.ANSWER_SECONDS]
+
+
+def test_a_submission_that_two_control_planes_get_is_one_job(open_store, make_spec):
+    spec, begun = make_spec(), threading.Barrier(2)
+
+    def submit(session):
+        session.execute(text("SELECT 1"))
+        begun.wait(SECONDS)
+        return jobs.create(session, spec, "a key", "a digest")
+
+    writes = [open_store()._submit(submit) for _ in range(2)]
+    made = [write.result(SECONDS) for write in writes]
+    assert len({job.id for job, _ in made}) == 1
+    assert sorted(new for _, new in made) == [False, True]
+
+
+def test_what_the_url_asks_of_the_server_comes_before_what_is_usual(url):
+    store = Store(f"{url}&options=-c%20statement_timeout%3D15s&application_name=mine")
+    with store.read() as session:
+        asked = [session.scalar(text(f"SHOW {name}")) for name in ("statement_timeout", "lock_timeout")]
+        assert [*asked, session.scalar(text("SHOW application_name"))] == ["15s", "10s", "mine"]
+    store.close()

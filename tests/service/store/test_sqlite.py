@@ -1,0 +1,74 @@
+"""What only SQLite does: files, copies beside them, one writer at a time."""
+
+import contextlib
+import sqlite3
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+
+from service.store import JobNotFound, Store, StoreUnusable, events, jobs
+from tests.service.support.older_databases import UNDO_0010
+
+
+def test_sqlite_runs_in_wal_mode_with_foreign_keys(store, tmp_path):
+    assert sqlite3.connect(tmp_path / "manta.db").execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    with pytest.raises(IntegrityError, match="FOREIGN KEY"):
+        store.write(lambda session: events.append(session, "job_000000000000", "x", "about no job"))
+
+
+def test_what_was_written_is_there_after_reopening(tmp_path, make_spec):
+    url = f"sqlite:///{tmp_path}/deeper/manta.db"
+    first = Store(url)
+    first.migrate()
+    job, _ = first.write(lambda session: jobs.create(session, make_spec()))
+    first.close()
+    second = Store(url)
+    with second.read() as session:
+        assert jobs.get(session, job.id).state == "QUEUED"
+        with pytest.raises(JobNotFound):
+            jobs.get(session, "job_000000000000")
+    second.close()
+
+
+@pytest.mark.parametrize("content", [b"this is no database, but long enough to be looked at" * 100, None])
+def test_a_file_that_is_no_database_is_one_clear_sentence(tmp_path, content):
+    path = tmp_path / "odd.db"
+    path.mkdir() if content is None else path.write_bytes(content)
+    store = Store(f"sqlite:///{path}")
+    with pytest.raises(StoreUnusable, match=r"cannot use the database sqlite:.*odd\.db: "):
+        store.migrate()
+    store.close()
+
+
+def test_a_database_is_copied_before_it_is_migrated(store, submit, tmp_path):
+    job = submit()
+    store.migrate()
+    assert not list(tmp_path.glob("manta.db.*")), "there was nothing to do"
+    for statement in (
+        "UPDATE alembic_version SET version_num = '0007'",
+        *UNDO_0010,
+        "DROP TABLE compatibility",
+        "ALTER TABLE jobs DROP COLUMN submitted",
+        "ALTER TABLE jobs DROP COLUMN not_default",
+    ):
+        store.write(lambda session, statement=statement: session.execute(text(statement)))
+    (tmp_path / "manta.db.0007").write_text("of an attempt before")
+    store.migrate()
+    with contextlib.closing(sqlite3.connect(tmp_path / "manta.db.0007")) as copy:
+        assert copy.execute("SELECT version_num FROM alembic_version").fetchone() == ("0007",)
+        assert copy.execute("SELECT id, state FROM jobs").fetchall() == [(job.id, "QUEUED")]
+    with store.read() as session:
+        assert jobs.get(session, job.id).submitted is None
+
+
+def test_a_new_database_shuts_out_nobody(tmp_path):
+    new = Store(f"sqlite:///{tmp_path}/new.db")
+    assert not new.shuts_out_release_before
+    new.close()
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreUnusable, match="file"):
+        Store(f"sqlite:///{tmp_path}/file/manta.db")
