@@ -31,10 +31,9 @@ check: setup
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-# Most tests share a machine well; those of whole services have it for themselves. PYTEST_OPTIONS=... goes to pytest.
+# PYTEST_OPTIONS=... goes to pytest.
 test: check
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not cluster" $(PYTEST_OPTIONS)
-	@$(BIN)/python -m pytest -m cluster $(PYTEST_OPTIONS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_OPTIONS)
 
 # What is exhaustive and takes long: every layout with every other, many seeds, 60 drawn schedules of faults.
 soak: setup

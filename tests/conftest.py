@@ -69,6 +69,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kind_of_database", kinds, indirect=True, scope="function")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several processes, one takes the tests of whole services, one after the other, and the rest what is left."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneForServices(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "tests/e2e" if file.startswith("tests/e2e/") else file
+
+    return OneForServices(config, log)
+
+
 class _Skips:
     """Fails the run when a test was skipped that ought to have run."""
 

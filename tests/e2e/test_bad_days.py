@@ -82,11 +82,13 @@ def test_clock_that_is_set_costs_nothing(service, clock, pair_undisturbed, kill)
     job = service.submit(service.spec(layout=PAIR))
     service.hold(job, 1)
     processes = service.agents(), service.zygote()
+    kept = service.pids(job)[0]
     for times, ahead in enumerate((HOUR, 0.0), start=1):
         clock.set(ahead)
-        victim, kept = service.pids(job)[1], service.pids(job)[0]
-        service.kill_service()
-        service.start()
+        victim = service.pids(job)[1]
+        if ahead == 0.0:  # a control plane that comes meets processes that are newer than now
+            service.kill_service()
+            service.start()
         kill(victim)
         service.until_generation(job, times + 1)
         assert service.pids(job)[0] == kept

@@ -350,7 +350,7 @@ def test_what_a_job_cancelled_in_a_pause_has_left_is_removed(start, cluster, sub
     job = submit()
     store.write(lambda s: pauses.request_pause(s, job.id))
     plane.pause(job.id)
-    cluster.agents.memory["node_a"] = {("layout", 0): [3]}
+    cluster.agents.memory["node_a"] = {(job.id, "layout", 0): [3]}
     store.write(lambda s: jobs.request_cancel(s, job.id))
     plane.cancel(job.id)
     plane._call(reached(lambda: cluster.nothing_held))
@@ -359,7 +359,7 @@ def test_what_a_job_cancelled_in_a_pause_has_left_is_removed(start, cluster, sub
 def test_what_a_job_cancelled_in_the_queue_has_left_is_removed(start, cluster, submit, store):
     plane = start()
     job = submit(parallel={"tensor": 2, "data": 2})
-    cluster.agents.memory["node_a"] = {("layout", 0): [3]}
+    cluster.agents.memory["node_a"] = {(job.id, "layout", 0): [3]}
     store.write(lambda s: jobs.request_cancel(s, job.id))
     plane.cancel(job.id)
 

@@ -129,7 +129,7 @@ def test_rank_that_lost_its_snapshots_fetches_those_of_a_peer(job):
 
 
 def test_what_a_departing_agent_holds_is_brought_from_its_node(job, cluster):
-    cluster.agents.memory["three"] = {(job.gang.tag, rank): [5] for rank in (0, 1)}
+    cluster.agents.memory["three"] = {(job.id, job.gang.tag, rank): [5] for rank in (0, 1)}
     (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
     assert found(job) == (Resume(), "start"), "nobody asks it"
     job.departing.append(AgentSet([holder]))
@@ -149,7 +149,7 @@ def test_departing_agent_that_does_not_answer_is_done_without(job, cluster, monk
 
 def test_state_that_ranks_of_another_layout_left_is_as_good(job, cluster):
     alone = job.submitted.model_copy(update={"parallel": job.submitted.parallel.model_copy(update={"data": 1})})
-    cluster.agents.memory["one"] = {(layout_tag(alone.model_dump(mode="json")), 0): [6]}
+    cluster.agents.memory["one"] = {(job.id, layout_tag(alone.model_dump(mode="json")), 0): [6]}
     start, source = found(job)
     assert (start.source, start.step, source) == ("memory", 6, "memory")
     assert len(start.paths) == 1

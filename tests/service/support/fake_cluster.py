@@ -26,6 +26,9 @@ from workers.protocol.messages import (
 from workers.protocol.reports import Report
 from workers.snapshot.files import layout_tag
 
+Memory = dict[tuple[str, str, int], list[int]]
+"""By job, layout and rank the steps in shared memory."""
+
 
 class FakeNodes:
     """Nodes by name with so many slots each; a node is a host of its own."""
@@ -114,8 +117,8 @@ class FakeGroups:
 class SimulatedAgent(FakeAgent):
     """A FakeAgent whose snapshots lie in the shared memory of its host, where later agents find them."""
 
-    def __init__(self, agents: FakeAgents, rank: int, node: str, group: str = "", name: str | None = None):
-        self._agents, self.name, self.node = agents, name, node
+    def __init__(self, agents: FakeAgents, job: str, rank: int, node: str, group: str = "", name: str | None = None):
+        self._agents, self.job, self.name, self.node = agents, job, name, node
         self.layout: str | None = None
         self.hung: int | None = None
         """Generation in which its trainer stands still."""
@@ -124,31 +127,31 @@ class SimulatedAgent(FakeAgent):
         super().__init__(rank, node, node, group)
 
     @property
-    def memory(self) -> dict[tuple[str, int], list[int]]:
-        """By layout and rank the steps in shared memory of its host."""
+    def memory(self) -> Memory:
+        """The shared memory of its host."""
         return self._agents.memory.setdefault(self.node, {})
 
     @property
     def steps(self) -> list[int]:
-        return self.memory.get((self.layout or "", self.rank), [])
+        return self.memory.get((self.job, self.layout or "", self.rank), [])
 
     @steps.setter
     def steps(self, steps: list[int]) -> None:
         if self.layout is not None:
-            self.memory[self.layout, self.rank] = list(steps)
+            self.memory[self.job, self.layout, self.rank] = list(steps)
 
     @property
     def files(self) -> list[StoredSnapshot]:
         return [
             StoredSnapshot(f"/shm/{layout}-{rank}", rank, layout, False, tuple(steps))
-            for (layout, rank), steps in self.memory.items()
-            if steps
+            for (job, layout, rank), steps in self.memory.items()
+            if steps and job == self.job
         ]
 
     @files.setter
     def files(self, files: list[StoredSnapshot]) -> None:
         if not files and self.layout is not None:
-            self.memory.pop((self.layout, self.rank), None)
+            self.memory.pop((self.job, self.layout, self.rank), None)
 
     async def rest(self, generation: int, grace: float, patience: float = 0.0) -> bool:
         await self._agents.before_rest(self)
@@ -167,14 +170,14 @@ class SimulatedAgent(FakeAgent):
 
     async def snapshot_steps(self, layout: str | None = None) -> list[int]:
         await self._answer("snapshot_steps")
-        return list(self.memory.get((layout or self.layout or "", self.rank), []))
+        return list(self.memory.get((self.job, layout or self.layout or "", self.rank), []))
 
     async def fetch_snapshot(
         self, rank: int, holder: BackupAddress, token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
         await super().fetch_snapshot(rank, holder, token, generation, layout, of)
-        steps = self._agents.memory.get(holder.host, {}).get((layout, rank if of is None else of), [])
-        self.memory[layout, rank] = list(steps)
+        steps = self._agents.memory.get(holder.host, {}).get((self.job, layout, rank if of is None else of), [])
+        self.memory[self.job, layout, rank] = list(steps)
         return list(steps)
 
     async def reports(self, after: int, timeout: float) -> list[Report]:
@@ -201,8 +204,8 @@ class FakeAgents:
         self.holders: list[SimulatedAgent] = []
         """Those that were started only to hand out snapshots, ended ones too."""
         self.ended: list[SimulatedAgent] = []
-        self.memory: dict[str, dict[tuple[str, int], list[int]]] = {}
-        """By host, by layout and rank, the steps in shared memory."""
+        self.memory: dict[str, Memory] = {}
+        """Shared memory by host."""
         self.on_start: Callable[[SimulatedAgent], None] = lambda agent: None
         """Called with each agent that is started for a rank."""
         self.before_rest: Callable[[SimulatedAgent], Awaitable[None]] = _nothing
@@ -223,7 +226,7 @@ class FakeAgents:
         started = []
         for rank, seat in seats.items():
             node, _ = self._groups.held[seat.group][seat.bundle]
-            agent = SimulatedAgent(self, rank, node, seat.group, agent_name(job, generation, rank))
+            agent = SimulatedAgent(self, job, rank, node, seat.group, agent_name(job, generation, rank))
             self.living[agent.name] = agent
             self.on_start(agent)
             started.append(agent)
@@ -234,7 +237,7 @@ class FakeAgents:
         living = await self._nodes.living()
         if len(living) < 2:
             return []
-        holders = [SimulatedAgent(self, 0, node) for node in living if node in (nodes or living)]
+        holders = [SimulatedAgent(self, job, 0, node) for node in living if node in (nodes or living)]
         self.holders += holders
         return holders
 
@@ -301,7 +304,7 @@ class FakeDaemon:
 class FakeDaemons:
     """A daemon on each node."""
 
-    def __init__(self, nodes: FakeNodes, memory: dict[str, dict[tuple[str, int], list[int]]]):
+    def __init__(self, nodes: FakeNodes, memory: dict[str, Memory]):
         self._nodes, self._memory = nodes, memory
         self.silent: set[str] = set()
         """Nodes whose daemon does not answer."""
@@ -310,8 +313,13 @@ class FakeDaemons:
         self._daemons: dict[str, FakeDaemon] = {}
 
     def _daemon(self, node: str) -> FakeDaemon:
-        made = FakeDaemon(node, on_end=lambda job: self._memory.pop(node, None))
+        made = FakeDaemon(node, on_end=lambda job: self._forget(node, job))
         return self._daemons.setdefault(node, made)
+
+    def _forget(self, node: str, job: str) -> None:
+        memory = self._memory.get(node, {})
+        for key in [key for key in memory if key[0] == job]:
+            del memory[key]
 
     async def ensure(self, zygote_options=(), zygote_environment=None):
         return {node: self._daemon(node) for node in await self._nodes.living() if node not in self.silent}
