@@ -22,9 +22,11 @@ from workers.comm.grid import RankGrid
 from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.errors import MantaError
-from workers.protocol.messages import AgentDescription, Launched, LaunchOrder, Resume, StoreAddress
+from workers.protocol.messages import AgentDescription, LaunchOrder, Resume, StoreAddress
 from workers.protocol.reports import Report
 
+STARTING, RUNNING, EXITED = "starting", "running", "exited"
+"""States of a rank."""
 # A launch that takes longer has an agent in it that does not answer; a node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0
 FROM_THE_START = Resume()
@@ -53,7 +55,10 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     next_one = (await record.job()).generation + 1
     async with asyncio.timeout(LAUNCH_SECONDS):  # for daemons and agents: the database may take as long as it likes
         store = await _start_store(job, where, next_one)
-    generation = await record.begin(launch.cause, launch.counts, resume, start.source, gang.layout, launch.incident)
+    expected = [_row(job, rank, place, next_one, None, STARTING) for rank, place in where.items()]
+    generation = await record.begin(
+        launch.cause, launch.counts, resume, start.source, gang.layout, launch.incident, expected
+    )
     roll_backs = await record.rolled_back()
     secret = secrets.token_hex(SECRET_LENGTH // 2)
     orders = {
@@ -63,18 +68,35 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     running = watch_generation(job, generation, resume.step)
     try:
         answers, silent = await ask(gang.by_rank, lambda rank, agent: agent.launch(orders[rank]), LAUNCH_SECONDS)
-        rows = [_row(job, orders[rank], where[rank], answers.get(rank)) for rank in orders]
+        rows = [
+            _row(job, rank, place, generation, answers[rank].pid, RUNNING)
+            if rank in answers
+            else _row(job, rank, place, generation, None, EXITED)
+            for rank, place in where.items()
+        ]
         kept = [rank for rank, answer in answers.items() if answer.kept]
         await record.launched(generation, time.time(), rows, kept)
         for rank, why in silent.items():
             running.lose(rank, f"could not be launched ({why})")
         if not silent:
-            nodes = [place.node or place.host for place in where.values()]
-            await rank_backups.begin(list(gang.by_rank.values()), nodes, generation, gang.tag, gang.peers)
+            await _begin_backups(job, where, generation)
     except BaseException:
         await running.close()  # nobody else knows of it yet
         raise
     return running
+
+
+async def finish_launch(job: JobContext, generation: int, where: Mapping[int, AgentDescription]) -> None:
+    """What is left to do for a generation all of whose agents were reached by another control plane, which could not
+    note that any more."""
+    rows = [_row(job, rank, place, generation, place.trainer_pid, RUNNING) for rank, place in where.items()]
+    await job.record.launched(generation, time.time(), rows, [])
+    await _begin_backups(job, where, generation)
+
+
+async def _begin_backups(job: JobContext, where: Mapping[int, AgentDescription], generation: int) -> None:
+    nodes = [place.node or place.host for place in where.values()]
+    await rank_backups.begin(list(job.gang.by_rank.values()), nodes, generation, job.gang.tag, job.gang.peers)
 
 
 def watch_generation(job: JobContext, generation: int, resume_step: int, taken_over: bool = False) -> RunningGeneration:
@@ -156,18 +178,20 @@ async def _start_store(job: JobContext, where: Mapping[int, AgentDescription], g
     return await daemons[node].start_store(job.id, generation, one_machine)
 
 
-def _row(job: JobContext, order: LaunchOrder, where: AgentDescription, answer: Launched | None) -> dict[str, Any]:
-    at = RankGrid(job.gang.layout).coordinates(order.rank)
+def _row(
+    job: JobContext, rank: int, where: AgentDescription, generation: int, pid: int | None, state: str
+) -> dict[str, Any]:
+    at = RankGrid(job.gang.layout).coordinates(rank)
     return {
-        "rank": order.rank,
+        "rank": rank,
         "tensor": at.tensor,
         "pipeline": at.pipeline,
         "data": at.data,
         "context": at.context,
         "node": where.host,
         "device": f"GPU {where.devices[0]}" if where.devices else "cpu",
-        "pid": None if answer is None else answer.pid,
-        "generation": order.generation,
-        "state": "exited" if answer is None else "running",
-        "actor": job.gang.names[order.rank],
+        "pid": pid,
+        "generation": generation,
+        "state": state,
+        "actor": job.gang.names[rank],
     }

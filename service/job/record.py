@@ -94,10 +94,18 @@ class JobRecord:
         await self.write(note)
 
     async def begin(
-        self, cause: str, counts: bool, resume: Resume, source: str, layout: ParallelConfig, incident: Incident | None
+        self,
+        cause: str,
+        counts: bool,
+        resume: Resume,
+        source: str,
+        layout: ParallelConfig,
+        incident: Incident | None,
+        expected: Sequence[dict[str, Any]],
     ) -> int:
         """Begin the next generation in `layout`; its number. `counts`: as a restart; `source`: where its state comes
-        from, for the record of the recovery from `incident`."""
+        from, for the record of the recovery from `incident`; `expected`: its ranks, by whose agents another control
+        plane would find it, whatever has become of this one."""
         words = {
             "start": "from the start",
             "snapshot": "from shared memory",
@@ -112,6 +120,8 @@ class JobRecord:
             reached = jobs.get(session, self.id).step
             number = generations.begin(session, self.id, cause, counts, resume.source, resume.step, data)
             jobs.set_layout(session, self.id, layout)
+            if {row.actor for row in ranks.of_job(session, self.id)} != {row["actor"] for row in expected}:
+                ranks.replace(session, self.id, expected)
             if incident is not None:
                 recoveries.begin(session, self.id, number, incident.beginning(source, resume.step))
             message = f"generation {number} resumes at step {resume.step} {words[resume.source]}: {cause}"

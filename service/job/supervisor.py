@@ -39,7 +39,7 @@ from service.job.changes import Stay, carry_out, standby_of
 from service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
 from service.job.generation import RunningGeneration
 from service.job.incident import Incident
-from service.job.launch import LaunchFailed, launch_generation, watch_generation
+from service.job.launch import STARTING, LaunchFailed, finish_launch, launch_generation, watch_generation
 from service.job.leave import ask_to_save, keep_time, leave
 from service.job.lost_agents import place_all, replace_lost
 from service.job.resize_and_drain import ElasticityPlanner
@@ -217,6 +217,8 @@ class Supervisor:
                 death = Death(lost[0], "agent_lost", message="lost its agent while the control plane was away")
                 return Recover(death, tuple(lost), RecoveryTimeline(time.time()))
             return Launch("the control plane was restarted during a launch", counts=True)
+        if not lost and any(row.state == STARTING for row in rows):
+            await finish_launch(self._job, job.generation, about)
         await self._watch_adopted(job.generation, lost)
         if job.state == JobState.RESIZING:  # all were asked to rest, or not yet: what was to change is seen again
             self._job.change_possible.set()

@@ -278,7 +278,7 @@ class Rank(Base):
     generation: Mapped[int]
     """Generation that this row belongs to."""
     state: Mapped[str] = mapped_column(String(32))
-    """What it is doing: running or exited."""
+    """What it is doing: starting, running or exited."""
     actor: Mapped[str | None] = mapped_column(ShortText(200))
     """Name of its Ray actor."""
 

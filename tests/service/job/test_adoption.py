@@ -170,6 +170,36 @@ def test_job_that_was_placed_but_never_launched_is_placed_again(two_replicas, cl
     assert job.row.restarts == 0
 
 
+def test_launch_that_nobody_could_note_any_more_is_no_reason_to_begin_anew(two_replicas, cluster, monkeypatch):
+    """The last agent has its order, and its control plane dies: the gang trains from then on."""
+    job, noting = two_replicas(cluster), asyncio.Event()
+
+    async def never(*arguments):
+        noting.set()
+        await asyncio.Event().wait()
+
+    async def body():
+        with monkeypatch.context() as patch:
+            patch.setattr(JobRecord, "launched", never)
+            await job.start()
+            await noting.wait()
+            await job.die_with_control_plane()
+        assert job.rank_states == ["starting"] * 4
+        agents = list(cluster.agents.living.values())
+        job.supervise(None)
+        await job.watched(1)
+        assert job.ranks == agents
+        assert job.rank_states == ["running"] * 4
+        assert job.pids == [agent._pid for agent in agents]
+        await job.commit(1)
+        await job.finish()
+
+    story(body)
+    assert job.log == ["STARTING", "generation_started", "adopted", "RUNNING", "first_step", "SUCCEEDED"]
+    assert (job.row.generation, job.row.restarts) == (1, 0)
+    assert cluster.nothing_held
+
+
 def begin_another(job):
     """The row of another generation is written, but no agent gets an order for it."""
     job.store.write(lambda s: generations.begin(s, job.id, "test", False))

@@ -18,7 +18,7 @@ def record(store, submit):
 
 
 def begun(record, resume):
-    asyncio.run(record.begin("test", False, resume, resume.source, ParallelConfig(), None))
+    asyncio.run(record.begin("test", False, resume, resume.source, ParallelConfig(), None, []))
     with record.store.read() as session:
         return [event.type for event in events.page(session, record.id).items]
 

@@ -151,6 +151,11 @@ class SupervisedJob:
         return [row.state for row in self._read(lambda s: ranks.of_job(s, self.id))]
 
     @property
+    def pids(self) -> list[int | None]:
+        """As stored."""
+        return [row.pid for row in self._read(lambda s: ranks.of_job(s, self.id))]
+
+    @property
     def events(self) -> list:
         """All events, oldest first."""
         return self._read(lambda s: events.page(s, self.id, limit=1000).items)
