@@ -14,6 +14,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -26,7 +27,7 @@ from workers.errors import MantaError
 from workers.spec.reading import parse_job_spec
 
 NODES, SLOTS = 8, 16
-STEPS = (4, 60)
+LEAST_STEPS = 4
 LAYOUTS = ({"tensor": 2}, {"pipeline": 2}, {"data": 2}, {"tensor": 2, "data": 2})
 MOST_SECONDS_ALIVE = 3.0
 """Until a control plane is killed, from its start: some do not live to be ready."""
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parser("control_plane", __doc__)
     options.add_argument("--jobs", type=int, default=300, help="jobs that are driven to their ends (default: 300)")
+    options.add_argument("--steps", type=int, default=60, help="most steps of a job, half a second each (default: 60)")
     options.add_argument("--kills", type=int, default=100, help="kills of the control plane (default: 100)")
     options.add_argument("--steady-seconds", type=float, default=60.0, help="measured in steady state; 0: not at all")
     return deliver(measure, options.parse_args(arguments))
@@ -57,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(options: argparse.Namespace) -> Report:
     """Both, one after the other."""
     report = Report("control_plane", options.seed)
-    report.settings = {"jobs": options.jobs, "kills": options.kills, "slots": NODES * SLOTS}
+    report.settings = {"jobs": options.jobs, "steps": options.steps, "kills": options.kills, "slots": NODES * SLOTS}
     if options.kills:
         _kills(report, options)
     if options.steady_seconds:
@@ -85,9 +87,10 @@ def _kills(report: Report, options: argparse.Namespace) -> None:
     with simulated_installation(NODES, SLOTS) as (home, cluster):
         store = Store(f"sqlite:///{home / 'manta.db'}")
         store.migrate()
-        steps = {_submit(store, f"job-{i}", draw.randint(*STEPS), draw.choice(LAYOUTS)): 0 for i in range(options.jobs)}
-        with store.read() as session:
-            steps = {job: jobs.get(session, job).steps for job in steps}
+        steps = {}
+        for i in range(options.jobs):
+            last = draw.randint(LEAST_STEPS, options.steps)
+            steps[_submit(store, f"job-{i}", last, draw.choice(LAYOUTS))] = last
         ready = 0
         for _ in range(options.kills):
             plane = ControlPlaneProcess(home, cluster.socket)
@@ -107,17 +110,17 @@ def _kills(report: Report, options: argparse.Namespace) -> None:
         store.close()
 
 
-def _states(store: Store, job_ids: dict[str, int]) -> dict[str, JobState]:
+def _states(store: Store, job_ids: Collection[str]) -> dict[str, JobState]:
     with store.read() as session:
         return jobs.states(session, job_ids)
 
 
-def _progress(store: Store, job_ids: dict[str, int]) -> dict[str, tuple[str, int]]:
+def _progress(store: Store, job_ids: Collection[str]) -> dict[str, tuple[str, int]]:
     with store.read() as session:
         return {job: ((row := jobs.get(session, job)).state, row.step) for job in job_ids}
 
 
-def _until_over(store: Store, job_ids: dict[str, int]) -> None:
+def _until_over(store: Store, job_ids: Collection[str]) -> None:
     """Raises Stuck."""
     last, since = _progress(store, job_ids), time.monotonic()
     while not all(is_final(state) for state, _ in last.values()):
@@ -178,7 +181,7 @@ def _cost(layout: dict[str, int] | None, seconds: float) -> float:
 
 def _until_running(store: Store, job: str, home: Path) -> None:
     deadline = time.monotonic() + STUCK_SECONDS
-    while _progress(store, {job: 0})[job][1] < 1:
+    while _progress(store, [job])[job][1] < 1:
         if time.monotonic() > deadline:
             raise Stuck(f"{job} does not start: {(home / 'plane.log').read_text()[-2000:]}")
         time.sleep(LOOK_SECONDS)

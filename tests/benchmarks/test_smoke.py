@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bubbles, elastic_sums, layouts, metrics, nanogpt, snapshots, step, step_gpu
+from benchmarks import bubbles, control_plane, elastic_sums, layouts, metrics, nanogpt, snapshots, step, step_gpu
 from benchmarks.support.report import deliver
 
 
@@ -73,3 +73,9 @@ def test_the_gpu_benchmark_says_that_it_needs_one(
     monkeypatch.setattr(step_gpu.torch.cuda, "is_available", lambda: False)
     assert step_gpu.main([]) == 1
     assert "needs a GPU and found none" in capsys.readouterr().err
+
+
+def test_jobs_end_though_the_control_plane_is_killed() -> None:
+    report = control_plane.measure(argparse.Namespace(seed=1, jobs=3, steps=4, kills=1, steady_seconds=0.0))
+    assert all(figure.met is not False for figure in report.figures.values()), report.to_table()
+    assert report.samples["states"] == [{"SUCCEEDED": 3}]
