@@ -308,7 +308,7 @@ def test_agent_that_answers_nothing_is_lost_even_when_no_rank_waits_for_its_own(
     run(body)
 
 
-def test_rank_with_nothing_to_say_is_asked_the_less_often_the_more_there_are(monkeypatch):
+def test_rank_with_nothing_to_say_is_asked_the_less_often_the_more_there_are():
     for ranks, seconds in ((2, 30.0), (8, 30.0), (64, 128.0)):
         asked = []
 
