@@ -10,32 +10,32 @@ SPOKEN: tuple[int, ...] = (1,)
 """Versions of the other end that this release works with."""
 
 
-def other_client(told: str | None) -> str | None:
+def other_client(version: str | None) -> str | None:
     """What a service says to a client that says this in its header; None: nothing, they understand each other."""
-    if _is_spoken(told):
+    if _is_spoken(version):
         return None
     return (
-        f"the client speaks version {_shown(told)} of Manta's REST API and this service {_ours()}: use a client of the "
-        "service's release, or start a service of the client's"
+        f"the client speaks version {_shown(version)} of Manta's REST API and this service {_ours()}: use a client of "
+        "the service's release, or start a service of the client's"
     )
 
 
-def other_service(told: str | None) -> str | None:
+def other_service(version: str | None) -> str | None:
     """What a client says about a service that says this in its header; None: nothing, they understand each other."""
-    if _is_spoken(told):
+    if _is_spoken(version):
         return None
     return (
-        f"the service speaks version {_shown(told)} of Manta's REST API and this client {_ours()}: use a client of the "
-        "service's release"
+        f"the service speaks version {_shown(version)} of Manta's REST API and this client {_ours()}: use a client of "
+        "the service's release"
     )
 
 
-def _is_spoken(told: str | None) -> bool:
-    return told is None or told in [str(version) for version in SPOKEN]
+def _is_spoken(version: str | None) -> bool:
+    return version is None or version in [str(spoken) for spoken in SPOKEN]
 
 
-def _shown(told: str | None) -> str:
-    return (told or "")[:20]
+def _shown(version: str | None) -> str:
+    return (version or "")[:20]
 
 
 def _ours() -> str:

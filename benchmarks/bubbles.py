@@ -49,8 +49,8 @@ def measure(options: argparse.Namespace) -> Report:
     times = PassTimes(forward=wait, backward_input=wait, backward_weight=wait)
     for kind, virtual_stages in SCHEDULES.items():
         for m in MICRO_BATCHES:
-            found = ranks.run(timed_steps, job(kind, virtual_stages, m), options.repetitions, wait)
-            measured = statistics.median(max(step) for step in zip(*found, strict=True))
+            seconds = ranks.run(timed_steps, job(kind, virtual_stages, m), options.repetitions, wait)
+            measured = statistics.median(max(step) for step in zip(*seconds, strict=True))
             expected = simulate(schedule(kind, STAGES, virtual_stages, m), kind, virtual_stages, times).makespan
             name = f"{kind}_m{m}".replace("-", "")
             bubbles[kind, m] = measured - 3 * wait * m

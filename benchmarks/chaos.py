@@ -135,16 +135,16 @@ class Soak:
         return self._clean[key]
 
     def _differences(self, job_id: str, clean: Clean) -> list[str]:
-        rows, found = self._service.rows(job_id), []
+        rows, wrong = self._service.rows(job_id), []
         if set(rows) != set(clean.rows):
-            found.append(f"steps without a row: {sorted(set(clean.rows) - set(rows))[:5]}")
+            wrong.append(f"steps without a row: {sorted(set(clean.rows) - set(rows))[:5]}")
         differing = [step for step, row in sorted(rows.items()) if clean.rows.get(step) != row]
         if differing:
             step = differing[0]
-            found.append(f"{len(differing)} rows differ, first step {step}: {rows[step]}, not {clean.rows.get(step)}")
+            wrong.append(f"{len(differing)} rows differ, first step {step}: {rows[step]}, not {clean.rows.get(step)}")
         if self._weights(job_id) != clean.weights:
-            found.append("the final weights differ")
-        return found
+            wrong.append("the final weights differ")
+        return wrong
 
     def _weights(self, job_id: str) -> str:
         """A hash of everything in the last step's durable checkpoint."""
@@ -158,9 +158,9 @@ class Soak:
     def _left(self, job_id: str) -> list[str]:
         """What a job that is over has left behind; processes that are ending may take a moment."""
         deadline = time.monotonic() + GONE_SECONDS
-        while found := self._still_there(job_id):
+        while left := self._still_there(job_id):
             if time.monotonic() > deadline:
-                return [f"left behind: {', '.join(found[:5])}"]
+                return [f"left behind: {', '.join(left[:5])}"]
             time.sleep(POLL_SECONDS)
         return []
 

@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--rounds", type=int, default=2, help="runs of each kind (default: 2)")
     options.add_argument("--micro-batch-size", type=int, default=2, help="sequences in one (default: 2)")
     options.add_argument("--micro-batches", type=int, default=8, help="of the global batch (default: 8)")
-    return deliver(lambda found: measure(found, MODEL), options.parse_args(arguments))
+    return deliver(lambda chosen: measure(chosen, MODEL), options.parse_args(arguments))
 
 
 def measure(options: argparse.Namespace, model: dict[str, Any]) -> Report:

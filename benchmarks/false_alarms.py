@@ -74,15 +74,15 @@ def _job(layout: tuple[int, int, int], steps: int, seed: int) -> dict[str, Any]:
 
 
 def _count(client: Any, job_id: str) -> dict[str, int]:
-    found, cursor = dict.fromkeys(ALARMS, 0), None
+    alarms, cursor = dict.fromkeys(ALARMS, 0), None
     while True:
         page = client.events(job_id, cursor)
         for event in page.items:
-            if event.type in found:
-                found[event.type] += 1
+            if event.type in alarms:
+                alarms[event.type] += 1
                 print(f"false alarm: {event.message}", file=sys.stderr)
         if page.next_cursor is None:
-            return found
+            return alarms
         cursor = page.next_cursor
 
 

@@ -88,11 +88,11 @@ def _report(report: Report, service: OwnService, job: Job, every: float, kills: 
     report.add(f"{name}_time_lost", round(1 - ledger.goodput, 4), "ratio", None if target is None else 1 - target)
     wall = (job.finished_at - job.created_at).total_seconds()
     report.add(f"{name}_ledger_off_by", round(abs(sum(ledger.seconds.values()) - wall) / wall, 6), "ratio", MOST_OFF)
-    found = service.client.recoveries(job.id, limit=1000).items
+    recoveries = service.client.recoveries(job.id, limit=1000).items
     report.add(f"{name}_kills", kills, "kills")
-    report.add(f"{name}_recoveries", len(found), "recoveries")
+    report.add(f"{name}_recoveries", len(recoveries), "recoveries")
     report.samples[name] = [{kind: round(seconds, 3) for kind, seconds in ledger.seconds.items()}]
-    times = [row.total_seconds for row in found if row.total_seconds is not None]
+    times = [row.total_seconds for row in recoveries if row.total_seconds is not None]
     if times:
         report.add_spread(f"{name}_recovery", times, "s")
 

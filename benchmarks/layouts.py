@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parser("layouts", __doc__)
     options.add_argument("--steps", type=int, default=STEPS, help=f"steps of each run (default: {STEPS})")
-    return deliver(lambda found: measure(found, LAYOUTS), options.parse_args(arguments))
+    return deliver(lambda chosen: measure(chosen, LAYOUTS), options.parse_args(arguments))
 
 
 def measure(options: argparse.Namespace, layouts: Sequence[Layout]) -> Report:

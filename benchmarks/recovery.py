@@ -88,21 +88,21 @@ class _Stops:
 
 def _stops(report: Report, service: OwnService, options: argparse.Namespace, choice: random.Random) -> None:
     """SIGSTOP to a rank, again and again."""
-    layout, found = FOURS["tensor_data"], _Stops()
+    layout, stops = FOURS["tensor_data"], _Stops()
     job_id = service.client.submit(quickstart(layout, LONG_STEPS, options.seed)).id
     for number in range(1, options.stops + 1):
         # Long enough that the step's usual length is known again to a process that is new.
         service.wait_for_step(job_id, service.client.job(job_id).step + STEPS_BETWEEN, JOB_SECONDS)
-        _stop(service, job_id, choice.randrange(math.prod(layout)), number, found)
+        _stop(service, job_id, choice.randrange(math.prod(layout)), number, stops)
     service.give_up(job_id, JOB_SECONDS)
-    report.add_spread("stop_to_noticed", found.noticed, "s", NOTICED_TARGET)
-    report.add_spread("stop_to_next_step", found.recovered, "s", STOPPED_TARGET)
-    report.add("stop_culprits_wrong", found.wrong, "ranks", 0)
-    samples = {"noticed": _rounded(found.noticed), "recovered": _rounded(found.recovered)}
+    report.add_spread("stop_to_noticed", stops.noticed, "s", NOTICED_TARGET)
+    report.add_spread("stop_to_next_step", stops.recovered, "s", STOPPED_TARGET)
+    report.add("stop_culprits_wrong", stops.wrong, "ranks", 0)
+    samples = {"noticed": _rounded(stops.noticed), "recovered": _rounded(stops.recovered)}
     report.samples["stops"] = [samples]
 
 
-def _stop(service: OwnService, job_id: str, rank: int, number: int, found: _Stops) -> None:
+def _stop(service: OwnService, job_id: str, rank: int, number: int, stops: _Stops) -> None:
     generation, gang = service.client.job(job_id).generation, service.processes(job_id)
     os.kill(gang[rank][0], signal.SIGSTOP)
     stopped, stopped_at = time.monotonic(), time.time()
@@ -116,11 +116,11 @@ def _stop(service: OwnService, job_id: str, rank: int, number: int, found: _Stop
         if is_final(job.state) or time.monotonic() - stopped > JOB_SECONDS:
             raise JobWentWrong(f"{job.name} did not recover from the stop of rank {rank}: {job.state}, {job.message}")
         time.sleep(POLL_SECONDS)
-    found.recovered.append(time.monotonic() - stopped)
+    stops.recovered.append(time.monotonic() - stopped)
     named = service.events(job_id, "rank_hung", "gang_hung")[number - 1 :]
-    found.wrong += sum(event.rank != rank for event in named) if named else 1
+    stops.wrong += sum(event.rank != rank for event in named) if named else 1
     if named:
-        found.noticed.append(named[0].time.timestamp() - stopped_at)
+        stops.noticed.append(named[0].time.timestamp() - stopped_at)
 
 
 def _control_kills(report: Report, service: OwnService, options: argparse.Namespace) -> None:
@@ -182,14 +182,14 @@ def _baselines(report: Report, options: argparse.Namespace, choice: random.Rando
         skipped["ray_train"] = f"{why}; pip install 'ray[train]', and give that Python with --ray-train-python"
     for name, command in commands.items():
         try:
-            found = baselines.measure(command, workers, options.baseline_kills, choice)
+            baseline = baselines.measure(command, workers, options.baseline_kills, choice)
         except baselines.BaselineFailed as error:
             skipped[name] = str(error)
             continue
-        found.report(report, name, workers)
+        baseline.report(report, name, workers)
         ours = report.figures.get("kill_to_next_step_tensor_data_median")
         if ours is not None:
-            times = statistics.median(found.seconds) / float(ours.value)
+            times = statistics.median(baseline.seconds) / float(ours.value)
             report.add(f"{name}_times_slower_than_manta", round(times, 2), "ratio")
     report.settings["skipped"] = skipped
 

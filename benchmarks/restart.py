@@ -43,9 +43,9 @@ def measure(options: argparse.Namespace) -> Report:
         everything: list[float] = []
         for name, layout in FOURS.items():
             document = quickstart(layout, STEPS_BETWEEN * (options.kills + 1), options.seed)
-            found = kills_of(service, document, math.prod(layout), options.kills, choice)
-            everything += [kill.seconds for kill in found.each]
-            found.report(report, name, RECOVERY_TARGET)
+            outcome = kills_of(service, document, math.prod(layout), options.kills, choice)
+            everything += [kill.seconds for kill in outcome.each]
+            outcome.report(report, name, RECOVERY_TARGET)
         report.add_spread("kill_to_next_step_4_ranks", everything, "s", RECOVERY_TARGET)
         document = quickstart(FOURS["tensor_data"], options.visible, options.seed)
         visible = visibility_seconds(service, document, JOB_SECONDS)

@@ -240,12 +240,12 @@ def _layers() -> dict[str, Step]:
 
 
 def _block(step: Step, count: int) -> list[float]:
-    found = []
+    seconds = []
     for _ in range(count):
         began = time.perf_counter()
         step()
-        found.append(time.perf_counter() - began)
-    return found
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def _steps_in(step: Step, seconds: float) -> int:
@@ -256,11 +256,11 @@ def _steps_in(step: Step, seconds: float) -> int:
 
 def _race(contestants: Mapping[str, Block], rounds: int) -> dict[str, float]:
     """Median seconds of a step of each, who take turns in random order."""
-    found: dict[str, list[float]] = {name: [] for name in contestants}
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name in random.sample(list(contestants), len(contestants)):
-            found[name] += contestants[name]()
-    return {name: statistics.median(values) for name, values in found.items()}
+            seconds[name] += contestants[name]()
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 if __name__ == "__main__":

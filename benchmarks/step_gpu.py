@@ -259,12 +259,12 @@ def _measure_pairs(report: Report, size: Size, seed: int, device: torch.device) 
         "pipeline_2": {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2},
     }
     sized = replace(size, layers=4)
-    found = {
+    gathered = {
         name: ranks.run(_few_steps, sized.document(seed, False, **layout), device=str(device))[0]
         for name, layout in layouts.items()
     }
     for name in ("tensor_2", "pipeline_2"):
-        pairs = zip(found[name], found["one_rank"], strict=True)
+        pairs = zip(gathered[name], gathered["one_rank"], strict=True)
         furthest = max(abs(a / b - 1.0) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
         report.add(f"{name}_largest_difference", round(furthest, 6), "ratio", AGREEMENT)
 

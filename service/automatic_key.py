@@ -38,12 +38,12 @@ def read_key(home: Path) -> str | None:
     except OSError as error:
         raise KeyFileUnsafe(path, f"cannot be read ({error.strerror})") from error
     with os.fdopen(descriptor, encoding="utf-8") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise KeyFileUnsafe(path, "is no file")
-        if found.st_uid != os.geteuid():
+        if status.st_uid != os.geteuid():
             raise KeyFileUnsafe(path, "belongs to another user")
-        if found.st_mode & 0o077:
+        if status.st_mode & 0o077:
             raise KeyFileUnsafe(path, "can be read or written by others")
         return file.read(_LONGEST).strip() or None
 

@@ -77,7 +77,7 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     if not os.path.lexists(folder):
         return RemovedFiles()
     try:
-        found = RemovedFiles(
+        removed = RemovedFiles(
             checkpoints=_entries(paths.checkpoint_folder(job_id)),
             logs=_entries(paths.log_folder(job_id)),
             bytes=sum(_size(Path(place, name)) for place, _, names in os.walk(folder) for name in names),
@@ -85,7 +85,7 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
         shutil.rmtree(folder)
     except OSError as error:
         raise FilesNotRemoved(job_id, folder, error) from error
-    return found
+    return removed
 
 
 def _entries(folder: Path) -> int:

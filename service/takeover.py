@@ -45,8 +45,8 @@ async def refuse_what_cannot_be_taken_over(
     known = await asyncio.to_thread(states, {job for name in names if (job := job_of(name)) is not None})
     running = {job for job, state in known.items() if not is_final(state) and state not in _NOT_RUNNING}
     asked = [name for name in names if job_of(name) in running]
-    found = await cluster.agents.find(asked)
-    protocols = await asyncio.gather(*(_foreign_protocol(agent) for agent in found))
+    agents = await cluster.agents.find(asked)
+    protocols = await asyncio.gather(*(_foreign_protocol(agent) for agent in agents))
     foreign = {str(job_of(name)): theirs for name, theirs in zip(asked, protocols, strict=True) if theirs is not None}
     if foreign:
         raise CannotTakeOver(foreign)

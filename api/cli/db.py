@@ -44,9 +44,9 @@ def upgrade(database: Database = None) -> None:
 def check(database: Database = None) -> None:
     """Read all of the database once, and compare its schema with that of this release."""
     with _opened(settings_with(database)) as store:
-        found = problems(store)
-        if found:
-            raise DatabaseNotSound("\n".join(f"{store.location}: {problem}" for problem in found))
+        unsound = problems(store)
+        if unsound:
+            raise DatabaseNotSound("\n".join(f"{store.location}: {problem}" for problem in unsound))
         typer.echo(f"{store.location} is sound, at revision {store.revision}.")
 
 

@@ -24,10 +24,10 @@ def loop(config: dict[str, Any]) -> None:
     rank = context.get_world_rank()
 
     def load() -> dict | None:
-        found = ray.train.get_checkpoint()
-        if found is None:
+        checkpoint = ray.train.get_checkpoint()
+        if checkpoint is None:
             return None
-        with found.as_directory() as folder:
+        with checkpoint.as_directory() as folder:
             state: dict = torch.load(Path(folder) / "checkpoint.pt")
         return state
 

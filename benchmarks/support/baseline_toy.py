@@ -108,8 +108,8 @@ def under_torchrun() -> None:
     path = folder / "checkpoint.pt"
 
     def load() -> dict | None:
-        found: dict | None = torch.load(path) if path.exists() else None
-        return found
+        state: dict | None = torch.load(path) if path.exists() else None
+        return state
 
     def save(_step: int, state: dict) -> None:
         if rank == 0:

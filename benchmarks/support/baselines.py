@@ -94,7 +94,7 @@ def why_no_ray_train(python: str) -> str | None:
 
 def measure(command: Command, workers: int, kills: int, choice: random.Random) -> Recoveries:
     """Start the job, and kill a worker chosen at random again and again. Raises BaselineFailed."""
-    found = Recoveries()
+    recoveries = Recoveries()
     with tempfile.TemporaryDirectory(prefix="manta-baseline-") as temporary:
         folder = Path(temporary)
         with _running(command(folder, workers, kills + 1), folder) as job:
@@ -102,8 +102,8 @@ def measure(command: Command, workers: int, kills: int, choice: random.Random) -
             for _ in range(kills):
                 job.wait_for(partial(job.has_done, job.steps_done() + STEPS_BETWEEN), START_SECONDS, "the next steps")
                 time.sleep(choice.uniform(0.0, 0.2))
-                _kill(job, choice.randrange(workers), found)
-    return found
+                _kill(job, choice.randrange(workers), recoveries)
+    return recoveries
 
 
 class _Job:
@@ -128,12 +128,12 @@ class _Job:
 
     def workers(self) -> dict[int, tuple[int, float]]:
         """Process id and time of creation by rank."""
-        found = {}
+        processes = {}
         for file in self.folder.glob("pid-*"):
             with contextlib.suppress(psutil.Error, ValueError, IndexError):
                 pid = int(file.read_text().split()[0])
-                found[int(file.name.removeprefix("pid-"))] = (pid, psutil.Process(pid).create_time())
-        return found
+                processes[int(file.name.removeprefix("pid-"))] = (pid, psutil.Process(pid).create_time())
+        return processes
 
     def wait_for(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         """Raises BaselineFailed when the job ends before `condition` holds, or when that takes too long."""
@@ -165,7 +165,7 @@ def _running(command: Sequence[str], folder: Path) -> Iterator[_Job]:
         wait_until_ended(family, START_SECONDS)
 
 
-def _kill(job: _Job, rank: int, found: Recoveries) -> None:
+def _kill(job: _Job, rank: int, recoveries: Recoveries) -> None:
     before = job.workers()
     os.kill(before[rank][0], signal.SIGKILL)
     killed = time.time()
@@ -178,6 +178,6 @@ def _kill(job: _Job, rank: int, found: Recoveries) -> None:
     rows = job.steps()
     last = max(step for _, step, name in rows if name == attempt)
     when, step = next((when, step) for when, step, name in rows if name != attempt and when > killed)
-    found.seconds.append(when - killed)
-    found.redone.append(max(0, last - step + 1))
-    found.survived.append(len(set(before.values()) & set(job.workers().values())))
+    recoveries.seconds.append(when - killed)
+    recoveries.redone.append(max(0, last - step + 1))
+    recoveries.survived.append(len(set(before.values()) & set(job.workers().values())))

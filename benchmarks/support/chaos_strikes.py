@@ -39,12 +39,12 @@ class Target:
     def until(self, what: str, condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
         """Ask `condition` until it holds, and return what it said. Raises JobWentWrong."""
         deadline = time.monotonic() + seconds
-        while not (found := condition()):
+        while not (answer := condition()):
             job = self.service.client.job(self.job_id)
             if time.monotonic() > deadline or is_final(job.state):
                 raise JobWentWrong(f"no {what}: the job is {job.state} at step {job.step} ({job.message})")
             time.sleep(POLL_SECONDS)
-        return found
+        return answer
 
     def recoveries(self) -> int:
         """Recoveries of the job so far: generations after its first. A control plane that takes over in the middle of
@@ -62,10 +62,10 @@ class Target:
                     raise
                 return None
 
-        found = str(self.until(f"fault {kind}", ask))
+        fault = str(self.until(f"fault {kind}", ask))
         if reported:
-            self.injected.add(found)
-        return found
+            self.injected.add(fault)
+        return fault
 
     def pid(self, rank: int) -> int:
         """The process of a rank, as soon as there is one."""

@@ -75,17 +75,17 @@ def kills_of(service: OwnService, document: dict[str, Any], world: int, kills: i
     """Run the job undisturbed, then again with `kills` kills of ranks chosen at random."""
     undisturbed = service.client.submit(document).id
     service.succeed(undisturbed, JOB_SECONDS)
-    found, job_id = Kills(world), service.client.submit(document).id
+    outcome, job_id = Kills(world), service.client.submit(document).id
     for number in range(1, kills + 1):
         service.wait_for_step(job_id, number * STEPS_BETWEEN, JOB_SECONDS)
         time.sleep(choice.uniform(0.0, 0.2))  # somewhere within a step
-        found.each.append(kill_rank(service, job_id, choice.randrange(world), world))
+        outcome.each.append(kill_rank(service, job_id, choice.randrange(world), world))
     service.succeed(job_id, JOB_SECONDS)
     expected, curve = service.rows(undisturbed), service.rows(job_id)
-    found.missing = len(set(range(1, document["train"]["steps"] + 1)) - set(curve))
-    found.samples_differ = sum(expected[step][2] != row[2] for step, row in curve.items())
-    found.same_bits = curve == expected
-    return found
+    outcome.missing = len(set(range(1, document["train"]["steps"] + 1)) - set(curve))
+    outcome.samples_differ = sum(expected[step][2] != row[2] for step, row in curve.items())
+    outcome.same_bits = curve == expected
+    return outcome
 
 
 def kill_rank(service: OwnService, job_id: str, rank: int, world: int) -> Kill:
@@ -97,7 +97,7 @@ def kill_rank(service: OwnService, job_id: str, rank: int, world: int) -> Kill:
     known = len(service.recoveries(job_id))
     os.kill(gang[rank][0], signal.SIGKILL)
     killed, killed_at, committed = time.monotonic(), time.time(), 0
-    while len(found := service.recoveries(job_id)) == known or found[-1].total_seconds is None:
+    while len(recoveries := service.recoveries(job_id)) == known or recoveries[-1].total_seconds is None:
         newest = service.committed(job_id, world)
         job = service.client.job(job_id)
         if is_final(job.state) or time.monotonic() - killed > JOB_SECONDS:
@@ -105,7 +105,7 @@ def kill_rank(service: OwnService, job_id: str, rank: int, world: int) -> Kill:
         if job.generation == before.generation:
             committed = newest
         time.sleep(WATCH_SECONDS)
-    seen, recovery = time.monotonic() - killed, found[-1]
+    seen, recovery = time.monotonic() - killed, recoveries[-1]
     assert recovery.total_seconds is not None
     after = set(service.processes(job_id).values())
     return Kill(

@@ -25,13 +25,13 @@ def _is_zygote(process: psutil.Process, paths: Paths) -> bool:
 
 def forked(paths: Paths) -> list[psutil.Process]:
     """What the zygotes forked: trainers and rendezvous stores."""
-    found = []
+    processes = []
     for zygote in zygotes(paths):
         try:
-            found += zygote.children(recursive=True)
+            processes += zygote.children(recursive=True)
         except psutil.NoSuchProcess:  # it has ended meanwhile
             continue
-    return found
+    return processes
 
 
 def agents(paths: Paths) -> list[psutil.Process]:

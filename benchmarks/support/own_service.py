@@ -94,14 +94,14 @@ class OwnService:
 
     def events(self, job_id: str, *kinds: str) -> list[Event]:
         """The job's events of these types (none: all), oldest first."""
-        found: list[Event] = []
+        events: list[Event] = []
         cursor: str | None = None
         while True:
             page = self.client.events(job_id, cursor, limit=1000)
-            found += [event for event in page.items if not kinds or event.type in kinds]
+            events += [event for event in page.items if not kinds or event.type in kinds]
             cursor = page.next_cursor
             if cursor is None:
-                return found
+                return events
 
     def resume_step(self, job_id: str, generation: int) -> int | None:
         """The committed step that a generation went on from."""
@@ -114,12 +114,12 @@ class OwnService:
 
     def processes(self, job_id: str) -> dict[int, tuple[int, float]]:
         """Process id and time of creation of each rank's trainer that runs."""
-        found = {}
+        processes = {}
         for row in self.client.ranks(job_id).items:
             with contextlib.suppress(psutil.Error):
                 if row.pid is not None:
-                    found[row.rank] = (row.pid, psutil.Process(row.pid).create_time())
-        return found
+                    processes[row.rank] = (row.pid, psutil.Process(row.pid).create_time())
+        return processes
 
     def committed(self, job_id: str, ranks: int) -> int:
         """The newest step that any rank has committed, out of shared memory; 0 before the first."""
@@ -128,9 +128,9 @@ class OwnService:
 
     def rows(self, job_id: str) -> dict[int, tuple[Any, Any, Any]]:
         """Loss, gradient norm, and tokens trained on so far, by step."""
-        found = self.client.metrics(job_id, ["loss", "grad_norm", "tokens"], max_points=10_000)
-        series = [found.series[name] for name in ("loss", "grad_norm", "tokens")]
-        return dict(zip(found.steps, zip(*series, strict=True), strict=True))
+        metrics = self.client.metrics(job_id, ["loss", "grad_norm", "tokens"], max_points=10_000)
+        series = [metrics.series[name] for name in ("loss", "grad_norm", "tokens")]
+        return dict(zip(metrics.steps, zip(*series, strict=True), strict=True))
 
 
 @contextlib.contextmanager

@@ -46,8 +46,8 @@ class RayView:
         line = self._process.stdout.readline()
         if not line:
             raise JobWentWrong("Ray cannot be looked at")
-        found: list[str] = json.loads(line)
-        return found
+        names: list[str] = json.loads(line)
+        return names
 
 
 def main() -> None:

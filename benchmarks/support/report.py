@@ -143,11 +143,11 @@ def _version(package: str) -> str | None:
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Arguments that every benchmark takes."""
-    found = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    found.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
-    found.add_argument("--out", type=Path, metavar="FILE", help="also write the report as JSON to FILE")
-    found.add_argument("--seed", type=int, default=SEED, help=f"seed of data order and weights (default: {SEED})")
-    return found
+    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    options.add_argument("--json", action="store_true", help="print the report as JSON and nothing else")
+    options.add_argument("--out", type=Path, metavar="FILE", help="also write the report as JSON to FILE")
+    options.add_argument("--seed", type=int, default=SEED, help=f"seed of data order and weights (default: {SEED})")
+    return options
 
 
 def deliver(measure: Callable[[argparse.Namespace], Report], options: argparse.Namespace) -> int:

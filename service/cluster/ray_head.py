@@ -82,9 +82,9 @@ class RayHead:
                 return record
         except (OSError, KeyError, ValueError, TypeError):
             pass
-        return self._found()
+        return self._running_head()
 
-    def _found(self) -> HeadRecord | None:
+    def _running_head(self) -> HeadRecord | None:
         """A head of this home that runs, whatever its record says."""
         leader = session_leader((MARK, self._paths.tag), ("start", "--head"))
         try:

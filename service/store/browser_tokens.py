@@ -47,5 +47,5 @@ def key_of_session(session: Session, digest: str) -> tuple[ApiKey, float] | None
         .join(BrowserToken, BrowserToken.key_id == ApiKey.id)
         .where(BrowserToken.digest == digest, BrowserToken.kind == "session")
     )
-    found = session.execute(query).one_or_none()
-    return None if found is None else (found[0], found[1])
+    row = session.execute(query).one_or_none()
+    return None if row is None else (row[0], row[1])

@@ -155,12 +155,12 @@ class _Read:
     def read(self, stream: CheckedFile) -> None:
         """Read it from its file. Raises what torch.load raises, and ValueError where something else is there."""
         window = Window(stream, self.source.at, self.source.bytes)
-        found = torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
-        if not isinstance(found, torch.Tensor) or found.shape != self.source.sizes or str(found.dtype) != self.dtype:
+        piece = torch.load(cast(IO[bytes], window), map_location="cpu", weights_only=True)
+        if not isinstance(piece, torch.Tensor) or piece.shape != self.source.sizes or str(piece.dtype) != self.dtype:
             raise ValueError(f"no {self.dtype}{self.source.sizes} begins at byte {self.source.at}")
         for dim, (at, count) in enumerate(zip(self.start, self.target.shape, strict=True)):
-            found = found.narrow(dim, at, count)
-        self.target.copy_(found)
+            piece = piece.narrow(dim, at, count)
+        self.target.copy_(piece)
 
 
 def _reads(path: str, contents: Contents, name: str, wanted: Rectangle, view: torch.Tensor) -> Iterator[_Read]:
@@ -168,9 +168,9 @@ def _reads(path: str, contents: Contents, name: str, wanted: Rectangle, view: to
     element is not there."""
     stored = contents.tensors.get(name)
     if stored is None or stored.shape != wanted.shape:
-        found = stored.shape if stored is not None else "nothing"
+        shape = stored.shape if stored is not None else "nothing"
         raise CheckpointError(
-            f"the checkpoint at {path} is of another model: {name} should be {wanted.shape}, found {found}"
+            f"the checkpoint at {path} is of another model: {name} should be {wanted.shape}, found {shape}"
         )
     count = 0
     for each in stored.rectangles:

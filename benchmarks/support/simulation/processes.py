@@ -73,8 +73,8 @@ class ClusterProcess:
         async def ask() -> Any:
             return await Channel(str(self.socket), {}).ask(None, "account", {})
 
-        found: dict[str, Any] = asyncio.run(ask())
-        return found
+        answers: dict[str, Any] = asyncio.run(ask())
+        return answers
 
 
 @contextlib.contextmanager
