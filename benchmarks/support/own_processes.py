@@ -46,6 +46,25 @@ def _is_agent(process: psutil.Process, paths: Paths) -> bool:
         return False
 
 
+def of_service(service: psutil.Process, paths: Paths) -> set[psutil.Process]:
+    """All of them: the service's own, Ray's, and what Ray and the zygotes started."""
+    roots = [service, *(process for process in psutil.process_iter() if _is_marked(process, paths))]
+    processes = set(roots)
+    for root in roots:
+        try:
+            processes.update(root.children(recursive=True))
+        except psutil.NoSuchProcess:  # it has ended meanwhile
+            continue
+    return processes
+
+
+def _is_marked(process: psutil.Process, paths: Paths) -> bool:
+    try:
+        return bool(process.environ().get(MARK) == paths.tag)
+    except psutil.Error:
+        return False
+
+
 def leftovers(paths: Paths, job: str) -> list[str]:
     """What `job`, which is over and was the only one, still holds: files in shared memory, processes."""
     folder = paths.snapshot_folder(job)

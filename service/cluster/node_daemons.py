@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from service.cluster.agent_client import AgentError, AgentSilent, NodeClient, RayNodeDaemon, within
@@ -28,6 +29,15 @@ ANSWER_SECONDS = 10.0
 CLOSE_SECONDS = 10.0
 # How often it is looked whether the daemon of another release can be replaced: it takes a look at all agents.
 LOOK_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class HeartbeatSource:
+    """Where a node's heartbeats come from, and what to say to get them."""
+
+    host: str
+    port: int
+    secret: str = field(repr=False)
 
 
 class NodeDaemons:
@@ -107,14 +117,14 @@ class NodeDaemons:
                 return True
         return False
 
-    async def heartbeat_address(self, node: str) -> tuple[str, int] | None:
+    async def heartbeat_source(self, node: str) -> HeartbeatSource | None:
         """Where the daemon of `node` sends heartbeats from; it is started where there is none. None when it does not
         answer."""
         daemon = await self.of(node)
         if daemon is None:
             return None
         about = await within(ANSWER_SECONDS, daemon.describe())
-        return about.address, about.heartbeat_port
+        return HeartbeatSource(about.address, about.heartbeat_port, about.heartbeat_secret)
 
     async def drain(self, node: str, seconds: float) -> bool:
         """Let the daemon of `node` say from now on that it is to be left within `seconds`; False when it does not

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable
 
 from service.cluster.cluster import Cluster
+from service.cluster.node_daemons import HeartbeatSource
 from service.cluster.nodes import RayNode
 from workers.protocol.json_codec import MalformedMessage, from_json
 from workers.protocol.messages import Heartbeat
@@ -72,10 +73,10 @@ class NodeWatch:
     async def _watch(self, node: RayNode) -> None:
         """Until Ray itself gives the node up."""
         while True:
-            address = await self._heartbeat_address(node)
-            if address is not None:
-                await self._listen(node.id, address)
-            addresses = [node.raylet] if address is None else [address, node.raylet]
+            source = await self._heartbeat_source(node)
+            if source is not None:
+                await self._listen(node.id, source)
+            addresses = [node.raylet] if source is None else [(source.host, source.port), node.raylet]
             if await asyncio.to_thread(any_listens, addresses):
                 await asyncio.sleep(BEAT_SECONDS)
                 continue
@@ -85,33 +86,33 @@ class NodeWatch:
             log.warning("node %s is back", node.id)
             self._cluster.nodes.lost.discard(node.id)
 
-    async def _heartbeat_address(self, node: RayNode) -> Address | None:
+    async def _heartbeat_source(self, node: RayNode) -> HeartbeatSource | None:
         """Where the node's daemon sends heartbeats from; it is started where there is none. None when it does not
         answer."""
-        asking = asyncio.create_task(self._cluster.daemons.heartbeat_address(node.id))
+        asking = asyncio.create_task(self._cluster.daemons.heartbeat_source(node.id))
         try:
             while not asking.done():
                 await asyncio.wait({asking}, timeout=BEAT_SECONDS)
                 if not asking.done() and not await asyncio.to_thread(any_listens, [node.raylet]):
                     return None
-            address = asking.result()
+            source = asking.result()
         except Exception:  # whatever it is, the node is looked at again
             log.exception("the daemon of node %s did not say where it answers", node.id)
-            address = None
+            source = None
         finally:
             asking.cancel()
-        if address is None:
+        if source is None:
             await asyncio.sleep(LOOK_SECONDS)
-        return address
+        return source
 
-    async def _listen(self, node: str, address: Address) -> None:
+    async def _listen(self, node: str, source: HeartbeatSource) -> None:
         """Hear the node's heartbeats for as long as they come."""
         writer: asyncio.StreamWriter | None = None
         requests: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                reader, writer = await asyncio.open_connection(*address)
-            requests = asyncio.create_task(_request_heartbeats(writer))
+                reader, writer = await asyncio.open_connection(source.host, source.port)
+            requests = asyncio.create_task(_request_heartbeats(writer, source.secret))
             while True:
                 line = await asyncio.wait_for(reader.readline(), SILENT_SECONDS)
                 if not line or (heartbeat := from_json(Heartbeat, json.loads(line))).node != node:
@@ -141,12 +142,12 @@ class NodeWatch:
             log.exception("Ray could not be told that node %s is lost", node)
 
 
-async def _request_heartbeats(writer: asyncio.StreamWriter) -> None:
+async def _request_heartbeats(writer: asyncio.StreamWriter, secret: str) -> None:
     with contextlib.suppress(OSError):
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            writer.write(b"\n")
+            writer.write(f"{secret}\n".encode())
             await writer.drain()
+            await asyncio.sleep(BEAT_SECONDS)
 
 
 def any_listens(addresses: list[Address]) -> bool:

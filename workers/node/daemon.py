@@ -89,6 +89,7 @@ class NodeDaemon:
             address=address,
             pid=os.getpid(),
             heartbeat_port=port,
+            heartbeat_secret=self._heartbeat.secret,
             zygote_pid=self._zygote.pid,
             shared_memory_bytes=memory.total,
             shared_memory_free_bytes=memory.free,

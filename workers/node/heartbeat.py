@@ -1,13 +1,16 @@
 """A node's heartbeat: a port on which its daemon answers every ping, and says at once when the node is to be left.
 
-The answers come from a thread of their own, so that they do not wait for the daemon's event loop; and when the daemon
-is gone, the kernel says so by closing the connection.
+A ping is a line with a secret, which the daemon gives to whoever may ask it where the port is: strangers who reach the
+port learn nothing, and cannot fill it up. It is said in the clear. The answers come from a thread of their own, so that
+they do not wait for the daemon's event loop; and when the daemon is gone, the kernel says so by closing the connection.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import secrets
 import selectors
 import socket
 import threading
@@ -19,14 +22,18 @@ from workers.protocol.messages import Heartbeat
 
 BACKLOG = 64
 CHUNK_BYTES = 4096
+STRANGERS = 64
+"""Connections at a time on which the secret has not been said."""
 
 
 class HeartbeatServer:
-    """Answers each line that it receives, on any connection, with a Heartbeat as one JSON line."""
+    """Answers each ping that it receives, on any connection, with a Heartbeat as one JSON line."""
 
     def __init__(self, host: str, node: str):
         """Listen at `host`, on a free port."""
         self._node = node
+        self.secret = secrets.token_hex()
+        """What a ping says."""
         self._drain_at: float | None = None
         self._listener = socket.create_server((host, 0), backlog=BACKLOG)
         self._listener.setblocking(False)
@@ -35,6 +42,7 @@ class HeartbeatServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._connections: set[socket.socket] = set()
+        self._strangers: dict[socket.socket, bytes] = {}  # what they have said so far; the longest here first
         self._thread = threading.Thread(target=self._serve, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -66,7 +74,7 @@ class HeartbeatServer:
                 pass
         finally:
             self._selector.close()
-            for each in (self._listener, self._woken, *self._connections):
+            for each in (self._listener, self._woken, *self._connections, *self._strangers):
                 each.close()
 
     def _serve_once(self) -> bool:
@@ -78,29 +86,53 @@ class HeartbeatServer:
                     return False
                 for connection in list(self._connections):
                     self._answer(connection)
-            else:
+            elif key.fileobj in self._connections:
                 self._read(key.fileobj)
+            elif key.fileobj in self._strangers:  # else it had to make room just now
+                self._listen_to_stranger(key.fileobj)
         return True
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
-            self._connections.add(connection)
+            self._strangers[connection] = b""
             self._selector.register(connection, selectors.EVENT_READ)
+            if len(self._strangers) > STRANGERS:
+                self._drop(next(iter(self._strangers)))
+            self._listen_to_stranger(connection)  # it may have spoken already
+
+    def _listen_to_stranger(self, connection: Any) -> None:
+        """Whoever pings once is none any more; what comes on the connection later is taken for pings, too."""
+        received = self._received(connection)
+        if received is None:
+            return
+        said = self._strangers[connection] + received
+        line, newline, _ = said.partition(b"\n")
+        if newline and hmac.compare_digest(line, self.secret.encode()):
+            del self._strangers[connection]
+            self._connections.add(connection)
             self._answer(connection)
+        elif newline or not received or len(said) > len(self.secret):
+            self._drop(connection)
+        else:
+            self._strangers[connection] = said
 
     def _read(self, connection: Any) -> None:
-        try:
-            received = connection.recv(CHUNK_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            received = b""
-        if not received:
+        received = self._received(connection)
+        if received == b"":
             self._drop(connection)
-        elif b"\n" in received:
+        elif received is not None and b"\n" in received:
             self._answer(connection)
+
+    def _received(self, connection: socket.socket) -> bytes | None:
+        """What has come; empty when the other end is gone, None when there is nothing yet."""
+        try:
+            return connection.recv(CHUNK_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
 
     def _answer(self, connection: socket.socket) -> None:
         line = json.dumps(to_json(Heartbeat(self._node, self.drain_seconds))) + "\n"
@@ -112,4 +144,5 @@ class HeartbeatServer:
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         self._connections.discard(connection)
+        self._strangers.pop(connection, None)
         connection.close()

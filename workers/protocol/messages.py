@@ -298,7 +298,9 @@ class NodeDescription:
     pid: int
     """The daemon's."""
     heartbeat_port: int
-    """At `address`: where the daemon answers heartbeats."""
+    """At `address`: where the daemon sends heartbeats from."""
+    heartbeat_secret: str = ""
+    """What whoever asks for one has to say."""
     zygote_pid: int | None = None
     shared_memory_bytes: int = 0
     shared_memory_free_bytes: int = 0

@@ -11,6 +11,7 @@ from benchmarks.support.simulation.cluster_process import HOST, SimulatedCluster
 from benchmarks.support.simulation.messages import Channel
 from service.cluster.agent_client import AgentClient, AgentFailed, AgentLost, RayAgent
 from service.cluster.cluster import Cluster
+from service.cluster.node_daemons import HeartbeatSource
 from service.cluster.nodes import RayNode
 from service.cluster.placement import Capacity, Seat, Unit
 from service.cluster.placement_groups import NotPlaced
@@ -217,9 +218,9 @@ class SimulatedDaemons:
         """Of one."""
         return SimulatedDaemon(self._asking, node)
 
-    async def heartbeat_address(self, node: str) -> tuple[str, int] | None:
+    async def heartbeat_source(self, node: str) -> HeartbeatSource | None:
         """Where it sends them from."""
-        return HOST, (await self._asking.ask(SimulatedCluster.ports))[node]
+        return HeartbeatSource(HOST, (await self._asking.ask(SimulatedCluster.ports))[node], "")
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
         """Remove what it has left anywhere."""

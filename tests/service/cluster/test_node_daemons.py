@@ -7,7 +7,7 @@ import pytest
 
 from service.cluster import node_daemons
 from service.cluster.connection import RayConnection
-from service.cluster.node_daemons import NodeDaemons
+from service.cluster.node_daemons import HeartbeatSource, NodeDaemons
 from service.cluster.nodes import Nodes
 from service.cluster.placement import agent_name, node_daemon_name
 from workers.paths import Paths
@@ -190,9 +190,9 @@ def test_daemon_that_does_not_hear_of_its_nodes_end_is_told_apart(made):
 
 def test_heartbeats_come_from_where_the_daemon_says(made):
     daemons, nodes, actors = made
-    assert asyncio.run(daemons.heartbeat_address("well")) == ("127.0.0.1", 2)
+    assert asyncio.run(daemons.heartbeat_source("well")) == HeartbeatSource("127.0.0.1", 2, "")
     actors["sick"].answer = None
-    assert asyncio.run(daemons.heartbeat_address("sick")) is None
+    assert asyncio.run(daemons.heartbeat_source("sick")) is None
     assert nodes.closed == {"sick"}
 
 

@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from service.cluster import node_watch
+from service.cluster.node_daemons import HeartbeatSource
 from service.cluster.node_watch import NodeWatch, any_listens
 from service.cluster.nodes import RayNode
 from workers.node.heartbeat import HeartbeatServer
@@ -33,9 +34,9 @@ class FakeCluster:
             raise self.errors.pop()
         return [RayNode("n1", self.raylet_address, alive=self.alive), RayNode("dead", ("127.0.0.1", 1), alive=False)]
 
-    async def heartbeat_address(self, node):
+    async def heartbeat_source(self, node):
         self.asked += 1
-        return self.heartbeat.address
+        return HeartbeatSource(*self.heartbeat.address, self.heartbeat.secret)
 
     async def fail_calls_to(self, node):
         self.failed.append(node)

@@ -1,14 +1,17 @@
 """A node's heartbeat answers every ping, says at once when the node is to be left, and ends with its process."""
 
+import contextlib
 import json
 import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from workers.node.heartbeat import HeartbeatServer
+from workers.node.heartbeat import STRANGERS, HeartbeatServer
 
 
 @pytest.fixture
@@ -19,16 +22,71 @@ def heartbeat():
 
 
 def connected(heartbeat):
-    """A connection to it, as a file of lines."""
+    """A connection on which a heartbeat was asked for, and its lines."""
     connection = socket.create_connection(heartbeat.address, 5)
+    ping(connection, heartbeat)
     return connection, connection.makefile("r")
 
 
-def test_greets_and_answers_each_beat(heartbeat):
+def ping(connection, heartbeat):
+    connection.sendall(f"{heartbeat.secret}\n".encode())
+
+
+def test_answers_each_ping(heartbeat):
     connection, lines = connected(heartbeat)
     assert json.loads(lines.readline()) == {"node": "n1", "drain_seconds": None}
-    connection.sendall(b"\n")
+    ping(connection, heartbeat)
     assert json.loads(lines.readline()) == {"node": "n1", "drain_seconds": None}
+
+
+def test_ping_may_come_in_pieces(heartbeat):
+    connection = socket.create_connection(heartbeat.address, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for piece in (heartbeat.secret[:5], heartbeat.secret[5:], "\n"):
+        connection.sendall(piece.encode())
+        wait_until_read(connection)
+    assert json.loads(connection.makefile("r").readline())["node"] == "n1"
+
+
+def wait_until_read(connection):
+    """Until the other end has nothing left that it has not read: what comes next is a piece of its own."""
+    mine, theirs = connection.getsockname(), connection.getpeername()
+    wanted = [f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}" for host, port in (theirs, mine)]
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+        if any(row[1:3] == wanted and row[4].endswith(":00000000") for row in rows):
+            return
+    raise AssertionError("it does not read")
+
+
+@pytest.mark.parametrize("words", [b"\n", b"GET / HTTP/1.1\r\n\r\n", b"0" * 64 + b"\n", b"0" * 1000])
+def test_stranger_who_says_something_else_hears_nothing(heartbeat, words):
+    connection = socket.create_connection(heartbeat.address, 5)
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(words)
+        assert connection.recv(1) == b""
+
+
+def test_stranger_who_waits_does_not_hear_when_the_node_is_to_be_left(heartbeat):
+    silent = socket.create_connection(heartbeat.address, 5)
+    _, lines = connected(heartbeat)
+    lines.readline()
+    heartbeat.drain(60)
+    assert json.loads(lines.readline())["drain_seconds"] is not None
+    heartbeat.close()
+    assert silent.recv(1) == b""
+
+
+def test_strangers_take_no_place_from_who_pings(heartbeat):
+    known, lines = connected(heartbeat)
+    lines.readline()
+    strangers = [socket.create_connection(heartbeat.address, 5) for _ in range(STRANGERS + 10)]
+    _, others = connected(heartbeat)
+    assert json.loads(others.readline())["node"] == "n1"
+    assert [stranger.recv(1) for stranger in strangers[:10]] == [b""] * 10  # the longest there make room
+    ping(known, heartbeat)
+    assert json.loads(lines.readline())["node"] == "n1"
 
 
 def test_tells_everybody_at_once_that_the_node_is_to_be_left(heartbeat):
@@ -46,7 +104,7 @@ def test_one_that_hangs_up_does_not_disturb_the_others(heartbeat):
     gone.close()
     connection, lines = connected(heartbeat)
     lines.readline()
-    connection.sendall(b"\n")
+    ping(connection, heartbeat)
     assert json.loads(lines.readline())["node"] == "n1"
 
 
