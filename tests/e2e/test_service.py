@@ -178,7 +178,7 @@ def no_trace_of(home: Path) -> list[str]:
 def test_two_services_side_by_side_and_down_of_one_leaves_the_other_alone(manta, tmp_path):
     other = tmp_path / "other"
     job = manta.submit(manta.spec())
-    url = start_service(other, "127.0.0.1", 0, 4, None)
+    url = start_service(other, "127.0.0.1", 0, 1, None)
     assert url != manta.url
     manta.until_step(job, 1)
     assert stop_service(other)
