@@ -8,7 +8,7 @@ from api.client import MantaClient
 from api.local_service import running_service
 from benchmarks.support import own_processes
 from service.cluster.ray_head import RayHead
-from tests.e2e.conftest import SLOW_SECONDS
+from tests.e2e.conftest import PAIR, SLOW_SECONDS
 from workers.paths import Paths
 
 
@@ -39,7 +39,7 @@ def second(manta, tmp_path, monkeypatch):
 
 
 def test_two_installations_on_one_ray_leave_each_other_alone(manta, second):
-    first_job = manta.submit(manta.spec(steps=20_000))
+    first_job = manta.submit(manta.spec(steps=20_000, layout=PAIR))
     manta.hold(first_job, 1)
     pids, snapshots = manta.pids(first_job), manta.paths.snapshot_folder(first_job)
 
