@@ -69,6 +69,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kind_of_database", kinds, indirect=True, scope="function")
 
 
+_SERVICES = "tests/e2e"
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several processes, one takes the tests of whole services, one after the other, and the rest what is left."""
@@ -77,7 +80,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class OneForServices(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
-            return "tests/e2e" if file.startswith("tests/e2e/") else file
+            return _SERVICES if file.startswith(f"{_SERVICES}/") else file
+
+        def _assign_work_unit(self, node: Any) -> None:
+            """They come first: nothing else takes so long."""
+            if _SERVICES in self.workqueue:
+                self.workqueue.move_to_end(_SERVICES, last=False)
+            super()._assign_work_unit(node)
 
     return OneForServices(config, log)
 

@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 from api.client import ApiError
 from benchmarks.support import own_processes
 from benchmarks.support.chaos_schedule import Strike
-from benchmarks.support.own_service import POLL_SECONDS, JobWentWrong, OwnService
+from benchmarks.support.own_service import POLL_SECONDS, UNHURRIED_SECONDS, JobWentWrong, OwnService
 from service.states import is_final
 from workers.paths import rank_stem
 
@@ -36,14 +36,14 @@ class Target:
     injected: set[str] = field(default_factory=set)
     """Faults that must strike."""
 
-    def until(self, what: str, condition: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
+    def until(self, what: str, condition: Callable[[], Any], every: float = POLL_SECONDS) -> Any:
         """Ask `condition` until it holds, and return what it said. Raises JobWentWrong."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + WAIT_SECONDS
         while not (answer := condition()):
             job = self.service.client.job(self.job_id)
             if time.monotonic() > deadline or is_final(job.state):
                 raise JobWentWrong(f"no {what}: the job is {job.state} at step {job.step} ({job.message})")
-            time.sleep(POLL_SECONDS)
+            time.sleep(every)
         return answer
 
     def recoveries(self) -> int:
@@ -85,7 +85,10 @@ class Target:
 def strike(target: Target, what: Strike) -> None:
     """Carry `what` out, once the job has committed the step; a lethal one must make a recovery begin."""
     if what.way != "control_starting":
-        target.until(f"step {what.step}", lambda: target.service.client.job(target.job_id).step >= what.step)
+        job_id = target.job_id
+        target.until(
+            f"step {what.step}", lambda: target.service.client.job(job_id).step >= what.step, UNHURRIED_SECONDS
+        )
     before = target.recoveries() if what.lethal else 0
     CARRIED_OUT[what.way](target, what)
     if what.lethal:

@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from service.cluster.processes import end_all, same_process, session_leader, start_of, started_in
-from service.cluster.ray_private import MEMORY_MONITOR_MILLISECONDS, START_COMMAND, STARTS_AT_ONCE, address_file
+from service.cluster.ray_private import (
+    MEMORY_MONITOR_MILLISECONDS,
+    NO_AUTOSCALER,
+    START_COMMAND,
+    STARTS_AT_ONCE,
+    address_file,
+)
 from service.settings import without_secrets
 from workers.errors import MantaError
 from workers.paths import Paths
@@ -194,7 +200,7 @@ class RayHead:
         }
         arguments = [f"--{name}={value}" for name, value in options.items()]
         ray = [sys.executable, "-c", START_COMMAND, "start"]
-        return [*ray, "--head", "--block", "--disable-usage-stats", *arguments]
+        return [*ray, "--head", "--block", "--disable-usage-stats", NO_AUTOSCALER, *arguments]
 
     def _wait_for_address(self, process: subprocess.Popen[bytes]) -> str:
         """The head's real address, which Ray writes into its folder once it runs."""

@@ -20,6 +20,10 @@ STARTS_AT_ONCE = "RAY_worker_maximum_startup_concurrency"
 MEMORY_MONITOR_MILLISECONDS = "RAY_memory_monitor_refresh_ms"
 """Variable of the head: how often it looks for memory to free by killing workers, in milliseconds; 0: never."""
 
+NO_AUTOSCALER = "--no-monitor"
+"""Option of the head that `ray start --help` does not show: without the process that would start and end nodes of a
+cloud. It takes 80 MB and a second of a core, and there is no cloud."""
+
 
 def address_file(ray_folder: Path) -> Path:
     """Where a head that runs in `ray_folder` writes its address, host:port."""

@@ -61,7 +61,7 @@ def service(clock, disk, corpus):
     """One that goes by `clock`, with its home on `disk`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(clock.folder), prepend=os.pathsep)
-        running = Manta(disk / "home", corpus)
+        running = Manta(disk / "home", corpus, slots=2)
         yield running
         running.end_all_jobs()
         stop_service(running.home)

@@ -24,18 +24,18 @@ def lost(manta, job):
     return [(event.rank, event.data["kind"]) for event in manta.events(job, "rank_lost")]
 
 
-def test_rank_killed_in_each_phase_of_a_step(manta, undisturbed):
+def test_rank_killed_in_each_phase_of_a_step(manta, pair_undisturbed):
     """One job, six deaths: each strikes the successor of the one before."""
     phases = ("data", "forward", "backward", "reduction", "optimizer", "snapshot")
     strikes = [(1, MIDDLE + 7 * number, f"kill in {phase}") for number, phase in enumerate(phases)]
-    job = manta.submit(manta.spec(checkpoint={"snapshot_every_steps": 1}))
+    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"snapshot_every_steps": 1}))
     for phase, (rank, step, _) in zip(phases, strikes, strict=True):
         event = inject(manta, job, "kill", rank, at_step=step, phase=phase)
         assert (event.rank, event.step, event.data["kind"]) == (rank, step, "kill")
     ended = manta.until_state(job, "SUCCEEDED")
     assert struck(manta, job) == strikes
     assert lost(manta, job) == [(1, "killed")] * len(phases)
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == len(phases)
 
 

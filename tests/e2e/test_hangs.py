@@ -17,10 +17,10 @@ def wake(pid):
         os.kill(pid, signal.SIGCONT)
 
 
-def test_stopped_ranks_are_named_and_replaced(manta, undisturbed):
+def test_stopped_ranks_are_named_and_replaced(manta, pair_undisturbed):
     """One after the other: the last rank, and the one that reports."""
-    job = manta.submit(manta.spec())
-    for number, rank in enumerate((3, 0)):
+    job = manta.submit(manta.spec(layout=PAIR))
+    for number, rank in enumerate((1, 0)):
         manta.hold(job, rank, MIDDLE + 10 * number)
         pid = manta.pids(job)[rank]
         os.kill(pid, signal.SIGSTOP)
@@ -28,14 +28,14 @@ def test_stopped_ranks_are_named_and_replaced(manta, undisturbed):
         wake(pid)  # a zombie that woke up would find nothing to do; it is gone
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert (ended.restarts, ended.generation) == (2, 3)
     hangs = manta.events(job, "rank_hung")
-    assert [hung.rank for hung in hangs] == [3, 0]
+    assert [hung.rank for hung in hangs] == [1, 0]
     for hung in hangs:
         assert (hung.data["stopped"], hung.data["process"]["state"]) == (True, "T")
         assert "stopped" in hung.data["stacks"], "what the kernel says of a process that cannot answer"
-    assert [(lost.rank, lost.data["kind"]) for lost in manta.events(job, "rank_lost")] == [(3, "hung"), (0, "hung")]
+    assert [(lost.rank, lost.data["kind"]) for lost in manta.events(job, "rank_lost")] == [(1, "hung"), (0, "hung")]
     assert manta.leftovers(job) == []
 
 

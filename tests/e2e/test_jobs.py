@@ -66,7 +66,7 @@ def checkpoints_agree_with_the_disk(manta, job):
 
 
 def test_cancelled_job_is_gone_at_once_and_for_good(manta):
-    job = manta.submit(manta.spec(steps=10_000))
+    job = manta.submit(manta.spec(steps=10_000, layout=(1, 1, 2)))
     manta.until_step(job, 1)
     assert manta.client.cancel(job).state == "CANCELLING"
     manta.until_state(job, "CANCELLED")

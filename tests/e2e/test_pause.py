@@ -2,19 +2,19 @@
 
 import shutil
 
-from tests.e2e.conftest import MIDDLE
+from tests.e2e.conftest import MIDDLE, PAIR
 
 
-def test_paused_job_goes_on_though_control_plane_and_memory_are_lost(manta, undisturbed):
-    job = manta.submit(manta.spec())
-    manta.hold(job, 3)
+def test_paused_job_goes_on_though_control_plane_and_memory_are_lost(manta, pair_undisturbed):
+    job = manta.submit(manta.spec(layout=PAIR))
+    manta.hold(job, 1)
     assert manta.client.pause(job).state == "PAUSING"
     manta.kill_service()
     assert manta.trainers(), "nobody has given anything back yet"
     manta.start()
     paused = manta.until_state(job, "PAUSED")
     assert (paused.restarts, paused.generation) == (0, 1)
-    assert MIDDLE < paused.step < len(undisturbed)
+    assert MIDDLE < paused.step < len(pair_undisturbed)
     assert manta.keeps_only_snapshots(job)
     assert manta.agents() == []
     totals = manta.client.cluster().totals
@@ -25,7 +25,7 @@ def test_paused_job_goes_on_though_control_plane_and_memory_are_lost(manta, undi
     shutil.rmtree(manta.paths.snapshot_folder(job))
     assert manta.client.resume(job).state in ("QUEUED", "STARTING")
     ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == undisturbed
+    assert manta.curve(job) == pair_undisturbed
     assert (ended.restarts, ended.generation) == (0, 2)
     resumed = manta.events(job, "generation_started")[-1].data
     assert resumed == {"resume_source": "checkpoint", "resume_step": paused.step}

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from service.cluster.ray_head import RayHead
+from tests.e2e.conftest import PAIR
 
 STEPS_MEANWHILE = int(os.environ.get("MANTA_TEST_STILL_STEPS", "10"))
 
@@ -24,7 +25,7 @@ def head(manta):
 
 
 def test_ray_head_that_stands_still_and_goes_on_costs_nothing(manta, head):
-    job = manta.submit(manta.spec(steps=20_000))
+    job = manta.submit(manta.spec(steps=20_000, layout=PAIR))
     manta.hold(job, 1)
     pids = manta.pids(job)
     for process in head:

@@ -8,6 +8,7 @@ from api.client import MantaClient
 from api.local_service import running_service
 from benchmarks.support import own_processes
 from service.cluster.ray_head import RayHead
+from tests.e2e.conftest import PAIR, SLOW_SECONDS
 from workers.paths import Paths
 
 
@@ -24,7 +25,7 @@ def second(manta, tmp_path, monkeypatch):
             process = psutil.Process(int(running["pid"]))
             process.kill()
             process.wait(10)
-        start_service(home, "127.0.0.1", 0, None, RayHead(manta.home).record().address)
+        start_service(home, "127.0.0.1", 0, None, RayHead(manta.home).record().address, allow_faults=True)
         return MantaClient.of_home(home)
 
     start.paths = paths
@@ -38,13 +39,14 @@ def second(manta, tmp_path, monkeypatch):
 
 
 def test_two_installations_on_one_ray_leave_each_other_alone(manta, second):
-    first_job = manta.submit(manta.spec(steps=20_000))
+    first_job = manta.submit(manta.spec(steps=20_000, layout=PAIR))
     manta.hold(first_job, 1)
     pids, snapshots = manta.pids(first_job), manta.paths.snapshot_folder(first_job)
 
     client = second()
     job = client.submit(manta.spec(steps=20_000, layout=(2, 1, 1))).id
     manta.until("the second's job", lambda: client.job(job).step >= 1)
+    client.inject(job, "slow", 0, seconds=SLOW_SECONDS)  # it leaves the cores to the services that come and go
     own = [rank.pid for rank in client.ranks(job).items]
     client = second()  # what it does not know would have been swept
     manta.kill_service()

@@ -21,7 +21,7 @@ def spec(tmp_path_factory):
 
     def make(layout):
         checkpoint = {"every_steps": 0, "snapshot_every_steps": 3}
-        steps = {"steps": STEPS, "optimizer": {"warmup_steps": 2}}
+        steps = {"steps": STEPS, "micro_batch_size": 2, "optimizer": {"warmup_steps": 2}}
         return document(data={"paths": [str(path)]}, train=steps, parallel=axes(layout), checkpoint=checkpoint)
 
     return make

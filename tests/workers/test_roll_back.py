@@ -27,7 +27,7 @@ def corpus(tmp_path_factory):
 
 def job(corpus, layout=(1, 1, 1), **recovery):
     checkpoint = {"every_steps": 0, "snapshot_every_steps": 1}
-    train = {"steps": STEPS, "optimizer": {"learning_rate": 3e-3, "warmup_steps": 2}}
+    train = {"steps": STEPS, "micro_batch_size": 4, "optimizer": {"learning_rate": 3e-3, "warmup_steps": 2}}
     return document(
         data={"paths": [corpus]}, train=train, parallel=axes(layout), recovery=recovery, checkpoint=checkpoint
     )

@@ -79,12 +79,20 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Sample]]:
         store.close()
 
 
-@pytest.fixture
-def browser() -> Iterator[Browser]:
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield launched
         launched.close()
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Iterator[Browser]:
+    """Knows nothing of the tests before."""
+    yield chromium
+    for context in chromium.contexts:
+        context.close()
 
 
 def test_a_job_is_followed_live(serve, browser):

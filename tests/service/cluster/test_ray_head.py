@@ -15,6 +15,7 @@ import pytest
 from service.cluster import ray_head as module
 from service.cluster.processes import same_process, start_of, wait_until_ended
 from service.cluster.ray_head import ExistingRay, HeadRecord, RayHead, RayUnavailable
+from service.cluster.ray_private import NO_AUTOSCALER
 from workers.paths import Paths
 
 ROOT = Path(__file__).parents[3]
@@ -48,6 +49,7 @@ def test_second_head_beside_the_first(ray_head, second_home):
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert _slots_seen_by_another_process(second_home) == "2.0"
     family = psutil.Process(record.pid).children(recursive=True)
+    assert not [word for process in family for word in process.cmdline() if word.endswith("monitor.py")], NO_AUTOSCALER
     started = time.monotonic()
     head.stop()
     print(f"stopped after {time.monotonic() - started:.2f} s")

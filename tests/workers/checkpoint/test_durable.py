@@ -36,7 +36,7 @@ def job(corpus: str, layout: tuple[int, int, int], **sections) -> dict:
     return document(
         model={"vocabulary_size": 257, "sequence_length": 8},
         data={"paths": [corpus]},
-        train={"steps": 6, "optimizer": {"warmup_steps": 2}},
+        train={"steps": 6, "micro_batch_size": 2, "optimizer": {"warmup_steps": 2}},
         parallel=axes(layout),
         checkpoint={"every_steps": 2, "keep": 2},
         **sections,

@@ -32,7 +32,7 @@ def corpus(tmp_path_factory) -> str:
 
 def job(corpus: str, parallel: dict[str, Any], **train: Any) -> tuple[ParallelConfig, dict[str, Any]]:
     """A layout, and a job in it that measures the parts of every second step."""
-    numbers = {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 1, "time_parts_every": 2, **train}
+    numbers = {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "time_parts_every": 2, **train}
     return ParallelConfig(**parallel), document(data={"paths": [corpus]}, train=numbers, parallel=parallel)
 
 

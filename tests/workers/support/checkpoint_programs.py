@@ -39,7 +39,8 @@ Placed = tuple[str, tuple[int, ...], torch.Tensor]
 def job(corpus: str, parallel: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
     """A few steps of a small model: a vocabulary that nothing divides, fewer key-value heads than tensor ranks."""
     model = {"vocabulary_size": 257, "kv_heads": 2, **sections.pop("model", {})}
-    train = {"steps": 4, "global_batch_size": 12, "optimizer": {"warmup_steps": 2}, **sections.pop("train", {})}
+    few = {"micro_batch_size": 1 if parallel.get("schedule") == "interleaved" else 2}  # it takes one for each stage
+    train = {"steps": 4, "global_batch_size": 12, **few, "optimizer": {"warmup_steps": 2}, **sections.pop("train", {})}
     return document(model=model, data={"paths": [corpus]}, train=train, parallel=parallel, **sections)
 
 

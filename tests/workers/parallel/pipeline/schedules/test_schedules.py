@@ -48,20 +48,20 @@ def test_every_number_of_stages_is_sound(kind, stages):
             check(forward_only(*size), *size, training=False)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100)
 @given(sizes(), st.booleans())
 def test_every_size_is_sound(size, training):
     check(lists_of(size, training), *size, training=training)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 16), st.integers(1, 4), st.integers(1, 64))
 def test_an_evaluation_takes_any_number_of_micro_batches(stages, virtual_stages, micro_batches):
     size = ("interleaved", stages, virtual_stages, micro_batches)
     check(forward_only(*size), *size, training=False)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(sizes(), st.booleans())
 def test_receives_are_posted_one_compute_ahead(size, training):
     """What is posted between two computes ends, for each sender, with what the next compute or the one behind needs."""
@@ -86,6 +86,7 @@ def feeds(receive: Action, user: Action) -> bool:
     return user.kind in kinds and (user.micro_batch, user.chunk) == (receive.micro_batch, receive.chunk)
 
 
+@settings(max_examples=50)
 @given(sizes(("gpipe", "1f1b", "interleaved", "zb-h1")))
 def test_most_micro_batches_in_flight(size):
     kind, stages, virtual_stages, micro_batches = size
@@ -101,6 +102,7 @@ def test_most_micro_batches_in_flight(size):
         assert most == [min(count + 1, micro_batches * virtual_stages) for count in warm_up]
 
 
+@settings(max_examples=50)
 @given(sizes(("zb-v",)))
 def test_zb_v_holds_at_most_as_many_micro_batches_as_1f1b(size):
     """2 p of its chunks, each half as large (arXiv:2401.10241, section 6)."""
