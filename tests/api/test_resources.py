@@ -35,12 +35,6 @@ def test_metrics_are_what_was_asked_for(service):
     assert (few["steps"][0], few["steps"][-1]) == (1, 100)
 
 
-@pytest.mark.parametrize("resource", ["metrics", "events", "logs", "ranks", "checkpoints", "ledger", "recoveries"])
-def test_what_belongs_to_a_job_that_there_is_not_is_not_found(service, resource):
-    answer = service.http.get(f"/v1/jobs/job_000000000000/{resource}")
-    assert (answer.status_code, answer.json()["code"]) == (404, "job_not_found")
-
-
 def test_events_come_in_pages_that_can_be_resumed(service):
     job = service.submit()
     service.move(job["id"], "STARTING")
