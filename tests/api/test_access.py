@@ -3,15 +3,17 @@
 import time
 
 import pytest
+from fastapi.testclient import TestClient
 from sqlalchemy import text
 
+from api.app import create_app
 from service.identity import Scope, digest_of, new_browser_token, new_key
 from service.logs import log_file, log_folder
 from service.store import browser_tokens, events, jobs, keys
 from service.store.tables import Base
-from tests.api.conftest import DOCUMENT
+from tests.api.conftest import DOCUMENT, FakeControl
 from tests.api.support.described_api import description_at
-from tests.api.support.keys import ADMIN, add_key, add_keys, bearer
+from tests.api.support.keys import ADMIN, add_admin, add_key, add_keys, bearer
 from tests.api.test_openapi import OPERATIONS
 from workers.spec.reading import parse_job_spec
 
@@ -286,6 +288,14 @@ def test_link_signs_a_browser_in_once_with_the_rights_of_its_key(theirs, service
     service.store.write(lambda session: keys.revoke(session, None, theirs.key))
     service.http.delete(f"/v1/keys/{theirs.key}", headers=bearer(theirs.own["admin"]))
     assert service.http.get(f"/v1/jobs/{theirs.job}", headers=cookie).status_code == 401
+
+
+def test_cookie_goes_over_tls_alone_where_browsers_reach_the_service_by_tls(tmp_path, store):
+    add_admin(store)
+    app = create_app(FakeControl(store, tmp_path), secure_cookies=True)
+    http = TestClient(app, "https://127.0.0.1:8400", follow_redirects=False)
+    path = http.post("/v1/links", headers=bearer(ADMIN)).json()["path"]
+    assert "Secure" in http.get(path).headers["Set-Cookie"]
 
 
 @pytest.mark.parametrize("operation_id", ["open_link"])

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from service.data_roots import DataRoots
+from service.store import jobs
+from workers.config import ParallelConfig
 
 JOB_KEYS = {
     "id", "project", "name", "state", "reason", "message", "spec", "step", "steps", "eta_seconds", "parallel",
@@ -198,13 +200,20 @@ def test_numbers_that_json_does_not_know_are_words(service):
 
 
 def test_a_job_says_what_it_waits_for(service):
-    from service.store import jobs
-
     job = service.submit()
     lacks = {"needed": 4, "available": 1}
     service.store.write(lambda session: jobs.set_waiting(session, job["id"], lacks, "insufficient_slots", "4 of 1"))
     shown = service.http.get(f"/v1/jobs/{job['id']}").json()
     assert (shown["reason"], shown["queue"]) == ("insufficient_slots", {"position": 1, "waiting_for": lacks})
+
+
+def test_job_that_was_resized_shows_the_layout_that_it_runs_in(service):
+    job = service.submit()
+    layout = ParallelConfig.model_validate(job["spec"]["parallel"]).model_copy(update={"data": 3})
+    service.store.write(lambda session: jobs.set_layout(session, job["id"], layout))
+    shown = service.http.get(f"/v1/jobs/{job['id']}").json()
+    assert (shown["parallel"]["data"], shown["parallel"]["world_size"]) == (3, layout.world_size)
+    assert shown["spec"] == job["spec"], "which says what was submitted"
 
 
 def test_resize_is_noted_and_announced(service, document):

@@ -21,11 +21,14 @@ from workers.trainer import Places, Trainer
 class Rank:
     """A process of a job of one rank, which keeps its state below a folder."""
 
-    def __init__(self, folder: Path, **checkpoint: int | str):
+    def __init__(self, folder: Path, recovery: dict[str, int | str] | None = None, **checkpoint: int | str):
         corpus = folder / "corpus.txt"
         corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
         self.folder, self._messages = folder, []
-        job = spec(data={"paths": [str(corpus)]}, train={"steps": 5}, model={"layers": 1}, checkpoint=checkpoint)
+        job = spec(
+            data={"paths": [str(corpus)]}, train={"steps": 5}, model={"layers": 1}, checkpoint=checkpoint,
+            recovery=recovery or {},
+        )  # fmt: skip
         comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"))
         places = Places(snapshots=str(folder / "shared"), checkpoints=str(folder / "durable"))
         self.trainer = Trainer(job, comm, Reporter(self._messages.extend), 1e9, places)
@@ -79,6 +82,20 @@ def test_rows_of_steps_that_were_given_up_do_not_come_back(tmp_path):
     successor = Rank(tmp_path)
     successor.trainer.restore(Resume("snapshot", 1))
     assert successor.end() == [1]
+
+
+def test_rows_of_steps_that_a_roll_back_undid_do_not_come_back(tmp_path):
+    recovery = {"nonfinite": "roll_back", "roll_back_steps": 2}
+    rank = Rank(tmp_path, recovery)
+    rank.trainer.restore(Resume())
+    rank.train(3)
+    rank.trainer.engine.flat.parameters.fill_(float("inf"))
+    rank.train(1)
+    back_to = rank.trainer.step
+    assert back_to < 3 and rank.end() == [1, 2, 3]
+    successor = Rank(tmp_path, recovery)
+    successor.trainer.restore(Resume("snapshot", back_to))
+    assert successor.end() == list(range(1, back_to + 1))
 
 
 def test_a_rank_at_rest_has_a_snapshot_of_its_step_though_none_was_due(tmp_path):

@@ -126,6 +126,28 @@ def test_a_step_that_is_not_finite_can_pass_without_an_update(tmp_path):
     assert [math.isfinite(loss) for loss in losses] == [True, False, True]
 
 
+def test_a_step_without_an_update_changes_what_follows_no_more_than_a_restart_does(tmp_path):
+    job = _two_step_job(tmp_path, nonfinite="skip")
+
+    def after_three_steps(places, restarts):
+        trainer = _trainer(job, places)
+        trainer.restore(Resume())
+        trainer.train_step()
+        good = trainer.engine.flat.parameters.clone()
+        _poison(trainer)
+        trainer.train_step()
+        trainer.state.finish_copies()
+        trainer.engine.flat.parameters.copy_(good)
+        if restarts:
+            trainer.restore(Resume("snapshot", 2))
+        trainer.train_step()
+        trainer.close()
+        return trainer.engine.flat.parameters
+
+    went_on = after_three_steps(Places(snapshots=str(tmp_path / "a")), restarts=False)
+    assert torch.equal(went_on, after_three_steps(Places(snapshots=str(tmp_path / "b")), restarts=True))
+
+
 def test_time_before_the_steps_belongs_to_none_of_them(tmp_path, monkeypatch):
     """It is the start, or the recovery: a rank may have rested for long."""
     messages, now, job = [], [0.0], _two_step_job(tmp_path)

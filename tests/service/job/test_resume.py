@@ -136,6 +136,14 @@ def test_what_a_departing_agent_holds_is_brought_from_its_node(job, cluster):
     assert found(job) == (Resume("snapshot", 5), "snapshot")
 
 
+def test_newer_state_on_the_node_that_was_left_is_brought_in_the_place_of_older_files(job, cluster):
+    holds(job, 0, 3)
+    holds(job, 1, 3)
+    cluster.agents.memory["three"] = {(job.id, job.gang.tag, rank): [5] for rank in (0, 1)}
+    job.departing.append(AgentSet(asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))))
+    assert found(job) == (Resume("snapshot", 5), "snapshot")
+
+
 @pytest.mark.parametrize("trouble", ["silence", "lose"])
 def test_departing_agent_that_does_not_answer_is_done_without(job, cluster, monkeypatch, trouble):
     monkeypatch.setattr(resume, "DEPARTING_SECONDS", 0.001)

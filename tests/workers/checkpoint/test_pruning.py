@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -87,11 +88,13 @@ def saved(folder: Path, step: int, generation: int, whole: bool = True) -> Path:
     return path
 
 
-def test_what_a_roll_back_goes_back_to_stays_and_what_it_undoes_goes(tmp_path):
+@pytest.mark.parametrize("began", [0, 2])
+def test_what_a_roll_back_goes_back_to_stays_and_what_it_undoes_goes(tmp_path, began):
+    """Also in the generation that began at step 0 itself."""
     kept = [saved(tmp_path, 10, 1), saved(tmp_path, 20, 2)]
     undone = [saved(tmp_path, 21, 2), saved(tmp_path, 30, 2)]
     under_way = saved(tmp_path, 40, 2, whole=False)
-    assert remove_after(tmp_path, 20) == undone
+    assert remove_after(tmp_path, 20, began) == undone
     assert sorted(tmp_path.iterdir()) == [*kept, under_way]
 
 

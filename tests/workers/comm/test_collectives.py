@@ -41,7 +41,7 @@ def test_all_reduce_adds_in_the_order_of_ranks_on_every_rank(size, star):
             along(links, size, star).all_reduce(tensor)
         return tensors
 
-    for found in connected(size, body):
+    for found in connected(size, body, star=star):
         for tensor, length in zip(found, LENGTHS, strict=True):
             assert torch.equal(tensor, in_order(size, length)), (length, "the same bits, whichever way it went")
 

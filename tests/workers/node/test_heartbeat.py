@@ -99,6 +99,13 @@ def test_tells_everybody_at_once_that_the_node_is_to_be_left(heartbeat):
     assert json.loads(late.readline())["drain_seconds"] is not None
 
 
+def test_the_last_word_about_when_the_node_is_to_be_left_counts(heartbeat):
+    for seconds, least in ((600, 300), (60, 0), (300, 60)):
+        heartbeat.drain(seconds)
+        _, lines = connected(heartbeat)
+        assert least < json.loads(lines.readline())["drain_seconds"] <= seconds
+
+
 def test_one_that_hangs_up_does_not_disturb_the_others(heartbeat):
     gone, _ = connected(heartbeat)
     gone.close()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from workers.protocol.messages import BackupAddress, StoredSnapshot
+from workers.rank import snapshot_sharing
 from workers.rank.snapshot_sharing import SnapshotSharing
 from workers.snapshot.backup import BackupError
 from workers.snapshot.files import snapshot_path
@@ -57,5 +58,31 @@ def test_the_same_server_takes_later_generations_and_refuses_earlier_ones(tmp_pa
         with pytest.raises(BackupError, match="generation 1 was replaced by 3"):
             sharing.receive("token", 1)
         await sharing.close(0)
+
+    asyncio.run(body())
+
+
+def test_snapshots_are_sent_to_one_partner_at_a_time(tmp_path, monkeypatch):
+    sending = []
+
+    class Sender:
+        """Stands for a BackupSender."""
+
+        def __init__(self, folder, rank, layout, address, *others):
+            self.address = address
+            sending.append(address)
+
+        def stop(self):
+            sending.remove(self.address)
+
+    monkeypatch.setattr(snapshot_sharing, "BackupSender", Sender)
+
+    async def body():
+        sharing = SnapshotSharing(str(tmp_path))
+        for port in (1, 2):
+            await sharing.send(0, BackupAddress("127.0.0.1", port), "token", 1, LAYOUT)
+            assert sending == [("127.0.0.1", port)]
+        await sharing.stop_sending()
+        assert sending == []
 
     asyncio.run(body())

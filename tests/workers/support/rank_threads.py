@@ -39,12 +39,14 @@ def run_threads(count: int, body: Callable[[int], Any], seconds: float = 20.0) -
     return results
 
 
-def connected(count: int, body: Callable[[Links], Any], generation: int = 1) -> list[Any]:
-    """`body(links)` on `count` ranks that are all linked to each other; every rank closes its links at its end."""
+def connected(count: int, body: Callable[[Links], Any], generation: int = 1, star: bool = False) -> list[Any]:
+    """`body(links)` on `count` ranks that are all linked to each other, as a `star` to the first one only; every rank
+    closes its links at its end."""
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
-        links = Links(rank, range(count), store, secret(generation), HOST)
+        peers = [0] if star and rank > 0 else range(count)
+        links = Links(rank, peers, store, secret(generation), HOST)
         try:
             return body(links)
         finally:

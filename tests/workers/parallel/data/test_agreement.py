@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from engine_specs import layout_of
 
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
-from workers.parallel.data.agreement import Agreement
+from workers.parallel.data.agreement import Agreement, StepSums
 from workers.parallel.data.gradient_clipping import clip
+from workers.parallel.data.step_statistics import Loss
 
 NO_LIMITS = (math.inf, math.inf)
 
@@ -37,6 +39,17 @@ def test_slices_are_views_of_one_vector_and_do_not_overlap():
     agreed.sum()
     expected = [float(number) for number, each in enumerate(slices) for _ in range(each.numel())]
     assert sent == [("world", expected)], "one sum of all"
+
+
+def test_each_rank_tells_of_itself_in_its_own_place(monkeypatch):
+    """Rank 4 is the third replica's first: its place is none of those along the other axes."""
+    comm = Comm(RankGrid(layout_of(tensor=2, data=3)), 4, torch.device("cpu"))
+    monkeypatch.setattr(comm, "all_reduce", lambda axis, values: None)
+    loss = Loss(torch.tensor([6.0]), torch.tensor(3.0), 1.0)
+    norm = SimpleNamespace(square=lambda gradient: torch.tensor(0.0))
+    agreed = StepSums(comm, norm).agree(torch.zeros(1), loss, memory_bytes=7)
+    assert agreed.memory_bytes.tolist() == [0, 0, 0, 0, 7, 0]
+    assert [rank for rank, seconds in enumerate(agreed.own_seconds.tolist()) if seconds] == [4]
 
 
 @pytest.mark.parametrize(("clip_norm", "scale", "factor"), [(0.0, 1.0, 1 / 3), (4.0, 1.0, 1 / 3), (0.5, 1.0, 1 / 12)])

@@ -202,6 +202,8 @@ def jobs_of(layout: tuple[int, int, int]) -> list[tuple[int, dict]]:
     if pipeline == 2:
         variants = [{"schedule": kind} for kind in ("gpipe", "1f1b", "zb-h1")]
         variants.append({"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1})
+        if tensor > 1:
+            variants[0]["sequence_parallel"] = False
     found = [(number % 2, job(MODELS[number % 2], layout, **each)) for number, each in enumerate(variants)]
     return found + [(1, job(MODELS[1], layout, **each)) for each in RECOMPUTE]
 
