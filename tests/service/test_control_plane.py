@@ -401,14 +401,14 @@ def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(
 ):
     monkeypatch.setattr(control_plane, "CLAIM_SECONDS", 0.001)
     plane, looks, acquire = start(), [], cluster.groups.acquire
-    unfinished = plane._unfinished
+    first = plane._leases.look
 
-    def look():
+    async def look():
         looks.append(plane._scheduler.placing)
-        return unfinished()
+        return await first()
 
     async def slow(*arguments, **options):
-        monkeypatch.setattr(plane, "_unfinished", look)
+        monkeypatch.setattr(plane._leases, "look", look)
         while len(looks) < 5:
             await asyncio.sleep(0)
         assert plane._owners == {}
