@@ -1,0 +1,87 @@
+"""Who may claim what, and when an owner must be still: pure functions, and what follows from them whatever happens."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from service.leases.decisions import (
+    LEASE_SECONDS,
+    MARGIN_SECONDS,
+    RENEW_SECONDS,
+    JobInBrief,
+    is_over,
+    lost,
+    may_order,
+    to_claim,
+)
+from service.states import SUPERVISED, JobState
+
+states, owners = st.sampled_from(list(JobState)), st.sampled_from([None, "me", "other"])
+briefs = st.lists(st.builds(JobInBrief, st.uuids().map(str), states, st.none(), st.just(0), owners, st.integers(0, 5)))
+
+
+@given(briefs, st.data(), st.integers(1, 5))
+def test_only_what_may_hold_places_and_has_no_owner_that_lives_is_claimed(jobs, data, living):
+    held = {job.id for job in jobs if job.owner == "me" and data.draw(st.booleans())}
+    claimed = to_claim(jobs, held, "me", living)
+    by_id = {job.id: job for job in jobs}
+    assert all(by_id[job].state in SUPERVISED and by_id[job].owner != "other" for job in claimed)
+    assert not held & set(claimed)
+    forgotten = {job.id for job in jobs if job.owner == "me" and job.state in SUPERVISED} - held
+    assert forgotten <= set(claimed)
+    orphans = [job.id for job in jobs if job.owner is None and job.state in SUPERVISED]
+    taken = [job for job in claimed if job in orphans]
+    assert len(taken) * living >= len(orphans) >= len(taken)
+
+
+def test_those_that_live_share_what_a_dead_one_had():
+    jobs = [JobInBrief(str(i), JobState.RUNNING, None, 0, None, 1) for i in range(9)]
+    assert [len(to_claim(jobs, (), "me", living)) for living in (1, 2, 3, 20)] == [9, 5, 3, 1]
+
+
+@given(st.sets(st.text()), st.sets(st.text()))
+def test_what_the_database_does_not_confirm_is_lost(held, found):
+    assert lost(held, found) == held - found
+
+
+def test_a_few_renewals_may_fail_before_anything_is_taken():
+    assert LEASE_SECONDS - MARGIN_SECONDS > 3 * RENEW_SECONDS
+
+
+class OneOrderingOwner(RuleBasedStateMachine):
+    """A control plane and a rival that waits for its end. Its own clock and the database's show other times, and go on
+    alike; it may stand still at any moment, and renewals take time both ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.time, self.offset = 0.0, 1000.0
+        self.lease_until, self.asked_at, self.taken = self.offset + LEASE_SECONDS, 0.0, False
+
+    @rule(seconds=st.floats(0.0, 2 * LEASE_SECONDS))
+    def time_passes(self, seconds):
+        self.time += seconds
+
+    @rule(there=st.floats(0.0, 10.0), back=st.floats(0.0, 10.0))
+    def renews(self, there, back):
+        asked_at = self.time
+        self.time += there
+        self.rival_looks()
+        answered = not self.taken
+        if answered:
+            self.lease_until = self.time + self.offset + LEASE_SECONDS
+        self.time += back
+        if answered:
+            self.asked_at = asked_at
+
+    @rule()
+    def rival_looks(self):
+        self.taken = self.taken or is_over(self.lease_until, self.time + self.offset)
+
+    @invariant()
+    def no_order_is_given_once_another_may_have_taken_over(self):
+        if may_order(self.asked_at, self.time):
+            assert not self.taken
+            assert not is_over(self.lease_until, self.time + MARGIN_SECONDS + self.offset)
+
+
+TestOneOrderingOwner = OneOrderingOwner.TestCase
