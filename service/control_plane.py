@@ -376,7 +376,7 @@ class ControlPlane:
     async def _look(self) -> None:
         """Give way where another control plane owns a job by now; own every job that may hold places and has no owner,
         whatever happened to the one it had; pass on what others have written that is wanted of a job."""
-        found = await self._leases.look()
+        found, too_many = await self._leases.look()
         for job_id, (_, task) in list(self._owners.items()):
             if self._leases.of(job_id) is None:
                 task.cancel()
@@ -391,6 +391,18 @@ class ControlPlane:
                 self._own(job.id, None)
         if _queue(before.values()) != _queue(found):
             self._wake_scheduler()
+        for job_id, to in too_many.items():
+            await self._hand_over(job_id, to)
+
+    async def _hand_over(self, job_id: str, to: str) -> None:
+        """Have the control plane `to` own a job, which does not notice."""
+        lease, (_, task) = self._leases.of(job_id), self._owners.get(job_id, (None, None))
+        if lease is None or task is None:
+            return
+        task.cancel()
+        await asyncio.wait({task})
+        with contextlib.suppress(LeaseLost):
+            await self._leases.hand_over(job_id, lease.epoch, to)
 
     def _is_busy(self, job_id: str) -> bool:
         """Whether the job is being placed, or being let go."""

@@ -12,6 +12,8 @@ LEASE_SECONDS = 6.0
 RENEW_SECONDS = 1.0
 MARGIN_SECONDS = 1.0
 """How much earlier an owner stops giving orders than others may take over: what an order that is out may take."""
+LEAST_SURPLUS = 3
+"""By how many jobs more than another a control plane has too many."""
 HOUSEKEEPING = "housekeeping"
 """Name of the lease for what concerns all jobs: the queue, retention, what is left of jobs that are over."""
 
@@ -54,3 +56,15 @@ def to_claim(jobs: Sequence[JobInBrief], held: Collection[str], me: str, living:
     share = -(-len(orphans) // max(1, living))
     own = [job.id for job in jobs if job.state in SUPERVISED and job.owner == me and job.id not in held]
     return own + orphans[:share]
+
+
+def to_hand_over(jobs: Sequence[JobInBrief], me: str, living: Collection[str]) -> dict[str, str]:
+    """By job to which of the control planes that live `me` gives it: from whoever has clearly more than another, to
+    that one, until both have as many. Only jobs that train and have nothing else going on."""
+    counts = {plane: sum(job.owner == plane for job in jobs) for plane in living}
+    least = min(sorted(counts), key=counts.__getitem__, default=me)
+    surplus = counts.get(me, 0) - counts.get(least, 0)
+    if surplus < LEAST_SURPLUS:
+        return {}
+    mine = [job.id for job in jobs if job.owner == me and job.state == JobState.RUNNING]
+    return dict.fromkeys(mine[: surplus // 2], least)

@@ -189,9 +189,14 @@ class Leases:
         if not self.alone:
             self._store.write(leases.wake_others)
 
-    async def look(self) -> list[JobInBrief]:
-        """All jobs that are not final. What is not held any more is let go; of what nobody looks after, this control
-        plane's share is taken."""
+    async def hand_over(self, job_id: str, epoch: int, to: str) -> None:
+        """Have `to` look after the job, after whoever did it here, with `epoch`, has stopped. Raises LeaseLost."""
+        self._held.pop(job_id, None)
+        await self._store.write_async(lambda session: leases.hand_over(session, job_id, self.me, epoch, to))
+
+    async def look(self) -> tuple[list[JobInBrief], dict[str, str]]:
+        """All jobs that are not final, and by job to whom it is to be handed over. What is not held any more is let go;
+        of what nobody looks after, this control plane's share is taken."""
         removals, names = self._removed, set(self._held)
         if removals != self._looked_after_removal:
             await self._store.write_async(lambda session: leases.join(session, self.me, self._place, self._ray, False))
@@ -202,13 +207,13 @@ class Leases:
                 del self._held[name]
         self._looked_after_removal = removals
         self._wake_waiting()
-        if not seen.somebody_died and not decisions.to_claim(seen.jobs, self._held, self.me, seen.living):
-            return seen.jobs
+        if not seen.somebody_died and not decisions.to_claim(seen.jobs, self._held, self.me, len(seen.living)):
+            return seen.jobs, decisions.to_hand_over(seen.jobs, self.me, seen.living)
         known = set(self._held)
         jobs, taken = await self._store.write_async(lambda session: self._take(session, known))
         for job, epoch in taken.items():
             self.hold(job, epoch)
-        return jobs
+        return jobs, {}
 
     def _read(self, names: set[str]) -> _Seen:
         with self._store.read() as session:
@@ -220,7 +225,7 @@ class Leases:
         if not self.alone:
             leases.remove_dead(session)
         jobs = leases.overview(session)
-        wanted = decisions.to_claim(jobs, known, self.me, leases.living(session))
+        wanted = decisions.to_claim(jobs, known, self.me, len(leases.living(session)))
         claims = {job: leases.claim(session, job, self.me) for job in wanted}
         return jobs, {job: epoch for job, epoch in claims.items() if epoch is not None}
 
@@ -229,7 +234,7 @@ class Leases:
 class _Seen:
     jobs: list[JobInBrief]
     held: set[str]
-    living: int
+    living: list[str]
     somebody_died: bool
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 from typing import Any, cast
 
-from sqlalchemy import CursorResult, bindparam, delete, func, select, text, update
+from sqlalchemy import CursorResult, bindparam, delete, select, text, update
 from sqlalchemy.orm import Session
 
 from service.leases.decisions import LEASE_SECONDS, JobInBrief, is_over
@@ -61,9 +61,16 @@ def leave(session: Session, me: str) -> None:
     wake_others(session)
 
 
-def living(session: Session) -> int:
-    """How many control planes there are."""
-    return session.scalar(select(func.count()).select_from(ControlPlaneRow)) or 0
+def living(session: Session) -> list[str]:
+    """The ids of all control planes that were not found dead."""
+    return list(session.scalars(select(ControlPlaneRow.id)))
+
+
+def hand_over(session: Session, name: str, me: str, epoch: int, to: str) -> None:
+    """Have `to` find that it is to look after `name`. Raises LeaseLost."""
+    check(session, name, me, epoch)
+    session.execute(update(Lease).where(Lease.name == name).values(owner=to))
+    wake_others(session)
 
 
 def claim(session: Session, name: str, me: str) -> int | None:

@@ -6,6 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.leases.decisions import (
     LEASE_SECONDS,
+    LEAST_SURPLUS,
     MARGIN_SECONDS,
     RENEW_SECONDS,
     JobInBrief,
@@ -13,6 +14,7 @@ from service.leases.decisions import (
     lost,
     may_order,
     to_claim,
+    to_hand_over,
 )
 from service.states import SUPERVISED, JobState
 
@@ -37,6 +39,27 @@ def test_only_what_may_hold_places_and_has_no_owner_that_lives_is_claimed(jobs, 
 def test_those_that_live_share_what_a_dead_one_had():
     jobs = [JobInBrief(str(i), JobState.RUNNING, None, 0, None, 1) for i in range(9)]
     assert [len(to_claim(jobs, (), "me", living)) for living in (1, 2, 3, 20)] == [9, 5, 3, 1]
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=5))
+def test_jobs_are_handed_over_until_all_have_about_as_many_and_then_no_more(counts):
+    planes = [f"plane-{i}" for i in range(len(counts))]
+    owner = {f"{plane}-{i}": plane for plane, count in zip(planes, counts, strict=True) for i in range(count)}
+    for _ in range(200):
+        jobs = [JobInBrief(job, JobState.RUNNING, None, 0, plane, 1) for job, plane in owner.items()]
+        moves = [to_hand_over(jobs, plane, planes) for plane in planes]
+        if not any(moves):
+            break
+        for each in moves:  # all at once, none knows of the others
+            owner.update(each)
+    had = [sum(each == plane for each in owner.values()) for plane in planes]
+    assert max(had) - min(had) < LEAST_SURPLUS and sum(had) == sum(counts)
+
+
+@given(briefs)
+def test_only_own_jobs_that_train_and_have_nothing_else_going_on_are_handed_over(jobs):
+    for job in to_hand_over(jobs, "me", ["me", "other"]):
+        assert next((each.owner, each.state) for each in jobs if each.id == job) == ("me", JobState.RUNNING)
 
 
 @given(st.sets(st.text()), st.sets(st.text()))

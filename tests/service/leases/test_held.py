@@ -132,6 +132,23 @@ def test_what_is_not_held_may_be_read_and_nothing_else(planes, job):
             planes[0].leases.epoch(job, method)
 
 
+def test_job_that_is_handed_over_is_found_by_the_other(planes, job):
+    one, two = planes
+
+    async def body():
+        await one.leases.look()
+        await one.leases.hand_over(job, 1, two.leases.me)
+        assert one.leases.of(job) is None
+        await one.leases.look()
+        assert one.leases.of(job) is None
+        await two.leases.look()
+        assert two.leases.of(job).epoch == 2
+        with pytest.raises(LeaseLost):
+            await one.leases.hand_over(job, 1, one.leases.me)
+
+    story(body)
+
+
 def test_clean_end_frees_everything_at_once(planes, job):
     one, two = planes
 
