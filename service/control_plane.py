@@ -12,9 +12,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,25 +28,21 @@ from service.cluster.ray_head import ExistingRay, RayHead
 from service.data_roots import ANYWHERE, DataRoots
 from service.deletion import Deletion, delete_job
 from service.faults import FaultNotPossible, FaultsNotAllowed
+from service.housekeeping import Housekeeping
 from service.job.context import DEFAULT_MEMORY_SECONDS
-from service.job.older_database import catch_up
 from service.job.owner import JobOwner
-from service.job.record import JobRecord
-from service.leases.decisions import HOUSEKEEPING, LEASE_SECONDS, JobInBrief
+from service.leases.decisions import LEASE_SECONDS, JobInBrief
 from service.leases.errors import LeaseLost, OtherRay
-from service.leases.held import HeldLease, Leases, new_id
-from service.pauses import growing_pauses
-from service.scheduler import Scheduler
-from service.states import SUPERVISED, JobState, is_final
-from service.store import Store, deletion, failed_jobs, installation, jobs, ranks
+from service.leases.held import Leases, new_id
+from service.states import SUPERVISED, JobState
+from service.store import Store, installation, jobs, ranks
 from service.store.leases import connection_name
 from service.store.location import url_in
 from service.store.tables import Job
-from service.stored_specs import SpecNotUnderstood
 from service.takeover import refuse_what_cannot_be_taken_over
 from workers.errors import MantaError
 from workers.paths import Paths
-from workers.protocol.messages import Fault, ProtocolMismatch
+from workers.protocol.messages import Fault
 from workers.system.process_end import ended
 
 log = logging.getLogger(__name__)
@@ -60,13 +55,6 @@ RAY_WATCH = "watch over Ray"
 CLAIM_SECONDS = 1.0
 # What a clean end takes at most for the sake of other control planes, which find out by themselves a little later.
 LEAVE_SECONDS = 5.0
-# How often it is looked for failed jobs whose snapshots were kept for long enough.
-MEMORY_SECONDS = 30.0
-UNKNOWN_JOB = (
-    "agents or places of %s are there, but the database does not know that job (is it restored from an older backup?): "
-    "it is left running"
-)
-
 
 _UNKNOWN = JobInBrief("", JobState.QUEUED, None, 0, None, 0)
 
@@ -110,15 +98,12 @@ class ControlPlane:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
-        self._scheduler: Scheduler | None = None
+        self._housekeeping: Housekeeping | None = None
         self._ray_process: int | None = None
         """First process of our own Ray."""
         self._tasks: list[asyncio.Task[None]] = []
         self._background_tasks: set[asyncio.Task[None]] = set()
-        self._house: asyncio.Task[None] | None = None
-        """What one control plane does for all jobs."""
         self._seen: dict[str, JobInBrief] = {}
-        self._letting_go: dict[str, asyncio.Lock] = {}
 
     @property
     def store(self) -> Store:
@@ -191,10 +176,11 @@ class ControlPlane:
         self._cluster = cluster
         cluster.obey(self._leases.epoch)
         self._leases.begin()
+        self._housekeeping = Housekeeping(self._store, cluster, self._leases, self._placed, self.data_roots)
         await self._look()
-        care = NodeCare(cluster, self._over, self._wake_scheduler)
+        care = NodeCare(cluster, self._housekeeping.over, self._housekeeping.wake)
         self._tasks = [
-            asyncio.create_task(self._keep_house(cluster, care), name="scheduler"),
+            asyncio.create_task(self._housekeeping.run(care), name="scheduler"),
             asyncio.create_task(self._look_after_jobs(), name="claims"),
             asyncio.create_task(care.run(), name="care for nodes"),
             asyncio.create_task(NodeWatch(cluster, self._node_lost, self._node_draining).run(), name="nodes"),
@@ -204,125 +190,8 @@ class ControlPlane:
         for task in self._tasks:
             task.add_done_callback(_log_failure)
 
-    async def _keep_house(self, cluster: Cluster, care: NodeCare) -> None:
-        """Do what one control plane does for all jobs, whenever it falls to this one."""
-        try:
-            while True:
-                try:
-                    if (lease := await self._leases.claim(HOUSEKEEPING)) is not None:
-                        self._house = asyncio.create_task(self._care_for_all(cluster, care, lease), name="housekeeping")
-                        self._house.add_done_callback(_log_failure)
-                        await asyncio.wait({self._house})
-                except Exception:  # it is looked again in a moment
-                    log.exception("could not find out who looks after the queue")
-                await asyncio.sleep(CLAIM_SECONDS)
-        finally:
-            if self._house is not None:
-                self._house.cancel()
-                await asyncio.gather(self._house, return_exceptions=True)
-
-    async def _care_for_all(self, cluster: Cluster, care: NodeCare, lease: HeldLease) -> None:
-        self._scheduler = scheduler = Scheduler(
-            self._store.fenced(lease), cluster, self._placed, self.data_roots, self._leases
-        )
-        cluster.nodes.unswept.update(await self._nodes_to_sweep(cluster))
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._admit(scheduler, care))
-            group.create_task(self._let_go_of_memory(cluster))
-
-    async def _nodes_to_sweep(self, cluster: Cluster) -> list[str]:
-        """Whoever did it before may have died in between."""
-        try:
-            return [] if self._leases.alone else await cluster.nodes.living()
-        except ClusterUnavailable:
-            return []
-
-    async def _admit(self, scheduler: Scheduler, care: NodeCare) -> None:
-        """Place queued jobs, once nothing is left of jobs that are over, and the nodes have had time to answer."""
-        await self._release_leftovers()
-        await care.first_answers()
-        await scheduler.run()
-
-    async def _release_leftovers(self) -> None:
-        """Release what jobs hold that are over, paused or in the queue. Until Ray has said what there is."""
-        while True:
-            try:
-                await self._release_those_without_owner()
-                return
-            except Exception:  # Ray may not answer for a while
-                log.exception("what is left of jobs could not be released; it is tried again")
-                await asyncio.sleep(RETRY_SECONDS)
-
-    async def _release_those_without_owner(self) -> None:
-        assert self._cluster is not None
-        held = await self._cluster.jobs()
-        states, deleted = await asyncio.to_thread(self._fates, held)
-        keeping = await asyncio.to_thread(self._read, failed_jobs.holding_memory)
-        for job in held:
-            if job not in states and job not in deleted:
-                log.error(UNKNOWN_JOB, job)
-            elif job in deleted or states[job] not in SUPERVISED:
-                async with self._lease_of(job) as leased:
-                    if leased and (job in deleted or not await self._runs_in_spite_of_that(job)):
-                        # One that waits, is paused, or may be tried again, goes on from its snapshots.
-                        await self._cluster.release(job, keep_snapshots=job in keeping)
-                        log.warning("released what was left of %s", job)
-
-    @contextlib.asynccontextmanager
-    async def _lease_of(self, job_id: str, seconds: float = 0.0) -> AsyncIterator[bool]:
-        """Hold the lease of a job that nobody has to look after meanwhile. False where somebody still does after
-        `seconds`. A job that is to be looked after by then gets an owner here."""
-        deadline = time.monotonic() + seconds
-        async with self._letting_go.setdefault(job_id, asyncio.Lock()):
-            for pause in growing_pauses(0.05, RETRY_SECONDS):
-                if job_id not in self._owners and self._leases.of(job_id) is None:
-                    break
-                if time.monotonic() > deadline:
-                    yield False
-                    return
-                await asyncio.sleep(pause)
-            for pause in growing_pauses(0.05, RETRY_SECONDS):
-                if await self._leases.claim(job_id) is not None:
-                    break
-                if time.monotonic() > deadline:
-                    yield False
-                    return
-                await asyncio.sleep(pause)
-            try:
-                yield True
-            finally:
-                await self._leases.release(job_id)
-                self._leases.changed.set()
-
-    async def _runs_in_spite_of_that(self, job_id: str) -> bool:
-        """Whether a job that holds nothing according to the database runs all the same, and is taken over: the database
-        is a backup."""
-        assert self._cluster is not None
-        job = await asyncio.to_thread(self._job, job_id)
-        try:
-            lease = self._leases.of(job_id)
-            store = self._store if lease is None else self._store.fenced(lease)
-            return await catch_up(JobRecord(store, job_id), self._cluster, job)
-        except (ProtocolMismatch, SpecNotUnderstood):
-            return False
-
     def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:
         return self._read(lambda session: jobs.states(session, job_ids))
-
-    def _fates(self, job_ids: Collection[str]) -> tuple[dict[str, JobState], set[str]]:
-        """The states of those of these jobs that the database knows, and those that were deleted."""
-        return self._read(lambda session: (jobs.states(session, job_ids), deletion.deleted_ones(session, job_ids)))
-
-    async def _over(self, job_ids: Collection[str]) -> set[str]:
-        """Those of these jobs that are over, and whose snapshots nobody needs any more, for whoever cares for all jobs.
-        What the database does not know is not over: it may be a backup, older than the job."""
-        if self._leases.of(HOUSEKEEPING) is None and not self._leases.alone:
-            return set()
-        states, deleted = await asyncio.to_thread(self._fates, job_ids)
-        keeping = await asyncio.to_thread(self._read, failed_jobs.holding_memory)
-        for job in set(job_ids) - states.keys() - deleted:
-            log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
-        return {job for job, state in states.items() if is_final(state) and job not in keeping} | deleted
 
     async def _watch_ray(self) -> None:
         """Notice the death of our Ray. All trainers died with it; their jobs go on from their snapshots."""
@@ -380,8 +249,8 @@ class ControlPlane:
         for job_id, (_, task) in list(self._owners.items()):
             if self._leases.of(job_id) is None:
                 task.cancel()
-        if self._house is not None and self._leases.of(HOUSEKEEPING) is None:
-            self._house.cancel()
+        if self._housekeeping is not None:
+            self._housekeeping.stop_if_lost()
         before, self._seen = self._seen, {job.id: job for job in found}
         for job in found:
             if job.id in self._owners:
@@ -405,10 +274,9 @@ class ControlPlane:
             await self._leases.hand_over(job_id, lease.epoch, to)
 
     def _is_busy(self, job_id: str) -> bool:
-        """Whether the job is being placed, or being let go."""
-        lock = self._letting_go.get(job_id)
-        placing = self._scheduler is not None and job_id in self._scheduler.placing
-        return placing or (lock is not None and lock.locked())
+        """Whether the job is being placed, or what it has is being removed."""
+        placing = self._housekeeping is not None and self._housekeeping.is_placing(job_id)
+        return placing or self._leases.is_borrowed(job_id)
 
     def _pass_on(self, job: JobInBrief, before: JobInBrief | None) -> None:
         owner, _ = self._owners[job.id]
@@ -421,24 +289,8 @@ class ControlPlane:
             owner.resize()
 
     def _wake_scheduler(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.wake()
-
-    async def _let_go_of_memory(self, cluster: Cluster) -> None:
-        """Remove the snapshots of failed jobs that were kept for long enough."""
-        while True:
-            try:
-                for job_id in await asyncio.to_thread(self._read, lambda s: failed_jobs.memory_expired(s, time.time())):
-                    # First the row: from then on a retry, which may come at any moment, asks for a checkpoint.
-                    if await self._store.write_async(
-                        partial(failed_jobs.let_memory_go, job_id=job_id, now=time.time())
-                    ):
-                        async with self._lease_of(job_id, CALL_SECONDS) as held:
-                            if held:
-                                await cluster.end_job(job_id)
-            except Exception:  # what is left is looked for again
-                log.exception("could not remove snapshots that were kept for long enough")
-            await asyncio.sleep(MEMORY_SECONDS)
+        if self._housekeeping is not None:
+            self._housekeeping.wake()
 
     def _read(self, query: Callable[[Session], T]) -> T:
         with self._store.read() as session:
@@ -469,7 +321,7 @@ class ControlPlane:
     def submitted(self, job_id: str) -> None:
         """A job was stored, is tried again, was resumed, or has another priority: wake the scheduler."""
         self._loop.call_soon_threadsafe(self._wake_scheduler)
-        if self._leases.of(HOUSEKEEPING) is None:
+        if self._housekeeping is None or not self._housekeeping.is_done_here:
             self._leases.wake_others()
 
     def cancel(self, job_id: str) -> None:
@@ -498,8 +350,8 @@ class ControlPlane:
     async def _let_go(self, job_id: str) -> None:
         """Nothing of a final job is left on the cluster, and nobody looks after it."""
         assert self._cluster is not None
-        async with self._lease_of(job_id, CALL_SECONDS) as held:  # whoever looked after it is about to leave
-            if held:
+        async with self._leases.borrowed(job_id, CALL_SECONDS) as lease:  # its owner is about to leave
+            if lease is not None:
                 await self._cluster.end_job(job_id)
 
     def inject(self, job_id: str, fault: Fault) -> None:
@@ -536,8 +388,8 @@ class ControlPlane:
         who owned it then may not have gone yet."""
         assert self._cluster is not None
         if (await asyncio.to_thread(self._job, job_id)).state == JobState.CANCELLED:
-            async with self._lease_of(job_id, CALL_SECONDS) as held:
-                if held:
+            async with self._leases.borrowed(job_id, CALL_SECONDS) as lease:
+                if lease is not None:
                     await self._cluster.end_job(job_id)
 
     def _job(self, job_id: str) -> Job:

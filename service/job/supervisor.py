@@ -230,7 +230,7 @@ class Supervisor:
             self._job.change_possible.set()
             return Rearrange(Stay("the control plane was restarted during a change of size"))
         if not lost:
-            await self._record.event("adopted", "the control plane was restarted; the job never noticed")
+            await self._record.event("adopted", "another control plane looks after it now; the job never noticed")
         return Watch()
 
     async def _watch_adopted(self, generation: int, lost: list[int]) -> None:

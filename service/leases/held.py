@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from service.leases import decisions
 from service.leases.decisions import JobInBrief
 from service.leases.errors import LeaseLost, LeaseUncertain
+from service.pauses import growing_pauses
 from service.store import Store, leases
 from service.store.retries import until_done
 from service.store.sqlite import SqliteDatabase
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from service.leases.keeper import Keeper
 
 log = logging.getLogger(__name__)
+
+# Between two tries to get a lease that somebody is about to give back.
+PAUSES = 0.05, 1.0
 
 
 @dataclass(eq=False)
@@ -64,6 +68,7 @@ class Leases:
         self._removed = self._looked_after_removal = 0
         self._place = self._ray = ""
         self._waiting: list[asyncio.Future[None]] = []
+        self._borrowing: dict[str, asyncio.Lock] = {}
 
     def join(self, place: str, ray: str) -> None:
         """Count as living from now on, in `place` and on `ray`; then `begin`. Raises OtherRay."""
@@ -178,6 +183,32 @@ class Leases:
             await until_done(
                 lambda: self._store.write_async(lambda session: leases.release(session, name, self.me, epoch))
             )
+
+    @contextlib.asynccontextmanager
+    async def borrowed(self, job_id: str, seconds: float = 0.0) -> AsyncIterator[HeldLease | None]:
+        """Hold the lease of a job for a moment, to remove what it has. None where somebody, here or elsewhere, still
+        looks after it after `seconds`."""
+        async with self._borrowing.setdefault(job_id, asyncio.Lock()):
+            lease = await self._claim_unheld(job_id, time.monotonic() + seconds)
+            try:
+                yield lease
+            finally:
+                if lease is not None:
+                    await self.release(job_id)
+                    self.changed.set()
+
+    async def _claim_unheld(self, job_id: str, deadline: float) -> HeldLease | None:
+        for pause in growing_pauses(*PAUSES):
+            lease = None if job_id in self._held else await self.claim(job_id)
+            if lease is not None or time.monotonic() >= deadline:
+                return lease
+            await asyncio.sleep(pause)
+        raise AssertionError("the pauses have no end")
+
+    def is_borrowed(self, job_id: str) -> bool:
+        """Whether the lease of the job is held, but by nobody who looks after it."""
+        lock = self._borrowing.get(job_id)
+        return lock is not None and lock.locked()
 
     def drop(self, name: str) -> None:
         """Whoever looked after `name` here has stopped. Where the database still says that it is held, it is looked

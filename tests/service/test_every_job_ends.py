@@ -208,7 +208,7 @@ class Trouble:
     async def user_resumes(self, job):
         with contextlib.suppress(IllegalTransition, OperationalError):
             self.store.write(lambda s: pauses.request_resume(s, job))
-            self.plane._scheduler.wake()
+            self.plane._wake_scheduler()
 
     async def user_cancels(self):
         job = self.jobs[0]
