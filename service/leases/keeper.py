@@ -72,5 +72,5 @@ class Keeper:
                     return
                 self._renewed(asked_at, in_time)
                 due = asked_at + RENEW_SECONDS
-            self._database.wait_for_notification(connection, max(0.0, due - time.monotonic()))
-            self._woken()
+            if self._database.wait_for_notification(connection, max(0.0, due - time.monotonic())):
+                self._woken()

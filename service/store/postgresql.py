@@ -144,13 +144,12 @@ class PostgresDatabase:
             _driver(connection).answer_seconds = seconds
             yield connection
 
-    def wait_for_notification(self, connection: Connection, seconds: float) -> None:
-        """Return when somebody notifies of what `connection` listens to, or after `seconds`."""
+    def wait_for_notification(self, connection: Connection, seconds: float) -> bool:
+        """Whether somebody notifies within `seconds` of what `connection` listens to."""
         driver = _driver(connection)
         bound, driver.answer_seconds = driver.answer_seconds, None
         try:
-            for _ in driver.notifies(timeout=seconds, stop_after=1):
-                pass
+            return any(True for _ in driver.notifies(timeout=seconds, stop_after=1))
         except psycopg.Error as error:
             connection.invalidate(error)
             raise OperationalError("waiting for a notification", None, error) from error
