@@ -38,6 +38,12 @@ def is_over(lease_until: float, now: float) -> bool:
     return lease_until <= now
 
 
+def may_be_given(lease_until: float, now: float) -> bool:
+    """Whether a control plane has said so lately that it lives that a job may be handed over to it; both by the
+    database's clock."""
+    return lease_until - now > LEASE_SECONDS - 2 * RENEW_SECONDS
+
+
 def may_order(asked_at: float, now: float) -> bool:
     """Whether a control plane that last asked for its renewal at `asked_at`, and got it, can be sure that nobody has
     taken over from it; both by a clock of its own that goes on while it stands still."""
@@ -59,8 +65,8 @@ def to_claim(jobs: Sequence[JobInBrief], held: Collection[str], me: str, living:
 
 
 def to_hand_over(jobs: Sequence[JobInBrief], me: str, living: Collection[str]) -> dict[str, str]:
-    """By job to which of the control planes that live `me` gives it: from whoever has clearly more than another, to
-    that one, until both have as many. Only jobs that train and have nothing else going on."""
+    """By job to which of these control planes, `me` among them, `me` gives it: where it has clearly more than another,
+    to that one, until both have as many. Only jobs that train and have nothing else going on."""
     counts = {plane: sum(job.owner == plane for job in jobs) for plane in living}
     least = min(sorted(counts), key=counts.__getitem__, default=me)
     surplus = counts.get(me, 0) - counts.get(least, 0)

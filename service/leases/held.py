@@ -239,7 +239,7 @@ class Leases:
         self._looked_after_removal = removals
         self._wake_waiting()
         if not seen.somebody_died and not decisions.to_claim(seen.jobs, self._held, self.me, len(seen.living)):
-            return seen.jobs, decisions.to_hand_over(seen.jobs, self.me, seen.living)
+            return seen.jobs, decisions.to_hand_over(seen.jobs, self.me, seen.well)
         known = set(self._held)
         jobs, taken = await self._store.write_async(lambda session: self._take(session, known))
         for job, epoch in taken.items():
@@ -250,7 +250,7 @@ class Leases:
         with self._store.read() as session:
             died = not self.alone and leases.somebody_died(session, self.me)
             held = leases.held(session, names, self.me)
-            return _Seen(leases.overview(session), held, leases.living(session), died)
+            return _Seen(leases.overview(session), held, leases.living(session), leases.well(session), died)
 
     def _take(self, session: Session, known: set[str]) -> tuple[list[JobInBrief], dict[str, int]]:
         if not self.alone:
@@ -266,6 +266,7 @@ class _Seen:
     jobs: list[JobInBrief]
     held: set[str]
     living: list[str]
+    well: list[str]
     somebody_died: bool
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from sqlalchemy import CursorResult, bindparam, delete, select, text, update
 from sqlalchemy.orm import Session
 
-from service.leases.decisions import LEASE_SECONDS, JobInBrief, is_over
+from service.leases.decisions import LEASE_SECONDS, JobInBrief, is_over, may_be_given
 from service.leases.errors import LeaseLost, OtherRay
 from service.states import FINAL, JobState
 from service.store.locks import MEMBERS_LOCK
@@ -64,6 +64,13 @@ def leave(session: Session, me: str) -> None:
 def living(session: Session) -> list[str]:
     """The ids of all control planes that were not found dead."""
     return list(session.scalars(select(ControlPlaneRow.id)))
+
+
+def well(session: Session) -> list[str]:
+    """The ids of those that have said lately that they live."""
+    rows = session.execute(select(ControlPlaneRow.id, ControlPlaneRow.lease_until)).all()
+    at = now(session)
+    return [each for each, until in rows if may_be_given(until, at)]
 
 
 def hand_over(session: Session, name: str, me: str, epoch: int, to: str) -> None:

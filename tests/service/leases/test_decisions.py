@@ -12,6 +12,7 @@ from service.leases.decisions import (
     JobInBrief,
     is_over,
     lost,
+    may_be_given,
     may_order,
     to_claim,
     to_hand_over,
@@ -69,6 +70,11 @@ def test_what_the_database_does_not_confirm_is_lost(held, found):
 
 def test_a_few_renewals_may_fail_before_anything_is_taken():
     assert LEASE_SECONDS - MARGIN_SECONDS > 3 * RENEW_SECONDS
+
+
+def test_nothing_is_handed_over_to_one_that_has_missed_a_renewal_or_two():
+    assert may_be_given(lease_until=1006.0, now=1000.0 + RENEW_SECONDS)
+    assert not may_be_given(lease_until=1006.0, now=1000.0 + 3 * RENEW_SECONDS)
 
 
 class OneOrderingOwner(RuleBasedStateMachine):
