@@ -245,7 +245,7 @@ class ControlPlane:
     async def _look(self) -> None:
         """Give way where another control plane owns a job by now; own every job that may hold places and has no owner,
         whatever happened to the one it had; pass on what others have written that is wanted of a job."""
-        found, too_many = await self._leases.look()
+        found, too_many = await self._leases.look(self._is_busy)
         for job_id, (_, task) in list(self._owners.items()):
             if self._leases.of(job_id) is None:
                 task.cancel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 
 from service.states import SUPERVISED, JobState
@@ -55,7 +55,7 @@ def lost(held: Collection[str], found: Collection[str]) -> set[str]:
     return set(held) - set(found)
 
 
-def to_claim(jobs: Sequence[JobInBrief], held: Collection[str], me: str, living: int) -> list[str]:
+def to_claim(jobs: Sequence[JobInBrief], held: Container[str], me: str, living: int) -> list[str]:
     """The jobs that `me` takes now, one of `living` control planes: of those that nobody looks after its share, so that
     all that live get some of a dead one's; and those that the database says are its own, but that it does not know."""
     orphans = [job.id for job in jobs if job.state in SUPERVISED and job.owner is None and job.id not in held]

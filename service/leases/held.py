@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -225,9 +225,10 @@ class Leases:
         self._held.pop(job_id, None)
         await self._store.write_async(lambda session: leases.hand_over(session, job_id, self.me, epoch, to))
 
-    async def look(self) -> tuple[list[JobInBrief], dict[str, str]]:
+    async def look(self, is_busy: Callable[[str], bool] = lambda job: False) -> tuple[list[JobInBrief], dict[str, str]]:
         """All jobs that are not final, and by job to whom it is to be handed over. What is not held any more is let go;
-        of what nobody looks after, this control plane's share is taken."""
+        of what nobody looks after, this control plane's share is taken. `is_busy`: whether a job's lease is being taken
+        already, so that it is held in a moment; asked on any thread."""
         removals, names = self._removed, set(self._held)
         if removals != self._looked_after_removal:
             await self._store.write_async(lambda session: leases.join(session, self.me, self._place, self._ray, False))
@@ -238,9 +239,9 @@ class Leases:
                 del self._held[name]
         self._looked_after_removal = removals
         self._wake_waiting()
-        if not seen.somebody_died and not decisions.to_claim(seen.jobs, self._held, self.me, len(seen.living)):
+        known = _Known(self._held, is_busy)
+        if not seen.somebody_died and not decisions.to_claim(seen.jobs, known, self.me, len(seen.living)):
             return seen.jobs, decisions.to_hand_over(seen.jobs, self.me, seen.well)
-        known = set(self._held)
         jobs, taken = await self._store.write_async(lambda session: self._take(session, known))
         for job, epoch in taken.items():
             self.hold(job, epoch)
@@ -252,13 +253,23 @@ class Leases:
             held = leases.held(session, names, self.me)
             return _Seen(leases.overview(session), held, leases.living(session), leases.well(session), died)
 
-    def _take(self, session: Session, known: set[str]) -> tuple[list[JobInBrief], dict[str, int]]:
+    def _take(self, session: Session, known: _Known) -> tuple[list[JobInBrief], dict[str, int]]:
         if not self.alone:
             leases.remove_dead(session)
         jobs = leases.overview(session)
         wanted = decisions.to_claim(jobs, known, self.me, len(leases.living(session)))
         claims = {job: leases.claim(session, job, self.me) for job in wanted}
         return jobs, {job: epoch for job, epoch in claims.items() if epoch is not None}
+
+
+class _Known:
+    """What is held, or will be in a moment: of the moment in which it is asked."""
+
+    def __init__(self, held: Mapping[str, HeldLease], is_busy: Callable[[str], bool]):
+        self._held, self._is_busy = held, is_busy
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held or self._is_busy(str(name))
 
 
 @dataclass(frozen=True)

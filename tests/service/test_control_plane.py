@@ -403,9 +403,9 @@ def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(
     plane, looks, acquire = start(), [], cluster.groups.acquire
     first = plane._leases.look
 
-    async def look():
+    async def look(is_busy):
         looks.append(plane._housekeeping.scheduler.placing)
-        return await first()
+        return await first(is_busy)
 
     async def slow(*arguments, **options):
         monkeypatch.setattr(plane._leases, "look", look)

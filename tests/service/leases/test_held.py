@@ -66,6 +66,19 @@ def test_one_owns_what_the_other_does_not_and_all_of_it_once_that_is_dead(planes
     story(body)
 
 
+def test_lease_that_is_being_taken_is_not_taken_once_more(planes, job):
+    one, _ = planes
+
+    async def body():
+        one.store.write(lambda session: leases.claim(session, job, one.leases.me))
+        await one.leases.look(lambda each: each == job)
+        assert one.leases.of(job) is None
+        await one.leases.look()
+        assert one.leases.of(job).epoch == 2
+
+    story(body)
+
+
 def test_stale_owner_writes_nothing_gives_no_order_and_lets_go_when_it_looks(planes, job):
     one, two = planes
 
