@@ -345,7 +345,7 @@ class ControlPlane:
     def delete(self, job_id: str) -> Deletion:
         """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
         ClusterUnavailable."""
-        return delete_job(self._store, Paths.of(self._home), job_id, lambda: self._call(self._let_go(job_id)))
+        return delete_job(self._store, Paths.of(self._home_of_jobs), job_id, lambda: self._call(self._let_go(job_id)))
 
     async def _let_go(self, job_id: str) -> None:
         """Nothing of a final job is left on the cluster, and nobody looks after it."""
@@ -353,6 +353,9 @@ class ControlPlane:
         async with self._leases.borrowed(job_id, CALL_SECONDS) as lease:  # its owner is about to leave
             if lease is not None:
                 await self._cluster.end_job(job_id)
+            else:
+                busy = TimeoutError(f"another control plane has not let go of {job_id} yet; try again")
+                raise ClusterUnavailable(busy)
 
     def inject(self, job_id: str, fault: Fault) -> None:
         """Make `fault` in a job that runs. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""

@@ -55,6 +55,13 @@ def lost(held: Collection[str], found: Collection[str]) -> set[str]:
     return set(held) - set(found)
 
 
+def strays(owned: Collection[str], held: Container[str], jobs: Sequence[JobInBrief]) -> set[str]:
+    """What is to be given back: the database says that a control plane owns it, which does not know that, since it
+    broke off while it gave it back, and nobody has to look after it."""
+    supervised = {job.id for job in jobs if job.state in SUPERVISED}
+    return {name for name in owned if name not in held and name not in supervised}
+
+
 def to_claim(jobs: Sequence[JobInBrief], held: Container[str], me: str, living: int) -> list[str]:
     """The jobs that `me` takes now, one of `living` control planes: of those that nobody looks after its share, so that
     all that live get some of a dead one's; and those that the database says are its own, but that it does not know."""

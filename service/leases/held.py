@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,6 +69,7 @@ class Leases:
         self._place = self._ray = ""
         self._waiting: list[asyncio.Future[None]] = []
         self._borrowing: dict[str, asyncio.Lock] = {}
+        self._claiming: set[str] = set()
 
     def join(self, place: str, ray: str) -> None:
         """Count as living from now on, in `place` and on `ray`; then `begin`. Raises OtherRay."""
@@ -152,8 +153,12 @@ class Leases:
         """Take `name`; None where another control plane that lives has it. What is held already stays as it is."""
         if name in self._held:
             return self._held[name]
-        epoch = await self._store.write_async(lambda session: leases.claim(session, name, self.me))
-        return None if epoch is None else self.hold(name, epoch)
+        self._claiming.add(name)
+        try:
+            epoch = await self._store.write_async(lambda session: leases.claim(session, name, self.me))
+            return None if epoch is None else self.hold(name, epoch)
+        finally:
+            self._claiming.discard(name)
 
     def claim_within(self, session: Session, name: str) -> int | None:
         """Take `name` as part of another transaction, and `hold` it after its commit; None where anybody has it, this
@@ -232,14 +237,16 @@ class Leases:
         removals, names = self._removed, set(self._held)
         if removals != self._looked_after_removal:
             await self._store.write_async(lambda session: leases.join(session, self.me, self._place, self._ray, False))
-        seen = await asyncio.to_thread(self._read, names)
+        seen = await asyncio.to_thread(self._read)
         if not self.alone:
-            for name in decisions.lost(names & self._held.keys(), seen.held):
+            for name in decisions.lost(names & self._held.keys(), seen.owned):
                 log.warning("%s is looked after by another control plane now", name)
                 del self._held[name]
         self._looked_after_removal = removals
         self._wake_waiting()
-        known = _Known(self._held, is_busy)
+        known = _Known(self._held, self._claiming, is_busy)
+        if decisions.strays(seen.owned, known, seen.jobs):
+            await self._store.write_async(lambda session: self._release_strays(session, known))
         if not seen.somebody_died and not decisions.to_claim(seen.jobs, known, self.me, len(seen.living)):
             return seen.jobs, decisions.to_hand_over(seen.jobs, self.me, seen.well)
         jobs, taken = await self._store.write_async(lambda session: self._take(session, known))
@@ -247,11 +254,15 @@ class Leases:
             self.hold(job, epoch)
         return jobs, {}
 
-    def _read(self, names: set[str]) -> _Seen:
+    def _release_strays(self, session: Session, known: _Known) -> None:
+        strays = decisions.strays(leases.owned(session, self.me), known, leases.overview(session))
+        leases.release_all(session, strays, self.me)
+
+    def _read(self) -> _Seen:
         with self._store.read() as session:
             died = not self.alone and leases.somebody_died(session, self.me)
-            held = leases.held(session, names, self.me)
-            return _Seen(leases.overview(session), held, leases.living(session), leases.well(session), died)
+            owned = leases.owned(session, self.me)
+            return _Seen(leases.overview(session), owned, leases.living(session), leases.well(session), died)
 
     def _take(self, session: Session, known: _Known) -> tuple[list[JobInBrief], dict[str, int]]:
         if not self.alone:
@@ -265,17 +276,17 @@ class Leases:
 class _Known:
     """What is held, or will be in a moment: of the moment in which it is asked."""
 
-    def __init__(self, held: Mapping[str, HeldLease], is_busy: Callable[[str], bool]):
-        self._held, self._is_busy = held, is_busy
+    def __init__(self, held: Mapping[str, HeldLease], claiming: Container[str], is_busy: Callable[[str], bool]):
+        self._held, self._claiming, self._is_busy = held, claiming, is_busy
 
     def __contains__(self, name: object) -> bool:
-        return name in self._held or self._is_busy(str(name))
+        return name in self._held or name in self._claiming or self._is_busy(str(name))
 
 
 @dataclass(frozen=True)
 class _Seen:
     jobs: list[JobInBrief]
-    held: set[str]
+    owned: set[str]
     living: list[str]
     well: list[str]
     somebody_died: bool

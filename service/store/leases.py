@@ -139,9 +139,15 @@ def overview(session: Session) -> list[JobInBrief]:
     ]
 
 
-def held(session: Session, names: Collection[str], me: str) -> set[str]:
-    """Those of these leases that `me` has."""
-    return set(session.scalars(select(Lease.name).where(Lease.name.in_(names), Lease.owner == me)))
+def owned(session: Session, me: str) -> set[str]:
+    """The names of all leases that `me` has."""
+    return set(session.scalars(select(Lease.name).where(Lease.owner == me)))
+
+
+def release_all(session: Session, names: Collection[str], me: str) -> None:
+    """Look after these no more, unless others do already."""
+    session.execute(update(Lease).where(Lease.name.in_(names), Lease.owner == me).values(owner=None))
+    wake_others(session)
 
 
 def forget(session: Session, name: str) -> None:

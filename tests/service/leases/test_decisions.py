@@ -14,6 +14,7 @@ from service.leases.decisions import (
     lost,
     may_be_given,
     may_order,
+    strays,
     to_claim,
     to_hand_over,
 )
@@ -75,6 +76,12 @@ def test_a_few_renewals_may_fail_before_anything_is_taken():
 def test_nothing_is_handed_over_to_one_that_has_missed_a_renewal_or_two():
     assert may_be_given(lease_until=1006.0, now=1000.0 + RENEW_SECONDS)
     assert not may_be_given(lease_until=1006.0, now=1000.0 + 3 * RENEW_SECONDS)
+
+
+@given(briefs, st.sets(st.sampled_from("abc")))
+def test_stray_is_what_nobody_here_knows_and_no_job_that_must_have_an_owner(jobs, others):
+    found = strays({job.id for job in jobs} | others, others, jobs)
+    assert found == {job.id for job in jobs if job.state not in SUPERVISED}
 
 
 class OneOrderingOwner(RuleBasedStateMachine):

@@ -66,6 +66,19 @@ def test_one_owns_what_the_other_does_not_and_all_of_it_once_that_is_dead(planes
     story(body)
 
 
+def test_what_was_not_given_back_in_the_end_is_given_back_later(planes, job):
+    one, two = planes
+
+    async def body():
+        one.store.write(lambda session: leases.claim(session, "job_gone", one.leases.me))
+        await one.leases.look(lambda name: name == "job_gone")
+        assert await two.leases.claim("job_gone") is None
+        await one.leases.look()
+        assert await two.leases.claim("job_gone") is not None
+
+    story(body)
+
+
 def test_lease_that_is_being_taken_is_not_taken_once_more(planes, job):
     one, _ = planes
 

@@ -151,7 +151,7 @@ def test_one_that_was_stopped_within_a_transaction_holds_nobody_up(postgres):
         goes_on.set()
         assert writing.exception() is not None
         with other.read() as session:
-            assert leases.held(session, ["job_1"], "b") == {"job_1"}
+            assert leases.owned(session, "b") == {"job_1"}
     finally:
         goes_on.set()
         stale.close()
