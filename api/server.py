@@ -21,7 +21,7 @@ from service.cluster.ray_head import ExistingRay, RayHead
 from service.control_plane import ControlPlane
 from service.data_roots import LOOPBACK_HOSTS, DataRoots
 from service.settings import RequestLimits, Settings
-from service.store import Store, keys
+from service.store import Store, StoreUnusable, keys
 from service.store.location import file_of, parse_url, url_in
 from workers.errors import MantaError
 
@@ -62,7 +62,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     running = running_service(home)
     if running is not None and running["pid"] != os.getpid():
         raise AlreadyRunning(f"a service with home {home} runs already at {running['url']}; end it with `manta down`")
-    lock = lock_home(home)
+    locks = [lock_home(home)]
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     url = f"{'http' if tls.certificate is None else 'https'}://{host}:{port}"
@@ -77,6 +77,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         settings.database_url,
     )
     _keep_to_database(settings, control.store.location)
+    locks += lock_database(home, settings.database_url)
     control.start()
     service_file = settings.service_file
     try:
@@ -103,7 +104,8 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         with contextlib.suppress(OSError):  # a process that is gone is not taken for a service
             service_file.unlink(missing_ok=True)
         control.stop()
-        lock.close()
+        for lock in locks:
+            lock.close()
 
 
 def build_app(
@@ -160,6 +162,27 @@ def lock_home(home: Path) -> IO[str]:
         file.close()
         raise AlreadyRunning(f"a service with home {home} runs or starts already; end it with `manta down`") from error
     return file
+
+
+def lock_database(home: Path, url: str | None) -> list[IO[str]]:
+    """Hold the database of `home` until the file is closed, where it is an SQLite file: nobody can share that, from
+    another home either. Nothing for a server. Raises AlreadyRunning, StoreUnusable."""
+    database = file_of(parse_url(url_in(home, url)))
+    if database is None:
+        return []
+    try:
+        file = database.with_name(f"{database.name}.lock").open("w")
+    except OSError as error:
+        raise StoreUnusable(str(database), error) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise AlreadyRunning(
+            f"another service uses {database} already, and an SQLite file has one at a time: end that one, or let both "
+            "share a PostgreSQL database (docs/operations.md, Several control planes)"
+        ) from error
+    return [file]
 
 
 def _keep_to_database(settings: Settings, location: str) -> None:

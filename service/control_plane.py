@@ -7,12 +7,13 @@ finds both and goes on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,19 +28,21 @@ from service.cluster.ray_head import ExistingRay, RayHead
 from service.data_roots import ANYWHERE, DataRoots
 from service.deletion import Deletion, delete_job
 from service.faults import FaultNotPossible, FaultsNotAllowed
+from service.housekeeping import Housekeeping
 from service.job.context import DEFAULT_MEMORY_SECONDS
-from service.job.older_database import catch_up
 from service.job.owner import JobOwner
-from service.job.record import JobRecord
-from service.scheduler import Scheduler
-from service.states import SUPERVISED, JobState, is_final
-from service.store import Store, deletion, failed_jobs, installation, jobs, ranks
+from service.leases.decisions import LEASE_SECONDS, JobInBrief
+from service.leases.errors import LeaseLost, OtherRay
+from service.leases.held import Leases, new_id
+from service.states import SUPERVISED, JobState
+from service.store import Store, installation, jobs, ranks
+from service.store.leases import connection_name
 from service.store.location import url_in
 from service.store.tables import Job
-from service.stored_specs import SpecNotUnderstood
 from service.takeover import refuse_what_cannot_be_taken_over
+from workers.errors import MantaError
 from workers.paths import Paths
-from workers.protocol.messages import Fault, ProtocolMismatch
+from workers.protocol.messages import Fault
 from workers.system.process_end import ended
 
 log = logging.getLogger(__name__)
@@ -49,13 +52,21 @@ CALL_SECONDS = 30.0
 RETRY_SECONDS = 1.0
 RAY_WATCH = "watch over Ray"
 # How often it is made sure that every job that may hold places has an owner.
-CLAIM_SECONDS = 2.0
-# How often it is looked for failed jobs whose snapshots were kept for long enough.
-MEMORY_SECONDS = 30.0
-UNKNOWN_JOB = (
-    "agents or places of %s are there, but the database does not know that job (is it restored from an older backup?): "
-    "it is left running"
-)
+CLAIM_SECONDS = 1.0
+# What a clean end takes at most for the sake of other control planes, which find out by themselves a little later.
+LEAVE_SECONDS = 5.0
+
+_UNKNOWN = JobInBrief("", JobState.QUEUED, None, 0, None, 0)
+
+
+class JobsElsewhere(MantaError):
+    """The files of the jobs of this database are not here."""
+
+    def __init__(self, folder: Path):
+        super().__init__(
+            f"the files of the jobs of this database (checkpoints, logs) are in {folder}, which is not there: mount it "
+            "at that path, or let a link at that path lead to it (docs/operations.md, Several control planes)"
+        )
 
 
 class ControlPlane:
@@ -79,16 +90,20 @@ class ControlPlane:
         self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults, self._memory_seconds = allow_faults, memory_seconds
-        self._store = Store(url_in(home, database_url))
+        me = new_id()
+        self._store = Store(url_in(home, database_url), connection_name(me))
+        self._leases = Leases(self._store, me)
+        self._home_of_jobs = home
         self._owners: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
-        self._scheduler: Scheduler | None = None
+        self._housekeeping: Housekeeping | None = None
         self._ray_process: int | None = None
         """First process of our own Ray."""
         self._tasks: list[asyncio.Task[None]] = []
         self._background_tasks: set[asyncio.Task[None]] = set()
+        self._seen: dict[str, JobInBrief] = {}
 
     @property
     def store(self) -> Store:
@@ -97,12 +112,12 @@ class ControlPlane:
 
     @property
     def home(self) -> Path:
-        """Folder of the embedded state."""
-        return self._home
+        """Folder of the files of all jobs: the embedded state, where there is no other control plane."""
+        return self._home_of_jobs
 
     def start(self) -> None:
-        """Bring up the database and a Ray that answers; take over running jobs. Raises RayUnavailable, StoreUnusable,
-        CannotTakeOver.
+        """Bring up the database and a Ray that answers; take over running jobs that no other control plane looks after.
+        Raises RayUnavailable, StoreUnusable, CannotTakeOver, OtherRay, JobsElsewhere.
 
         Nothing waits for the nodes: each is looked after on its own from then on.
         """
@@ -113,16 +128,42 @@ class ControlPlane:
         ray_is_new = isinstance(self._head, RayHead) and self._ensure_ray(self._head)
         namespace = self._store.write(lambda session: installation.ray_namespace(session, ray_is_new))
         log.info("the namespace of this installation in Ray is %s", namespace)
+        if not asks_first:
+            self._find_home_of_jobs()
         cluster = self._connect(namespace)
         self._thread.start()
         if asks_first:
             if not ray_is_new:
                 self._call(refuse_what_cannot_be_taken_over(cluster, self._states))
             self._store.migrate()
+        self._join(cluster.identity)
         self._call(self._begin(cluster))
 
     def _connect(self, namespace: str) -> Cluster:
-        return Cluster.connected(self._head.connect(namespace), self._home)
+        return Cluster.connected(self._head.connect(namespace), self._home_of_jobs)
+
+    def _find_home_of_jobs(self) -> None:
+        """Raises JobsElsewhere."""
+        if self._leases.alone:
+            return
+        home = str(Paths.of(self._home).home)
+        self._home_of_jobs = Path(self._store.write(lambda session: installation.home_of_jobs(session, home)))
+        if not self._home_of_jobs.is_dir():
+            raise JobsElsewhere(self._home_of_jobs)
+
+    def _join(self, ray: str) -> None:
+        """Be one of the control planes of this database. Raises OtherRay: not at once, for the other one may be dead
+        and not yet known to be."""
+        place = f"{socket.gethostname()}:{Paths.of(self._home).home}"
+        deadline = time.monotonic() + LEASE_SECONDS + RETRY_SECONDS
+        while True:
+            try:
+                self._leases.join(place, ray)
+                return
+            except OtherRay:
+                if time.monotonic() > deadline:
+                    raise
+                threading.Event().wait(RETRY_SECONDS)
 
     def _ensure_ray(self, head: RayHead) -> bool:
         """Whether our Ray was started just now."""
@@ -133,16 +174,14 @@ class ControlPlane:
 
     async def _begin(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._scheduler = Scheduler(self._store, cluster, self._placed, self.data_roots)
-        unfinished = await asyncio.to_thread(self._unfinished)
-        for job in unfinished:
-            if job.state in SUPERVISED:
-                self._own(job.id, None)
-        care = NodeCare(cluster, self._over, self._scheduler.wake)
+        cluster.obey(self._leases.epoch)
+        self._leases.begin()
+        self._housekeeping = Housekeeping(self._store, cluster, self._leases, self._placed, self.data_roots)
+        await self._look()
+        care = NodeCare(cluster, self._housekeeping.over, self._housekeeping.wake)
         self._tasks = [
-            asyncio.create_task(self._admit(self._scheduler, care), name="scheduler"),
-            asyncio.create_task(self._claim(self._scheduler), name="claims"),
-            asyncio.create_task(self._let_go_of_memory(cluster), name="memory"),
+            asyncio.create_task(self._housekeeping.run(care), name="scheduler"),
+            asyncio.create_task(self._look_after_jobs(), name="claims"),
             asyncio.create_task(care.run(), name="care for nodes"),
             asyncio.create_task(NodeWatch(cluster, self._node_lost, self._node_draining).run(), name="nodes"),
         ]
@@ -151,62 +190,8 @@ class ControlPlane:
         for task in self._tasks:
             task.add_done_callback(_log_failure)
 
-    async def _admit(self, scheduler: Scheduler, care: NodeCare) -> None:
-        """Place queued jobs, once nothing is left of jobs that are over, and the nodes have had time to answer."""
-        await self._release_leftovers()
-        await care.first_answers()
-        await scheduler.run()
-
-    async def _release_leftovers(self) -> None:
-        """Release what jobs hold that are over, paused or in the queue. Until Ray has said what there is."""
-        while True:
-            try:
-                await self._release_those_without_owner()
-                return
-            except Exception:  # Ray may not answer for a while
-                log.exception("what is left of jobs could not be released; it is tried again")
-                await asyncio.sleep(RETRY_SECONDS)
-
-    async def _release_those_without_owner(self) -> None:
-        assert self._cluster is not None
-        held = await self._cluster.jobs()
-        states, deleted = await asyncio.to_thread(self._fates, held)
-        keeping = await asyncio.to_thread(self._read, failed_jobs.holding_memory)
-        for job in held:
-            if job not in states and job not in deleted:
-                log.error(UNKNOWN_JOB, job)
-            elif job not in deleted and states[job] not in SUPERVISED and await self._runs_in_spite_of_that(job):
-                self._own(job, None)
-            elif job in deleted or states[job] not in SUPERVISED:
-                # One that waits, is paused, or may be tried again, goes on from its snapshots.
-                await self._cluster.release(job, keep_snapshots=job in keeping)
-                log.warning("released what was left of %s", job)
-
-    async def _runs_in_spite_of_that(self, job_id: str) -> bool:
-        """Whether a job that holds nothing according to the database runs all the same, and is taken over: the database
-        is a backup."""
-        assert self._cluster is not None
-        job = await asyncio.to_thread(self._job, job_id)
-        try:
-            return await catch_up(JobRecord(self._store, job_id), self._cluster, job)
-        except (ProtocolMismatch, SpecNotUnderstood):
-            return False
-
     def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:
         return self._read(lambda session: jobs.states(session, job_ids))
-
-    def _fates(self, job_ids: Collection[str]) -> tuple[dict[str, JobState], set[str]]:
-        """The states of those of these jobs that the database knows, and those that were deleted."""
-        return self._read(lambda session: (jobs.states(session, job_ids), deletion.deleted_ones(session, job_ids)))
-
-    async def _over(self, job_ids: Collection[str]) -> set[str]:
-        """Those of these jobs that are over, and whose snapshots nobody needs any more. What the database does not know
-        is not over: it may be a backup, older than the job."""
-        states, deleted = await asyncio.to_thread(self._fates, job_ids)
-        keeping = await asyncio.to_thread(self._read, failed_jobs.holding_memory)
-        for job in set(job_ids) - states.keys() - deleted:
-            log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
-        return {job for job, state in states.items() if is_final(state) and job not in keeping} | deleted
 
     async def _watch_ray(self) -> None:
         """Notice the death of our Ray. All trainers died with it; their jobs go on from their snapshots."""
@@ -242,40 +227,70 @@ class ControlPlane:
         self._node_draining(matching[0]["id"], seconds)
         return {**matching[0], "draining": True}
 
-    def _unfinished(self) -> list[Job]:
-        with self._store.read() as session:
-            return list(jobs.unfinished(session))
-
     def _placed(self, job: Job, generation: int) -> None:
         self._own(job.id, generation)
 
-    async def _claim(self, scheduler: Scheduler) -> None:
-        """Own every job that may hold places and has no owner: whatever happened to the one it had."""
+    async def _look_after_jobs(self) -> None:
+        """Again and again, and whenever another control plane says that there is something to see."""
         while True:
-            await asyncio.sleep(CLAIM_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLAIM_SECONDS):
+                    await self._leases.changed.wait()
+            self._leases.changed.clear()
             try:
-                unfinished = await asyncio.to_thread(self._unfinished)
+                await self._look()
             except Exception:  # whoever is without an owner still is in a moment
-                log.exception("could not look for jobs without an owner")
-                continue
-            for job in unfinished:
-                if job.state in SUPERVISED and job.id not in self._owners and job.id not in scheduler.placing:
-                    log.warning("%s had no owner", job.id)
-                    self._own(job.id, None)
+                log.exception("could not look which jobs there are")
 
-    async def _let_go_of_memory(self, cluster: Cluster) -> None:
-        """Remove the snapshots of failed jobs that were kept for long enough."""
-        while True:
-            try:
-                for job_id in await asyncio.to_thread(self._read, lambda s: failed_jobs.memory_expired(s, time.time())):
-                    # First the row: from then on a retry, which may come at any moment, asks for a checkpoint.
-                    if await self._store.write_async(
-                        partial(failed_jobs.let_memory_go, job_id=job_id, now=time.time())
-                    ):
-                        await cluster.end_job(job_id)
-            except Exception:  # what is left is looked for again
-                log.exception("could not remove snapshots that were kept for long enough")
-            await asyncio.sleep(MEMORY_SECONDS)
+    async def _look(self) -> None:
+        """Give way where another control plane owns a job by now; own every job that may hold places and has no owner,
+        whatever happened to the one it had; pass on what others have written that is wanted of a job."""
+        found, too_many = await self._leases.look(self._is_busy)
+        for job_id, (_, task) in list(self._owners.items()):
+            if self._leases.of(job_id) is None:
+                task.cancel()
+        if self._housekeeping is not None:
+            self._housekeeping.stop_if_lost()
+        before, self._seen = self._seen, {job.id: job for job in found}
+        for job in found:
+            if job.id in self._owners:
+                self._pass_on(job, before.get(job.id))
+            elif job.state in SUPERVISED and self._leases.of(job.id) is not None and not self._is_busy(job.id):
+                log.warning("%s had no owner", job.id)
+                self._own(job.id, None)
+        if _queue(before.values()) != _queue(found):
+            self._wake_scheduler()
+        for job_id, to in too_many.items():
+            await self._hand_over(job_id, to)
+
+    async def _hand_over(self, job_id: str, to: str) -> None:
+        """Have the control plane `to` own a job, which does not notice."""
+        lease, (_, task) = self._leases.of(job_id), self._owners.get(job_id, (None, None))
+        if lease is None or task is None:
+            return
+        task.cancel()
+        await asyncio.wait({task})
+        with contextlib.suppress(LeaseLost):
+            await self._leases.hand_over(job_id, lease.epoch, to)
+
+    def _is_busy(self, job_id: str) -> bool:
+        """Whether the job is being placed, or what it has is being removed."""
+        placing = self._housekeeping is not None and self._housekeeping.is_placing(job_id)
+        return placing or self._leases.is_borrowed(job_id)
+
+    def _pass_on(self, job: JobInBrief, before: JobInBrief | None) -> None:
+        owner, _ = self._owners[job.id]
+        if before is None or before.state != job.state:
+            if job.state == JobState.CANCELLING:
+                owner.cancel()
+            elif job.state == JobState.PAUSING:
+                owner.pause()
+        if job.wanted_replicas is not None and (before is None or before.wanted_replicas != job.wanted_replicas):
+            owner.resize()
+
+    def _wake_scheduler(self) -> None:
+        if self._housekeeping is not None:
+            self._housekeeping.wake()
 
     def _read(self, query: Callable[[Session], T]) -> T:
         with self._store.read() as session:
@@ -283,7 +298,9 @@ class ControlPlane:
 
     def _own(self, job_id: str, placed_generation: int | None) -> None:
         assert self._cluster is not None
-        owner = JobOwner(self._store, self._cluster, job_id, self._memory_seconds)
+        lease = self._leases.of(job_id)
+        assert lease is not None
+        owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds)
         task = asyncio.create_task(self._run(owner, placed_generation), name=f"owner of {job_id}")
         self._owners[job_id] = (owner, task)
         task.add_done_callback(_log_failure)
@@ -291,24 +308,35 @@ class ControlPlane:
     async def _run(self, owner: JobOwner, placed_generation: int | None) -> None:
         try:
             await owner.run(placed_generation)
+        except LeaseLost as error:
+            log.warning("%s", error)
+        else:
+            await self._leases.release(owner.id)
         finally:
+            self._leases.drop(owner.id)
             if self._owners.get(owner.id, (None,))[0] is owner:
                 del self._owners[owner.id]
-            if self._scheduler is not None:
-                self._scheduler.wake()
+            self._wake_scheduler()
 
     def submitted(self, job_id: str) -> None:
         """A job was stored, is tried again, was resumed, or has another priority: wake the scheduler."""
-        if self._scheduler is not None:
-            self._loop.call_soon_threadsafe(self._scheduler.wake)
+        self._loop.call_soon_threadsafe(self._wake_scheduler)
+        if self._housekeeping is None or not self._housekeeping.is_done_here:
+            self._leases.wake_others()
 
     def cancel(self, job_id: str) -> None:
         """A job was moved to CANCELLING or CANCELLED: wake its owner."""
         self._loop.call_soon_threadsafe(self._cancel, job_id)
+        self._wake_owner_elsewhere(job_id)
 
     def pause(self, job_id: str) -> None:
         """A job was moved to PAUSING or PAUSED: wake its owner."""
         self._loop.call_soon_threadsafe(self._pause, job_id)
+        self._wake_owner_elsewhere(job_id)
+
+    def _wake_owner_elsewhere(self, job_id: str) -> None:
+        if job_id not in self._owners:
+            self._leases.wake_others()
 
     def _pause(self, job_id: str) -> None:
         if job_id in self._owners:  # one that is being placed is read again once it is; one in the queue holds nothing
@@ -317,15 +345,17 @@ class ControlPlane:
     def delete(self, job_id: str) -> Deletion:
         """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
         ClusterUnavailable."""
-        return delete_job(self._store, Paths.of(self._home), job_id, lambda: self._call(self._let_go(job_id)))
+        return delete_job(self._store, Paths.of(self._home_of_jobs), job_id, lambda: self._call(self._let_go(job_id)))
 
     async def _let_go(self, job_id: str) -> None:
         """Nothing of a final job is left on the cluster, and nobody looks after it."""
         assert self._cluster is not None
-        _, task = self._owners.get(job_id, (None, None))
-        if task is not None:
-            await asyncio.wait({task})  # it is about to leave
-        await self._cluster.end_job(job_id)
+        async with self._leases.borrowed(job_id, CALL_SECONDS) as lease:  # its owner is about to leave
+            if lease is not None:
+                await self._cluster.end_job(job_id)
+            else:
+                busy = TimeoutError(f"another control plane has not let go of {job_id} yet; try again")
+                raise ClusterUnavailable(busy)
 
     def inject(self, job_id: str, fault: Fault) -> None:
         """Make `fault` in a job that runs. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
@@ -333,6 +363,8 @@ class ControlPlane:
             raise FaultsNotAllowed()
         state = self._job(job_id).state
         owner, _ = self._owners.get(job_id, (None, None))
+        if owner is None and self._seen.get(job_id, _UNKNOWN).owner not in (None, self._leases.me):
+            raise FaultNotPossible("another control plane looks after the job: ask that one for the fault")
         if owner is None:
             raise FaultNotPossible(f"the job is {state}, and only one that runs can have a fault")
         self._call(owner.inject(fault))
@@ -340,12 +372,13 @@ class ControlPlane:
     def resize(self, job_id: str) -> None:
         """A job shall have another size: wake its owner."""
         self._loop.call_soon_threadsafe(self._resize, job_id)
+        self._wake_owner_elsewhere(job_id)
 
     def _resize(self, job_id: str) -> None:
         if job_id in self._owners:
             self._owners[job_id][0].resize()
-        elif self._scheduler is not None:
-            self._scheduler.wake()
+        else:
+            self._wake_scheduler()
 
     def _cancel(self, job_id: str) -> None:
         if job_id in self._owners:
@@ -358,7 +391,9 @@ class ControlPlane:
         who owned it then may not have gone yet."""
         assert self._cluster is not None
         if (await asyncio.to_thread(self._job, job_id)).state == JobState.CANCELLED:
-            await self._cluster.end_job(job_id)
+            async with self._leases.borrowed(job_id, CALL_SECONDS) as lease:
+                if lease is not None:
+                    await self._cluster.end_job(job_id)
 
     def _job(self, job_id: str) -> Job:
         with self._store.read() as session:
@@ -430,6 +465,11 @@ class ControlPlane:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._leases.leave()
+        except Exception:  # then others find out by themselves
+            log.exception("could not tell other control planes that this one leaves")
 
     def _call(self, coroutine: Any, seconds: float = CALL_SECONDS) -> Any:
         future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -438,6 +478,10 @@ class ControlPlane:
         except TimeoutError as error:
             future.cancel()  # nobody waits for it any more
             raise ClusterUnavailable(TimeoutError(f"the cluster gave no answer in {seconds:g} s; try again")) from error
+
+
+def _queue(found: Iterable[JobInBrief]) -> set[tuple[str, int]]:
+    return {(job.id, job.priority) for job in found if job.state == JobState.QUEUED}
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -20,13 +20,15 @@ from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
 from service.data_roots import ANYWHERE, DataRoots
 from service.job.record import JobRecord
+from service.leases.errors import LeaseLost
+from service.leases.held import Leases
 from service.states import JobState
 from service.store import IllegalTransition, Store, jobs
 from service.store.retries import may_pass
 from service.store.tables import Job
 from service.stored_specs import SpecNotUnderstood, stored_spec
 from workers.config import JobSpec, ParallelConfig
-from workers.errors import DataError
+from workers.errors import DataError, MantaError
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,17 @@ Placed = Callable[[Job, int], None]
 class Scheduler:
     """The owner loop of QUEUED jobs."""
 
-    def __init__(self, store: Store, cluster: Cluster, placed: Placed, data_roots: DataRoots = ANYWHERE):
+    def __init__(
+        self,
+        store: Store,
+        cluster: Cluster,
+        placed: Placed,
+        data_roots: DataRoots = ANYWHERE,
+        leases: Leases | None = None,
+    ):
+        """`placed`: see `Placed`; `data_roots`: below which folders jobs may read; `leases`: a job that is placed is
+        held from then on. None: this is the only control plane."""
+        self._leases = leases
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
         self._wake = asyncio.Event()
         self.placing: set[str] = set()
@@ -65,6 +77,8 @@ class Scheduler:
             self._wake.clear()
             try:
                 waiting = await self._round()
+            except LeaseLost:
+                raise
             except Exception:  # the owner of all queued jobs may not end: look again in a moment
                 log.exception("a look at the queue failed")
                 waiting = True
@@ -79,7 +93,7 @@ class Scheduler:
             try:
                 outcome = await self._look_at(job)
             except Exception as error:  # one job may not keep those behind it waiting
-                if may_pass(error) or isinstance(error, ClusterUnavailable):
+                if may_pass(error) or isinstance(error, ClusterUnavailable | LeaseLost):
                     raise
                 log.exception("could not look at %s", job.id)
                 waiting = True
@@ -151,8 +165,12 @@ class Scheduler:
             )
             return False
         unit = unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
-        if not await self._transition(job, JobState.STARTING, layout=spec.layout):
-            return True
+        await self._store.until_certain()
+        try:
+            if not await self._transition(job, JobState.STARTING, layout=spec.layout):
+                return True
+        except _StillHeld:
+            return False
         generation = job.generation + 1
         try:
             avoid = await JobRecord(self._store, job.id).avoided_nodes()
@@ -161,6 +179,8 @@ class Scheduler:
             if not isinstance(error, NotPlaced | ClusterUnavailable):
                 log.exception("%s could not be placed", job.id)
             if await self._transition(job, JobState.QUEUED, "insufficient_slots", str(error)):
+                if self._leases is not None:
+                    await self._leases.release(job.id)
                 return False
             # It was cancelled meanwhile; its supervisor ends it.
         self._placed(job, generation)
@@ -176,13 +196,26 @@ class Scheduler:
     ) -> bool:
         """False when the user was faster. `layout`: the one that it is placed with."""
 
-        def change(session: Any) -> None:
+        def change(session: Any) -> int | None:
             jobs.transition(session, job.id, to, reason=reason, message=message)
-            if layout is not None:
-                jobs.set_layout(session, job.id, layout)
+            if layout is None:
+                return None
+            jobs.set_layout(session, job.id, layout)
+            if self._leases is None:
+                return None
+            epoch = self._leases.claim_within(session, job.id)
+            if epoch is None:
+                raise _StillHeld
+            return epoch
 
         try:
-            await self._store.write_async(change)
+            epoch = await self._store.write_async(change)
         except IllegalTransition:
             return False
+        if self._leases is not None and epoch is not None:
+            self._leases.hold(job.id, epoch)
         return True
+
+
+class _StillHeld(MantaError):
+    """Whoever looked after the job before has not quite left it."""

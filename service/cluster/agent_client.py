@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from service.leases.errors import LeaseLost
 from workers.errors import MantaError
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.json_codec import JsonObject
@@ -26,6 +27,7 @@ from workers.protocol.messages import (
     StoredSnapshot,
     check_protocol,
 )
+from workers.protocol.ownership import EPOCH, StaleOwner
 from workers.protocol.remote_call import call
 from workers.protocol.reports import Report
 from workers.snapshot.backup import BackupProgress
@@ -204,9 +206,16 @@ class RayActor:
         try:
             return await self.actor.call.remote(method, arguments)
         except errors.RayError as error:
+            if isinstance(error, StaleOwner):  # Ray makes its error one of the actor's too
+                raise
             message = (str(error).strip() or type(error).__name__).splitlines()[-1]
             kind = AgentFailed if isinstance(error, errors.RayTaskError) else AgentLost
             raise kind(message, type(error).__name__) from error
+
+
+OrderEpoch = Callable[[str, str | None], int | None]
+"""The epoch that a call of an agent of a job carries, by the job and the call's method; None for all that ends or moves
+what a job has by other ways. Raises LeaseLost, LeaseUncertain where it may not be made."""
 
 
 class RayAgent(RayActor):
@@ -214,6 +223,28 @@ class RayAgent(RayActor):
 
     _protocol = PROTOCOL
     """The agent's, as soon as it has described itself: orders are in it."""
+
+    def __init__(self, ray: Any, actor: Any, job: str = "", epoch: OrderEpoch | None = None):
+        """`job`, `epoch`: whose it is, and what calls carry; with None there are no leases."""
+        super().__init__(ray, actor)
+        self._job, self._epoch = job, epoch
+
+    async def _call(self, method: Callable[..., Coroutine[Any, Any, T]], /, **arguments: Any) -> T:
+        return await call(self._send_as_owner, method, arguments)
+
+    async def _send_as_owner(self, method: str, arguments: JsonObject) -> Any:
+        epoch = None if self._epoch is None else self._epoch(self._job, method)
+        if epoch is not None:
+            arguments = {**arguments, EPOCH: epoch}
+        try:
+            return await self._send(method, arguments)
+        except StaleOwner as error:
+            raise LeaseLost(self._job) from error
+
+    def check_order(self) -> None:
+        """Raise LeaseLost or LeaseUncertain where the agent may not be ended."""
+        if self._epoch is not None:
+            self._epoch(self._job, None)
 
     async def describe(self) -> AgentDescription:
         answer = await self._call(AgentClient.describe)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from service.cluster.agent_client import AgentClient, AgentError, RayAgent, within
+from service.cluster.agent_client import AgentClient, AgentError, OrderEpoch, RayAgent, within
 from service.cluster.connection import RayConnection, detached
 from service.cluster.nodes import Nodes
 from service.cluster.placement import Seat, Unit, agent_name, job_of
@@ -62,6 +62,8 @@ class Agents:
     def __init__(self, ray: RayConnection, nodes: Nodes, paths: Paths):
         self._ray, self._nodes, self._paths = ray, nodes, paths
         self._class = ray.module.remote(Agent)
+        self.epoch: OrderEpoch | None = None
+        """What calls carry; None: there are no leases."""
 
     async def start(self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit) -> list[AgentClient]:
         """Start one agent for each rank in `seats`, in groups that were acquired; in that order. `generation` is in
@@ -84,7 +86,10 @@ class Agents:
     async def find(self, names: Sequence[str]) -> list[AgentClient | None]:
         """The agents with these names; None for one that is gone."""
         actors = await self._ray.find(list(names))
-        return [RayAgent(self._ray.module, actor) if actor is not None else None for actor in actors]
+        return [
+            RayAgent(self._ray.module, actor, str(job_of(name)), self.epoch) if actor is not None else None
+            for name, actor in zip(names, actors, strict=True)
+        ]
 
     async def node_of(self, agent: AgentClient) -> str | None:
         """The node that Ray has put `agent` on; None when it has not yet."""
@@ -94,6 +99,7 @@ class Agents:
         """Kill these agents, and with them their trainers, without a word; those that are gone are no error."""
         for agent in agents:
             if agent is not None:
+                _client(agent).check_order()
                 await self._ray.kill(_actor(agent))
 
     async def end(self, agents: Iterable[AgentClient | None], keep_snapshots: bool) -> None:
@@ -122,7 +128,8 @@ class Agents:
                     groups[seat.group], placement_group_bundle_index=seat.bundle
                 ),
             )
-            agents.append(RayAgent(self._ray.module, options.remote(job, rank, *self._folders(job), seat.group)))
+            actor = options.remote(job, rank, *self._folders(job), seat.group)
+            agents.append(RayAgent(self._ray.module, actor, job, self.epoch))
         return agents
 
     def _start_snapshot_holders(self, job: str, nodes: Sequence[str]) -> list[AgentClient]:
@@ -139,7 +146,11 @@ class Agents:
         return str(self._paths.home), str(self._paths.runtime_folder), str(self._paths.snapshot_folder(job))
 
 
+def _client(agent: AgentClient) -> RayAgent:
+    assert isinstance(agent, RayAgent)
+    return agent
+
+
 def _actor(agent: AgentClient) -> Any:
     """The Ray actor of an agent that this module made."""
-    assert isinstance(agent, RayAgent)
-    return agent.actor
+    return _client(agent).actor

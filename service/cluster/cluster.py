@@ -3,17 +3,20 @@ them at once. For asyncio: no call blocks the loop."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from service.cluster.agent_client import AgentClient
+from service.cluster.agent_client import AgentClient, OrderEpoch
 from service.cluster.agents import Agents, describe
 from service.cluster.connection import RayConnection
 from service.cluster.node_daemons import NodeDaemons
 from service.cluster.nodes import Nodes
 from service.cluster.placement import Seat, Unit, job_of
 from service.cluster.placement_groups import PlacementGroups
+from service.cluster.ray_private import session_name
+from service.leases.errors import LeaseLost, LeaseUncertain
 from workers.paths import Paths
 
 
@@ -31,6 +34,13 @@ class Cluster:
         self.paths, self.nodes, self.groups, self.agents, self.daemons = paths, nodes, groups, agents, daemons
         self.peak_flops: dict[str, float] = {}
         """Peak FLOP/s of one rank's device by node id, as far as it was measured."""
+        self._epoch: OrderEpoch | None = None
+        self.identity = ""
+        """Which Ray it is; empty where there is none."""
+
+    def obey(self, epoch: OrderEpoch) -> None:
+        """From now on what concerns a job is done only where `epoch` allows it."""
+        self._epoch = self.agents.epoch = self.groups.epoch = epoch
 
     @classmethod
     def connected(cls, ray: Any, home: str | Path) -> Cluster:
@@ -38,7 +48,9 @@ class Cluster:
         connection, paths = RayConnection(ray), Paths.of(home)
         nodes = Nodes(connection)
         agents, daemons = Agents(connection, nodes, paths), NodeDaemons(connection, nodes, paths)
-        return cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons)
+        cluster = cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons)
+        cluster.identity = session_name(ray)
+        return cluster
 
     async def replace_agents(
         self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit
@@ -78,6 +90,8 @@ class Cluster:
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
         """Release `job` for good, and let every node remove what is left of it, such as the snapshots of an agent
         that was killed; or all but its snapshots. A node that does not answer is swept when it comes back."""
+        if self._epoch is not None:
+            self._epoch(job, None)
         await self.release(job, keep_snapshots)
         await self.daemons.end_job(job, keep_snapshots)
 
@@ -90,5 +104,6 @@ class Cluster:
         """Tell Ray that all actors on `node` are dead, so that calls to them fail now and not when Ray finds out."""
         for agent in await self.agents.find(await self.agents.names()):
             if agent is not None and await self.agents.node_of(agent) == node:
-                await self.agents.kill([agent])
+                with contextlib.suppress(LeaseLost, LeaseUncertain):  # whoever looks after that job does it
+                    await self.agents.kill([agent])
         await self.daemons.kill(node)

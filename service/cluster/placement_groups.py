@@ -10,9 +10,10 @@ import contextlib
 import threading
 from collections.abc import Collection, Iterable, Sequence
 
+from service.cluster.agent_client import OrderEpoch
 from service.cluster.connection import RayConnection
 from service.cluster.nodes import Nodes
-from service.cluster.placement import Unit, anywhere_but, avoidable, placement_group_name, replica_bundles
+from service.cluster.placement import Unit, anywhere_but, avoidable, job_of, placement_group_name, replica_bundles
 from service.cluster.ray_private import placement_group_states
 from workers.config import ParallelConfig
 from workers.errors import MantaError
@@ -32,6 +33,8 @@ class PlacementGroups:
 
     def __init__(self, ray: RayConnection, nodes: Nodes):
         self._ray, self._nodes = ray, nodes
+        self.epoch: OrderEpoch | None = None
+        """Says whether places of a job may be taken or given back; None: there are no leases."""
 
     async def acquire(
         self,
@@ -48,6 +51,8 @@ class PlacementGroups:
         Nodes in `avoid` are not used, unless the others cannot hold the layout or are not free in a moment. Raises
         NotPlaced after `timeout` seconds; nothing is held then.
         """
+        if self.epoch is not None:
+            self.epoch(job, None)
         avoided = avoidable(layout, await self._nodes.capacity(unit), avoid) if avoid else set()
         bundles = replica_bundles(layout, unit)
         wanted = {
@@ -67,6 +72,9 @@ class PlacementGroups:
     async def remove(self, names: Iterable[str]) -> None:
         """Remove groups by name; those that are gone are no error."""
         names = list(names)
+        if self.epoch is not None:
+            for job in {job for name in names if (job := job_of(name)) is not None}:
+                self.epoch(job, None)
         if names:
             await self._ray.run(self._remove, names)
 

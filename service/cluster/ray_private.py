@@ -54,3 +54,8 @@ def node_of_actor(ray: Any, actor: Any) -> str | None:
     about = ray._private.state.actors(actor._actor_id.hex()) or {}
     node: str | None = (about.get("Address") or {}).get("NodeID")
     return node
+
+
+def session_name(ray: Any) -> str:
+    """Which cluster this process is connected to: a name that each has anew. `ray`: the module, connected."""
+    return str(ray._private.worker.global_worker.node.session_name)

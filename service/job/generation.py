@@ -94,18 +94,20 @@ class RunningGeneration:
 
     async def wait(self, *signals: asyncio.Event) -> None:
         """Return when all ranks have finished, when one has died or come to rest, or when one of `signals` is set."""
-        stops = {asyncio.create_task(signal.wait()) for signal in signals}
+        waits = {asyncio.create_task(signal.wait()) for signal in signals}
         try:
             while not (self.all_ended or self.broken or any(signal.is_set() for signal in signals)):
                 self._changed.clear()
                 change = asyncio.create_task(self._changed.wait())
+                waits.add(change)
                 alongside = [task for task in self._alongside if not task.done()]
-                await asyncio.wait({change, *stops, *self._running(), *alongside}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({*waits, *self._running(), *alongside}, return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
+                waits.discard(change)
                 self._raise_errors()
         finally:
-            for stop in stops:
-                stop.cancel()
+            for wait in waits:
+                wait.cancel()
 
     async def wait_for_culprit(self) -> None:
         """After a death that is only a consequence, give the death behind it a moment to be seen."""

@@ -34,6 +34,7 @@ async def catch_up(record: JobRecord, cluster: Cluster, job: Job) -> bool:
             await record.write(lambda s: restored.pause(s, job.id))
         return False
     described = await describe_each(living)
+    await record.store.exceed(max((about.owner_epoch for about in described.values()), default=0))
     gang = newer_gang(job.generation, {names[number]: about for number, about in described.items()})
     if gang is None:
         return False

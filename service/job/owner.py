@@ -17,6 +17,7 @@ from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.older_database import catch_up
 from service.job.record import JobRecord
 from service.job.supervisor import Supervisor
+from service.leases.errors import LeaseLost, LeaseUncertain
 from service.pauses import growing_pauses
 from service.states import SUPERVISED, JobState
 from service.store import Store
@@ -46,13 +47,17 @@ class JobOwner:
 
     async def run(self, placed_generation: int | None) -> None:
         """Own the job to its end. `placed_generation`: the number that its placement groups carry when they were just
-        acquired; None: take over what another control plane left."""
+        acquired; None: take over what another control plane left. Raises LeaseLost where another one owns it."""
         pauses = growing_pauses(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         while True:
             began = time.monotonic()
             try:
                 if await self._supervise(placed_generation):
                     return
+            except LeaseLost:
+                raise
+            except LeaseUncertain as error:
+                log.warning("%s is taken up again: %s", self.id, error)
             except Exception as error:
                 log.exception("supervisor of %s", self.id)
                 if time.monotonic() - began > STEADY_SECONDS:
@@ -63,6 +68,7 @@ class JobOwner:
 
     async def _supervise(self, placed_generation: int | None) -> bool:
         """Whether the job is final, paused, or back in the queue."""
+        await self._store.until_certain()
         job = await self._record.job()
         if job.state not in SUPERVISED:
             return True
@@ -87,6 +93,7 @@ class JobOwner:
             supervisor.resize()
         try:
             await supervisor.run(placed_generation)
+            await supervisor.settled()
         except ProtocolMismatch as error:  # agents are asked who they are before anything is changed
             return await self._leave_alone(JobState(job.state), str(error))
         finally:

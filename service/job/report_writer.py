@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from sqlalchemy.orm import Session
 
+from service.leases.errors import LeaseLost
 from service.states import JobState
 from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks, recoveries
 from service.store.generations import TrainedStep
@@ -39,6 +40,8 @@ class ReportWriter:
         stored is noted as such and done without: a report ends no job."""
         try:
             await self._take(report)
+        except LeaseLost:
+            raise  # whoever has it now gets the report
         except Exception as error:
             log.exception("report %d of rank %d of %s cannot be stored", report.sequence, report.rank, self._job_id)
             await self._write(self._refused, report, error)

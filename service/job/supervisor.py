@@ -142,6 +142,8 @@ class Supervisor:
                     action = End(JobState.CANCELLED)
                 elif self._job.leaving.is_set():
                     action = while_leaving(action, self._unlaunched, self._job.overdue.is_set())
+                if not isinstance(action, Watch):
+                    await self._record.store.until_certain()
                 try:
                     action = await self._perform(action)
                 except NotPlaced as error:
@@ -151,6 +153,10 @@ class Supervisor:
             self._dismiss_departing()
             if self._running is not None:
                 await self._running.close()
+
+    async def settled(self) -> None:
+        """Return once nothing is done for the job any more."""
+        await asyncio.gather(*self._background_tasks, return_exceptions=True)
 
     async def _first(self, placed_generation: int | None) -> Action:
         job, outcome = await self._record.job(), await self._record.outcome()
@@ -224,7 +230,7 @@ class Supervisor:
             self._job.change_possible.set()
             return Rearrange(Stay("the control plane was restarted during a change of size"))
         if not lost:
-            await self._record.event("adopted", "the control plane was restarted; the job never noticed")
+            await self._record.event("adopted", "another control plane looks after it now; the job never noticed")
         return Watch()
 
     async def _watch_adopted(self, generation: int, lost: list[int]) -> None:
@@ -255,6 +261,7 @@ class Supervisor:
             change = await self._planner.plan(running)
             return Watch() if change is None else Rearrange(change)
         timeline = RecoveryTimeline(noticed_at=time.time())
+        await self._record.store.until_certain()
         await running.wait_for_culprit()
         await asyncio.gather(self._record.note_state(JobState.RECOVERING), running.rest(REST_SECONDS))
         return self._after_deaths(running, timeline)

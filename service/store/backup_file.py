@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from service.states import JobState
-from service.store import events, jobs
+from service.store import events, jobs, leases
 from service.store.database import Store, newest_revision, open_database
 from service.store.errors import StoreUnusable
 from service.store.health import refuse_none
@@ -145,6 +145,7 @@ def _mark(session: Session, made: str, now: float) -> int:
     if last is not None:
         skipped = text("UPDATE sqlite_sequence SET seq = :next WHERE name = 'events'")
         session.execute(skipped, {"next": int(last) + EVENT_IDS_SKIPPED})
+    leases.forget_owners(session)
     unfinished = jobs.unfinished(session)
     for job in unfinished:
         message = f"the database was restored from a backup of {made}; what became of the job since is not known in it"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
@@ -33,23 +34,53 @@ _CONFLICTS = 5
 """How often a write is done again at once that got into the way of another one."""
 
 
+class Fence(Protocol):
+    """What keeps a control plane from writing about what another one has taken over."""
+
+    def check(self, session: Session) -> None:
+        """Raise LeaseLost unless the writer may write; nobody changes that before the transaction ends."""
+        ...
+
+    async def until_certain(self) -> None:
+        """Return once it is certain that the writer still may. Raises LeaseLost."""
+        ...
+
+    async def exceed(self, epoch: int) -> None:
+        """Go on with a higher epoch than this one, if it is not lower: the database is a backup, and has forgotten who
+        came after it was made. Raises LeaseLost."""
+        ...
+
+
 class Store:
     """The job database. Any thread may read; one thread of its own does all writing, one transaction at a time.
 
     Rows that come out of it stay usable after their session is closed.
     """
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, name: str = "manta"):
         """Open the database at `url`: `sqlite:////home/me/.manta/manta.db`, or `postgresql://me:secret@host/manta`.
+        `name`: of the connections to a server, for others to tell them by.
 
         The folder of an SQLite file is made. Call `migrate` before anything else. Raises BadDatabaseUrl, and
         StoreUnusable when the folder cannot be made.
         """
-        self._database = open_database(url)
+        self._database = open_database(url, name)
         self._read_session = sessionmaker(self._database.readers, expire_on_commit=False)
         self._write_session = sessionmaker(expire_on_commit=False)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-writer")
         self._writer_thread: int = self._writer.submit(threading.get_ident).result()
+        self._fence: Fence | None = None
+
+    def fenced(self, fence: Fence) -> Store:
+        """The same database for who may write there only as long as `fence` lets them. Closed with this one."""
+        store = copy.copy(self)
+        store._fence = fence
+        return store
+
+    async def until_certain(self) -> None:
+        """Return once it is certain that whoever writes with this store still may. Raises LeaseLost where not."""
+        if self._fence is not None:
+            await self._fence.until_certain()
 
     @property
     def engine(self) -> Engine:
@@ -145,6 +176,11 @@ class Store:
         """As `write`, without blocking the event loop."""
         return await asyncio.wrap_future(self._submit(operation))
 
+    async def exceed(self, epoch: int) -> None:
+        """Write on with a higher epoch than this one, which an agent knows; see `Fence.exceed`. Raises LeaseLost."""
+        if self._fence is not None:
+            await self._fence.exceed(epoch)
+
     def ping(self) -> None:
         """Ask the database for nothing. Raises sqlalchemy.exc.SQLAlchemyError when it cannot answer."""
         with self.read() as session:
@@ -158,7 +194,18 @@ class Store:
     def _submit(self, operation: Callable[[Session], T]) -> Future[T]:
         if threading.get_ident() == self._writer_thread:
             raise RuntimeError("write() inside a write operation would wait for itself; use the operation's session")
-        return self._writer.submit(self._run, operation)
+        return self._writer.submit(self._run, self._behind_fence(operation))
+
+    def _behind_fence(self, operation: Callable[[Session], T]) -> Callable[[Session], T]:
+        fence = self._fence
+        if fence is None:
+            return operation
+
+        def checked(session: Session) -> T:
+            fence.check(session)
+            return operation(session)
+
+        return checked
 
     def _run(self, operation: Callable[[Session], T]) -> T:
         for _ in range(_CONFLICTS):
@@ -185,11 +232,11 @@ def newest_revision() -> str:
     return max(path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("[0-9]*.py"))
 
 
-def open_database(url: str) -> SqliteDatabase | PostgresDatabase:
-    """The database at `url`. Raises BadDatabaseUrl, StoreUnusable."""
+def open_database(url: str, name: str = "manta") -> SqliteDatabase | PostgresDatabase:
+    """The database at `url`; `name`: of the connections to a server. Raises BadDatabaseUrl, StoreUnusable."""
     location = parse_url(url)
     if file_of(location) is not None:
         return SqliteDatabase(location)
     from service.store.postgresql import PostgresDatabase  # with its driver, which SQLite does not need
 
-    return PostgresDatabase(location)
+    return PostgresDatabase(location, name)

@@ -12,7 +12,7 @@ from sqlalchemy import CursorResult, delete, select
 from sqlalchemy.orm import Session
 
 from service.states import JobState, is_final
-from service.store import events, failed_jobs, jobs
+from service.store import events, failed_jobs, jobs, leases
 from service.store.errors import JobNotFinal
 from service.store.tables import (
     Base,
@@ -66,6 +66,7 @@ def end(session: Session, job_id: str) -> dict[str, int]:
         for table in _OF_A_JOB
     }
     counts[Job.__tablename__] = _deleted(session, delete(Job).where(Job.id == job_id))
+    leases.forget(session, job_id)
     session.add(DeletedJob(id=job_id, deleted_at=time.time()))
     return counts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, load_only
 
 from service.store.tables import Installation
 
@@ -15,8 +15,18 @@ def ray_namespace(session: Session, ray_is_new: bool) -> str:
     until Ray is a new one in which nothing can run yet (`ray_is_new`). Raises NoResultFound where the row is missing:
     with another id nobody would find what runs.
     """
-    installation = session.scalars(select(Installation)).one()
+    known_to_all = load_only(Installation.id, Installation.ray_namespace)  # the database may be of a release before
+    installation = session.scalars(select(Installation).options(known_to_all)).one()
     own = f"manta-{installation.id}"
     if ray_is_new and installation.ray_namespace != own:
         installation.ray_namespace = own
     return installation.ray_namespace
+
+
+def home_of_jobs(session: Session, home: str) -> str:
+    """The folder of the files of all jobs, at the same path for all control planes that share them: the `home` of the
+    first one that there was."""
+    installation = session.scalars(select(Installation).with_for_update()).one()
+    if installation.home is None:
+        installation.home = home
+    return installation.home

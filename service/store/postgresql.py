@@ -6,11 +6,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import psycopg
 from sqlalchemy import URL, Connection, Engine, RootTransaction, create_engine, event
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 from service.pauses import growing_pauses
 from service.store.errors import OutcomeUnknown, StoreUnusable
@@ -21,6 +23,7 @@ from service.store.psycopg_connection import BoundedConnection
 log = logging.getLogger(__name__)
 
 OLDEST_SERVER = 14
+USUAL_NAME = "manta"
 CONNECT_SECONDS = 10
 STATEMENT_SECONDS = 20
 """What the server gives a statement. A lock is waited for half as long."""
@@ -45,7 +48,6 @@ _CLIENT: dict[str, Any] = {
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
-    "application_name": "manta",
 }
 _ADVICE = (
     ("password authentication failed", "check user and password in its URL, or in PGPASSFILE's file"),
@@ -60,13 +62,18 @@ _ADVICE = (
 class PostgresDatabase:
     """Connections to a server, and what only PostgreSQL needs or can do."""
 
-    def __init__(self, url: URL):
+    def __init__(self, url: URL, name: str = USUAL_NAME):
+        """`name`: of its connections, as the server shows them; where it is not the usual one, others tell them by it,
+        and it comes before one in the URL."""
         self.location, self._name = shown(url), url.database
+        if name != USUAL_NAME or "application_name" not in url.query:
+            url = url.update_query_dict({"application_name": name})
         self.url = url.render_as_string(hide_password=False)
         # A read is one consistent state of the database, which needs more than READ COMMITTED. Writes do not: they lock
         # the rows that they depend on.
         self.readers = _engine(url, "REPEATABLE READ", read_only=True, pool_size=5, max_overflow=25)
         self.writer = _engine(url, "READ COMMITTED", read_only=False, pool_size=1, max_overflow=1)
+        self._keeper = _engine(url, "AUTOCOMMIT", read_only=False, pool_size=1, max_overflow=0)
         self._closed = threading.Event()
 
     def refuse_unsuitable(self) -> None:
@@ -130,6 +137,25 @@ class PostgresDatabase:
                 break
         raise OutcomeUnknown(None, None, error.orig or error) from error
 
+    @contextmanager
+    def keeping(self, seconds: float) -> Iterator[Connection]:
+        """A connection for renewals, which wait for no other work here. An answer may take `seconds`."""
+        with self._keeper.connect() as connection:
+            _driver(connection).answer_seconds = seconds
+            yield connection
+
+    def wait_for_notification(self, connection: Connection, seconds: float) -> bool:
+        """Whether somebody notifies within `seconds` of what `connection` listens to."""
+        driver = _driver(connection)
+        bound, driver.answer_seconds = driver.answer_seconds, None
+        try:
+            return any(True for _ in driver.notifies(timeout=seconds, stop_after=1))
+        except psycopg.Error as error:
+            connection.invalidate(error)
+            raise OperationalError("waiting for a notification", None, error) from error
+        finally:
+            driver.answer_seconds = bound
+
     def is_conflict(self, error: BaseException) -> bool:
         """Whether the server ended the transaction for another one's sake: done again at once, it goes through."""
         return isinstance(error, DBAPIError) and getattr(error.orig, "sqlstate", None) in _CONFLICTS
@@ -139,6 +165,7 @@ class PostgresDatabase:
         self._closed.set()
         self.readers.dispose()
         self.writer.dispose()
+        self._keeper.dispose()
 
 
 def unsuitable(version: int, encoding: str) -> str | None:

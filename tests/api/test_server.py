@@ -169,6 +169,14 @@ def test_second_service_of_a_home_gives_way(tmp_path):
         server.lock_home(tmp_path)
 
 
+def test_of_two_services_with_one_sqlite_file_the_second_says_so_and_leaves(tmp_path):
+    url = f"sqlite:///{tmp_path}/shared.db"
+    (held,) = server.lock_database(tmp_path / "one", url)
+    with held, pytest.raises(server.AlreadyRunning, match=r"another service uses .*/shared.db already, and an SQLite"):
+        server.lock_database(tmp_path / "two", url)
+    assert server.lock_database(tmp_path, "postgresql://manta@/jobs") == []
+
+
 def test_address_in_use_is_a_sentence():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -40,9 +40,11 @@ HOLD_SECONDS = 0.5
 class Manta:
     """A running service as its users see it, and what tests do behind its back."""
 
-    def __init__(self, home: Path, corpus: Path, slots: int = SLOTS, database: str | None = None):
-        """`database`: its URL, where it is not in the home."""
-        self.database = database
+    def __init__(
+        self, home: Path, corpus: Path, slots: int | None = SLOTS, database: str | None = None, ray: str | None = None
+    ):
+        """`database`: its URL, where it is not in the home; `ray`: address of the Ray, where it is not its own."""
+        self.database, self._ray = database, ray
         self.home, self.paths, self._corpus, self._slots = home, Paths.of(home), corpus, slots
         self.url = ""
         self.start()
@@ -50,7 +52,7 @@ class Manta:
     def start(self) -> None:
         """`manta up`."""
         self.url = start_service(
-            self.home, "127.0.0.1", 0, self._slots, None, allow_faults=True, database=self.database
+            self.home, "127.0.0.1", 0, self._slots, self._ray, allow_faults=True, database=self.database
         )
         self.client = MantaClient.of_home(self.home)
 

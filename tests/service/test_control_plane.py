@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
-from service import control_plane, scheduler
+from service import control_plane, housekeeping, scheduler
 from service.cluster import node_care
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.placement import agent_name, placement_group_name, seats_of
@@ -292,7 +292,7 @@ def test_daemon_that_hangs_holds_up_neither_the_start_nor_other_nodes(start, clu
 
 
 def test_ray_that_does_not_answer_at_the_start_keeps_no_job_from_being_taken_over(start, cluster, started, monkeypatch):
-    monkeypatch.setattr(control_plane, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(housekeeping, "RETRY_SECONDS", 0.0)
     asked, real = [], cluster.groups.states
 
     async def states():
@@ -401,14 +401,14 @@ def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(
 ):
     monkeypatch.setattr(control_plane, "CLAIM_SECONDS", 0.001)
     plane, looks, acquire = start(), [], cluster.groups.acquire
-    unfinished = plane._unfinished
+    first = plane._leases.look
 
-    def look():
-        looks.append(plane._scheduler.placing)
-        return unfinished()
+    async def look(is_busy):
+        looks.append(plane._housekeeping.scheduler.placing)
+        return await first(is_busy)
 
     async def slow(*arguments, **options):
-        monkeypatch.setattr(plane, "_unfinished", look)
+        monkeypatch.setattr(plane._leases, "look", look)
         while len(looks) < 5:
             await asyncio.sleep(0)
         assert plane._owners == {}
@@ -621,7 +621,7 @@ def test_ray_that_hangs_is_said_to_and_nothing_waits_for_it_without_end(start, c
 def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
     start, cluster, submit, store, monkeypatch
 ):
-    monkeypatch.setattr(control_plane, "MEMORY_SECONDS", 0.001)
+    monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
     job = submit()
     store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
     store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() + 1000))

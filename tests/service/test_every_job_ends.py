@@ -17,6 +17,7 @@ from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.control_plane import ControlPlane
 from service.job.supervisor import Supervisor
+from service.leases.held import Leases
 from service.states import TIME_LIMITS, JobState, is_final
 from service.store import IllegalTransition, Store, jobs, pauses
 from tests.service.support.fake_cluster import FakeCluster
@@ -102,6 +103,7 @@ class Trouble:
         plane = ControlPlane(self.home, SimpleNamespace())
         plane._store.close()
         plane._store, plane._loop = self.store, asyncio.get_running_loop()
+        plane._leases = Leases(self.store, plane._leases.me)
         while True:
             try:
                 await plane._begin(self.cluster)
@@ -206,7 +208,7 @@ class Trouble:
     async def user_resumes(self, job):
         with contextlib.suppress(IllegalTransition, OperationalError):
             self.store.write(lambda s: pauses.request_resume(s, job))
-            self.plane._scheduler.wake()
+            self.plane._wake_scheduler()
 
     async def user_cancels(self):
         job = self.jobs[0]

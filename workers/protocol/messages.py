@@ -188,6 +188,8 @@ class AgentDescription:
     """Of the last launch; None before the first."""
     sizes: tuple[int, ...] = ()
     """Its tensor-parallel size, pipeline stages and replicas."""
+    owner_epoch: int = 0
+    """Highest epoch of a control plane that has asked anything of it; 0: of none that has one."""
     protocol: int = PROTOCOL
 
 

@@ -21,6 +21,7 @@ from workers.protocol.messages import (
     StoredSnapshot,
     check_protocol,
 )
+from workers.protocol.ownership import Ownership
 from workers.protocol.remote_call import serve
 from workers.protocol.reports import KillReason, Report
 from workers.rank.report_buffer import ReportBuffer
@@ -40,12 +41,15 @@ class Agent:
         """`home`, `runtime_folder`: see `workers/paths.py`; `snapshot_folder`: the job's, in shared memory; `group`:
         the placement group that it is in."""
         self._group = group
+        self._ownership = Ownership()
         self._reports = ReportBuffer()
         self._slot = TrainerSlot(job, rank, home, runtime_folder, snapshot_folder, self._reports)
         self._sharing = SnapshotSharing(snapshot_folder)
 
     async def call(self, method: str, arguments: JsonObject) -> Any:
-        """A method of this class for other processes: arguments and answer as JSON (`remote_call.py`)."""
+        """A method of this class for other processes: arguments and answer as JSON (`remote_call.py`). Raises
+        StaleOwner."""
+        self._ownership.admit(method, arguments)
         return await serve(self, method, arguments)
 
     async def describe(self) -> AgentDescription:
@@ -62,6 +66,7 @@ class Agent:
             devices=host.devices,
             rank=None if order is None else order.rank,
             sizes=() if order is None else order.sizes,
+            owner_epoch=self._ownership.epoch,
         )
 
     async def launch(self, order: LaunchOrder) -> Launched:

@@ -18,6 +18,7 @@ from tests.service.support.simulated_training import SimulatedTraining
 from workers.config import ParallelConfig
 from workers.protocol.json_codec import JsonObject, to_json
 from workers.protocol.messages import Heartbeat, StoreAddress
+from workers.protocol.ownership import Ownership, StaleOwner
 from workers.protocol.remote_call import serve
 
 HOST = "127.0.0.1"
@@ -31,6 +32,9 @@ class SimulatedCluster:
         self.cluster = FakeCluster(home, **slots)
         self.training = SimulatedTraining(self.cluster)
         self._ports: dict[str, int] = {}
+        self._owners: dict[str, Ownership] = {}
+        self.refused = 0
+        """Orders of owners that others had taken over from."""
 
     async def living(self) -> list[str]:
         """The nodes."""
@@ -106,6 +110,7 @@ class SimulatedCluster:
         return {
             "committed": dict(self.training.committed),
             "problems": self.training.problems,
+            "refused": self.refused,
             "held": sorted([*self.cluster.agents.living, *self.cluster.groups.held]),
         }
 
@@ -116,6 +121,11 @@ class SimulatedCluster:
         living = self.cluster.agents.living.get(agent)
         if living is None:
             raise AgentLost("the actor is dead")
+        try:
+            self._owners.setdefault(agent, Ownership()).admit(method, arguments)
+        except StaleOwner:
+            self.refused += 1
+            raise
         return await serve(living, method, arguments)
 
 

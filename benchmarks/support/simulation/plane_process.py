@@ -17,8 +17,8 @@ READY = "ready"
 class SimulatedControlPlane(ControlPlane):
     """The real one, with another cluster."""
 
-    def __init__(self, home: Path, socket: str):
-        super().__init__(home, ExistingRay(socket))
+    def __init__(self, home: Path, socket: str, database: str | None = None):
+        super().__init__(home, ExistingRay(socket), database_url=database)
         self._socket = socket
 
     def _connect(self, namespace: str) -> Cluster:
@@ -26,7 +26,7 @@ class SimulatedControlPlane(ControlPlane):
 
 
 if __name__ == "__main__":
-    SimulatedControlPlane(Path(sys.argv[1]), sys.argv[2]).start()
+    SimulatedControlPlane(Path(sys.argv[1]), *sys.argv[2:4]).start()
     print(READY, flush=True)
     while True:
         time.sleep(3600.0)

@@ -27,13 +27,16 @@ class NotReady(MantaError):
 
 
 class ControlPlaneProcess:
-    """One control plane, of many that use one home."""
+    """One control plane, of many that use one home one after the other."""
 
-    def __init__(self, home: Path, socket: Path):
+    def __init__(self, home: Path, socket: Path, database: str | None = None):
+        """`database`: its URL, where it is not in the home."""
+        home.mkdir(exist_ok=True)
         self._log = home / "plane.log"
+        words = [str(home), str(socket), *([] if database is None else [database])]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.support.simulation.plane_process", str(home), str(socket)],
+                [sys.executable, "-m", "benchmarks.support.simulation.plane_process", *words],
                 stdout=subprocess.PIPE,
                 stderr=log,
             )

@@ -9,21 +9,22 @@ from typing import Any, TypeVar
 
 from benchmarks.support.simulation.cluster_process import HOST, SimulatedCluster
 from benchmarks.support.simulation.messages import Channel
-from service.cluster.agent_client import AgentClient, AgentFailed, AgentLost, RayAgent
+from service.cluster.agent_client import AgentClient, AgentFailed, AgentLost, OrderEpoch, RayAgent
 from service.cluster.cluster import Cluster
 from service.cluster.node_daemons import HeartbeatSource
 from service.cluster.nodes import RayNode
-from service.cluster.placement import Capacity, Seat, Unit
+from service.cluster.placement import Capacity, Seat, Unit, job_of
 from service.cluster.placement_groups import NotPlaced
 from workers.config import ParallelConfig
 from workers.paths import Paths
 from workers.protocol.json_codec import JsonObject, MalformedMessage
 from workers.protocol.messages import NodeDescription, StoreAddress
+from workers.protocol.ownership import StaleOwner
 from workers.protocol.remote_call import call
 
 T = TypeVar("T")
 ERRORS: dict[str, type[Exception]] = {
-    each.__name__: each for each in (AgentLost, AgentFailed, NotPlaced, MalformedMessage)
+    each.__name__: each for each in (AgentLost, AgentFailed, NotPlaced, MalformedMessage, StaleOwner)
 }
 
 
@@ -82,6 +83,12 @@ class SimulatedGroups:
 
     def __init__(self, asking: Asking):
         self._asking = asking
+        self.epoch: OrderEpoch | None = None
+
+    def _check_orders(self, job_ids: Iterable[str | None]) -> None:
+        for job in job_ids:
+            if self.epoch is not None and job is not None:
+                self.epoch(job, None)
 
     async def acquire(
         self,
@@ -94,6 +101,7 @@ class SimulatedGroups:
         replicas: Sequence[int] | None = None,
     ) -> None:
         """Raises NotPlaced."""
+        self._check_orders([job])
         await self._asking.ask(
             SimulatedCluster.acquire,
             job=job,
@@ -109,14 +117,16 @@ class SimulatedGroups:
 
     async def remove(self, names: Iterable[str]) -> None:
         """Give them back."""
-        await self._asking.ask(SimulatedCluster.remove_groups, names=list(names))
+        names = list(names)
+        self._check_orders({job_of(name) for name in names})
+        await self._asking.ask(SimulatedCluster.remove_groups, names=names)
 
 
 class SimulatedAgentClient(RayAgent):
     """An AgentClient of a simulated agent: calls are those of an agent in Ray, only the way there is another."""
 
-    def __init__(self, channel: Channel, name: str):
-        super().__init__(None, None)
+    def __init__(self, channel: Channel, name: str, epoch: OrderEpoch | None):
+        super().__init__(None, None, str(job_of(name)), epoch)
         self._channel, self.name = channel, name
 
     async def _send(self, method: str, arguments: JsonObject) -> Any:
@@ -128,6 +138,7 @@ class SimulatedAgents:
 
     def __init__(self, asking: Asking):
         self._asking = asking
+        self.epoch: OrderEpoch | None = None
 
     async def start(self, job: str, generation: int, seats: Mapping[int, Seat], unit: Unit) -> list[AgentClient]:
         """One for each seat."""
@@ -139,7 +150,7 @@ class SimulatedAgents:
             groups=[seat.group for seat in seats.values()],
             bundles=[seat.bundle for seat in seats.values()],
         )
-        return [SimulatedAgentClient(self._asking.channel, name) for name in names]
+        return [SimulatedAgentClient(self._asking.channel, name, self.epoch) for name in names]
 
     async def start_snapshot_holders(self, job: str, nodes: Collection[str]) -> list[AgentClient]:
         """None: ranks of simulated jobs do not die."""
@@ -152,7 +163,9 @@ class SimulatedAgents:
     async def find(self, names: Sequence[str]) -> list[AgentClient | None]:
         """Those that live."""
         living = set(await self.names())
-        return [SimulatedAgentClient(self._asking.channel, name) if name in living else None for name in names]
+        return [
+            SimulatedAgentClient(self._asking.channel, name, self.epoch) if name in living else None for name in names
+        ]
 
     async def node_of(self, agent: AgentClient) -> str | None:
         """Its node."""
@@ -160,11 +173,21 @@ class SimulatedAgents:
 
     async def kill(self, agents: Iterable[AgentClient | None]) -> None:
         """Without a word."""
+        agents = list(agents)
+        _check_orders(agents)
         await self._asking.ask(SimulatedCluster.kill, agents=_names(agents))
 
     async def end(self, agents: Iterable[AgentClient | None], keep_snapshots: bool) -> None:
         """With their trainers."""
+        agents = list(agents)
+        _check_orders(agents)
         await self._asking.ask(SimulatedCluster.end, agents=_names(agents), keep_snapshots=keep_snapshots)
+
+
+def _check_orders(agents: Iterable[AgentClient | None]) -> None:
+    for agent in agents:
+        if isinstance(agent, SimulatedAgentClient):
+            agent.check_order()
 
 
 def _names(agents: Iterable[AgentClient | None]) -> list[str]:

@@ -22,8 +22,8 @@ from service.store.tables import Base
 from tests.service.support.older_databases import UNDO_0010
 
 TABLES = {
-    "api_keys", "audit", "browser_tokens", "checkpoints", "compatibility", "deleted_jobs", "events", "generations",
-    "installation", "jobs", "metrics", "projects", "ranks", "recoveries", "state_changes",
+    "api_keys", "audit", "browser_tokens", "checkpoints", "compatibility", "control_planes", "deleted_jobs", "events",
+    "generations", "installation", "jobs", "leases", "metrics", "projects", "ranks", "recoveries", "state_changes",
 }  # fmt: skip
 
 

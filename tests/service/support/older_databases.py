@@ -1,8 +1,10 @@
 """How a database becomes one of a release before."""
 
 UNDO_0010 = (
+    *(f"DROP TABLE {table}" for table in ("control_planes", "leases")),
+    "ALTER TABLE installation DROP COLUMN home",
     *(f"DROP TABLE {table}" for table in ("audit", "browser_tokens", "api_keys", "projects")),
     *(f"DROP INDEX ix_jobs_{columns}" for columns in ("project_id", "project_state_id")),
     "ALTER TABLE jobs DROP COLUMN project",
 )
-"""Statements that leave what migration 0010 found."""
+"""Statements that leave what migration 0010 found, of the newest schema."""

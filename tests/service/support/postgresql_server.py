@@ -108,9 +108,9 @@ class PostgresServer:
         takes longer than a test."""
         from service.store import database
 
-        def open_database(url: str) -> Any:
-            if self._shared is None or url != self.url(self._shared):
-                return opened(url)
+        def open_database(url: str, name: str = "manta") -> Any:
+            if self._shared is None or url != self.url(self._shared) or name != "manta":
+                return opened(url, name)
             if url not in self._kept:
                 self._kept[url] = opened(url)
                 self._kept[url].close = lambda: None

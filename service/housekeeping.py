@@ -1,0 +1,187 @@
+"""What one control plane does for all jobs, whoever looks after each of them: the queue, what is left of jobs that are
+over, and snapshots that were kept for long enough."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import TypeVar
+
+from sqlalchemy.orm import Session
+
+from service.cluster.cluster import Cluster
+from service.cluster.errors import ClusterUnavailable
+from service.cluster.node_care import NodeCare
+from service.data_roots import ANYWHERE, DataRoots
+from service.job.older_database import catch_up
+from service.job.record import JobRecord
+from service.leases.decisions import HOUSEKEEPING
+from service.leases.held import HeldLease, Leases
+from service.scheduler import Placed, Scheduler
+from service.states import SUPERVISED, JobState, is_final
+from service.store import Store, deletion, failed_jobs, jobs
+from service.stored_specs import SpecNotUnderstood
+from workers.protocol.messages import ProtocolMismatch
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+RETRY_SECONDS = 1.0
+# How often it is looked for failed jobs whose snapshots were kept for long enough.
+MEMORY_SECONDS = 30.0
+# How often it is looked whether it falls to this control plane.
+CLAIM_SECONDS = 1.0
+UNKNOWN_JOB = (
+    "agents or places of %s are there, but the database does not know that job (is it restored from an older backup?): "
+    "it is left running"
+)
+
+
+class Housekeeping:
+    """Done here whenever its lease is."""
+
+    def __init__(
+        self, store: Store, cluster: Cluster, leases: Leases, placed: Placed, data_roots: DataRoots = ANYWHERE
+    ):
+        """`placed` and `data_roots`: as for `Scheduler`."""
+        self._store, self._cluster, self._leases = store, cluster, leases
+        self._placed, self._data_roots = placed, data_roots
+        self._work: asyncio.Task[None] | None = None
+        self.scheduler: Scheduler | None = None
+        """None before it was ever done here."""
+
+    def wake(self) -> None:
+        """Something in the queue has changed, or there is more room."""
+        if self.scheduler is not None:
+            self.scheduler.wake()
+
+    def is_placing(self, job_id: str) -> bool:
+        """Whether the job will have an owner in a moment."""
+        return self.scheduler is not None and job_id in self.scheduler.placing
+
+    @property
+    def is_done_here(self) -> bool:
+        """Whether it falls to this control plane."""
+        return self._leases.of(HOUSEKEEPING) is not None
+
+    def stop_if_lost(self) -> None:
+        """Leave it to the control plane that does it by now."""
+        if self._work is not None and not self.is_done_here:
+            self._work.cancel()
+
+    async def run(self, care: NodeCare) -> None:
+        """Until cancelled. `care`: for the nodes, to which jobs are only placed once they had time to answer."""
+        try:
+            while True:
+                try:
+                    if (lease := await self._leases.claim(HOUSEKEEPING)) is not None:
+                        self._work = asyncio.create_task(self._keep(lease, care), name="housekeeping")
+                        await asyncio.wait({self._work})
+                        if not self._work.cancelled():
+                            self._work.result()
+                except Exception:  # jobs wait in the queue: it is tried again
+                    log.exception("what is done for all jobs has failed")
+                await asyncio.sleep(CLAIM_SECONDS)
+        finally:
+            if self._work is not None:
+                self._work.cancel()
+                await asyncio.gather(self._work, return_exceptions=True)
+
+    async def _keep(self, lease: HeldLease, care: NodeCare) -> None:
+        store = self._store.fenced(lease)
+        self.scheduler = scheduler = Scheduler(store, self._cluster, self._placed, self._data_roots, self._leases)
+        await self._have_nodes_swept()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._admit(scheduler, care))
+            group.create_task(self._let_go_of_memory())
+
+    async def _have_nodes_swept(self) -> None:
+        """Whoever did it before may have died in between."""
+        if not self._leases.alone:
+            try:
+                self._cluster.nodes.unswept.update(await self._cluster.nodes.living())
+            except ClusterUnavailable as error:
+                log.warning("nodes are not swept anew: %s", error)
+
+    async def _admit(self, scheduler: Scheduler, care: NodeCare) -> None:
+        """Place queued jobs, once nothing is left of jobs that are over, and the nodes have had time to answer."""
+        await self._release_leftovers()
+        await care.first_answers()
+        await scheduler.run()
+
+    async def _release_leftovers(self) -> None:
+        """Release what jobs hold that are over, paused or in the queue. Until Ray has said what there is."""
+        while True:
+            try:
+                await self._release_those_without_owner()
+                return
+            except Exception:  # Ray may not answer for a while
+                log.exception("what is left of jobs could not be released; it is tried again")
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _release_those_without_owner(self) -> None:
+        held = await self._cluster.jobs()
+        states, deleted = await self._fates(held)
+        keeping = await self._read(failed_jobs.holding_memory)
+        for job in held:
+            if job not in states and job not in deleted:
+                log.error(UNKNOWN_JOB, job)
+            elif job in deleted or states[job] not in SUPERVISED:
+                async with self._leases.borrowed(job) as lease:
+                    if lease is not None and (job in deleted or not await self._runs_in_spite_of_that(job, lease)):
+                        # One that waits, is paused, or may be tried again, goes on from its snapshots.
+                        await self._cluster.release(job, keep_snapshots=job in keeping)
+                        log.warning("released what was left of %s", job)
+
+    async def _runs_in_spite_of_that(self, job_id: str, lease: HeldLease) -> bool:
+        """Whether a job that holds nothing according to the database runs all the same, and is taken over: the database
+        is a backup."""
+        job = await self._read(lambda session: jobs.get(session, job_id))
+        try:
+            return await catch_up(JobRecord(self._store.fenced(lease), job_id), self._cluster, job)
+        except (ProtocolMismatch, SpecNotUnderstood):
+            return False
+
+    async def over(self, job_ids: Collection[str]) -> set[str]:
+        """Those of these jobs that are over, and whose snapshots nobody needs any more, where it falls to this control
+        plane to remove them. What the database does not know is not over: it may be a backup, older than the job."""
+        if not (self.is_done_here or self._leases.alone):
+            return set()
+        states, deleted = await self._fates(job_ids)
+        keeping = await self._read(failed_jobs.holding_memory)
+        for job in set(job_ids) - states.keys() - deleted:
+            log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
+        return {job for job, state in states.items() if is_final(state) and job not in keeping} | deleted
+
+    async def _let_go_of_memory(self) -> None:
+        """Remove the snapshots of failed jobs that were kept for long enough."""
+        while True:
+            try:
+                for job_id in await self._read(lambda session: failed_jobs.memory_expired(session, time.time())):
+                    async with self._leases.borrowed(job_id) as lease:
+                        if lease is not None:
+                            await self._let_go_of_memory_of(job_id, self._store.fenced(lease))
+            except Exception:  # what is left is looked for again
+                log.exception("could not remove snapshots that were kept for long enough")
+            await asyncio.sleep(MEMORY_SECONDS)
+
+    async def _let_go_of_memory_of(self, job_id: str, store: Store) -> None:
+        # First the row: from then on a retry, which may come at any moment, asks for a checkpoint.
+        if await store.write_async(partial(failed_jobs.let_memory_go, job_id=job_id, now=time.time())):
+            await self._cluster.end_job(job_id)
+
+    async def _fates(self, job_ids: Collection[str]) -> tuple[dict[str, JobState], set[str]]:
+        """The states of those of these jobs that the database knows, and those that were deleted."""
+        return await self._read(
+            lambda session: (jobs.states(session, job_ids), deletion.deleted_ones(session, job_ids))
+        )
+
+    async def _read(self, query: Callable[[Session], T]) -> T:
+        def read() -> T:
+            with self._store.read() as session:
+                return query(session)
+
+        return await asyncio.to_thread(read)

@@ -1,0 +1,1 @@
+"""Who of several control planes looks after what."""

@@ -1,0 +1,83 @@
+"""What follows from who holds what: pure functions over data."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Sequence
+from dataclasses import dataclass
+
+from service.states import SUPERVISED, JobState
+
+LEASE_SECONDS = 6.0
+"""How long a control plane counts as living after it has said so last."""
+RENEW_SECONDS = 1.0
+MARGIN_SECONDS = 1.0
+"""How much earlier an owner stops giving orders than others may take over: what an order that is out may take."""
+LEAST_SURPLUS = 3
+"""By how many jobs more than another a control plane has too many."""
+HOUSEKEEPING = "housekeeping"
+"""Name of the lease for what concerns all jobs: the queue, retention, what is left of jobs that are over."""
+
+
+@dataclass(frozen=True)
+class JobInBrief:
+    """A job that is not final, and who looks after it."""
+
+    id: str
+    state: JobState
+    wanted_replicas: int | None
+    priority: int
+    owner: str | None
+    """A control plane that lives; None: nobody."""
+    epoch: int
+    """0: nobody ever has."""
+
+
+def is_over(lease_until: float, now: float) -> bool:
+    """Whether a control plane that counts as living until `lease_until` is taken for dead; both by the database's
+    clock."""
+    return lease_until <= now
+
+
+def may_be_given(lease_until: float, now: float) -> bool:
+    """Whether a control plane has said so lately that it lives that a job may be handed over to it; both by the
+    database's clock."""
+    return lease_until - now > LEASE_SECONDS - 2 * RENEW_SECONDS
+
+
+def may_order(asked_at: float, now: float) -> bool:
+    """Whether a control plane that last asked for its renewal at `asked_at`, and got it, can be sure that nobody has
+    taken over from it; both by a clock of its own that goes on while it stands still."""
+    return now - asked_at < LEASE_SECONDS - MARGIN_SECONDS
+
+
+def lost(held: Collection[str], found: Collection[str]) -> set[str]:
+    """What a control plane believes to hold, though the database says (`found`) that it does not any more."""
+    return set(held) - set(found)
+
+
+def strays(owned: Collection[str], held: Container[str], jobs: Sequence[JobInBrief]) -> set[str]:
+    """What is to be given back: the database says that a control plane owns it, which does not know that, since it
+    broke off while it gave it back, and nobody has to look after it."""
+    supervised = {job.id for job in jobs if job.state in SUPERVISED}
+    return {name for name in owned if name not in held and name not in supervised}
+
+
+def to_claim(jobs: Sequence[JobInBrief], held: Container[str], me: str, living: int) -> list[str]:
+    """The jobs that `me` takes now, one of `living` control planes: of those that nobody looks after its share, so that
+    all that live get some of a dead one's; and those that the database says are its own, but that it does not know."""
+    orphans = [job.id for job in jobs if job.state in SUPERVISED and job.owner is None and job.id not in held]
+    share = -(-len(orphans) // max(1, living))
+    own = [job.id for job in jobs if job.state in SUPERVISED and job.owner == me and job.id not in held]
+    return own + orphans[:share]
+
+
+def to_hand_over(jobs: Sequence[JobInBrief], me: str, living: Collection[str]) -> dict[str, str]:
+    """By job to which of these control planes, `me` among them, `me` gives it: where it has clearly more than another,
+    to that one, until both have as many. Only jobs that train and have nothing else going on."""
+    counts = {plane: sum(job.owner == plane for job in jobs) for plane in living}
+    least = min(sorted(counts), key=counts.__getitem__, default=me)
+    surplus = counts.get(me, 0) - counts.get(least, 0)
+    if surplus < LEAST_SURPLUS:
+        return {}
+    mine = [job.id for job in jobs if job.owner == me and job.state == JobState.RUNNING]
+    return dict.fromkeys(mine[: surplus // 2], least)

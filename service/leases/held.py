@@ -1,0 +1,302 @@
+"""What this control plane looks after: what it holds, whether that is certain, and how it takes and gives it back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sqlalchemy.orm import Session
+
+from service.leases import decisions
+from service.leases.decisions import JobInBrief
+from service.leases.errors import LeaseLost, LeaseUncertain
+from service.pauses import growing_pauses
+from service.store import Store, leases
+from service.store.retries import until_done
+from service.store.sqlite import SqliteDatabase
+from workers.protocol.ownership import READS
+
+if TYPE_CHECKING:
+    from service.leases.keeper import Keeper
+
+log = logging.getLogger(__name__)
+
+# Between two tries to get a lease that somebody is about to give back.
+PAUSES = 0.05, 1.0
+
+
+@dataclass(eq=False)
+class HeldLease:
+    """The `Fence` of a store for whoever looks after `name`."""
+
+    name: str
+    epoch: int
+    _leases: Leases
+
+    def check(self, session: Session) -> None:
+        """Raises LeaseLost."""
+        leases.check(session, self.name, self._leases.me, self.epoch)
+
+    async def until_certain(self) -> None:
+        """Raises LeaseLost."""
+        await self._leases.until_certain(self.name)
+
+    async def exceed(self, epoch: int) -> None:
+        """Raises LeaseLost."""
+        if epoch > self.epoch:
+            await self._leases.raise_epoch(self.name, epoch)
+
+
+class Leases:
+    """All leases of this process. Where the database is a file this is the only process, and what it has it keeps."""
+
+    def __init__(self, store: Store, me: str, clock: Callable[[], float] = time.monotonic):
+        """`me`: the id of this control plane, which is new with each process."""
+        self._store, self.me, self._clock = store, me, clock
+        self.alone = isinstance(store.database, SqliteDatabase)
+        self.changed = asyncio.Event()
+        """Another control plane may have left something to see."""
+        self._held: dict[str, HeldLease] = {}
+        self._keeper: Keeper | None = None
+        self._asked_at = 0.0
+        self._removed = self._looked_after_removal = 0
+        self._place = self._ray = ""
+        self._waiting: list[asyncio.Future[None]] = []
+        self._borrowing: dict[str, asyncio.Lock] = {}
+        self._claiming: set[str] = set()
+
+    def join(self, place: str, ray: str) -> None:
+        """Count as living from now on, in `place` and on `ray`; then `begin`. Raises OtherRay."""
+        self._place, self._ray, self._asked_at = place, ray, self._clock()
+        self._store.write(lambda session: leases.join(session, self.me, place, ray, self.alone))
+
+    def begin(self) -> None:
+        """Go on to count as living. On the loop of all that uses this."""
+        database, loop = self._store.database, asyncio.get_running_loop()
+        if isinstance(database, SqliteDatabase):
+            return
+        from service.leases.keeper import Keeper  # with the driver of a server, which a file does not need
+
+        self._keeper = Keeper(
+            database,
+            self.me,
+            lambda asked_at, in_time: _tell(loop, self._note_renewal, asked_at, in_time),
+            lambda: _tell(loop, self.changed.set),
+        )
+        self._keeper.start()
+
+    async def leave(self) -> None:
+        """Give everything back, for others to take at once."""
+        if self._keeper is not None:
+            self._keeper.stop()
+        self._held.clear()
+        await self._store.write_async(lambda session: leases.leave(session, self.me))
+
+    def _note_renewal(self, asked_at: float, in_time: bool) -> None:
+        if in_time:
+            self._asked_at = asked_at
+            self._wake_waiting()
+        elif self._removed == self._looked_after_removal:
+            log.error("this control plane was taken for dead; it looks what is left to it")
+            self._removed += 1
+            self.changed.set()
+
+    def _wake_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            if not each.done():
+                each.set_result(None)
+
+    @property
+    def certain(self) -> bool:
+        """Whether nobody can have taken over what is held."""
+        if self.alone:
+            return True
+        return self._removed == self._looked_after_removal and decisions.may_order(self._asked_at, self._clock())
+
+    async def until_certain(self, name: str) -> None:
+        """Return once `name` is certainly held. Raises LeaseLost."""
+        while True:
+            if name not in self._held:
+                raise LeaseLost(name)
+            if self.certain:
+                return
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiting)
+            await waiting
+
+    def of(self, name: str) -> HeldLease | None:
+        """The lease, where it is held."""
+        return self._held.get(name)
+
+    def epoch(self, job_id: str, method: str | None = None) -> int | None:
+        """The epoch that a call of one of the job's agents carries, by the call's `method`; None: whatever else ends or
+        moves what a job has. Without a lease only reads are allowed, and have none. Raises LeaseLost,
+        LeaseUncertain."""
+        lease = self._held.get(job_id)
+        if lease is None:
+            if method in READS:
+                return None
+            raise LeaseLost(job_id)
+        # Reports that an owner has stored may be forgotten whoever else asks for them.
+        if method not in READS and method != "reports" and not self.certain:
+            raise LeaseUncertain(job_id)
+        return lease.epoch
+
+    async def claim(self, name: str) -> HeldLease | None:
+        """Take `name`; None where another control plane that lives has it. What is held already stays as it is."""
+        if name in self._held:
+            return self._held[name]
+        self._claiming.add(name)
+        try:
+            epoch = await self._store.write_async(lambda session: leases.claim(session, name, self.me))
+            return None if epoch is None else self.hold(name, epoch)
+        finally:
+            self._claiming.discard(name)
+
+    def claim_within(self, session: Session, name: str) -> int | None:
+        """Take `name` as part of another transaction, and `hold` it after its commit; None where anybody has it, this
+        control plane included."""
+        return None if name in self._held else leases.claim(session, name, self.me)
+
+    def hold(self, name: str, epoch: int) -> HeldLease:
+        """`name` was taken with `epoch`."""
+        lease = self._held[name] = HeldLease(name, epoch, self)
+        return lease
+
+    async def raise_epoch(self, name: str, above: int) -> None:
+        """Hold `name` with an epoch above that, which an agent has seen. Raises LeaseLost."""
+        lease = self._held.get(name)
+        if lease is None:
+            raise LeaseLost(name)
+        epoch = lease.epoch
+        lease.epoch = await self._store.write_async(
+            lambda session: leases.raise_epoch(session, name, self.me, epoch, above)
+        )
+
+    async def release(self, name: str) -> None:
+        """Give `name` back, however long the database takes."""
+        lease = self._held.pop(name, None)
+        if lease is not None:
+            epoch = lease.epoch
+            await until_done(
+                lambda: self._store.write_async(lambda session: leases.release(session, name, self.me, epoch))
+            )
+
+    @contextlib.asynccontextmanager
+    async def borrowed(self, job_id: str, seconds: float = 0.0) -> AsyncIterator[HeldLease | None]:
+        """Hold the lease of a job for a moment, to remove what it has. None where somebody, here or elsewhere, still
+        looks after it after `seconds`."""
+        async with self._borrowing.setdefault(job_id, asyncio.Lock()):
+            lease = await self._claim_unheld(job_id, time.monotonic() + seconds)
+            try:
+                yield lease
+            finally:
+                if lease is not None:
+                    await self.release(job_id)
+                    self.changed.set()
+
+    async def _claim_unheld(self, job_id: str, deadline: float) -> HeldLease | None:
+        for pause in growing_pauses(*PAUSES):
+            lease = None if job_id in self._held else await self.claim(job_id)
+            if lease is not None or time.monotonic() >= deadline:
+                return lease
+            await asyncio.sleep(pause)
+        raise AssertionError("the pauses have no end")
+
+    def is_borrowed(self, job_id: str) -> bool:
+        """Whether the lease of the job is held, but by nobody who looks after it."""
+        lock = self._borrowing.get(job_id)
+        return lock is not None and lock.locked()
+
+    def drop(self, name: str) -> None:
+        """Whoever looked after `name` here has stopped. Where the database still says that it is held, it is looked
+        after again."""
+        self._held.pop(name, None)
+
+    def wake_others(self) -> None:
+        """Have other control planes look at once at what was written. Any thread."""
+        if not self.alone:
+            self._store.write(leases.wake_others)
+
+    async def hand_over(self, job_id: str, epoch: int, to: str) -> None:
+        """Have `to` look after the job, after whoever did it here, with `epoch`, has stopped. Raises LeaseLost."""
+        self._held.pop(job_id, None)
+        await self._store.write_async(lambda session: leases.hand_over(session, job_id, self.me, epoch, to))
+
+    async def look(self, is_busy: Callable[[str], bool] = lambda job: False) -> tuple[list[JobInBrief], dict[str, str]]:
+        """All jobs that are not final, and by job to whom it is to be handed over. What is not held any more is let go;
+        of what nobody looks after, this control plane's share is taken. `is_busy`: whether a job's lease is being taken
+        already, so that it is held in a moment; asked on any thread."""
+        removals, names = self._removed, set(self._held)
+        if removals != self._looked_after_removal:
+            await self._store.write_async(lambda session: leases.join(session, self.me, self._place, self._ray, False))
+        seen = await asyncio.to_thread(self._read)
+        if not self.alone:
+            for name in decisions.lost(names & self._held.keys(), seen.owned):
+                log.warning("%s is looked after by another control plane now", name)
+                del self._held[name]
+        self._looked_after_removal = removals
+        self._wake_waiting()
+        known = _Known(self._held, self._claiming, is_busy)
+        if decisions.strays(seen.owned, known, seen.jobs):
+            await self._store.write_async(lambda session: self._release_strays(session, known))
+        if not seen.somebody_died and not decisions.to_claim(seen.jobs, known, self.me, len(seen.living)):
+            return seen.jobs, decisions.to_hand_over(seen.jobs, self.me, seen.well)
+        jobs, taken = await self._store.write_async(lambda session: self._take(session, known))
+        for job, epoch in taken.items():
+            self.hold(job, epoch)
+        return jobs, {}
+
+    def _release_strays(self, session: Session, known: _Known) -> None:
+        strays = decisions.strays(leases.owned(session, self.me), known, leases.overview(session))
+        leases.release_all(session, strays, self.me)
+
+    def _read(self) -> _Seen:
+        with self._store.read() as session:
+            died = not self.alone and leases.somebody_died(session, self.me)
+            owned = leases.owned(session, self.me)
+            return _Seen(leases.overview(session), owned, leases.living(session), leases.well(session), died)
+
+    def _take(self, session: Session, known: _Known) -> tuple[list[JobInBrief], dict[str, int]]:
+        if not self.alone:
+            leases.remove_dead(session)
+        jobs = leases.overview(session)
+        wanted = decisions.to_claim(jobs, known, self.me, len(leases.living(session)))
+        claims = {job: leases.claim(session, job, self.me) for job in wanted}
+        return jobs, {job: epoch for job, epoch in claims.items() if epoch is not None}
+
+
+class _Known:
+    """What is held, or will be in a moment: of the moment in which it is asked."""
+
+    def __init__(self, held: Mapping[str, HeldLease], claiming: Container[str], is_busy: Callable[[str], bool]):
+        self._held, self._claiming, self._is_busy = held, claiming, is_busy
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held or name in self._claiming or self._is_busy(str(name))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    jobs: list[JobInBrief]
+    owned: set[str]
+    living: list[str]
+    well: list[str]
+    somebody_died: bool
+
+
+def _tell(loop: asyncio.AbstractEventLoop, what: Callable[..., object], *about: object) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+        loop.call_soon_threadsafe(what, *about)
+
+
+def new_id() -> str:
+    """Of a control plane."""
+    return secrets.token_hex(8)

@@ -1,0 +1,202 @@
+"""All queries about control planes and what each of them looks after (decision 0012)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any, cast
+
+from sqlalchemy import CursorResult, bindparam, delete, select, text, update
+from sqlalchemy.orm import Session
+
+from service.leases.decisions import LEASE_SECONDS, JobInBrief, is_over, may_be_given
+from service.leases.errors import LeaseLost, OtherRay
+from service.states import FINAL, JobState
+from service.store.locks import MEMBERS_LOCK
+from service.store.tables import ControlPlaneRow, Job, Lease
+
+CHANNEL = "manta"
+"""Of the notifications with which control planes wake each other."""
+
+
+def now(session: Session) -> float:
+    """The database's clock, in Unix seconds."""
+    if session.get_bind().dialect.name == "sqlite":  # which has none but this machine's
+        return time.time()
+    return float(session.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
+
+
+def join(session: Session, me: str, place: str, ray: str, alone: bool) -> None:
+    """Have `me` count as living from now on, and those that were at its `place` before as dead, or with `alone` all
+    others. Raises OtherRay where another one lives that does not use this `ray`."""
+    others = select(ControlPlaneRow.id).where(ControlPlaneRow.id != me)
+    _remove(session, list(session.scalars(others if alone else others.where(ControlPlaneRow.place == place))))
+    remove_dead(session)
+    other = session.scalars(select(ControlPlaneRow).where(ControlPlaneRow.ray != ray, ControlPlaneRow.id != me)).first()
+    if other is not None:
+        raise OtherRay(other.place, other.ray, ray)
+    session.merge(ControlPlaneRow(id=me, place=place, ray=ray, lease_until=now(session) + LEASE_SECONDS))
+
+
+def renew(session: Session, me: str) -> bool:
+    """Have `me` count as living for longer; False where it was taken for dead."""
+    until = now(session) + LEASE_SECONDS
+    return _count(session, update(ControlPlaneRow).where(ControlPlaneRow.id == me).values(lease_until=until)) == 1
+
+
+def somebody_died(session: Session, me: str) -> bool:
+    """Whether the time of a control plane other than `me` is over."""
+    return bool(set(_dead(session)) - {me})
+
+
+def remove_dead(session: Session) -> None:
+    """Remove those whose time is over. What they were doing in the database is undone."""
+    _remove(session, _dead(session), only_if_dead=True)
+
+
+def leave(session: Session, me: str) -> None:
+    """`me` looks after nothing any more, and says so to the others."""
+    session.execute(delete(ControlPlaneRow).where(ControlPlaneRow.id == me))
+    session.execute(update(Lease).where(Lease.owner == me).values(owner=None))
+    wake_others(session)
+
+
+def living(session: Session) -> list[str]:
+    """The ids of all control planes that were not found dead."""
+    return list(session.scalars(select(ControlPlaneRow.id)))
+
+
+def well(session: Session) -> list[str]:
+    """The ids of those that have said lately that they live."""
+    rows = session.execute(select(ControlPlaneRow.id, ControlPlaneRow.lease_until)).all()
+    at = now(session)
+    return [each for each, until in rows if may_be_given(until, at)]
+
+
+def hand_over(session: Session, name: str, me: str, epoch: int, to: str) -> None:
+    """Have `to` find that it is to look after `name`. Raises LeaseLost."""
+    check(session, name, me, epoch)
+    session.execute(update(Lease).where(Lease.name == name).values(owner=to))
+    wake_others(session)
+
+
+def claim(session: Session, name: str, me: str) -> int | None:
+    """Have `me` look after `name`; the epoch of that, or None where another one that lives does."""
+    _lock(session, shared=True)
+    session.execute(text("INSERT INTO leases (name, epoch) VALUES (:name, 0) ON CONFLICT DO NOTHING"), {"name": name})
+    lease = session.scalars(
+        select(Lease).where(Lease.name == name).with_for_update().execution_options(populate_existing=True)
+    ).one()
+    if lease.owner not in (None, me) and session.get(ControlPlaneRow, lease.owner) is not None:
+        return None
+    lease.owner, lease.epoch = me, lease.epoch + 1
+    session.flush()
+    return lease.epoch
+
+
+def check(session: Session, name: str, me: str, epoch: int) -> None:
+    """Make sure that `me` looks after `name` with this `epoch`, and go on to do so until the transaction ends. Raises
+    LeaseLost."""
+    found = select(Lease.epoch).where(Lease.name == name, Lease.owner == me).with_for_update(read=True)
+    if session.scalar(found) != epoch:
+        raise LeaseLost(name)
+
+
+def raise_epoch(session: Session, name: str, me: str, epoch: int, above: int) -> int:
+    """Go on looking after `name` with an epoch higher than `above` too, which an agent knows of a time that this
+    database has forgotten; the new one. Raises LeaseLost."""
+    check(session, name, me, epoch)
+    higher = max(epoch, above) + 1
+    session.execute(update(Lease).where(Lease.name == name).values(epoch=higher))
+    return higher
+
+
+def release(session: Session, name: str, me: str, epoch: int) -> None:
+    """Look after `name` no more, unless another one does already."""
+    held = (Lease.name == name, Lease.owner == me, Lease.epoch == epoch)
+    session.execute(update(Lease).where(*held).values(owner=None))
+    wake_others(session)
+
+
+def wake_others(session: Session) -> None:
+    """Have all control planes look at once, instead of in a moment."""
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(text("SELECT pg_notify(:channel, '')"), {"channel": CHANNEL})
+
+
+def overview(session: Session) -> list[JobInBrief]:
+    """All jobs that are not final, in the order in which they get their turn."""
+    query = (
+        select(Job.id, Job.state, Job.wanted_replicas, Job.priority, ControlPlaneRow.id, Lease.epoch)
+        .outerjoin(Lease, Lease.name == Job.id)
+        .outerjoin(ControlPlaneRow, ControlPlaneRow.id == Lease.owner)
+        .where(Job.state.not_in(FINAL))
+        .order_by(Job.priority.desc(), Job.id)
+    )
+    return [
+        JobInBrief(job, JobState(state), replicas, priority, owner, epoch or 0)
+        for job, state, replicas, priority, owner, epoch in session.execute(query)
+    ]
+
+
+def owned(session: Session, me: str) -> set[str]:
+    """The names of all leases that `me` has."""
+    return set(session.scalars(select(Lease.name).where(Lease.owner == me)))
+
+
+def release_all(session: Session, names: Collection[str], me: str) -> None:
+    """Look after these no more, unless others do already."""
+    session.execute(update(Lease).where(Lease.name.in_(names), Lease.owner == me).values(owner=None))
+    wake_others(session)
+
+
+def forget(session: Session, name: str) -> None:
+    """There is nothing to look after any more."""
+    session.execute(delete(Lease).where(Lease.name == name))
+
+
+def forget_owners(session: Session) -> None:
+    """In a database that was restored nobody looks after anything; epochs stay."""
+    session.execute(delete(ControlPlaneRow))
+    session.execute(update(Lease).values(owner=None))
+
+
+def connection_name(me: str) -> str:
+    """Of the connections of `me`, as the server shows them."""
+    return f"manta-{me}"
+
+
+def _dead(session: Session) -> list[str]:
+    rows = session.execute(select(ControlPlaneRow.id, ControlPlaneRow.lease_until)).all()
+    at = now(session)
+    return [each for each, until in rows if is_over(until, at)]
+
+
+def _remove(session: Session, ids: list[str], only_if_dead: bool = False) -> None:
+    if ids:
+        _end_connections(session, ids)
+    _lock(session, shared=False)
+    if only_if_dead:  # or it was late, and has renewed meanwhile
+        ids = [each for each in _dead(session) if each in ids]
+    session.execute(delete(ControlPlaneRow).where(ControlPlaneRow.id.in_(ids)))
+
+
+def _end_connections(session: Session, ids: list[str]) -> None:
+    """One that was stopped within a transaction still holds its locks."""
+    if session.get_bind().dialect.name == "postgresql":
+        ending = text(
+            "SELECT pg_terminate_backend(pid, 2000) FROM pg_stat_activity WHERE application_name IN :names "
+            "AND datname = current_database() AND usename = current_user AND pid <> pg_backend_pid()"
+        ).bindparams(bindparam("names", expanding=True))
+        session.execute(ending, {"names": [connection_name(each) for each in ids]})
+
+
+def _lock(session: Session, shared: bool) -> None:
+    """To the end of the transaction nobody joins or is removed; with `shared` others may look who is there too."""
+    if session.get_bind().dialect.name == "postgresql":
+        kind = "_shared" if shared else ""
+        session.execute(text(f"SELECT pg_advisory_xact_lock{kind}({MEMBERS_LOCK})"))
+
+
+def _count(session: Session, statement: Any) -> int:
+    return cast("CursorResult[Any]", session.execute(statement)).rowcount

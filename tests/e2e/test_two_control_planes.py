@@ -1,0 +1,88 @@
+"""Two control planes on one PostgreSQL and one Ray: one takes over what the other has, however that ends, and the job
+never notices; both answer whatever is asked about any job."""
+
+import signal
+
+import psutil
+import pytest
+
+from api.cli.service import stop_service
+from api.local_service import running_service
+from service.cluster.ray_head import RayHead
+from tests.e2e.conftest import PAIR, Manta
+
+
+@pytest.fixture
+def planes(postgres, tmp_path_factory, corpus, monkeypatch):
+    """The first has a Ray of its own, which the second uses too."""
+    database = postgres.url(postgres.make_empty())
+    first = Manta(tmp_path_factory.mktemp("first"), corpus, slots=3, database=database)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(first.paths.ray_token))
+    address = RayHead(first.home).record().address
+    homes = [first.home, tmp_path_factory.mktemp("second")]
+    try:
+        yield first, Manta(homes[1], corpus, slots=None, database=database, ray=address)
+    finally:
+        for home in reversed(homes):
+            stop_service(home)
+
+
+def taken_over(by, job, times):
+    """Wait until the job was taken over so often, as `by` says."""
+    by.until(f"take-over {times}", lambda: len(by.events(job, "adopted")) == times)
+
+
+def goes_on(manta, job):
+    step = manta.client.job(job).step
+    manta.until("another step", lambda: manta.client.job(job).step > step)
+
+
+def gives_way(manta, job):
+    """Whether it says so: at its next write, or when it looks who owns what, whichever comes first."""
+    said = (manta.home / "logs" / "service.log").read_text()
+    sentences = ("is not looked after by this control plane any more", "is looked after by another control plane now")
+    return any(f"{job} {sentence}" in said for sentence in sentences)
+
+
+def test_job_trains_on_whatever_happens_to_its_owner(planes):
+    first, second = planes
+    job = second.submit(second.spec(steps=20_000, layout=PAIR))  # and the first one places it
+    first.hold(job, 1, step=3)
+    pids = first.pids(job)
+    assert second.pids(job) == pids
+
+    first.kill_service()
+    taken_over(second, job, 1)
+    goes_on(second, job)
+
+    first.start()
+    other = first.submit(first.spec(steps=20_000, layout=(1, 1, 1)))  # and the second one places it
+    first.until_step(other, 1)
+    first.client.cancel(other)
+    first.until_state(other, "CANCELLED")
+
+    second.kill_service(signal.SIGTERM)
+    taken_over(first, job, 2)
+    goes_on(first, job)
+
+    second.start()
+    stale = psutil.Process(int(str(running_service(first.home)["pid"])))
+    stale.send_signal(signal.SIGSTOP)
+    try:
+        taken_over(second, job, 3)
+        goes_on(second, job)
+    finally:
+        stale.send_signal(signal.SIGCONT)
+    first.until("giving way", lambda: gives_way(first, job))
+    goes_on(first, job)
+
+    found = first.client.job(job)
+    assert (found.state, found.generation, found.restarts) == ("RUNNING", 1, 0)
+    assert first.pids(job) == pids
+    steps = [step for step, _, _ in second.curve(job)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert {event.generation for event in first.events(job, "generation_started")} == {1}
+    first.client.cancel(job)
+    second.until_state(job, "CANCELLED")
+    second.until("the end of its processes", lambda: not first.trainers() and not first.agents())

@@ -1,0 +1,202 @@
+"""What a control plane holds, and that it is still while that is not certain."""
+
+import asyncio
+
+import pytest
+from sqlalchemy import text
+
+from service.leases.decisions import HOUSEKEEPING, LEASE_SECONDS, MARGIN_SECONDS
+from service.leases.errors import LeaseLost, LeaseUncertain
+from service.leases.held import Leases, new_id
+from service.states import JobState
+from service.store import Store, jobs, leases
+from tests.service.support.supervised_job import story
+
+
+class Plane:
+    """The leases of one control plane, without the thread that renews; its clock is a number."""
+
+    def __init__(self, url, name):
+        self.now = 100.0
+        self.store = Store(url)
+        self.leases = Leases(self.store, new_id(), clock=lambda: self.now)
+        self.leases.join(f"host:{name}", "ray-1")
+
+    def renew(self):
+        """As the keeper does."""
+        in_time = self.store.write(lambda session: leases.renew(session, self.leases.me))
+        self.leases._note_renewal(self.now, in_time)
+
+    def seems_dead(self):
+        late = text("UPDATE control_planes SET lease_until = 0 WHERE id = :me")
+        self.store.write(lambda session: session.execute(late, {"me": self.leases.me}))
+
+
+@pytest.fixture
+def planes(postgres):
+    url = postgres.url(postgres.make_migrated())
+    made = [Plane(url, name) for name in ("one", "two")]
+    yield made
+    for plane in made:
+        plane.store.close()
+
+
+@pytest.fixture
+def job(planes, make_spec):
+    def make(session):
+        job, _ = jobs.create(session, make_spec())
+        return jobs.transition(session, job.id, JobState.STARTING).id
+
+    return planes[0].store.write(make)
+
+
+def test_one_owns_what_the_other_does_not_and_all_of_it_once_that_is_dead(planes, job):
+    one, two = planes
+
+    async def body():
+        await one.leases.look()
+        assert await one.leases.claim(HOUSEKEEPING) is not None
+        assert one.leases.of(job) is not None
+        await two.leases.look()
+        assert two.leases.of(job) is None and await two.leases.claim(HOUSEKEEPING) is None
+        one.seems_dead()
+        await two.leases.look()
+        assert two.leases.of(job).epoch == 2 and await two.leases.claim(HOUSEKEEPING) is not None
+
+    story(body)
+
+
+def test_what_was_not_given_back_in_the_end_is_given_back_later(planes, job):
+    one, two = planes
+
+    async def body():
+        one.store.write(lambda session: leases.claim(session, "job_gone", one.leases.me))
+        await one.leases.look(lambda name: name == "job_gone")
+        assert await two.leases.claim("job_gone") is None
+        await one.leases.look()
+        assert await two.leases.claim("job_gone") is not None
+
+    story(body)
+
+
+def test_lease_that_is_being_taken_is_not_taken_once_more(planes, job):
+    one, _ = planes
+
+    async def body():
+        one.store.write(lambda session: leases.claim(session, job, one.leases.me))
+        await one.leases.look(lambda each: each == job)
+        assert one.leases.of(job) is None
+        await one.leases.look()
+        assert one.leases.of(job).epoch == 2
+
+    story(body)
+
+
+def test_stale_owner_writes_nothing_gives_no_order_and_lets_go_when_it_looks(planes, job):
+    one, two = planes
+
+    async def body():
+        await one.leases.look()
+        stale = one.store.fenced(one.leases.of(job))
+        one.seems_dead()
+        await two.leases.look()
+        with pytest.raises(LeaseLost):
+            await stale.write_async(lambda session: jobs.transition(session, job, JobState.RUNNING))
+        one.renew()  # the first thing that it hears: too late
+        assert not one.leases.certain
+        with pytest.raises(LeaseUncertain):
+            one.leases.epoch(job, "stop")
+        await one.leases.look()
+        assert one.leases.certain and one.leases.of(job) is None
+        with pytest.raises(LeaseLost):
+            one.leases.epoch(job, "stop")
+        with pytest.raises(LeaseLost):
+            await stale.until_certain()
+
+    story(body)
+
+
+def test_one_that_was_taken_for_dead_keeps_what_nobody_has_taken(planes, job):
+    one, two = planes
+
+    async def body():
+        await one.leases.look()
+        one.seems_dead()
+        two.store.write(leases.remove_dead)
+        one.renew()
+        await one.leases.look()
+        assert one.leases.certain and one.leases.of(job).epoch == 1
+        one.store.fenced(one.leases.of(job)).write(lambda session: jobs.transition(session, job, JobState.RUNNING))
+
+    story(body)
+
+
+def test_order_waits_while_the_database_is_away_for_longer_than_the_lease_and_reads_go_on(planes, job):
+    one, _ = planes
+
+    async def body():
+        await one.leases.look()
+        one.now += LEASE_SECONDS - MARGIN_SECONDS
+        assert one.leases.epoch(job, "describe") == one.leases.epoch(job, "reports") == 1
+        for method in ("stop", "launch", "rest", None):
+            with pytest.raises(LeaseUncertain):
+                one.leases.epoch(job, method)
+        waiting = asyncio.create_task(one.leases.until_certain(job))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        one.renew()
+        await waiting
+        assert one.leases.epoch(job, "stop") == 1
+
+    story(body)
+
+
+def test_what_is_not_held_may_be_read_and_nothing_else(planes, job):
+    assert planes[0].leases.epoch(job, "describe") is None
+    for method in ("reports", "stop", None):
+        with pytest.raises(LeaseLost):
+            planes[0].leases.epoch(job, method)
+
+
+def test_job_that_is_handed_over_is_found_by_the_other(planes, job):
+    one, two = planes
+
+    async def body():
+        await one.leases.look()
+        await one.leases.hand_over(job, 1, two.leases.me)
+        assert one.leases.of(job) is None
+        await one.leases.look()
+        assert one.leases.of(job) is None
+        await two.leases.look()
+        assert two.leases.of(job).epoch == 2
+        with pytest.raises(LeaseLost):
+            await one.leases.hand_over(job, 1, one.leases.me)
+
+    story(body)
+
+
+def test_clean_end_frees_everything_at_once(planes, job):
+    one, two = planes
+
+    async def body():
+        await one.leases.look()
+        await one.leases.leave()
+        await two.leases.look()
+        assert two.leases.of(job).epoch == 2
+
+    story(body)
+
+
+def test_epoch_rises_above_what_agents_know_from_before_a_restore(planes, job):
+    one, _ = planes
+
+    async def body():
+        await one.leases.look()
+        owned = one.store.fenced(one.leases.of(job))
+        await owned.exceed(1)
+        assert one.leases.epoch(job, "stop") == 1
+        await owned.exceed(41)
+        assert one.leases.epoch(job, "stop") == 42
+        await owned.write_async(lambda session: jobs.transition(session, job, JobState.RUNNING))
+
+    story(body)

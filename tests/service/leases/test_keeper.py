@@ -1,0 +1,85 @@
+"""The thread that says that a control plane lives, on a real server."""
+
+import threading
+
+import pytest
+from sqlalchemy import text
+
+from service.leases.keeper import Keeper
+from service.store import Store, leases
+
+SECONDS = 30.0
+
+
+class Heard:
+    """What a keeper says, for whoever waits for it."""
+
+    def __init__(self):
+        self._changed, self.renewals, self.woken = threading.Condition(), [], 0
+
+    def renewed(self, asked_at, in_time):
+        with self._changed:
+            self.renewals.append((asked_at, in_time))
+            self._changed.notify_all()
+
+    def wake(self):
+        with self._changed:
+            self.woken += 1
+            self._changed.notify_all()
+
+    def until(self, condition):
+        with self._changed:
+            assert self._changed.wait_for(condition, SECONDS)
+
+
+@pytest.fixture
+def kept(postgres):
+    store, heard = Store(postgres.url(postgres.make_migrated())), Heard()
+    store.write(lambda session: leases.join(session, "me", "host:me", "ray-1", False))
+    keeper = Keeper(store.database, "me", heard.renewed, heard.wake)
+    keeper.start()
+    yield store, heard
+    keeper.stop()
+    store.write(leases.wake_others)
+    keeper._thread.join(SECONDS)
+    store.close()
+
+
+def lease_until(store):
+    with store.read() as session:
+        return session.execute(text("SELECT lease_until FROM control_planes")).scalar_one()
+
+
+def test_renews_again_and_again_by_the_databases_clock(kept):
+    store, heard = kept
+    heard.until(lambda: heard.renewals)
+    before = lease_until(store)
+    heard.until(lambda: len(heard.renewals) > 1)
+    assert lease_until(store) > before
+    asked = [asked_at for asked_at, _ in heard.renewals]
+    assert asked == sorted(asked) and all(in_time for _, in_time in heard.renewals)
+
+
+def test_says_that_it_was_too_late_once_its_row_is_gone(kept):
+    store, heard = kept
+    heard.until(lambda: heard.renewals)
+    store.write(lambda session: session.execute(text("DELETE FROM control_planes")))
+    heard.until(lambda: not heard.renewals[-1][1])
+
+
+def test_is_woken_by_others(kept):
+    store, heard = kept
+    heard.until(lambda: heard.renewals)  # it listens by then
+    store.write(leases.wake_others)
+    heard.until(lambda: heard.woken)
+
+
+def test_goes_on_with_another_connection_when_its_own_is_cut(kept):
+    store, heard = kept
+    heard.until(lambda: heard.renewals)
+    cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'UPDATE control_planes%'"
+    others = f"{cut} AND datname = current_database() AND pid <> pg_backend_pid()"
+    store.write(lambda session: session.execute(text(others)))
+    count = len(heard.renewals)
+    heard.until(lambda: len(heard.renewals) > count + 1)
+    assert heard.renewals[-1][1]

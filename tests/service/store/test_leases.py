@@ -1,0 +1,158 @@
+"""Who lives, who holds what, and who may write: on a real server where it matters."""
+
+import threading
+
+import pytest
+from sqlalchemy import text
+
+from service.leases.decisions import LEASE_SECONDS
+from service.leases.errors import LeaseLost, OtherRay
+from service.states import JobState
+from service.store import Store, jobs, leases
+from service.store.leases import connection_name
+
+
+def join(store, me, place=None, ray="ray-1", alone=False):
+    store.write(lambda s: leases.join(s, me, place or f"host:{me}", ray, alone))
+
+
+def claim(store, name, me):
+    return store.write(lambda s: leases.claim(s, name, me))
+
+
+def let_time_pass(store, me, seconds=LEASE_SECONDS + 1):
+    late = text("UPDATE control_planes SET lease_until = lease_until - :seconds WHERE id = :me")
+    store.write(lambda s: s.execute(late, {"seconds": seconds, "me": me}))
+
+
+def owner_of(store, job):
+    with store.read() as session:
+        (found,) = [each for each in leases.overview(session) if each.id == job.id]
+    return found.owner, found.epoch
+
+
+def test_one_that_lives_keeps_what_it_has_and_each_claim_has_an_epoch_of_its_own(store):
+    join(store, "a")
+    join(store, "b")
+    assert claim(store, "job_1", "a") == 1
+    assert claim(store, "job_1", "b") is None
+    store.write(lambda s: leases.release(s, "job_1", "a", 1))
+    assert claim(store, "job_1", "b") == 2
+    assert claim(store, "job_1", "a") is None
+
+
+def test_what_a_dead_one_has_is_free_once_its_time_is_over_and_it_is_removed(store, submit):
+    job = submit()
+    join(store, "a")
+    join(store, "b")
+    claim(store, job.id, "a")
+    assert owner_of(store, job) == ("a", 1)
+    let_time_pass(store, "a")
+    with store.read() as session:
+        assert leases.somebody_died(session, "b")
+    assert claim(store, job.id, "b") is None
+    store.write(leases.remove_dead)
+    assert owner_of(store, job) == (None, 1)
+    assert not store.write(lambda s: leases.renew(s, "a"))
+    assert claim(store, job.id, "b") == 2
+
+
+def test_one_that_was_late_and_has_renewed_is_not_removed(store):
+    join(store, "a")
+    let_time_pass(store, "a")
+    assert store.write(lambda s: leases.renew(s, "a"))
+    store.write(leases.remove_dead)
+    assert store.write(lambda s: leases.renew(s, "a"))
+
+
+def test_next_one_at_the_same_place_takes_over_at_once(store):
+    join(store, "a", place="host:home")
+    assert claim(store, "job_1", "a") == 1
+    join(store, "b", place="host:home")
+    assert claim(store, "job_1", "b") == 2
+
+
+def test_where_there_is_one_process_whoever_starts_takes_everything(store):
+    join(store, "a", place="host:one")
+    assert claim(store, "job_1", "a") == 1
+    join(store, "b", place="host:other", alone=True)
+    assert claim(store, "job_1", "b") == 2
+
+
+def test_control_planes_of_one_database_use_one_ray(store):
+    join(store, "a", place="host:a")
+    with pytest.raises(OtherRay, match="runs already at host:a, and uses another Ray"):
+        join(store, "b", ray="ray-2")
+    let_time_pass(store, "a")
+    join(store, "b", ray="ray-2")
+
+
+def test_clean_end_leaves_everything_to_others(store, submit):
+    job = submit()
+    join(store, "a")
+    join(store, "b")
+    claim(store, job.id, "a")
+    store.write(lambda s: leases.leave(s, "a"))
+    assert owner_of(store, job) == (None, 1)
+    assert claim(store, job.id, "b") == 2
+
+
+def test_stale_owner_writes_nothing(store, submit):
+    job = submit()
+    join(store, "a")
+    claim(store, job.id, "a")
+
+    def write(session, epoch):
+        jobs.transition(session, job.id, JobState.STARTING)
+        leases.check(session, job.id, "a", epoch)
+
+    with pytest.raises(LeaseLost):
+        store.write(lambda s: write(s, 0))
+    let_time_pass(store, "a")
+    store.write(leases.remove_dead)
+    store.write(lambda s: leases.check(s, job.id, "a", 1))  # nobody else has it yet
+    join(store, "b")
+    claim(store, job.id, "b")
+    with pytest.raises(LeaseLost):
+        store.write(lambda s: write(s, 1))
+    with store.read() as session:
+        assert jobs.get(session, job.id).state == "QUEUED"
+
+
+def test_owner_that_a_restored_database_has_forgotten_goes_on_above_what_agents_know(store):
+    join(store, "a")
+    assert claim(store, "job_1", "a") == 1
+    assert store.write(lambda s: leases.raise_epoch(s, "job_1", "a", 1, above=7)) == 8
+    with pytest.raises(LeaseLost):
+        store.write(lambda s: leases.raise_epoch(s, "job_1", "a", 1, above=9))
+
+
+def test_one_that_was_stopped_within_a_transaction_holds_nobody_up(postgres):
+    """Its locks go with its connections, which whoever finds its time over cuts."""
+    url = postgres.url(postgres.make_migrated())
+    stale, other = Store(url, connection_name("a")), Store(url, connection_name("b"))
+    stopped, goes_on = threading.Event(), threading.Event()
+
+    def stand_still(session):
+        leases.check(session, "job_1", "a", 1)
+        session.execute(text("UPDATE leases SET epoch = 100"))
+        stopped.set()
+        goes_on.wait(60)
+
+    try:
+        join(stale, "a")
+        assert claim(stale, "job_1", "a") == 1
+        join(other, "b")
+        writing = stale._submit(stand_still)
+        stopped.wait(60)
+        let_time_pass(other, "a")
+        other.write(leases.remove_dead)
+        assert claim(other, "job_1", "b") == 2
+        goes_on.set()
+        assert writing.exception() is not None
+        with other.read() as session:
+            assert leases.owned(session, "b") == {"job_1"}
+    finally:
+        goes_on.set()
+        stale.close()
+        other.close()
