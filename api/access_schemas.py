@@ -44,6 +44,25 @@ class NewApiKey(ApiKey):
     """The key itself. It is shown this once and kept nowhere."""
 
 
+class Me(Answer):
+    """Who asks, and what that allows."""
+
+    key: str
+    """Id of the key."""
+    key_name: str
+    """What the key is for."""
+    user: str | None
+    """Whom it is for."""
+    project: str
+    """Project that it submits into."""
+    scope: str
+    """read, submit or admin."""
+    installation: bool
+    """Whether it is good for all projects."""
+    browser: bool
+    """Whether it was shown by a browser that is signed in, and not the key itself."""
+
+
 class AuditEntry(Answer):
     """One request that changed something, or would have."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from api import access_schemas
 from api.views import moment, moment_or_none
+from service.identity import Identity
 from service.store import access_tables
 
 
@@ -24,6 +25,19 @@ def key_view(key: access_tables.ApiKey) -> access_schemas.ApiKey:
         created_at=moment(key.created_at),
         expires_at=moment_or_none(key.expires_at),
         revoked_at=moment_or_none(key.revoked_at),
+    )
+
+
+def me_view(who: Identity, browser: bool) -> access_schemas.Me:
+    """Who asks. `browser`: by a session of a browser."""
+    return access_schemas.Me(
+        key=who.key_id,
+        key_name=who.key_name,
+        user=who.user,
+        project=who.project,
+        scope=who.scope,
+        installation=who.installation,
+        browser=browser,
     )
 
 

@@ -29,6 +29,7 @@ from api.routes import (
     ledger,
     links,
     logs,
+    me,
     metrics,
     nodes,
     projects,
@@ -57,6 +58,7 @@ _RESOURCES = (
     keys,
     audit,
     links,
+    me,
     health,
 )
 

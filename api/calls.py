@@ -297,6 +297,16 @@ def create_link() -> Call[access_schemas.OneTimeLink]:
     return Call(access_schemas.OneTimeLink, "POST", "/v1/links")
 
 
+def me() -> Call[access_schemas.Me]:
+    """Who asks, and what that allows."""
+    return Call(access_schemas.Me, "GET", "/v1/me")
+
+
+def end_session() -> Call[access_schemas.Me]:
+    """Sign a browser out."""
+    return Call(access_schemas.Me, "DELETE", "/v1/session")
+
+
 def ready() -> Call[schemas.Health]:
     """Whether the service can run jobs; an ApiError `not_ready` says why not."""
     return Call(schemas.Health, "GET", "/readyz")

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from api import calls
-from api.access_schemas import ApiKey, AuditEntry, NewApiKey, OneTimeLink, Project
+from api.access_schemas import ApiKey, AuditEntry, Me, NewApiKey, OneTimeLink, Project
 from api.calls import ApiError, Call, ServiceUnreachable, raise_for_problem
 from api.local_service import find_key, find_url, trust_in
 from api.requests import FaultRequest, NewKey
@@ -277,6 +277,10 @@ class MantaClient:
     def link(self) -> OneTimeLink:
         """What signs a browser in, once, with the rights of this client's key."""
         return self.send(calls.create_link())
+
+    def me(self) -> Me:
+        """Whose key this client's is, and what it allows."""
+        return self.send(calls.me())
 
     def ready(self) -> Health:
         """Returns when the service can run jobs; ApiError `not_ready` says why it cannot."""

@@ -63,6 +63,8 @@ NEEDS: dict[str, Need] = {
     "revoke_key": _ADMIN,
     "list_audit": _ADMIN,
     "create_link": _READ,
+    "get_me": _READ,
+    "end_session": _READ,
     "get_prometheus_metrics": _READ,
 }
 """By operation."""

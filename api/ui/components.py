@@ -9,17 +9,26 @@ from typing import Any
 
 from nicegui import ui
 
+from api.ui.viewer import Viewer
+
 _STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
 
 
-def frame(crumb: str = "") -> None:
-    """The head of every page: style, name and the way back to the list."""
+def frame(crumb: str = "", viewer: Viewer | None = None) -> None:
+    """The head of every page: style, name, the way back to the list, and who looks at it."""
     ui.add_css(_STYLE)
     with ui.element("header").classes("top"), ui.element("div").classes("top-inner"):
         ui.link("Manta", "/").classes("brand")
         ui.link("Jobs", "/").classes("crumb-link")
         if crumb:
             ui.label(f"/ {crumb}").classes("crumb")
+        if viewer is not None:
+            ui.element("div").classes("gap")
+            ui.label(viewer.name).classes("viewer")
+            if viewer.me is not None and viewer.me.browser:
+                ui.button("Sign out", on_click=viewer.sign_out, color=None).props("flat dense no-caps").classes(
+                    "sign-out"
+                )
 
 
 @contextmanager

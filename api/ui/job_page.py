@@ -8,13 +8,14 @@ from datetime import UTC, datetime
 from nicegui import ui
 
 from api import calls
-from api.client import ApiError, AsyncMantaClient, ServiceUnreachable
+from api.client import ApiError, ServiceUnreachable
 from api.schemas import Job
 from api.ui import charts, formatting
 from api.ui.components import Badge, Bar, Figures, Table, Words, frame, panel
 from api.ui.job_parts import EventList, LedgerBar, LogView, RankGrid
 from api.ui.live import Live
 from api.ui.polling import JobFeed
+from api.ui.viewer import Viewer
 from service.states import JobState, after_action
 
 _FIGURES = (
@@ -26,12 +27,12 @@ _FIGURES = (
 class JobPage:
     """The page: header, charts, ranks, events, checkpoints, log."""
 
-    def __init__(self, client: AsyncMantaClient, job_id: str):
+    def __init__(self, viewer: Viewer, job_id: str):
         """Build the page of a job, empty for now."""
-        self._client = client
-        self._feed = JobFeed(client, job_id)
+        self._client, self._may_change = viewer.client, viewer.may_change
+        self._feed = JobFeed(viewer.client, job_id)
         self._drawn: tuple[int, int] = (0, 0)
-        frame(job_id)
+        frame(job_id, viewer)
         with ui.element("main").classes("page"):
             self.live = Live(self.refresh)
             self._build_header()
@@ -116,9 +117,9 @@ class JobPage:
         self._bar.show(formatting.share_of(job), tone)
         self._progress.show(formatting.progress_text(job))
         self._figures.show(formatting.job_figures(job, datetime.now(UTC)))
-        self._cancel.set_visibility(after_action("cancel", JobState(job.state)) not in (None, job.state))
-        for action, button in self._actions.items():
-            button.set_visibility(after_action(action, JobState(job.state)) not in (None, job.state))
+        for action, button in {"cancel": self._cancel, **self._actions}.items():
+            changes = after_action(action, JobState(job.state)) not in (None, job.state)
+            button.set_visibility(self._may_change and changes)
 
     def _build_action(self, action: str, call: Callable[[str], calls.Call[Job]]) -> ui.button:
         """A button that sends `call` without asking; hidden for now."""

@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 from nicegui import ui
 
 from api import calls
-from api.client import AsyncMantaClient
 from api.ui.components import Badge, Bar, Words, frame, table_head
 from api.ui.formatting import JobRow, cluster_text, job_row
 from api.ui.live import Live
+from api.ui.viewer import Viewer
 from service.states import STATE_NAMES
 
 _HEADINGS = ("Name", "State", "Progress", "Loss", "Tokens/s", "MFU", "Restarts", "Age")
@@ -54,13 +54,13 @@ class JobLine:
 class JobList:
     """The page."""
 
-    def __init__(self, client: AsyncMantaClient, url: str):
+    def __init__(self, viewer: Viewer, url: str):
         """Build the page. `url` is where the browser finds the service, for the commands shown when it is empty."""
-        self._client = client
+        self._client = viewer.client
         self._state: str | None = None
         self._limit = _PAGE
         self._lines: dict[str, JobLine] = {}
-        frame()
+        frame(viewer=viewer)
         with ui.element("main").classes("page"):
             self.live = Live(self.refresh)
             with ui.element("div").classes("title-row"):

@@ -14,6 +14,7 @@ from api.client import ApiError, AsyncMantaClient, ServiceUnreachable
 from api.ui.components import frame
 from api.ui.job_page import JobPage
 from api.ui.list_page import JobList
+from api.ui.viewer import viewer_of
 
 _PATIENCE_SECONDS = 1.0
 
@@ -23,15 +24,16 @@ def register(client_of: Callable[[Request], AsyncMantaClient]) -> None:
 
     @ui.page("/", title="Jobs – Manta")
     async def jobs(request: Request) -> None:
-        await JobList(client_of(request), str(request.base_url).rstrip("/").removesuffix("/ui")).live.start()
+        viewer, url = await viewer_of(client_of(request)), str(request.base_url).rstrip("/").removesuffix("/ui")
+        await JobList(viewer, url).live.start()
 
     @ui.page("/jobs/{job_id}", title="Job – Manta")
     async def job(request: Request, job_id: str) -> None:
-        client = client_of(request)
-        if not await _exists(client, job_id):
+        viewer = await viewer_of(client_of(request))
+        if not await _exists(viewer.client, job_id):
             _nothing_here("There is no such job.", job_id)
             return
-        await JobPage(client, job_id).live.start()
+        await JobPage(viewer, job_id).live.start()
 
 
 async def _exists(client: AsyncMantaClient, job_id: str) -> bool:

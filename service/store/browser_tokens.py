@@ -40,6 +40,11 @@ def open_link(session: Session, link_digest: str, session_digest: str) -> tuple[
     return key, begun
 
 
+def end_session(session: Session, digest: str) -> None:
+    """Have a session open nothing any more; one that is over is no error."""
+    session.execute(delete(BrowserToken).where(BrowserToken.digest == digest, BrowserToken.kind == "session"))
+
+
 def key_of_session(session: Session, digest: str) -> tuple[ApiKey, float] | None:
     """The key whose rights this session has, good or not, and when the session ends; None: there is no such session."""
     query = (

@@ -22,8 +22,8 @@ ANONYMOUS = {"get_health": 200, "get_readiness": 200, "open_link": 404}
 NEEDS = {
     **dict.fromkeys(
         ("list_jobs", "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
-         "list_checkpoints", "get_ledger", "list_recoveries", "get_cluster", "list_projects", "create_link",
-         "get_prometheus_metrics"), ("read",),
+         "list_checkpoints", "get_ledger", "list_recoveries", "get_cluster", "list_projects", "create_link", "get_me",
+         "end_session", "get_prometheus_metrics"), ("read",),
     ),
     **dict.fromkeys(
         ("submit_job", "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job", "retry_job", "resize_job"),
@@ -288,6 +288,32 @@ def test_link_signs_a_browser_in_once_with_the_rights_of_its_key(theirs, service
     service.store.write(lambda session: keys.revoke(session, None, theirs.key))
     service.http.delete(f"/v1/keys/{theirs.key}", headers=bearer(theirs.own["admin"]))
     assert service.http.get(f"/v1/jobs/{theirs.job}", headers=cookie).status_code == 401
+
+
+@pytest.mark.parametrize("operation_id", ["end_session"])
+def test_browser_signs_out_and_the_key_behind_stays_good(theirs, service):
+    def sign_in():
+        path = service.http.post("/v1/links", headers=bearer(theirs.own["submit"])).json()["path"]
+        said = service.http.get(path).headers["Set-Cookie"]
+        service.http.cookies.clear()
+        return {"Cookie": said.partition(";")[0]}
+
+    first, second = sign_in(), sign_in()
+    me = service.http.get("/v1/me", headers=first).json()
+    assert (me["project"], me["scope"], me["installation"], me["browser"]) == ("theirs", "submit", False, True)
+    assert service.http.get("/v1/me", headers=bearer(theirs.own["submit"])).json() == {**me, "browser": False}
+
+    signed_out = service.http.delete("/v1/session", headers=first)
+    assert signed_out.json() == me
+    assert "Max-Age=0" in signed_out.headers["Set-Cookie"] and first["Cookie"].partition("=")[0] in str(
+        signed_out.headers["Set-Cookie"]
+    )
+    assert service.http.get("/v1/me", headers=first).status_code == 401
+    assert service.http.get("/v1/me", headers=second).status_code == 200
+    with_key = service.http.delete("/v1/session", headers=bearer(theirs.own["submit"]))
+    assert with_key.json()["browser"] is False and "Set-Cookie" not in with_key.headers
+    assert service.http.get("/v1/me", headers=bearer(theirs.own["submit"])).status_code == 200
+    assert service.http.get("/v1/me", headers=second).status_code == 200
 
 
 def test_cookie_goes_over_tls_alone_where_browsers_reach_the_service_by_tls(tmp_path, store):

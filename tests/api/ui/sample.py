@@ -175,7 +175,7 @@ def _print_something(folder: Path) -> None:
                 file.write(json.dumps(entry) + "\n")
 
 
-def one_time_link(store: Store, project: str | None = None) -> str:
+def one_time_link(store: Store, project: str | None = None, scope: Scope = Scope.ADMIN) -> str:
     """Path of a link for a new key: of the installation, or of a new project."""
     token = new_browser_token()
 
@@ -183,7 +183,7 @@ def one_time_link(store: Store, project: str | None = None) -> str:
         if project is not None:
             projects.create(session, project)
         key = keys.create(
-            session, digest_of(new_key()), "viewer", Scope.ADMIN, project or DEFAULT_PROJECT, installation=not project
+            session, digest_of(new_key()), "viewer", scope, project or DEFAULT_PROJECT, installation=not project
         )
         browser_tokens.add_link(session, key.id, digest_of(token))
 
@@ -200,7 +200,12 @@ def serve(home: Path, port: int, empty: bool = False) -> None:
     listener = socket.create_server(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     mount(app)
-    links = {"link": f"{url}{one_time_link(store)}", "of_others": f"{url}{one_time_link(store, 'others')}"}
+    links = {
+        "link": one_time_link(store),
+        "of_others": one_time_link(store, "others"),
+        "of_reader": one_time_link(store, scope=Scope.READ),
+    }
+    links = {name: f"{url}{path}" for name, path in links.items()}
     print(json.dumps({"url": url, "job": job_id, **links}), flush=True)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     server.run([listener])

@@ -35,6 +35,8 @@ class Sample:
     """Signs in whoever may see everything."""
     of_others: str
     """Signs in somebody of another project."""
+    of_reader: str
+    """Signs in whoever may see everything and change nothing."""
     store: Store
 
 
@@ -200,6 +202,26 @@ def test_two_viewers_see_what_their_keys_may_see(serve, browser):
     sample.store.write(lambda session: [keys.revoke(session, None, key.id) for key in keys.page(session, None).items])
     expect(mine.locator(".banner")).to_contain_text("send a key that is good")
     assert mine.goto(f"{sample.url}/ui/").status == 401
+
+
+def test_who_may_only_read_is_offered_nothing_else_and_signs_out(serve, browser):
+    sample: Sample = serve()
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_default_timeout(SECONDS)
+    expect.set_options(timeout=SECONDS)
+    page.goto(sample.of_reader)
+    expect(page.locator(".viewer")).to_have_text("viewer")
+    page.locator("tbody tr", has_text="quickstart").get_by_role("link").click()
+    expect(page.locator("h1 + .badge")).to_have_text("RUNNING")
+    for name in ("Cancel job", "Pause", "Resume", "Retry"):
+        expect(page.get_by_role("button", name=name)).to_be_hidden()
+    (cookie,) = context.cookies()
+
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_text("This browser is not signed in.")).to_be_visible()
+    context.add_cookies([cookie])
+    assert page.goto(f"{sample.url}/ui/jobs/{sample.job}").status == 401, "what the browser had is good no more"
 
 
 def _commit(sample: Sample, step: int, loss: float = 1.5) -> None:

@@ -1,0 +1,37 @@
+"""Who asks, and how a browser signs out."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from api import access_schemas, access_views
+from api.access import Caller, request_of_caller
+from api.credentials import cookie_name
+from api.parameters import Control
+from api.problem_codes import changes, reads
+from service.store import browser_tokens
+
+router = APIRouter(tags=["access"])
+
+
+@router.get("/v1/me", responses=reads())
+def get_me(request: Request, caller: Caller) -> access_schemas.Me:
+    """Whose key it is that was shown, and what it allows."""
+    return access_views.me_view(caller, _session_of(request) is not None)
+
+
+@router.delete("/v1/session", responses=changes())
+def end_session(request: Request, response: Response, control: Control, caller: Caller) -> access_schemas.Me:
+    """Sign this browser out: what it has shown opens nothing any more. A key stays as good as it was. Who it was."""
+    session = _session_of(request)
+    if session is not None:
+        control.store.write(lambda store: browser_tokens.end_session(store, session))
+        request.app.state.identities.forget()
+        response.delete_cookie(cookie_name(request.headers.get("host", "")), httponly=True, samesite="strict")
+    return access_views.me_view(caller, session is not None)
+
+
+def _session_of(request: Request) -> str | None:
+    """The digest of the browser's session that the request showed; None where it was a key."""
+    shown = request_of_caller(request).credential
+    return None if shown is None or shown.is_key else shown.digest
