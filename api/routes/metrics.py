@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, BackgroundTasks, Query
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from api import schemas
 from api.access import JobId
 from api.parameters import AfterStep, Control
 from api.problem_codes import OF_A_JOB, reads
-from service.store import jobs, metrics
+from service.store import JobNotFound, Store, jobs, metric_bins, metrics
 from service.store.tables import METRIC_NAMES
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/metrics", tags=["metrics"])
@@ -24,15 +28,28 @@ _NAMES = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}(,[A-Za-z][A-Za-z0-9_]{0,63}){0,
 def get_metrics(
     control: Control,
     job_id: JobId,
+    afterwards: BackgroundTasks,
     names: Annotated[str | None, Query(description="Metric names, separated by commas; default: all")] = None,
     after_step: AfterStep = 0,
     max_points: Annotated[int, Query(ge=1, le=10_000, description="Most steps in the answer")] = 1000,
 ) -> schemas.MetricSeries:
     """Metrics, thinned out to `max_points` steps: the first, the last, and the highest losses in between."""
     with control.store.read() as session:
-        jobs.get(session, job_id)
+        if metric_bins.is_behind(session, jobs.get(session, job_id)):
+            afterwards.add_task(_catch_up, control.store, job_id)
         points = metrics.series(session, job_id, _names(names), after_step, max_points)
     return schemas.MetricSeries(steps=points.steps, series=points.series)
+
+
+async def _catch_up(store: Store, job_id: str) -> None:
+    """Make the bins that are missing, so that the next answer comes quickly; whoever else writes gets in between."""
+    with contextlib.suppress(JobNotFound, SQLAlchemyError):  # whoever asks next tries again
+        while await store.write_async(partial(_catch_up_some, job_id=job_id)):
+            pass
+
+
+def _catch_up_some(session: Session, job_id: str) -> bool:
+    return metric_bins.catch_up(session, jobs.get(session, job_id, lock=True))
 
 
 def _names(text: str | None) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from tests.service.support.older_databases import UNDO_0010
 
 TABLES = {
     "api_keys", "audit", "browser_tokens", "checkpoints", "compatibility", "deleted_jobs", "events", "generations",
-    "installation", "jobs", "metrics", "projects", "ranks", "recoveries", "state_changes",
+    "installation", "jobs", "metric_bins", "metrics", "projects", "ranks", "recoveries", "state_changes",
 }  # fmt: skip
 
 

@@ -1,8 +1,14 @@
 """How a database becomes one of a release before."""
 
+UNDO_0012 = (
+    "DROP TABLE metric_bins",
+    "ALTER TABLE jobs DROP COLUMN binned_until",
+    "ALTER TABLE jobs DROP COLUMN binned_generation",
+)
 UNDO_0010 = (
+    *UNDO_0012,
     *(f"DROP TABLE {table}" for table in ("audit", "browser_tokens", "api_keys", "projects")),
     *(f"DROP INDEX ix_jobs_{columns}" for columns in ("project_id", "project_state_id")),
     "ALTER TABLE jobs DROP COLUMN project",
 )
-"""Statements that leave what migration 0010 found."""
+"""Statements that leave what migration 0010 found, and those after it."""
