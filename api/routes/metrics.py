@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from api import schemas
 from api.access import JobId
 from api.parameters import AfterStep, Control
 from api.problem_codes import OF_A_JOB, reads
+from api.threads import Threads
 from service.store import JobNotFound, Store, jobs, metric_bins, metrics
 from service.store.tables import METRIC_NAMES
 
@@ -25,8 +27,9 @@ _NAMES = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}(,[A-Za-z][A-Za-z0-9_]{0,63}){0,
 
 
 @router.get("", responses=reads(*OF_A_JOB, "invalid_parameter"))
-def get_metrics(
+async def get_metrics(
     control: Control,
+    threads: Threads,
     job_id: JobId,
     afterwards: BackgroundTasks,
     names: Annotated[str | None, Query(description="Metric names, separated by commas; default: all")] = None,
@@ -34,11 +37,19 @@ def get_metrics(
     max_points: Annotated[int, Query(ge=1, le=10_000, description="Most steps in the answer")] = 1000,
 ) -> schemas.MetricSeries:
     """Metrics, thinned out to `max_points` steps: the first, the last, and the highest losses in between."""
-    with control.store.read() as session:
-        if metric_bins.is_behind(session, jobs.get(session, job_id)):
-            afterwards.add_task(_catch_up, control.store, job_id)
-        points = metrics.series(session, job_id, _names(names), after_step, max_points)
+    points, behind = await threads.run(partial(_read, control.store, job_id, _names(names), after_step, max_points))
+    if behind:
+        afterwards.add_task(_catch_up, control.store, job_id)
     return schemas.MetricSeries(steps=points.steps, series=points.series)
+
+
+def _read(
+    store: Store, job_id: str, names: Sequence[str], after_step: int, max_points: int
+) -> tuple[metrics.Series, bool]:
+    """The series, and whether bins are missing."""
+    with store.read() as session:
+        behind = metric_bins.is_behind(session, jobs.get(session, job_id))
+        return metrics.series(session, job_id, names, after_step, max_points), behind
 
 
 async def _catch_up(store: Store, job_id: str) -> None:

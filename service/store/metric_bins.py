@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Select, case, delete, func, insert, literal, select
+from sqlalchemy import case, delete, func, insert, literal, select
 from sqlalchemy.orm import Session
 
 from service.store.tables import Generation, Job, Metric, MetricBin
@@ -79,12 +79,13 @@ def by_height(step: Any, loss: Any) -> tuple[Any, ...]:
     return loss.is_(None), case((loss == -_INFINITY, _INFINITY), else_=loss).desc(), step
 
 
-def candidates(job_id: str, found: Iterable[Segment]) -> list[Select[Any]]:
+def candidates(job_id: str, found: Iterable[Segment]) -> list[Any]:
     """For each segment a query for step and loss of its bins."""
     return [_members(job_id, segment) for segment in found]
 
 
-def _members(job_id: str, segment: Segment) -> Select[Any]:
+def _members(job_id: str, segment: Segment) -> Any:
+    """A query for steps and losses."""
     if segment.level == 0:
         return select(Metric.step, Metric.loss).where(
             Metric.job_id == job_id, Metric.step >= segment.begin, Metric.step < segment.end

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,13 +84,15 @@ def series(
     return Series(steps, values)
 
 
-def recent_step_seconds(session: Session, job_id: str) -> float | None:
-    """Mean duration of the newest 20 steps, in seconds; None where no step has one."""
-    newest = (
-        select(Metric.step_seconds).where(Metric.job_id == job_id).order_by(Metric.step.desc()).limit(_RECENT_STEPS)
-    )
-    known = [seconds for seconds in session.scalars(newest) if seconds is not None]
-    return sum(known) / len(known) if known else None
+def recent_step_seconds(session: Session, job_ids: Collection[str]) -> dict[str, float]:
+    """Mean duration of the newest 20 steps of each of these jobs, in seconds; those of which none has one are left
+    out."""
+    query = select(Metric.job_id, Metric.step_seconds).join(Job, Job.id == Metric.job_id)
+    query = query.where(Job.id.in_(job_ids), Metric.step > Job.step - _RECENT_STEPS, Metric.step_seconds.is_not(None))
+    known = defaultdict[str, list[float]](list)
+    for job_id, seconds in session.execute(query) if job_ids else ():
+        known[job_id].append(seconds)
+    return {job_id: sum(each) / len(each) for job_id, each in known.items()}
 
 
 def _store(session: Session, job: Job, reporting: int, row: dict[str, Any], known: dict[int, Metric]) -> None:
