@@ -88,10 +88,11 @@ def recent_step_seconds(session: Session, job_ids: Collection[str]) -> dict[str,
     """Mean duration of the newest 20 steps of each of these jobs, in seconds; those of which none has one are left
     out."""
     query = select(Metric.job_id, Metric.step_seconds).join(Job, Job.id == Metric.job_id)
-    query = query.where(Job.id.in_(job_ids), Metric.step > Job.step - _RECENT_STEPS, Metric.step_seconds.is_not(None))
+    query = query.where(Job.id.in_(job_ids), Metric.step > Job.step - _RECENT_STEPS)
     known = defaultdict[str, list[float]](list)
     for job_id, seconds in session.execute(query) if job_ids else ():
-        known[job_id].append(seconds)
+        if seconds is not None:
+            known[job_id].append(seconds)
     return {job_id: sum(each) / len(each) for job_id, each in known.items()}
 
 
