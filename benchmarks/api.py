@@ -1,8 +1,8 @@
 """What requests cost beside a full database: 10,000 jobs, 10 million rows of metrics, and 8 clients at once.
 
-The database is filled with SQL; a service without a cluster answers in a process of its own. Each kind of request
-is set against what cannot be saved: a route that does nothing (`/healthz`) asked by as many clients in the same run, plus the
-bare SQL that the answer needs. `streams` opens live streams beside readers of one job. `--database` names an empty
+The database is filled with SQL; a service without a cluster answers in a process of its own. Each kind of request is
+set against what cannot be saved: a route that does nothing (`/healthz`), asked by as many clients in the same run, plus
+the bare SQL that the answer needs. Live streams are opened beside readers of one job. `--database` names an empty
 PostgreSQL database; without it the database is an SQLite file.
 """
 
