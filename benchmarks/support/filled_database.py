@@ -77,7 +77,7 @@ def _add_metrics(store: Store, which: str, steps: int) -> None:
         store,
         "INSERT INTO metrics (job_id, step, generation, time, loss, grad_norm, learning_rate, tokens, "
         f"tokens_per_second, step_seconds, extra) {_numbers(store, steps)} "
-        "SELECT jobs.id, number, 1, 1.7e9 + number, 2.0 + (number * 7919 % 1000) / 1000.0, 1.0, 0.001, "
+        "SELECT jobs.id, number, 1, 1.7e9 + number, 2.0 + (number % 1000 * 7919 % 1000) / 1000.0, 1.0, 0.001, "
         f"number * 1000.0, 50000.0, 0.02, '{{}}' FROM jobs, numbers WHERE {which} ORDER BY jobs.id, number",
     )
 

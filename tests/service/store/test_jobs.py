@@ -170,6 +170,7 @@ def test_the_queue_goes_by_priority_then_by_age(store, submit, started):
     low, first, second = submit(priority=-1), submit(), submit()
     with store.read() as session:
         assert jobs.queue_positions(session, [low, first, second]) == {low.id: 3, first.id: 1, second.id: 2}
+        assert jobs.queue_positions(session, [first]) == {first.id: 1}
         assert jobs.queue_positions(session, [jobs.get(session, started.id)]) == {}
         order = [job.id for job in jobs.unfinished(session)]
     assert order == [started.id, first.id, second.id, low.id]
