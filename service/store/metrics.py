@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import CompoundSelect, Select, func, literal, select, union_all
+from sqlalchemy import CompoundSelect, Select, false, func, literal, or_, select, union_all
 from sqlalchemy.orm import Session
 
 from service.store import generations, jobs, metric_bins
@@ -87,8 +87,10 @@ def series(
 def recent_step_seconds(session: Session, job_ids: Collection[str]) -> dict[str, float]:
     """Mean duration of the newest 20 steps of each of these jobs, in seconds; those of which none has one are left
     out."""
-    query = select(Metric.job_id, Metric.step_seconds).join(Job, Job.id == Metric.job_id)
-    query = query.where(Job.id.in_(job_ids), Metric.step > Job.step - _RECENT_STEPS)
+    steps = session.execute(select(Job.id, Job.step).where(Job.id.in_(job_ids))).all() if job_ids else []
+    # Numbers, not a join: PostgreSQL would read all rows of the jobs.
+    newest = [(Metric.job_id == row[0]) & (Metric.step > row[1] - _RECENT_STEPS) for row in steps]
+    query = select(Metric.job_id, Metric.step_seconds).where(or_(false(), *newest))
     known = defaultdict[str, list[float]](list)
     for job_id, seconds in session.execute(query) if job_ids else ():
         if seconds is not None:
