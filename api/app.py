@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from api import problems
 from api.access import JobProjects, authorize
 from api.auditing import Audit
+from api.changes import Changes, StoredVersions
 from api.control import ControlPlane
 from api.credentials import Identities
 from api.identification import Identification
@@ -38,6 +39,7 @@ from api.routes import (
 )
 from api.state_waits import StateWaits
 from api.telemetry import RequestTimer
+from api.threads import LongReads
 from service.settings import RequestLimits
 from service.store import jobs as store_jobs
 
@@ -88,6 +90,8 @@ def create_app(
     app.state.control = control
     app.state.registry = registry
     app.state.waits = StateWaits(lambda job_ids: _states(control, job_ids))
+    app.state.changes = Changes(lambda: StoredVersions(control.store))
+    app.state.long_reads = LongReads()
     app.state.limits = CallerLimits(limits or RequestLimits())
     app.state.identities = Identities(lambda: control.store)
     app.state.job_projects = JobProjects(lambda: control.store)

@@ -1,20 +1,25 @@
-"""Lists that grow as `text/event-stream`: read what is new, send it, look again, until the job is final."""
+"""Lists that grow as `text/event-stream`: read what is new, send it, wait until there is more, until the job is
+final."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
 from api.access import begin_stream, is_still_welcome
+from api.changes import Changes, Watched
+from api.threads import LongReads, long_reads_of
 from service.store import JobNotFound
 
-POLL_SECONDS = 0.2
+PRESENCE_SECONDS = 1.0
+"""How long it takes at most until it is noticed that a client, or its key, is gone."""
 KEEPALIVE_SECONDS = 15.0
 MEDIA_TYPE = "text/event-stream"
 
@@ -54,38 +59,48 @@ def wants_stream(request: Request, follow: bool) -> bool:
     return follow or MEDIA_TYPE in request.headers.get("accept", "")
 
 
-def stream(request: Request, look: Look, position: object) -> StreamingResponse:
-    """A response that sends everything from `position` on, ends with an `end` event after the job is final, and
-    stops when the client, its key or the job is gone. Raises TooManyRequests."""
+def stream(request: Request, look: Look, position: object, watched: Watched) -> StreamingResponse:
+    """A response that sends everything from `position` on, looking again whenever there is something new of `watched`,
+    ends with an `end` event after the job is final, and stops when the client, its key or the job is gone. Raises
+    TooManyRequests."""
     begin_stream(request)
+    changes: Changes = request.app.state.changes
     return StreamingResponse(
-        _events(request, look, position),
+        _events(request, look, position, changes, watched, long_reads_of(request)),
         media_type=MEDIA_TYPE,
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
 
 
-async def _events(request: Request, look: Look, position: object) -> AsyncIterator[bytes]:
+async def _events(
+    request: Request, look: Look, position: object, changes: Changes, watched: Watched, threads: LongReads
+) -> AsyncIterator[bytes]:
     loop = asyncio.get_running_loop()
     spoke_at = loop.time()
     yield KEEPALIVE_COMMENT  # the client learns at once that the stream is open
-    while not await request.is_disconnected():
-        if not await is_still_welcome(request):
-            return
-        try:
-            batch = await run_in_threadpool(look, position)
-        except JobNotFound:  # it was deleted meanwhile
-            return
-        position = batch.position
-        for entry in batch.entries:
-            yield format_sse_event(data_str=entry.data, id=entry.id)
-        if batch.final and not batch.more:
-            yield format_sse_event(event="end", data_str=f'{{"state": "{batch.state}"}}')
-            return
-        if batch.entries:
-            spoke_at = loop.time()
-        elif loop.time() - spoke_at > KEEPALIVE_SECONDS:
-            yield KEEPALIVE_COMMENT
-            spoke_at = loop.time()
-        if not batch.more:
-            await asyncio.sleep(POLL_SECONDS)
+    with changes.of(watched) as changed:
+        changed.set()
+        while not await request.is_disconnected():
+            if not await is_still_welcome(request):
+                return
+            if changed.is_set():
+                changed.clear()
+                try:
+                    batch = await threads.run(partial(look, position))
+                except JobNotFound:  # it was deleted meanwhile
+                    return
+                position = batch.position
+                for entry in batch.entries:
+                    yield format_sse_event(data_str=entry.data, id=entry.id)
+                    spoke_at = loop.time()
+                if batch.final and not batch.more:
+                    yield format_sse_event(event="end", data_str=f'{{"state": "{batch.state}"}}')
+                    return
+                if batch.more:
+                    changed.set()
+            if loop.time() - spoke_at > KEEPALIVE_SECONDS:
+                yield KEEPALIVE_COMMENT
+                spoke_at = loop.time()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PRESENCE_SECONDS):
+                    await changed.wait()

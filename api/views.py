@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -35,10 +36,20 @@ def moment_or_none(seconds: float | None) -> datetime | None:
 
 def job_view(session: Session, job: tables.Job) -> schemas.Job:
     """A job, with its place in the queue, goodput and expected end."""
-    eta = None
-    if job.state in _WITH_ETA and job.step > 0:
-        step_seconds = metrics.recent_step_seconds(session, job.id)
-        eta = None if step_seconds is None else step_seconds * (job.steps - job.step)
+    return job_views(session, [job])[0]
+
+
+def job_views(session: Session, some: Sequence[tables.Job]) -> list[schemas.Job]:
+    """Jobs, with as many queries as for one."""
+    books = ledgers.of_jobs(session, some, time.time())
+    places = jobs.queue_positions(session, some)
+    training = [job.id for job in some if job.state in _WITH_ETA and job.step > 0]
+    seconds = metrics.recent_step_seconds(session, training)
+    return [_job_view(job, books[job.id].goodput, places.get(job.id), seconds.get(job.id)) for job in some]
+
+
+def _job_view(job: tables.Job, goodput: float | None, place: int | None, step_seconds: float | None) -> schemas.Job:
+    eta = None if step_seconds is None else step_seconds * (job.steps - job.step)
     known = dict.fromkeys(("step", *tables.METRIC_NAMES))
     return schemas.Job(
         id=job.id,
@@ -56,8 +67,8 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
         generation=job.generation,
         restarts=job.restarts,
         metrics=schemas.LatestMetrics(latest={**known, **job.metrics}),
-        goodput=ledgers.of_job(session, job.id, time.time()).goodput,
-        queue=schemas.Queue(position=jobs.queue_position(session, job), waiting_for=job.waiting_for),
+        goodput=goodput,
+        queue=schemas.Queue(position=place, waiting_for=job.waiting_for),
         created_at=moment(job.created_at),
         started_at=moment_or_none(job.started_at),
         finished_at=moment_or_none(job.finished_at),

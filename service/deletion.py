@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sqlalchemy.orm import Session
+
 from service.store import Store, deletion
 from workers.errors import MantaError
 from workers.paths import Paths
@@ -64,11 +66,20 @@ def delete_job(store: Store, paths: Paths, job_id: str, let_go: Callable[[], Non
         why = str(error)
         store.write(lambda session: deletion.note_obstacle(session, job_id, why))
         raise
-    metrics = 0
-    while some := store.write(lambda session: deletion.delete_some_metrics(session, job_id)):
-        metrics += some
+    some = {
+        "metrics": _all(store, lambda session: deletion.delete_some_metrics(session, job_id)),
+        "metric_bins": _all(store, lambda session: deletion.delete_some_bins(session, job_id)),
+    }
     rows = store.write(lambda session: deletion.end(session, job_id))
-    return Deletion({**rows, "metrics": rows["metrics"] + metrics}, files)
+    return Deletion({name: count + some.get(name, 0) for name, count in rows.items()}, files)
+
+
+def _all(store: Store, delete_some: Callable[[Session], int]) -> int:
+    """How many rows `delete_some` has deleted, until none was left."""
+    count = 0
+    while some := store.write(delete_some):
+        count += some
+    return count
 
 
 def remove_files(paths: Paths, job_id: str) -> RemovedFiles:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, cast
 
 from fastapi import APIRouter, Query, Request, Response
 
 from api import schemas, views
 from api.access import Caller
+from api.changes import Watched
 from api.openapi import event_stream
 from api.parameters import Control, Cursor, LastEventId, Limit, event_number
 from api.problem_codes import reads
 from api.sse_server import Batch, Entry, stream, wants_stream
-from service.store import Store, events
+from api.threads import Threads
+from service.store import Event, Store, events
 from service.store.ids import JOB_ID_PATTERN
+from service.store.paging import Page
 
 router = APIRouter(prefix="/v1/events", tags=["events"])
 
@@ -38,6 +42,11 @@ class _Tail:
         return Batch(entries, position, page.next_cursor is not None, final=False, state="")
 
 
+def _page(store: Store, job: str | None, type: str | None, after: int, limit: int, bound: str | None) -> Page[Event]:
+    with store.read() as session:
+        return events.page_of_all(session, job, type, after, limit, bound)
+
+
 @router.get(
     "",
     response_model=schemas.Stream[schemas.JobEvent],
@@ -46,9 +55,10 @@ class _Tail:
         **reads("invalid_parameter", "database_unavailable"),
     },
 )
-def list_events(
+async def list_events(
     request: Request,
     control: Control,
+    threads: Threads,
     caller: Caller,
     job: Annotated[str | None, Query(pattern=f"^{JOB_ID_PATTERN}$", description="Only events of this job")] = None,
     type: Annotated[str | None, Query(min_length=1, max_length=64, description="Only events of this type")] = None,
@@ -64,9 +74,8 @@ def list_events(
     if wants_stream(request, follow):
         tail = _Tail(control.store, job, type, caller.bound)
         start = after if last_event_id is None else event_number(last_event_id)
-        return stream(request, lambda position: tail.look(cast(int, position)), start)
-    with control.store.read() as session:
-        page = events.page_of_all(session, job, type, after, limit, caller.bound)
+        return stream(request, lambda position: tail.look(cast(int, position)), start, Watched(job))
+    page = await threads.run(partial(_page, control.store, job, type, after, limit, caller.bound))
     last = page.items[-1].id if page.items else after
     return schemas.Stream(
         items=[views.job_event_view(event) for event in page.items],

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 from fastapi import APIRouter, Request, Response
 
 from api import schemas, views
 from api.access import JobId
+from api.changes import Watched
 from api.openapi import event_stream
 from api.parameters import Control, Cursor, Follow, LastEventId, Limit, event_number
 from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
+from api.threads import Threads
 from service.states import is_final
 from service.store import Store, events, jobs
 
@@ -25,9 +28,10 @@ _STREAM_PAGE = 200
     response_model=schemas.Stream[schemas.Event],
     responses={**event_stream(schemas.Event), **reads(*OF_A_JOB, "invalid_parameter")},
 )
-def list_job_events(
+async def list_job_events(
     request: Request,
     control: Control,
+    threads: Threads,
     job_id: JobId,
     limit: Limit = 100,
     cursor: Cursor = None,
@@ -35,21 +39,30 @@ def list_job_events(
     last_event_id: LastEventId = None,
 ) -> schemas.Stream[schemas.Event] | Response:
     """A job's events, oldest first; as a stream when `Accept` or `follow` asks for it."""
-    cursors = events.cursors(job_id)
-    after = 0 if cursor is None else cursors.decode_number(cursor)
-    with control.store.read() as session:
-        jobs.get(session, job_id)
-        if not wants_stream(request, follow):
-            page = events.page(session, job_id, after, limit)
-            last = page.items[-1].id if page.items else after
-            return schemas.Stream(
-                items=[views.event_view(event) for event in page.items],
-                next_cursor=page.next_cursor,
-                resume_cursor=cursors.encode(str(last)),
-            )
+    after = 0 if cursor is None else events.cursors(job_id).decode_number(cursor)
     store = control.store
+    if not wants_stream(request, follow):
+        return await threads.run(partial(_page, store, job_id, after, limit))
     start = after if last_event_id is None else event_number(last_event_id)
-    return stream(request, lambda position: _look(store, job_id, cast(int, position)), start)
+    await threads.run(partial(_refuse_unknown, store, job_id))
+    return stream(request, lambda position: _look(store, job_id, cast(int, position)), start, Watched(job_id))
+
+
+def _refuse_unknown(store: Store, job_id: str) -> None:
+    with store.read() as session:
+        jobs.get(session, job_id)
+
+
+def _page(store: Store, job_id: str, after: int, limit: int) -> schemas.Stream[schemas.Event]:
+    with store.read() as session:
+        jobs.get(session, job_id)
+        page = events.page(session, job_id, after, limit)
+    last = page.items[-1].id if page.items else after
+    return schemas.Stream(
+        items=[views.event_view(event) for event in page.items],
+        next_cursor=page.next_cursor,
+        resume_cursor=events.cursors(job_id).encode(str(last)),
+    )
 
 
 def _look(store: Store, job_id: str, after: int) -> Batch:

@@ -25,6 +25,7 @@ from api.parameters import (
     versions_in,
 )
 from api.problem_codes import OF_A_JOB, changes, reads
+from api.threads import Threads
 from service.states import STATE_NAMES
 from service.store import edits, failed_jobs, jobs, pauses
 from service.store.tables import Job
@@ -96,8 +97,9 @@ def submit_job(
 
 
 @router.get("", responses=reads("invalid_parameter", "database_unavailable"))
-def list_jobs(
+async def list_jobs(
     control: Control,
+    threads: Threads,
     caller: Caller,
     state: StateFilter = None,
     name: Annotated[str | None, Query(max_length=100, description="Only jobs of this name")] = None,
@@ -105,10 +107,13 @@ def list_jobs(
     cursor: Cursor = None,
 ) -> schemas.Items[schemas.Job]:
     """Jobs, newest first."""
-    with control.store.read() as session:
-        page = jobs.page(session, state, name, limit, cursor, caller.bound)
-        items = [views.job_view(session, job) for job in page.items]
-    return schemas.Items(items=items, next_cursor=page.next_cursor)
+
+    def read() -> schemas.Items[schemas.Job]:
+        with control.store.read() as session:
+            page = jobs.page(session, state, name, limit, cursor, caller.bound)
+            return schemas.Items(items=views.job_views(session, page.items), next_cursor=page.next_cursor)
+
+    return await threads.run(read)
 
 
 @router.get("/{job_id}", responses={200: {"headers": _ETAG}, **reads(*OF_A_JOB, "invalid_parameter")})

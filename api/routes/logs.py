@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -10,10 +11,12 @@ from fastapi import APIRouter, Request, Response
 
 from api import schemas, views
 from api.access import JobId
+from api.changes import Watched
 from api.openapi import event_stream
 from api.parameters import Control, Cursor, Follow, LastEventId, Limit, RankNumber
 from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
+from api.threads import Threads
 from service.logs import LogCursors, LogLine, Position, log_folder, read_page
 from service.states import is_final
 from service.store import Store, jobs
@@ -28,9 +31,10 @@ _STREAM_PAGE = 500
     response_model=schemas.Stream[schemas.LogLine],
     responses={**event_stream(schemas.LogLine), **reads(*OF_A_JOB, "invalid_parameter")},
 )
-def list_logs(
+async def list_logs(
     request: Request,
     control: Control,
+    threads: Threads,
     job_id: JobId,
     rank: RankNumber = None,
     limit: Limit = 500,
@@ -43,19 +47,23 @@ def list_logs(
     start = last_event_id if streaming and last_event_id is not None else cursor
     cursors = LogCursors(job_id, rank)
     position = {} if start is None else cursors.decode(start)
-    with control.store.read() as session:
-        jobs.get(session, job_id)
+    await threads.run(partial(_refuse_unknown, control.store, job_id))
     folder = log_folder(control.home, job_id)
     if streaming:
         tail = _Tail(control.store, folder, job_id, rank, cursors)
-        return stream(request, lambda place: tail.look(cast(Position, place)), position)
-    page = read_page(folder, position, rank, limit)
+        return stream(request, lambda place: tail.look(cast(Position, place)), position, Watched(job_id, folder))
+    page = await threads.run(partial(read_page, folder, position, rank, limit))
     after = cursors.encode(page.position)
     return schemas.Stream(
         items=[views.log_view(line) for line in page.lines],
         next_cursor=after if page.more else None,
         resume_cursor=after,
     )
+
+
+def _refuse_unknown(store: Store, job_id: str) -> None:
+    with store.read() as session:
+        jobs.get(session, job_id)
 
 
 @dataclass(frozen=True)

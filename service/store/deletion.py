@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection
 from typing import Any, cast
 
-from sqlalchemy import CursorResult, delete, select
+from sqlalchemy import CursorResult, delete, select, tuple_
 from sqlalchemy.orm import Session
 
 from service.states import JobState, is_final
@@ -22,6 +22,7 @@ from service.store.tables import (
     Generation,
     Job,
     Metric,
+    MetricBin,
     Rank,
     Recovery,
     StateChange,
@@ -29,7 +30,7 @@ from service.store.tables import (
 
 METRICS_AT_ONCE = 10_000
 """Rows of metrics that one transaction deletes: reports of other jobs must not wait for millions of them."""
-_OF_A_JOB: tuple[type[Base], ...] = (Event, Metric, Rank, Checkpoint, Recovery, Generation, StateChange)
+_OF_A_JOB: tuple[type[Base], ...] = (Event, Metric, MetricBin, Rank, Checkpoint, Recovery, Generation, StateChange)
 
 
 def begin(session: Session, job_id: str) -> None:
@@ -56,6 +57,13 @@ def delete_some_metrics(session: Session, job_id: str) -> int:
     """Delete the first METRICS_AT_ONCE rows of a job's metrics; how many there were."""
     first = select(Metric.step).where(Metric.job_id == job_id).order_by(Metric.step).limit(METRICS_AT_ONCE)
     return _deleted(session, delete(Metric).where(Metric.job_id == job_id, Metric.step.in_(first)))
+
+
+def delete_some_bins(session: Session, job_id: str) -> int:
+    """Delete METRICS_AT_ONCE bins of a job's metrics at most; how many there were."""
+    key = tuple_(MetricBin.level, MetricBin.bin)
+    first = select(MetricBin.level, MetricBin.bin).where(MetricBin.job_id == job_id).limit(METRICS_AT_ONCE)
+    return _deleted(session, delete(MetricBin).where(MetricBin.job_id == job_id, key.in_(first)))
 
 
 def end(session: Session, job_id: str) -> dict[str, int]:

@@ -55,6 +55,18 @@ def data_of(session: Session, job_id: str, type: str) -> list[dict[str, Any]]:
     return list(session.scalars(query))
 
 
+def newest(session: Session) -> int:
+    """The id of the newest event of all jobs; 0 where there is none."""
+    return session.scalar(select(func.max(Event.id))) or 0
+
+
+def newest_of_jobs(session: Session, after_id: int) -> dict[str, int]:
+    """The id of the newest event of each job that has one above `after_id`."""
+    query = select(Event.job_id, func.max(Event.id)).where(Event.id > after_id).group_by(Event.job_id)
+    found: dict[str, int] = {row[0]: row[1] for row in session.execute(query)}
+    return found
+
+
 def said_since(session: Session, job_id: str, type: str, message: str, since: str) -> bool:
     """Whether the job has an event of `type` with this `message`, newer than its newest event of type `since`."""
     last = select(func.max(Event.id)).where(Event.job_id == job_id, Event.type == since)

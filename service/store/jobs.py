@@ -218,13 +218,21 @@ def set_layout(session: Session, job_id: str, layout: ParallelConfig) -> None:
     job.updated_at = time.time()
 
 
-def queue_position(session: Session, job: Job) -> int | None:
-    """Place of a QUEUED job in the queue, which all projects share, from 1; None for any other job."""
-    if job.state != JobState.QUEUED:
-        return None
-    ahead = (Job.priority > job.priority) | ((Job.priority == job.priority) & (Job.id < job.id))
-    count = session.scalar(select(func.count()).select_from(Job).where(Job.state == JobState.QUEUED.value, ahead))
-    return (count or 0) + 1
+def queue_positions(session: Session, some: Collection[Job]) -> dict[str, int]:
+    """Places of those of these jobs that are QUEUED in the queue, which all projects share, from 1."""
+    queued = [job for job in some if job.state == JobState.QUEUED]
+    if not queued:
+        return {}
+    if len(queued) == 1:  # counting is quicker than numbering all
+        (job,) = queued
+        ahead = (Job.priority > job.priority) | ((Job.priority == job.priority) & (Job.id < job.id))
+        count = select(func.count()).select_from(Job).where(Job.state == JobState.QUEUED.value, ahead)
+        return {job.id: (session.scalar(count) or 0) + 1}
+    place = func.row_number().over(order_by=(Job.priority.desc(), Job.id))
+    places = select(Job.id, place.label("place")).where(Job.state == JobState.QUEUED.value).subquery()
+    rows = session.execute(select(places.c.id, places.c.place).where(places.c.id.in_([job.id for job in queued])))
+    found: dict[str, int] = {row[0]: row[1] for row in rows}
+    return found
 
 
 def accept_report(session: Session, job_id: str, generation: int, rank: int, sequence: int) -> bool:

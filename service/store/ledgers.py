@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from service.ledger import STEP_CLASSES, Ledger, StateEntry, Training, ledger
 from service.recovery.timeline import RecoveryTimeline
-from service.store import generations, jobs, recoveries, state_changes
-from service.store.tables import Generation
+from service.store import jobs, recoveries
+from service.store.tables import Base, Generation, Job, Recovery, StateChange
+
+T = TypeVar("T", bound=Base)
 
 
 def of_job(session: Session, job_id: str, now: float) -> Ledger:
     """The ledger of a job, at Unix time `now` where it is not over. Raises JobNotFound."""
-    job = jobs.get(session, job_id)
-    changes = [StateEntry(row.time, row.state) for row in state_changes.of_job(session, job_id)]
-    known = {row.generation: recoveries.timeline(row) for row in recoveries.of_job(session, job_id)}
-    trainings = [_training(row, known.get(row.generation)) for row in generations.of_job(session, job_id)]
-    return ledger(changes or [StateEntry(job.created_at, job.state)], trainings, now)
+    return of_jobs(session, [jobs.get(session, job_id)], now)[job_id]
+
+
+def of_jobs(session: Session, some: Sequence[Job], now: float) -> dict[str, Ledger]:
+    """The ledgers of some jobs, by id. As many queries as for one."""
+    entered = _by_job(session, StateChange, StateChange.id, some)
+    recovered = _by_job(session, Recovery, Recovery.generation, some)
+    begun = _by_job(session, Generation, Generation.generation, some)
+    books = {}
+    for job in some:
+        changes = [StateEntry(row.time, row.state) for row in entered[job.id]]
+        known = {row.generation: recoveries.timeline(row) for row in recovered[job.id]}
+        trainings = [_training(row, known.get(row.generation)) for row in begun[job.id]]
+        books[job.id] = ledger(changes or [StateEntry(job.created_at, job.state)], trainings, now)
+    return books
+
+
+def _by_job(session: Session, table: type[T], order: Any, some: Sequence[Job]) -> defaultdict[str, list[T]]:
+    """The rows that a table has of some jobs, in `order`."""
+    column = table.__table__.c.job_id
+    rows: defaultdict[str, list[T]] = defaultdict(list)
+    for row in session.scalars(select(table).where(column.in_([job.id for job in some])).order_by(order)):
+        rows[row.job_id].append(row)  # type: ignore[attr-defined]
+    return rows
 
 
 def _training(row: Generation, recovery: RecoveryTimeline | None) -> Training:

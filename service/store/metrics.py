@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, func, select
+from sqlalchemy import CompoundSelect, Select, false, func, literal, or_, select, union_all
 from sqlalchemy.orm import Session
 
-from service.store import generations, jobs
+from service.store import generations, jobs, metric_bins
 from service.store.generations import TrainedStep
 from service.store.tables import METRIC_NAMES, Job, Metric
 from workers.nonfinite import number
@@ -50,6 +51,8 @@ def record(
         _store(session, job, generation, row, stored)
     job.updated_at = time.time()
     session.flush()
+    metric_bins.update(session, job, [int(row["step"]) for row in rows])
+    session.flush()
     return len(rows)
 
 
@@ -62,8 +65,9 @@ def series(
 ) -> Series:
     """The metrics called `names` at steps above `after_step`, at most `max_points` of them.
 
-    Where there are more steps, these are kept: the first, the last, and of each of `max_points - 2` equal ranges of
-    steps in between the one with the highest loss, so that a spike is never smoothed away. A NaN counts as highest.
+    Where there are more steps, these are kept: the first, the last, and of each of at most `max_points - 2` equal
+    ranges in between the one with the highest loss, so that a spike is never smoothed away. A loss that is not finite
+    counts as highest. However many steps there are, a few rows are read for each point (`metric_bins`).
     """
     columns = [getattr(Metric, name) for name in names if name in METRIC_NAMES]
     more = any(name not in METRIC_NAMES for name in names)
@@ -80,13 +84,18 @@ def series(
     return Series(steps, values)
 
 
-def recent_step_seconds(session: Session, job_id: str) -> float | None:
-    """Mean duration of the newest 20 steps, in seconds; None where no step has one."""
-    newest = (
-        select(Metric.step_seconds).where(Metric.job_id == job_id).order_by(Metric.step.desc()).limit(_RECENT_STEPS)
-    )
-    known = [seconds for seconds in session.scalars(newest) if seconds is not None]
-    return sum(known) / len(known) if known else None
+def recent_step_seconds(session: Session, job_ids: Collection[str]) -> dict[str, float]:
+    """Mean duration of the newest 20 steps of each of these jobs, in seconds; those of which none has one are left
+    out."""
+    steps = session.execute(select(Job.id, Job.step).where(Job.id.in_(job_ids))).all() if job_ids else []
+    # Numbers, not a join: PostgreSQL would read all rows of the jobs.
+    newest = [(Metric.job_id == row[0]) & (Metric.step > row[1] - _RECENT_STEPS) for row in steps]
+    query = select(Metric.job_id, Metric.step_seconds).where(or_(false(), *newest))
+    known = defaultdict[str, list[float]](list)
+    for job_id, seconds in session.execute(query) if job_ids else ():
+        if seconds is not None:
+            known[job_id].append(seconds)
+    return {job_id: sum(each) / len(each) for job_id, each in known.items()}
 
 
 def _store(session: Session, job: Job, reporting: int, row: dict[str, Any], known: dict[int, Metric]) -> None:
@@ -140,26 +149,31 @@ def _emptied(row: Metric) -> Metric:
 
 def _downsampled(session: Session, query: Select[Any], job_id: str, after_step: int, max_points: int) -> Select[Any]:
     """`query` narrowed to at most `max_points` rows, as `series` describes."""
-    count, first, last = session.execute(
-        select(func.count(), func.min(Metric.step), func.max(Metric.step)).where(
-            Metric.job_id == job_id, Metric.step > after_step
-        )
-    ).one()
-    if count <= max_points:
+    above = (Metric.job_id == job_id, Metric.step > after_step)
+    some = select(Metric.step).where(*above).limit(max_points + 1).subquery()
+    if (session.scalar(select(func.count()).select_from(some)) or 0) <= max_points:
         return query
-    if max_points == 1:
-        return query.where(Metric.step == last)
-    if max_points == 2:
-        return query.where(Metric.step.in_((first, last)))
-    width = -(-(last - first - 1) // (max_points - 2))
-    bucket: ColumnElement[int] = (Metric.step - (first + 1)) // width
-    place = func.row_number().over(
-        partition_by=bucket, order_by=(Metric.loss.is_(None), Metric.loss.desc(), Metric.step)
-    )
-    inner = (
-        select(Metric.step, place.label("place"))
-        .where(Metric.job_id == job_id, Metric.step > first, Metric.step < last)
-        .subquery()
-    )
-    highest = select(inner.c.step).where(inner.c.place == 1)
-    return query.where(Metric.step.in_((first, last)) | Metric.step.in_(highest))
+    first = session.scalar(select(func.min(Metric.step)).where(*above)) or 0
+    last = session.scalar(select(func.max(Metric.step)).where(*above)) or 0
+    ends = (last,) if max_points == 1 else (first, last)
+    if max_points <= 2:
+        return query.where(Metric.step.in_(ends))
+    binned_until = session.scalar(select(Job.binned_until).where(Job.id == job_id)) or 0
+    highest = _highest_between(job_id, first, last, max_points - 2, binned_until)
+    kept: CompoundSelect[Any] = union_all(highest, *(select(literal(step)) for step in ends))
+    return query.where(Metric.step.in_(kept))
+
+
+def _highest_between(job_id: str, first: int, last: int, most: int, binned_until: int) -> Select[Any]:
+    """Of each of at most `most` equal ranges of the steps between `first` and `last` the one with the highest loss. The
+    ranges begin where bins do."""
+    level = metric_bins.widest(max(1, (last - first - 1) // most))
+    wide = metric_bins.width(level)
+    begin, end = (first + 1) // wide, (last - 1) // wide + 1
+    bins_of_a_range = -(-(end - begin) // most)
+    found = metric_bins.segments(first + 1, last, binned_until, level)
+    members = union_all(*metric_bins.candidates(job_id, found)).subquery()
+    number = (members.c.step // wide - begin) // bins_of_a_range
+    place = func.row_number().over(partition_by=number, order_by=metric_bins.by_height(members.c.step, members.c.loss))
+    ranked = select(members.c.step, place.label("place")).subquery()
+    return select(ranked.c.step).where(ranked.c.place == 1)

@@ -110,6 +110,10 @@ class Job(Base):
     """When this row last changed."""
     retried_at: Mapped[float | None] = mapped_column(Real)
     """When a user last had it tried again; failures before that do not count any more."""
+    binned_until: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    """The metrics of the steps below this one are in bins; see `metric_bins`."""
+    binned_generation: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    """The newest generation whose metrics are in bins."""
     memory_kept_until: Mapped[float | None] = mapped_column(Real)
     """Of a job that failed: until when its snapshots stay in shared memory for a retry."""
     deletion_began_at: Mapped[float | None] = mapped_column(Real)
@@ -377,6 +381,23 @@ class Metric(Base):
     """Highest memory use of a rank, bytes."""
     extra: Mapped[dict[str, Any]] = mapped_column(Numbers, default=dict)
     """Metrics by names that have no column."""
+
+
+class MetricBin(Base):
+    """Of the steps in one of equal ranges the one with the highest loss; see `metric_bins`."""
+
+    __tablename__ = "metric_bins"
+
+    job_id: Mapped[str] = _job_key()
+    """The job."""
+    level: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """How wide the range is."""
+    bin: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    """The range's number."""
+    step: Mapped[int] = mapped_column(BigInteger)
+    """The step that stands for it."""
+    loss: Mapped[float | None] = mapped_column(Real)
+    """That step's loss."""
 
 
 class Checkpoint(Base):

@@ -9,8 +9,10 @@ import httpx
 import pytest
 
 from api import sse_server
+from api.changes import Changes, Watched
+from api.rate_limits import CallerLimits
 from api.routes import logs
-from api.sse_server import KEEPALIVE_SECONDS, POLL_SECONDS, Batch, Entry
+from api.sse_server import KEEPALIVE_SECONDS, PRESENCE_SECONDS, Batch, Entry
 from service.logs import log_file, log_folder
 from service.states import JobState
 from service.store import deletion, events, jobs
@@ -169,23 +171,37 @@ def said_by_a_stream(monkeypatch, seconds, news):
         due = [second for second in left if second <= loop.time()]
         return Batch([Entry(str(second), left.pop(second)) for second in due], position, False, False, "RUNNING")
 
-    async def at_once(function, *arguments):
-        return function(*arguments)
+    class AtOnce:
+        async def run(self, read):
+            return read()
+
+    class ByTheClock(Changes):
+        async def _watch(self):
+            for second in sorted(news):
+                await asyncio.sleep(second - loop.time())
+                for changed in self._streams[Watched("job")]:
+                    changed.set()
 
     async def still_welcome(request):
         return True
 
+    class App:
+        class state:
+            changes = ByTheClock(lambda: None)
+            long_reads = AtOnce()
+
     class OpenRequest:
+        app = App
+
         async def is_disconnected(self):
             return False
 
     async def listen():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                async for part in sse_server.stream(OpenRequest(), look, 0).body_iterator:
+                async for part in sse_server.stream(OpenRequest(), look, 0, Watched("job")).body_iterator:
                     said.append((loop.time(), part.decode()))
 
-    monkeypatch.setattr(sse_server, "run_in_threadpool", at_once)
     monkeypatch.setattr(sse_server, "begin_stream", lambda request: None)
     monkeypatch.setattr(sse_server, "is_still_welcome", still_welcome)
     loop.run_until_complete(listen())
@@ -198,35 +214,40 @@ def test_quiet_stream_is_kept_alive_now_and_then(monkeypatch):
     assert [part.startswith(":") for _, part in said] == [True, True, False, True, True]
     times = [second for second, _ in said]
     quiet = [times[1] - times[0], times[3] - times[2], times[4] - times[3]]
-    assert all(KEEPALIVE_SECONDS < each <= KEEPALIVE_SECONDS + 3 * POLL_SECONDS for each in quiet)
+    assert all(KEEPALIVE_SECONDS < each <= KEEPALIVE_SECONDS + 3 * PRESENCE_SECONDS for each in quiet)
 
 
-def test_open_streams_do_not_block_other_requests_and_notice_that_the_client_left(service, monkeypatch):
-    looks = []
-    look_now = sse_server.run_in_threadpool
+def test_open_streams_block_nobody_cost_nothing_while_quiet_and_notice_that_the_client_left(service, monkeypatch):
+    left, looks, looked = threading.Semaphore(0), [], sse_server.LongReads.run
 
-    async def counted(function, *arguments):
-        looks.append(threading.get_ident())
-        return await look_now(function, *arguments)
+    async def counted(self, read):
+        looks.append(read)
+        return await looked(self, read)
 
-    monkeypatch.setattr(sse_server, "run_in_threadpool", counted)
+    def without(limits, key_id):
+        left.release()
+        end(limits, key_id)
+
+    end = CallerLimits.end_stream
+    monkeypatch.setattr(sse_server.LongReads, "run", counted)
+    monkeypatch.setattr(CallerLimits, "end_stream", without)
     job = service.submit()
     clients = [httpx.Client(base_url=service.url, timeout=20, headers=bearer(ADMIN)) for _ in range(60)]
+    streams = []
     for client in clients:
         request = client.build_request("GET", f"/v1/jobs/{job['id']}/events?follow=true")
-        assert client.send(request, stream=True).status_code == 200
+        streams.append(client.send(request, stream=True))
+        assert streams[-1].status_code == 200
     assert service.http.get("/healthz").status_code == 200
     assert service.http.get("/v1/jobs").elapsed.total_seconds() < 5
+    tell(service, job["id"], "to all")
+    for stream in streams:
+        assert any("to all" in line for line in stream.iter_lines())
+    assert len(looks) <= 5 * len(clients), "a look when it begins, one that makes sure of it, and one at what is new"
     for client in clients:
         client.close()
-    quiet = threading.Event()
-    for _ in range(50):
-        before = len(looks)
-        quiet.wait(3 * sse_server.POLL_SECONDS)
-        if len(looks) == before:
-            break
-    else:
-        pytest.fail("streams go on although their clients left")
+    for _ in clients:
+        assert left.acquire(timeout=20), "a stream goes on although its client left"
 
 
 def test_stream_of_a_job_that_is_deleted_meanwhile_ends(service):

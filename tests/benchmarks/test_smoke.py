@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bubbles, control_plane, elastic_sums, layouts, metrics, nanogpt, snapshots, step, step_gpu
+from benchmarks import api, bubbles, control_plane, elastic_sums, layouts, metrics, nanogpt, snapshots, step, step_gpu
 from benchmarks.support.report import deliver
 
 
@@ -79,3 +79,11 @@ def test_jobs_end_though_the_control_plane_is_killed() -> None:
     report = control_plane.measure(argparse.Namespace(seed=1, jobs=3, steps=4, kills=1, steady_seconds=0.0))
     assert all(figure.met is not False for figure in report.figures.values()), report.to_table()
     assert report.samples["states"] == [{"SUCCEEDED": 3}]
+
+
+def test_requests_are_timed_beside_a_filled_database() -> None:
+    options = {"jobs": 120, "points": 4000, "longest": 2100, "seconds": 0.05, "streams": 3, "database": None}
+    report = api.measure(argparse.Namespace(seed=1, **options))
+    for name in ("read_job", "list_50", "series", "submit", "streams"):
+        assert report.figures[f"{name}_multiple"].value > 0
+    assert report.figures["memory_of_the_service"].met is not None

@@ -23,7 +23,8 @@ from tests.service.support.older_databases import UNDO_0010
 
 TABLES = {
     "api_keys", "audit", "browser_tokens", "checkpoints", "compatibility", "control_planes", "deleted_jobs", "events",
-    "generations", "installation", "jobs", "leases", "metrics", "projects", "ranks", "recoveries", "state_changes",
+    "generations", "installation", "jobs", "leases", "metric_bins", "metrics", "projects", "ranks", "recoveries",
+    "state_changes",
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def full(session, job_id):
     place = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": generation, "state": "exited"}
     ranks.replace(session, job_id, [place])
     checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
-    metrics.record(session, job_id, generation, 0, 1, [{"step": step, "loss": 1.0} for step in (1, 2, 3)])
+    metrics.record(session, job_id, generation, 0, 1, [{"step": step, "loss": 1.0} for step in (5, 6, 7)])
     jobs.transition(session, job_id, JobState.FAILED, "x", "y")
     jobs.get(session, job_id).memory_kept_until = 1e12
 

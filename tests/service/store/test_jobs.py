@@ -169,8 +169,9 @@ def test_cancel_ends_a_queued_job_at_once_and_asks_a_started_one(store, submit, 
 def test_the_queue_goes_by_priority_then_by_age(store, submit, started):
     low, first, second = submit(priority=-1), submit(), submit()
     with store.read() as session:
-        assert [jobs.queue_position(session, job) for job in (low, first, second)] == [3, 1, 2]
-        assert jobs.queue_position(session, jobs.get(session, started.id)) is None
+        assert jobs.queue_positions(session, [low, first, second]) == {low.id: 3, first.id: 1, second.id: 2}
+        assert jobs.queue_positions(session, [first]) == {first.id: 1}
+        assert jobs.queue_positions(session, [jobs.get(session, started.id)]) == {}
         order = [job.id for job in jobs.unfinished(session)]
     assert order == [started.id, first.id, second.id, low.id]
 

@@ -1,6 +1,12 @@
 """How a database becomes one of a release before."""
 
+UNDO_0012 = (
+    "DROP TABLE metric_bins",
+    "ALTER TABLE jobs DROP COLUMN binned_until",
+    "ALTER TABLE jobs DROP COLUMN binned_generation",
+)
 UNDO_0010 = (
+    *UNDO_0012,
     *(f"DROP TABLE {table}" for table in ("control_planes", "leases")),
     "ALTER TABLE installation DROP COLUMN home",
     *(f"DROP TABLE {table}" for table in ("audit", "browser_tokens", "api_keys", "projects")),

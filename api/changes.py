@@ -1,0 +1,113 @@
+"""Tells live streams that there may be something new for them. However many streams there are, one look at the database
+every 0.2 seconds, on a thread of its own, finds out for all of them: a stream that has nothing to say costs neither a
+thread nor a query."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.store import Store, events, jobs
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a stream is about."""
+
+    job: str | None = None
+    """Its job; None: all of them."""
+    folder: Path | None = None
+    """Folder whose files grow."""
+
+
+VersionsOf = Callable[[Collection[Watched]], Mapping[Watched, object]]
+"""Something about each that is another whenever there is something new. Runs in a thread, so it may block."""
+
+
+class Changes:
+    """All streams of one app; used on one event loop."""
+
+    def __init__(self, begin: Callable[[], VersionsOf]):
+        """`begin` is called whenever the first stream comes."""
+        self._begin = begin
+        self._streams: defaultdict[Watched, set[asyncio.Event]] = defaultdict(set)
+        self._task: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-changes")
+
+    @contextlib.contextmanager
+    def of(self, watched: Watched) -> Iterator[asyncio.Event]:
+        """An event that is set whenever there may be something new."""
+        changed = asyncio.Event()
+        self._streams[watched].add(changed)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._watch(), name="changes")
+        try:
+            yield changed
+        finally:
+            self._streams[watched].discard(changed)
+            if not self._streams[watched]:
+                del self._streams[watched]
+
+    async def _watch(self) -> None:
+        """Until there is no stream any more."""
+        versions_of = self._begin()
+        known: Mapping[Watched, object] = {}
+        while self._streams:
+            watched = list(self._streams)
+            try:
+                versions = await asyncio.get_running_loop().run_in_executor(self._thread, versions_of, watched)
+            except Exception:  # each stream finds out by itself what the database says
+                log.warning("it could not be found out what is new", exc_info=True)
+                versions = {}
+            for each in watched:
+                if each not in versions or each not in known or versions[each] != known[each]:
+                    for changed in self._streams.get(each, ()):
+                        changed.set()
+            known = versions
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+class StoredVersions:
+    """Versions of what the database and folders of logs hold."""
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._after: int | None = None
+        self._newest: dict[str, int] = {}
+
+    def __call__(self, watched: Collection[Watched]) -> dict[Watched, object]:
+        """See VersionsOf."""
+        names = {each.job for each in watched if each.job is not None}
+        with self._store.read() as session:
+            if self._after is None:
+                self._after = events.newest(session)
+            self._newest |= events.newest_of_jobs(session, self._after)
+            states = jobs.states(session, names)
+        self._after = max([self._after, *self._newest.values()])
+        self._newest = {job: self._newest[job] for job in names & self._newest.keys()}
+        return {each: self._version(each, states) for each in watched}
+
+    def _version(self, watched: Watched, states: Mapping[str, str]) -> object:
+        if watched.job is None:
+            return self._after
+        newest = self._newest.get(watched.job) if watched.folder is None else None
+        return newest, states.get(watched.job), None if watched.folder is None else _sizes(watched.folder)
+
+
+def _sizes(folder: Path) -> frozenset[tuple[str, int]]:
+    try:
+        with os.scandir(folder) as files:
+            return frozenset((file.name, file.stat().st_size) for file in files)
+    except OSError:  # there is none yet, or none any more
+        return frozenset()

@@ -1,0 +1,251 @@
+"""What requests cost beside a full database: 10,000 jobs, 10 million rows of metrics, and 8 clients at once.
+
+The database is filled with SQL; a service without a cluster answers in a process of its own. Each kind of request is
+set against what cannot be saved: a route that does nothing (`/healthz`), asked by as many clients in the same run, plus
+the bare SQL that the answer needs. Live streams are opened beside readers of one job. `--database` names an empty
+PostgreSQL database; without it the database is an SQLite file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+from sqlalchemy.orm import Session
+
+from benchmarks.support.filled_database import DOCUMENT, Filled, fill
+from benchmarks.support.report import ROOT, Report, deliver, parser, percentile
+from service.identity import Scope, digest_of, new_key
+from service.store import Store, keys
+from service.store.location import sqlite_url
+
+CLIENTS = 8
+POINTS = 1000
+READ_TARGET, LIST_TARGET, SERIES_TARGET, SUBMIT_TARGET = 2.0, 2.0, 5.0, 3.0
+STREAMS_TARGET = 2.0
+MEMORY_TARGET = 600.0
+START_SECONDS = 60.0
+BARE_TIMES = 20
+
+Ask = Callable[[httpx.Client], None]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; returns the exit status."""
+    options = parser("api", __doc__)
+    options.add_argument("--database", help="URL of an empty PostgreSQL database (default: an SQLite file)")
+    options.add_argument("--jobs", type=int, default=10_000, help="jobs in the database (default: 10000)")
+    options.add_argument("--points", type=int, default=10_000_000, help="rows of metrics (default: 10 million)")
+    options.add_argument("--longest", type=int, default=1_000_000, help="of these of one job (default: a million)")
+    options.add_argument("--seconds", type=float, default=8.0, help="for each kind of request (default: 8)")
+    options.add_argument("--streams", type=int, default=500, help="live streams at once (default: 500)")
+    return deliver(measure, options.parse_args(arguments))
+
+
+def measure(options: argparse.Namespace) -> Report:
+    """Fill a database, and ask."""
+    report = Report("api", options.seed)
+    report.settings = {
+        "database": "postgresql" if options.database else "sqlite",
+        "clients": CLIENTS,
+        **{name: getattr(options, name) for name in ("jobs", "points", "longest", "seconds", "streams")},
+    }
+    with tempfile.TemporaryDirectory(prefix="manta-api-") as folder:
+        home = Path(folder)
+        url = options.database or sqlite_url(home / "manta.db")
+        key = new_key()
+        store = Store(url)
+        store.migrate()
+        began = time.monotonic()
+        filled = fill(store, options.jobs, options.points, options.longest)
+        report.add("filling", round(time.monotonic() - began, 1), "s")
+        store.write(lambda session: keys.create(session, digest_of(key), "bench", Scope.ADMIN, installation=True))
+        try:
+            with _service(home, url) as (address, process):
+                _ask_all(report, store, filled, address, key, options)
+                _streams(report, filled, address, key, process, options)
+        finally:
+            store.close()
+    return report
+
+
+@contextlib.contextmanager
+def _service(home: Path, url: str) -> Iterator[tuple[str, psutil.Process]]:
+    """A service of its own process; its address."""
+    command = [sys.executable, "-m", "benchmarks.support.api_process", str(home), url]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    try:
+        assert process.stdout is not None
+        port = json.loads(process.stdout.readline())["port"]
+        yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait(START_SECONDS)
+
+
+def _ask_all(report: Report, store: Store, filled: Filled, address: str, key: str, options: argparse.Namespace) -> None:
+    series = f"/v1/jobs/{filled.longest}/metrics?max_points={POINTS}"
+    first_thousand = f"SELECT * FROM metrics WHERE job_id = '{filled.longest}' AND step <= {POINTS}"
+    fifty = "SELECT * FROM jobs ORDER BY id DESC LIMIT 50"
+    kinds: dict[str, tuple[Ask, str | None, float]] = {
+        "read_job": (_get(f"/v1/jobs/{filled.some}"), f"SELECT * FROM jobs WHERE id = '{filled.some}'", READ_TARGET),
+        "list_50": (_get("/v1/jobs?limit=50"), fifty, LIST_TARGET),
+        "series": (_get(series), first_thousand, SERIES_TARGET),
+        "submit": (_submit, None, SUBMIT_TARGET),
+    }
+    with _clients(address, key) as clients:
+        for name, (ask, statement, target) in kinds.items():
+            ask(clients[0])  # once, so that what is made at the first time is there
+            empty = _by_all(clients, _get("/healthz"), options.seconds / 2)
+            bare = _submit_bare(store) if statement is None else _bare(store, statement)
+            asked = _by_all(clients, ask, options.seconds)
+            spent, least = statistics.median(asked), statistics.median(empty) + bare
+            report.add_spread(name, [seconds * 1000 for seconds in asked], "ms")
+            report.add(f"{name}_empty_route", round(statistics.median(empty) * 1000, 3), "ms")
+            report.add(f"{name}_bare_sql", round(bare * 1000, 3), "ms")
+            report.add(f"{name}_multiple", round(spent / least, 2), "ratio", target)
+            report.add(f"{name}_rate", round(len(asked) / options.seconds, 1), "a second")
+
+
+@contextlib.contextmanager
+def _clients(address: str, key: str) -> Iterator[list[httpx.Client]]:
+    headers = {"Authorization": f"Bearer {key}"}
+    with contextlib.ExitStack() as stack:
+        made = [httpx.Client(base_url=address, headers=headers, timeout=60.0) for _ in range(CLIENTS)]
+        yield [stack.enter_context(client) for client in made]
+
+
+def _get(path: str) -> Ask:
+    def ask(client: httpx.Client) -> None:
+        client.get(path).raise_for_status()
+
+    return ask
+
+
+def _submit(client: httpx.Client) -> None:
+    client.post("/v1/jobs", json=DOCUMENT).raise_for_status()
+
+
+def _by_all(clients: list[httpx.Client], ask: Ask, seconds: float) -> list[float]:
+    """How long each request took, asked by all clients at once for some time."""
+
+    def ask_on(client: httpx.Client) -> list[float]:
+        spent, end = list[float](), time.monotonic() + seconds
+        while time.monotonic() < end:
+            began = time.perf_counter()
+            ask(client)
+            spent.append(time.perf_counter() - began)
+        return spent
+
+    with ThreadPoolExecutor(len(clients)) as threads:
+        return [each for some in threads.map(ask_on, clients) for each in some]
+
+
+def _bare(store: Store, statement: str) -> float:
+    """Median seconds of a statement and the fetching of its rows, by as many at once as there are clients."""
+
+    def spent(_: int) -> list[float]:
+        found = []
+        with store.database.readers.connect() as connection:
+            for _ in range(BARE_TIMES):
+                began = time.perf_counter()
+                connection.exec_driver_sql(statement).fetchall()
+                found.append(time.perf_counter() - began)
+        return found
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        return statistics.median(each for some in threads.map(spent, range(CLIENTS)) for each in some)
+
+
+def _submit_bare(store: Store) -> float:
+    """The same of a transaction that stores a copy of a job's row, its state and its event."""
+
+    def spent(client: int) -> list[float]:
+        found = []
+        for number in range(BARE_TIMES):
+            began = time.perf_counter()
+            store.write(partial(_copy, job=f"job_bare{client:02}{number:06}"))
+            found.append(time.perf_counter() - began)
+        return found
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        return statistics.median(each for some in threads.map(spent, range(CLIENTS)) for each in some)
+
+
+def _copy(session: Session, job: str) -> None:
+    for statement in _copies(job):
+        session.connection().exec_driver_sql(statement)
+
+
+def _copies(job: str) -> tuple[str, ...]:
+    names = "state, name, spec, step, steps, generation, restarts, priority, metrics, report_cursor"
+    times = "created_at, updated_at"
+    newest = "(SELECT max(id) FROM jobs)"
+    return (
+        f"INSERT INTO jobs (id, {names}, {times}) SELECT '{job}', {names}, {times} FROM jobs WHERE id = {newest}",
+        f"INSERT INTO state_changes (job_id, time, state) VALUES ('{job}', 0, 'QUEUED')",
+        f"INSERT INTO events (job_id, time, type, message, data) VALUES ('{job}', 0, 'submitted', '', '{{}}')",
+    )
+
+
+def _streams(
+    report: Report, filled: Filled, address: str, key: str, process: psutil.Process, options: argparse.Namespace
+) -> None:
+    """Live streams of jobs that run, beside which one job is read."""
+    read = _get(f"/v1/jobs/{filled.some}")
+    with _clients(address, key) as clients:
+        before = percentile(_by_all(clients, read, options.seconds), 0.95)
+        with _open_streams(address, key, filled.running, options.streams):
+            beside = percentile(_by_all(clients, read, options.seconds), 0.95)
+            memory = process.memory_info().rss / 1e6
+    report.add("read_job_p95_without_streams", round(before * 1000, 3), "ms")
+    report.add("read_job_p95_beside_streams", round(beside * 1000, 3), "ms")
+    report.add("streams_multiple", round(beside / before, 2), "ratio", STREAMS_TARGET)
+    report.add("memory_of_the_service", round(memory, 1), "MB", MEMORY_TARGET)
+
+
+@contextlib.contextmanager
+def _open_streams(address: str, key: str, running: list[str], count: int) -> Iterator[None]:
+    """So many streams, all of which have sent something; they are read on threads of their own."""
+    limits = httpx.Limits(max_connections=None)
+    opened, over = threading.Semaphore(0), threading.Event()
+    with httpx.Client(
+        base_url=address, headers={"Authorization": f"Bearer {key}"}, timeout=60, limits=limits
+    ) as client:
+
+        def listen(number: int) -> None:
+            path = f"/v1/jobs/{running[number % len(running)]}/events?follow=true"
+            with client.stream("GET", path) as response:
+                response.raise_for_status()
+                next(response.iter_lines())
+                opened.release()
+                over.wait()
+
+        threads = [threading.Thread(target=listen, args=(number,)) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            opened.acquire(timeout=START_SECONDS)
+        try:
+            yield
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

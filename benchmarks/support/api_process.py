@@ -1,0 +1,48 @@
+"""The service's REST alone, on a database, without a cluster: `python -m benchmarks.support.api_process HOME URL`. Says
+`{"port": ...}` once it answers, and runs until it is ended."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import uvicorn
+
+from api.app import create_app
+from api.control import ControlPlane
+from service.data_roots import ANYWHERE
+from service.settings import RequestLimits
+from service.store import Store
+
+UNLIMITED = RequestLimits(0, 10_000, 10_000, 0)
+
+
+class Unscheduled:
+    """Stands for a control plane: jobs are stored, and nothing becomes of them."""
+
+    def __init__(self, home: Path, url: str):
+        self.home, self.store, self.data_roots = home, Store(url), ANYWHERE
+
+    def submitted(self, job_id: str) -> None:
+        """It stays in the queue."""
+
+    def ready(self) -> list[str]:
+        """Always."""
+        return []
+
+
+def main() -> None:
+    """Answer until the process is ended."""
+    control: Any = Unscheduled(Path(sys.argv[1]), sys.argv[2])
+    app = create_app(cast(ControlPlane, control), limits=UNLIMITED)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Bins of a job's metrics. A bin stands for a range of steps, by the one with the highest loss; those of one level are
+equally wide, and FANOUT of them make one of the next. Whatever part of a series is drawn, however long, it takes a few
+bins for each point.
+
+Bins are made once their range is complete, in the transaction that stores its last row; rows that change below
+`Job.binned_until` have the bins above them made anew there. Everything in them follows from the rows: where bins are
+missing, the rows are read. Decision 0013.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import case, delete, func, insert, literal, select
+from sqlalchemy.orm import Session
+
+from service.store.tables import Generation, Job, Metric, MetricBin
+
+SMALLEST = 8
+"""Steps in a bin of level 1."""
+FANOUT = 4
+STEPS_AT_ONCE = 8192
+"""Steps whose bins one transaction makes at most, where many are missing: other writes must not wait for millions."""
+_INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A range of steps, as bins of one level; level 0 is the rows themselves."""
+
+    level: int
+    begin: int
+    """Number of its first bin."""
+    end: int
+    """Number of the bin after its last."""
+
+
+def width(level: int) -> int:
+    """Steps in a bin of `level`."""
+    return 1 if level == 0 else SMALLEST * FANOUT ** (level - 1)
+
+
+def widest(steps: int) -> int:
+    """The highest level whose bins hold no more than `steps`, which is at least 1."""
+    level = 0
+    while width(level + 1) <= steps:
+        level += 1
+    return level
+
+
+def segments(begin: int, end: int, binned_until: int, highest: int) -> list[Segment]:
+    """The steps from `begin` up to `end`, without it, in bins of level `highest` and, at both ends, lower ones; from
+    `binned_until` on, in rows. Ascending, and each step is in one of them."""
+    middle = max(begin, min(end, binned_until))
+    before, after = list[Segment](), [_segment(0, middle, end)]
+    for level in range(highest):
+        larger = width(level + 1)
+        first, last = -(-begin // larger) * larger, middle // larger * larger
+        if first >= last:
+            before.append(_segment(level, begin, middle))
+            break
+        before.append(_segment(level, begin, first))
+        after.append(_segment(level, last, middle))
+        begin, middle = first, last
+    else:
+        before.append(_segment(highest, begin, middle))
+    return [segment for segment in (*before, *reversed(after)) if segment.begin < segment.end]
+
+
+def _segment(level: int, begin: int, end: int) -> Segment:
+    return Segment(level, begin // width(level), end // width(level))
+
+
+def by_height(step: Any, loss: Any) -> tuple[Any, ...]:
+    """The order in which steps stand for a range: those without a loss last, those whose loss is not finite first, and
+    the first of equal ones."""
+    return loss.is_(None), case((loss == -_INFINITY, _INFINITY), else_=loss).desc(), step
+
+
+def candidates(job_id: str, found: Iterable[Segment]) -> list[Any]:
+    """For each segment a query for step and loss of its bins."""
+    return [_members(job_id, segment) for segment in found]
+
+
+def _members(job_id: str, segment: Segment) -> Any:
+    """A query for steps and losses."""
+    if segment.level == 0:
+        return select(Metric.step, Metric.loss).where(
+            Metric.job_id == job_id, Metric.step >= segment.begin, Metric.step < segment.end
+        )
+    return select(MetricBin.step, MetricBin.loss).where(
+        MetricBin.job_id == job_id,
+        MetricBin.level == segment.level,
+        MetricBin.bin >= segment.begin,
+        MetricBin.bin < segment.end,
+    )
+
+
+def update(session: Session, job: Job, changed: Iterable[int]) -> None:
+    """Bring the bins up to date after rows of `changed` steps, and new ones, were stored."""
+    for level, begin, end in _runs([step for step in changed if step < job.binned_until], job.binned_until):
+        _make(session, job.id, Segment(level, begin, end))
+    catch_up(session, job)
+
+
+def catch_up(session: Session, job: Job) -> bool:
+    """Make the bins of the next STEPS_AT_ONCE steps that have none; whether there are more of them."""
+    if job.binned_generation < job.generation:
+        _distrust(session, job)
+    newest = session.scalar(select(func.max(Metric.step)).where(Metric.job_id == job.id)) or 0
+    complete = (newest + 1) // SMALLEST * SMALLEST
+    until = min(complete, job.binned_until + STEPS_AT_ONCE)
+    level = 1
+    while until // width(level) > job.binned_until // width(level):
+        _make(session, job.id, Segment(level, job.binned_until // width(level), until // width(level)))
+        level += 1
+    job.binned_until = max(until, job.binned_until)
+    return until < complete
+
+
+def is_behind(session: Session, job: Job) -> bool:
+    """Whether many rows are in no bin: another release has stored them, or they were restored."""
+    newest = session.scalar(select(func.max(Metric.step)).where(Metric.job_id == job.id)) or 0
+    return job.binned_generation < job.generation or newest - job.binned_until > STEPS_AT_ONCE
+
+
+def _distrust(session: Session, job: Job) -> None:
+    """What generations since have done again may have been stored by a release that knows of no bins."""
+    since = select(func.min(Generation.resume_step)).where(
+        Generation.job_id == job.id, Generation.generation > job.binned_generation
+    )
+    resumed = session.scalar(since)
+    if resumed is not None:
+        job.binned_until = min(job.binned_until, (resumed + 1) // SMALLEST * SMALLEST)
+    job.binned_generation = job.generation
+
+
+def _runs(steps: Iterable[int], binned_until: int) -> Iterator[tuple[int, int, int]]:
+    """The complete bins that hold `steps`, from the lowest level up: level, first bin, and bin after the last of each
+    run."""
+    numbers, level = sorted({step // SMALLEST for step in steps}), 1
+    while numbers := [number for number in numbers if (number + 1) * width(level) <= binned_until]:
+        begin = numbers[0]
+        for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+            if following != number + 1:
+                yield level, begin, number + 1
+                begin = following or 0
+        numbers, level = sorted({number // FANOUT for number in numbers}), level + 1
+
+
+def _make(session: Session, job_id: str, segment: Segment) -> None:
+    """Make some bins from those of the level below."""
+    wide = width(segment.level)
+    session.execute(
+        delete(MetricBin).where(
+            MetricBin.job_id == job_id,
+            MetricBin.level == segment.level,
+            MetricBin.bin >= segment.begin,
+            MetricBin.bin < segment.end,
+        )
+    )
+    below = _segment(segment.level - 1, segment.begin * wide, segment.end * wide)
+    members = _members(job_id, below).subquery()
+    number = members.c.step // wide
+    place = func.row_number().over(partition_by=number, order_by=by_height(members.c.step, members.c.loss))
+    ranked = select(members.c.step, members.c.loss, number.label("bin"), place.label("place")).subquery()
+    highest = select(literal(job_id), literal(segment.level), ranked.c.bin, ranked.c.step, ranked.c.loss).where(
+        ranked.c.place == 1
+    )
+    session.execute(insert(MetricBin).from_select(["job_id", "level", "bin", "step", "loss"], highest))

@@ -1,0 +1,103 @@
+"""Streams hear of what is new, with one look for all of them, and nobody looks while there is no stream."""
+
+import asyncio
+
+import pytest
+
+from api.changes import LOOK_SECONDS, Changes, StoredVersions, Watched
+from service.states import JobState
+from service.store import deletion, events, jobs
+from tests.service.support.virtual_time import VirtualTimeLoop
+
+ONE, OTHER = Watched("one"), Watched("other")
+
+
+class Versions:
+    """What is watched, and how often it was looked at."""
+
+    def __init__(self):
+        self.now, self.looks, self.broken = {ONE: 1, OTHER: 1}, [], False
+
+    def __call__(self, watched):
+        self.looks.append(sorted(each.job for each in watched))
+        if self.broken:
+            raise OSError("the database does not answer")
+        return {each: self.now[each] for each in watched}
+
+
+@pytest.fixture
+def versions():
+    return Versions()
+
+
+def run(main):
+    loop = VirtualTimeLoop()
+    loop.run_in_executor = lambda executor, function, *arguments: asyncio.sleep(0, function(*arguments))
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        loop.close()
+
+
+def test_all_streams_share_one_look_and_only_those_with_news_are_told(versions):
+    async def main():
+        changes = Changes(lambda: versions)
+        with changes.of(ONE) as first, changes.of(ONE) as second, changes.of(OTHER) as third:
+            await asyncio.sleep(LOOK_SECONDS / 2)
+            for each in (first, second, third):
+                each.clear()
+            versions.looks.clear()
+            versions.now[ONE] = 2
+            await asyncio.sleep(LOOK_SECONDS)
+            assert [each.is_set() for each in (first, second, third)] == [True, True, False]
+            assert versions.looks == [["one", "other"]]
+            await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(LOOK_SECONDS)
+        versions.looks.clear()
+        await asyncio.sleep(100 * LOOK_SECONDS)
+        assert versions.looks == []
+
+    run(main())
+
+
+def test_who_comes_later_is_told_once_and_a_database_that_fails_tells_all(versions):
+    async def main():
+        changes = Changes(lambda: versions)
+        with changes.of(ONE):
+            await asyncio.sleep(LOOK_SECONDS / 2)
+            with changes.of(OTHER) as late:
+                await asyncio.sleep(LOOK_SECONDS)
+                assert late.is_set()
+                late.clear()
+                await asyncio.sleep(5 * LOOK_SECONDS)
+                assert not late.is_set()
+                versions.broken = True
+                await asyncio.sleep(LOOK_SECONDS)
+                assert late.is_set()
+        await asyncio.sleep(2 * LOOK_SECONDS)
+
+    run(main())
+
+
+def test_versions_change_with_events_states_files_and_the_end_of_a_job(service, tmp_path):
+    store, job, other = service.store, service.submit()["id"], service.submit()["id"]
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    watched = [Watched(job), Watched(other), Watched(), Watched(job, logs)]
+    look = StoredVersions(store)
+    look(watched)
+
+    def changed_by(operation):
+        before = look(watched)
+        operation()
+        after = look(watched)
+        return [before[each] != after[each] for each in watched]
+
+    assert changed_by(lambda: None) == [False] * 4
+    tell = lambda: store.write(lambda session: events.append(session, job, "told", "news"))  # noqa: E731
+    assert changed_by(tell) == [True, False, True, False]
+    assert changed_by(lambda: (logs / "rank-0.jsonl").write_text("line")) == [False, False, False, True]
+    move = lambda: store.write(lambda session: jobs.transition(session, other, JobState.CANCELLED))  # noqa: E731
+    assert changed_by(move) == [False, True, True, False]
+    gone = lambda: store.write(lambda s: (deletion.begin(s, other), deletion.end(s, other)))  # noqa: E731
+    assert changed_by(gone)[1] is True
