@@ -90,7 +90,7 @@ def create_app(
     app.state.control = control
     app.state.registry = registry
     app.state.waits = StateWaits(lambda job_ids: _states(control, job_ids))
-    app.state.changes = Changes(lambda: StoredVersions(control.store))
+    app.state.changes = Changes(StoredVersions(lambda: control.store))
     app.state.long_reads = LongReads()
     app.state.limits = CallerLimits(limits or RequestLimits())
     app.state.identities = Identities(lambda: control.store)

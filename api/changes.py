@@ -32,15 +32,15 @@ class Watched:
 
 
 VersionsOf = Callable[[Collection[Watched]], Mapping[Watched, object]]
-"""Something about each that is another whenever there is something new. Runs in a thread, so it may block."""
+"""Something about each that is another whenever there is something new; of what is left out nothing is known. Runs in a
+thread, so it may block."""
 
 
 class Changes:
     """All streams of one app; used on one event loop."""
 
-    def __init__(self, begin: Callable[[], VersionsOf]):
-        """`begin` is called whenever the first stream comes."""
-        self._begin = begin
+    def __init__(self, versions_of: VersionsOf):
+        self._versions_of = versions_of
         self._streams: defaultdict[Watched, set[asyncio.Event]] = defaultdict(set)
         self._task: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-changes")
@@ -61,12 +61,11 @@ class Changes:
 
     async def _watch(self) -> None:
         """Until there is no stream any more."""
-        versions_of = self._begin()
         known: Mapping[Watched, object] = {}
         while self._streams:
             watched = list(self._streams)
             try:
-                versions = await asyncio.get_running_loop().run_in_executor(self._thread, versions_of, watched)
+                versions = await asyncio.get_running_loop().run_in_executor(self._thread, self._versions_of, watched)
             except Exception:  # each stream finds out by itself what the database says
                 log.warning("it could not be found out what is new", exc_info=True)
                 versions = {}
@@ -81,22 +80,31 @@ class Changes:
 class StoredVersions:
     """Versions of what the database and folders of logs hold."""
 
-    def __init__(self, store: Store):
+    def __init__(self, store: Callable[[], Store]):
+        """`store`: where that is; when it is another one, all that is watched may be new."""
         self._store = store
-        self._after: int | None = None
+        self._known: Store | None = None
+        self._after = 0
         self._newest: dict[str, int] = {}
 
     def __call__(self, watched: Collection[Watched]) -> dict[Watched, object]:
         """See VersionsOf."""
+        store = self._store()
+        if store is not self._known:
+            return self._begin(store)
         names = {each.job for each in watched if each.job is not None}
-        with self._store.read() as session:
-            if self._after is None:
-                self._after = events.newest(session)
+        with store.read() as session:
             self._newest |= events.newest_of_jobs(session, self._after)
             states = jobs.states(session, names)
         self._after = max([self._after, *self._newest.values()])
         self._newest = {job: self._newest[job] for job in names & self._newest.keys()}
         return {each: self._version(each, states) for each in watched}
+
+    def _begin(self, store: Store) -> dict[Watched, object]:
+        with store.read() as session:
+            self._after, self._newest = events.newest(session), {}
+        self._known = store
+        return {}
 
     def _version(self, watched: Watched, states: Mapping[str, str]) -> object:
         if watched.job is None:

@@ -1,12 +1,13 @@
 """Streams hear of what is new, with one look for all of them, and nobody looks while there is no stream."""
 
 import asyncio
+import shutil
 
 import pytest
 
 from api.changes import LOOK_SECONDS, Changes, StoredVersions, Watched
 from service.states import JobState
-from service.store import deletion, events, jobs
+from service.store import Store, deletion, events, jobs
 from tests.service.support.virtual_time import VirtualTimeLoop
 
 ONE, OTHER = Watched("one"), Watched("other")
@@ -41,7 +42,7 @@ def run(main):
 
 def test_all_streams_share_one_look_and_only_those_with_news_are_told(versions):
     async def main():
-        changes = Changes(lambda: versions)
+        changes = Changes(versions)
         with changes.of(ONE) as first, changes.of(ONE) as second, changes.of(OTHER) as third:
             await asyncio.sleep(LOOK_SECONDS / 2)
             for each in (first, second, third):
@@ -62,7 +63,7 @@ def test_all_streams_share_one_look_and_only_those_with_news_are_told(versions):
 
 def test_who_comes_later_is_told_once_and_a_database_that_fails_tells_all(versions):
     async def main():
-        changes = Changes(lambda: versions)
+        changes = Changes(versions)
         with changes.of(ONE):
             await asyncio.sleep(LOOK_SECONDS / 2)
             with changes.of(OTHER) as late:
@@ -84,7 +85,7 @@ def test_versions_change_with_events_states_files_and_the_end_of_a_job(service, 
     logs = tmp_path / "logs"
     logs.mkdir()
     watched = [Watched(job), Watched(other), Watched(), Watched(job, logs)]
-    look = StoredVersions(store)
+    look = StoredVersions(lambda: store)
     look(watched)
 
     def changed_by(operation):
@@ -101,3 +102,15 @@ def test_versions_change_with_events_states_files_and_the_end_of_a_job(service, 
     assert changed_by(move) == [False, True, True, False]
     gone = lambda: store.write(lambda s: (deletion.begin(s, other), deletion.end(s, other)))  # noqa: E731
     assert changed_by(gone)[1] is True
+
+
+def test_of_another_database_everything_may_be_new(service, empty_database, tmp_path):
+    other = Store(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'other.db')}")
+    current, watched = [service.store], [Watched()]
+    look = StoredVersions(lambda: current[0])
+    assert look(watched) == {}
+    assert look(watched) == look(watched) != {}
+    current[0] = other
+    assert look(watched) == {}, "whatever its numbers are"
+    assert look(watched) == look(watched) != {}
+    other.close()
