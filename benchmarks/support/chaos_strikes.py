@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from benchmarks.support.chaos_schedule import Strike
 from benchmarks.support.own_service import POLL_SECONDS, UNHURRIED_SECONDS, JobWentWrong, OwnService
 from service.states import is_final
 from workers.paths import rank_stem
+from workers.snapshot.snapshot_file import SLOTS, SnapshotFile
 
 WAIT_SECONDS = 240.0
 FLIPPED_BYTES = 64
@@ -153,11 +154,32 @@ def _daemon(target: Target, what: Strike) -> None:
 
 
 def _snapshot_flipped(target: Target, what: Strike) -> None:
-    """A rank is killed, and bytes of its snapshots are changed before its replacement reads them."""
-    target.send(what.rank, signal.SIGKILL)
+    """A rank is killed, and bytes of its snapshots were changed before: of all that had sums by then, since a copy that
+    was not summed in time is used as it is (decision 0005). It stands still meanwhile."""
+    rank = target.send(what.rank, signal.SIGSTOP)
+    target.until(f"stop of rank {what.rank}", lambda: _stands_still(rank))
     folder = target.service.paths.snapshot_folder(target.job_id)
     for path in folder.glob(f"{rank_stem(what.rank)}.*snapshot*"):
-        _flip(path, what.salt)
+        _flip(path, what.salt, _summed(path))
+    rank.kill()
+
+
+def _stands_still(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE))
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _summed(path: Path) -> list[range]:
+    """Places of the bytes of a snapshot file in which a change is noticed."""
+    file = SnapshotFile.open(path)
+    try:
+        sealed = [slot for slot in range(SLOTS) if file.sealed_sums(slot) is not None]
+        slots = [range(file.form.payload_at(slot), file.form.payload_at(slot) + file.form.payload) for slot in sealed]
+        return [range(len(file.form.head)), *slots]
+    finally:
+        file.close()
 
 
 def _checkpoint_damaged(target: Target, what: Strike) -> None:
@@ -173,16 +195,18 @@ def _checkpoint_damaged(target: Target, what: Strike) -> None:
     if what.way == "checkpoint_cut":
         os.truncate(victim, victim.stat().st_size // 2)
     else:
-        _flip(victim, what.salt)
+        _flip(victim, what.salt, [range(victim.stat().st_size)])
     shutil.rmtree(target.service.paths.snapshot_folder(target.job_id), ignore_errors=True)
     target.send(what.rank, signal.SIGKILL)
 
 
-def _flip(path: Path, salt: int) -> None:
-    draw, size = random.Random(salt), path.stat().st_size
+def _flip(path: Path, salt: int, places: Sequence[range]) -> None:
+    """Change bytes of a file in some of these `places`."""
+    draw = random.Random(salt)
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         for _ in range(FLIPPED_BYTES):
-            at = draw.randrange(size)
+            (place,) = draw.choices(places, [len(place) for place in places])
+            at = draw.choice(place)
             file.seek(at)
             byte = file.read(1)[0]
             file.seek(at)

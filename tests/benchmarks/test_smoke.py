@@ -76,7 +76,8 @@ def test_the_gpu_benchmark_says_that_it_needs_one(
 
 
 def test_jobs_end_though_the_control_plane_is_killed() -> None:
-    report = control_plane.measure(argparse.Namespace(seed=1, jobs=3, steps=4, kills=1, steady_seconds=0.0))
+    options = {"jobs": 3, "steps": 4, "kills": 1, "steady_seconds": 0.0, "control_planes": 1, "database": "sqlite"}
+    report = control_plane.measure(argparse.Namespace(seed=1, **options))
     assert all(figure.met is not False for figure in report.figures.values()), report.to_table()
     assert report.samples["states"] == [{"SUCCEEDED": 3}]
 
