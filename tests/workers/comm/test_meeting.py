@@ -247,6 +247,24 @@ def test_a_rank_whose_generation_ends_before_its_peer_comes_gives_up(rank):
     assert set(progress.waited_for) == {(1 - rank, CONNECTING_CHANNEL)}
 
 
+def test_a_rank_that_gives_up_lets_go_of_those_that_it_has_met():
+    """The third rank never comes. The second one has all that it needs, and must not wait for the first for ever."""
+    over, store = threading.Event(), dist.HashStore()
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            Links(0, range(3), store, secret(GENERATION), HOST, is_over=over.is_set)
+        else:
+            links = rank_links(1, store)
+            receive = links.receive(0, 0, torch.zeros(1))
+            over.set()
+            receive.wait()
+
+    gave_up, lost = run_threads(2, body)
+    assert isinstance(gave_up, PeerLost) and "is over" in str(gave_up)
+    assert isinstance(lost, PeerLost) and "rank 0 is gone" in str(lost)
+
+
 def test_a_generation_that_is_over_already_is_not_waited_for():
     with pytest.raises(PeerLost, match="is over"):
         rank_links(0, dist.HashStore(), is_over=lambda: True)
