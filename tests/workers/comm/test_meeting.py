@@ -184,6 +184,26 @@ def test_an_address_that_is_not_the_ranks_own_words_is_waited_out(monkeypatch, s
         stranger.accept()
 
 
+class VanishingStore:
+    """A store whose process ends once rank 0 has said where it is."""
+
+    def __init__(self, store: dist.Store):
+        self._store, self._said = store, False
+
+    def set(self, key: str, value: str) -> None:
+        if self._said:
+            raise RuntimeError("connection reset by peer")
+        self._store.set(key, value)
+        self._said = True
+
+
+def test_a_store_that_is_gone_is_missed_by_nobody_who_has_no_need_of_it(monkeypatch):
+    """Its owner may have died; whoever still looks for an address finds that out."""
+    monkeypatch.setattr(meeting, "_SAY_AGAIN_SECONDS", 0.0)
+    store = dist.HashStore()
+    assert they_train(*run_threads(2, lambda rank: rank_links(rank, store if rank else VanishingStore(store))))
+
+
 def test_who_writes_to_the_store_all_the_time_is_named_in_the_end(monkeypatch, stranger):
     monkeypatch.setattr(meeting, "DISBELIEF_SECONDS", 0.2)
     store = dist.HashStore()
