@@ -31,9 +31,10 @@ def told(rank: int = 0, **sections) -> tuple[Engine, list[MicroBatch], list[Forw
 
 
 def test_what_does_not_fit_into_the_window_is_recomputed_and_nothing_in_an_evaluation():
-    engine, batch, passes = told(parallel={"schedule": "gpipe", "recompute": "full", "recompute_keep": 1})
+    policy = {"recompute": "selective", "recompute_modules": ["norm"], "recompute_keep": 1}
+    engine, batch, passes = told(parallel={"schedule": "gpipe", **policy})
     engine.pipeline.train(batch, 1.0)
-    assert [each.recompute for each in passes] == [NOTHING, *[Recompute(every=1)] * 3]
+    assert [each.recompute for each in passes] == [NOTHING, *[Recompute(norm=True)] * 3]
     passes.clear()
     engine.pipeline.evaluate(batch)
     assert [each.recompute for each in passes] == [NOTHING] * 4
@@ -82,3 +83,21 @@ def test_of_the_ranks_that_know_the_loss_one_tells_it(rank):
     losses, tokens = engine.pipeline.evaluate(batch)
     assert tokens.item() == (64 if rank == 0 else 0)
     assert rank == 0 or losses.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("parallel", "again"),
+    [
+        ({}, False),
+        ({"recompute": "selective", "recompute_modules": ["norm"]}, True),
+        ({"recompute": "selective", "recompute_modules": ["core_attention"]}, True),
+    ],
+    ids=["none", "norm", "core attention"],
+)
+def test_what_is_computed_again_in_backward_is_timed_as_recomputation(parallel, again):
+    engine, batch, _ = told(parallel=parallel)
+    engine.comm.step.begin(1, measure=True)
+    engine.pipeline.train(batch, 1.0)
+    seconds = engine.comm.step.parts.end()
+    assert (seconds["recompute"] > 0.0) == again
+    assert seconds["forward"] > 0.0 and seconds["backward"] > 0.0
