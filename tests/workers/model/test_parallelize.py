@@ -43,7 +43,9 @@ def test_every_layer_is_somewhere_under_its_name_in_the_whole_model():
 def test_a_tied_embedding_is_one_weight_where_both_ends_are_on_a_rank():
     (alone,) = stages()
     assert alone.used_twice is alone.chunks[0].embedding.token.weight is alone.chunks[0].output.weight
-    assert [shard.name for shard in alone.named_shards()].count(TOKEN_EMBEDDING) == 1
+    shards = alone.named_shards()
+    assert [shard.name for shard in shards].count(TOKEN_EMBEDDING) == 1
+    assert len({id(shard.parameter) for shard in shards}) == len(shards), "it is updated and saved once"
     first, last = stages(parallel={"pipeline": 2, "schedule": "zb-v", "virtual_stages": 2})
     assert first.used_twice is first.chunks[1].output.weight
     assert last.used_twice is None

@@ -68,6 +68,8 @@ def test_each_element_is_one_replicas_and_of_one_bucket():
     owned = sorted(part for replica in range(3) for part in flat.parts(replica))
     assert [end for _, end in owned[:-1]] == [start for start, _ in owned[1:]]
     assert (owned[0][0], owned[-1][1]) == (0, flat.size)
+    smallest = flat_of(3, 4.0, **shards, norm=NORM).buckets
+    assert {end - start for start, end in smallest[:-1]} == {3 * ALIGNMENT}, "a row of each replica at least"
     assert len({end - start for start, end in (flat.parts(replica)[0] for replica in range(3))}) == 1
 
 
