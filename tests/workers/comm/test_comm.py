@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from engine_specs import axes
 from rank_threads import HOST, SECRET, run_threads
 
+from workers.comm.backend import naming_lost_peers
 from workers.comm.comm import Comm
 from workers.comm.grid import AXES, RankGrid
 from workers.comm.host_staged import HostStaged
@@ -436,3 +438,29 @@ def test_alone_a_slice_of_a_sum_comes_where_it_is_wanted():
     found, work = comm.start_reduce_scatter("data", torch.ones(3), into)
     work.wait()
     assert found is into and into.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_ranks_that_share_a_gpu_talk_through_host_memory_and_only_if_they_are_told_to():
+    cuda, grid = torch.device("cuda"), RankGrid(ParallelConfig())
+    assert Comm(grid, 0, cuda)._kind == "process_groups"
+    assert Comm(grid, 0, CPU)._kind == "links"
+    shared = Comm(grid, 0, cuda, "links")
+    shared.connect(dist.HashStore(), 1, HOST, SECRET)
+    assert isinstance(shared._backend, HostStaged)
+    shared.close()
+
+
+def test_what_is_beneath_copies_in_host_memory_is_interrupted_and_closed():
+    called = []
+    names = ("interrupt", "close")
+    staged = HostStaged(SimpleNamespace(**{name: partial(called.append, name) for name in names}))
+    staged.interrupt()
+    staged.close()
+    assert called == ["interrupt", "close"]
+
+
+def test_a_device_that_has_no_memory_is_no_lost_peer():
+    with pytest.raises(PeerLost, match=r"^communication failed: connection reset$"), naming_lost_peers():
+        raise RuntimeError("connection reset\nby somebody")
+    with pytest.raises(torch.OutOfMemoryError), naming_lost_peers():
+        raise torch.OutOfMemoryError("no memory")

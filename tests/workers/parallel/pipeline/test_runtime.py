@@ -101,3 +101,44 @@ def test_what_is_computed_again_in_backward_is_timed_as_recomputation(parallel, 
     seconds = engine.comm.step.parts.end()
     assert (seconds["recompute"] > 0.0) == again
     assert seconds["forward"] > 0.0 and seconds["backward"] > 0.0
+
+
+def test_the_record_follows_each_action_with_its_micro_batch():
+    engine, batch, _ = told(parallel={"schedule": "gpipe"})
+    phase, passed = engine.comm.step.phase, []
+
+    def noting(name, micro_batch=-1):
+        passed.append((name, micro_batch))
+        return phase(name, micro_batch)
+
+    engine.comm.step.phase = noting
+    engine.pipeline.train(batch, 1.0)
+    of_actions = [each for each in passed if each[0] in ("forward", "backward")]
+    assert of_actions == [(name, number) for name in ("forward", "backward") for number in range(4)]
+
+
+class Sent:
+    """A message that is on its way, or has left."""
+
+    def __init__(self, done: bool):
+        self.done, self.waited = done, 0
+
+    def wait(self) -> None:
+        """Count."""
+        self.waited += 1
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_step_ends_when_all_its_messages_have_left(done):
+    """Their memory is used again by the next one."""
+    engine, batch, _ = told(parallel={"pipeline": 2})
+    sent = []
+
+    def send(stage, tensor):
+        assert stage == 1
+        sent.append(Sent(done))
+        return sent[-1]
+
+    engine.comm.send = send
+    engine.pipeline.evaluate(batch)
+    assert [each.waited for each in sent] == [0 if done else 1] * 4
