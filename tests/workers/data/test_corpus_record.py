@@ -89,7 +89,7 @@ def test_a_file_that_is_not_what_it_was_does_not_stay_open(folder, record):
     for _ in range(3):
         with pytest.raises(DataError, match=r"a\.txt is not what it was"):
             corpus.read(0, 1)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_short_file_that_grows_while_the_job_starts_and_runs_is_read_as_far_as_it_went(folder, record):
