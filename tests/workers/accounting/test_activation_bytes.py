@@ -188,3 +188,19 @@ def test_a_rank_keeps_everything_of_as_many_micro_batches_as_it_is_told(kind, ke
         most = most_in_flight(actions)
         whole, part = (chunk_bytes(found, rank, recompute) for recompute in (False, True))
         assert rank_bytes(found)[rank] == min(most, keep) * whole + max(0, most - keep) * part
+
+
+def test_a_chunk_holds_of_each_layer_what_the_policy_leaves_of_it_and_where_it_does_not_apply_everything():
+    """Layers 2 and 3 of a middle stage."""
+
+    def held(applies: bool, **policy: Any) -> int:
+        return chunk_bytes(spec(model={"layers": 6}, parallel={"pipeline": 3, **policy}), 1, applies)
+
+    job, everything = spec(model={"layers": 6}, parallel={"pipeline": 3}), held(True)
+    assert everything == 2 * layer_bytes(job)
+    every_third = {"recompute": "full", "recompute_every": 3}
+    assert held(True, **every_third) == layer_bytes(job) + layer_input_bytes(job), "of layer 3 only the input"
+    assert held(False, **every_third) == everything
+    norms = {"recompute": "selective", "recompute_modules": ["norm"]}
+    assert held(True, **norms) == 2 * layer_bytes(job, ["norm"]) < everything
+    assert held(False, **norms) == everything

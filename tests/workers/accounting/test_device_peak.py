@@ -4,8 +4,10 @@ import json
 import socket
 
 import pytest
+import torch
 
 from workers.accounting import device_peak
+from workers.accounting.device_peak import Peak, measure_peak_flops
 from workers.accounting.device_table import DEVICE_PEAKS, known_peak
 
 
@@ -44,3 +46,58 @@ def test_cpu_is_measured():
         found = json.loads(ours.makefile().readline())
     assert found["source"] == "measured"
     assert 1e8 < found["peak_flops"] < 1e13
+
+
+def test_a_gpu_of_the_table_is_not_measured_and_another_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device])
+    monkeypatch.setattr(device_peak, "_best_product_rate", lambda *arguments: measured.append(arguments) or 5e12)
+    names, measured = {"cuda:1": "NVIDIA H100 80GB HBM3", "cuda": "Riva 128"}, []
+    assert measure_peak_flops("cuda:1") == Peak(989.4e12, "table")
+    assert measure_peak_flops("cuda:1", "fp32") == Peak(66.9e12, "table")
+    assert not measured
+    assert measure_peak_flops("cuda") == Peak(5e12, "measured")
+    measure_peak_flops("cuda", "fp32")
+    measure_peak_flops("cpu")
+    assert measured == [
+        ("cuda", torch.bfloat16, device_peak.CUDA_SIZE),
+        ("cuda", torch.float32, device_peak.CUDA_SIZE),
+        ("cpu", torch.float32, device_peak.CPU_SIZE),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "gpus", "asked"),
+    [
+        ({}, False, ("cpu", None)),
+        ({}, True, ("cuda:0", None)),
+        ({"device": "cuda:3", "precision": "fp32"}, True, ("cuda:3", "fp32")),
+    ],
+)
+def test_what_is_asked_for_is_measured(monkeypatch, argument, gpus, asked):
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(
+        device_peak, "measure_peak_flops", lambda *arguments: found.append(arguments) or Peak(1.0, "table")
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        device_peak.run(argument, theirs)
+        assert json.loads(ours.makefile().readline()) == {"peak_flops": 1.0, "source": "table"}
+    assert found == [asked]
+
+
+def test_a_cpu_is_measured_with_one_thread_as_ranks_compute_and_keeps_its_threads(monkeypatch):
+    monkeypatch.setattr(device_peak, "MEASURE_SECONDS", 0.01)
+    product, used, before = torch.mm, set(), torch.get_num_threads()
+
+    def mm(*arguments, **options):
+        used.add(torch.get_num_threads())
+        return product(*arguments, **options)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    torch.set_num_threads(2)
+    try:
+        measure_peak_flops("cpu")
+        assert (used, torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(before)

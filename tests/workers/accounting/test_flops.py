@@ -20,6 +20,7 @@ from workers.accounting.flops import (
     rank_parameters,
     recomputed_layer_passes,
     step_flops,
+    waiting_gradient_buffers,
 )
 from workers.config import JobSpec
 from workers.engine import Engine
@@ -302,3 +303,12 @@ def test_the_papers_overhead_is_three_times_ours_twice(name, hidden, heads, laye
     products = 72 * layers * 2048 * hidden**2
     assert int(1000 * added / products) / 10 == percent
     assert added == 3 * (flops.hardware_full - flops.model_full) == 6 * (written.hardware_full - written.model_full)
+
+
+@pytest.mark.parametrize(("data", "buffers"), [(1, 4), (2, 3), (3, 3)])
+def test_waiting_gradients_take_what_the_replica_that_needs_most_needs_in_the_largest_batch_of_a_ramp(data, buffers):
+    """From 4 to 16 sequences, of which the third of three replicas gets 11 to 15: 11, 12 + 13 and 14 wait for 15."""
+    ramp = {"start": 4, "increment": 12, "samples": 20}
+    train = {"global_batch_size": 16, "batch_ramp": ramp, "deterministic": "elastic"}
+    assert waiting_gradient_buffers(spec(train=train, parallel={"data": data})) == buffers
+    assert waiting_gradient_buffers(spec(train=train | {"deterministic": "layout"}, parallel={"data": data})) == 0

@@ -47,14 +47,16 @@ def test_all_reduce_adds_in_the_order_of_ranks_on_every_rank(size, star):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_all_reduce_of_the_largest(size):
+@pytest.mark.parametrize("star", [False, True], ids=["all linked", "star"])
+@pytest.mark.parametrize("length", [5, 20_001])
+def test_all_reduce_of_the_largest(size, star, length):
     def body(links: Links) -> torch.Tensor:
-        tensor = part_of(links.rank, 20_001)
-        along(links, size).all_reduce(tensor, maximum)
+        tensor = part_of(links.rank, length)
+        along(links, size, star).all_reduce(tensor, maximum)
         return tensor
 
-    expected = torch.stack([part_of(rank, 20_001) for rank in range(size)]).amax(0)
-    assert all(torch.equal(found, expected) for found in connected(size, body))
+    expected = torch.stack([part_of(rank, length) for rank in range(size)]).amax(0)
+    assert all(torch.equal(found, expected) for found in connected(size, body, star=star))
 
 
 @pytest.mark.parametrize("size", SIZES)

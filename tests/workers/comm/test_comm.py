@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +12,16 @@ import torch.distributed as dist
 from engine_specs import axes
 from rank_threads import HOST, SECRET, run_threads
 
+from workers.comm.backend import naming_lost_peers
 from workers.comm.comm import Comm
 from workers.comm.grid import AXES, RankGrid
 from workers.comm.host_staged import HostStaged
 from workers.comm.process_groups import ProcessGroups
+from workers.comm.shared_work import SharedWork
 from workers.config import ParallelConfig
 from workers.errors import PeerLost
-from workers.liveness.progress import Progress
+from workers.liveness.progress import Progress, ProgressReader, progress_path
+from workers.timing.step_phases import StepPhases
 
 CPU = torch.device("cpu")
 
@@ -234,3 +238,229 @@ def test_the_end_of_an_earlier_generation_disturbs_no_later_one():
         return total.item()
 
     assert run_threads(2, body) == [1.0, 1.0]
+
+
+class Moves:
+    """A communication of a stand-in for the backend: its wait moves the clock."""
+
+    done = True
+
+    def __init__(self, wait):
+        self.wait = wait
+
+
+class NotingBackend:
+    """Notes what it is asked for; each wait takes four seconds, in three of which nothing moves."""
+
+    def __init__(self, comm: Comm, now: list[float]):
+        self.asked, self._comm, self._now = [], comm, now
+
+    def _wait(self) -> None:
+        self._now[0] += 4.0
+        self._comm.progress.moved(waited=3.0)
+
+    def __getattr__(self, name: str):
+        def start(*arguments):
+            self.asked.append((name, *(each for each in arguments if isinstance(each, bool | int | str))))
+            return Moves(self._wait)
+
+        return start
+
+
+@pytest.fixture
+def noting(tmp_path, request):
+    """Rank 0 of a layout with every axis, whose step is being measured by a clock that its waits move."""
+    now = [0.0]
+    layout = ParallelConfig(tensor=2, pipeline=2, data=2)
+    comm = Comm(RankGrid(layout), 0, CPU, request.param, Progress.shared(tmp_path, 0))
+    comm.step = StepPhases(CPU, comm.progress, lambda: now[0])
+    comm._backend = NotingBackend(comm, now)
+    comm.progress.moved(waited=10.0)
+    comm.step.begin(1, measure=True)
+    reader = ProgressReader(progress_path(tmp_path, 0))
+    yield comm, reader
+    reader.close()
+
+
+def spent(comm: Comm) -> dict[str, float]:
+    """Seconds by part of the step."""
+    return {part: seconds for part, seconds in comm.step.parts.end().items() if seconds}
+
+
+@pytest.mark.parametrize("noting", ["links"], indirect=True)
+@pytest.mark.parametrize(
+    ("axis", "part"),
+    [
+        ("tensor", "tensor_communication"),
+        ("data", "data_communication"),
+        ("embedding", "other"),
+        ("world", "other"),
+    ],
+)
+def test_each_collective_is_counted_and_timed_as_one_of_its_axis(noting, axis, part):
+    comm, reader = noting
+    tensor = torch.zeros(comm.size(axis))
+    comm.all_reduce(axis, tensor)
+    comm.all_reduce(axis, tensor, largest=True)
+    comm.all_gather(axis, tensor)
+    comm.reduce_scatter(axis, tensor)
+    comm.start_all_to_all(axis, [], []).wait()
+    assert comm._backend.asked == [
+        ("start_all_reduce", axis, False),
+        ("start_all_reduce", axis, True),
+        ("start_all_gather", axis),
+        ("start_reduce_scatter", axis),
+        ("start_all_to_all", axis),
+    ]
+    assert {name: count for name, count in reader.read().counts.items() if count} == {axis: 5}
+    assert spent(comm) == {part: 20.0}
+
+
+@pytest.mark.parametrize(
+    ("noting", "parts"),
+    [("links", {"pipeline_communication": 1.0, "bubble": 3.0}), ("process_groups", {"bubble": 4.0})],
+    indirect=["noting"],
+)
+def test_while_a_message_does_not_move_its_receiver_stands_in_the_bubble(noting, parts):
+    comm, reader = noting
+    comm.send(1, torch.zeros(1))
+    comm.receive(1, torch.zeros(1)).wait()
+    assert comm._backend.asked == [("send", 1), ("receive", 1)]
+    assert {name: count for name, count in reader.read().counts.items() if count} == {"sent": 1, "received": 1}
+    assert spent(comm) == parts
+
+
+def test_only_over_links_it_is_known_how_long_a_rank_waited():
+    by_backend = {kind: Comm(RankGrid(ParallelConfig()), 0, CPU, kind) for kind in ("links", "process_groups")}
+    for comm in by_backend.values():
+        comm.step.begin(1)
+    assert by_backend["links"].own_seconds > 0.0
+    assert by_backend["process_groups"].own_seconds == 0.0
+
+
+def test_a_rank_says_that_it_connects_and_in_which_generation_and_that_it_rests(tmp_path):
+    comm = Comm(RankGrid(ParallelConfig()), 0, CPU, progress=Progress.shared(tmp_path, 0))
+    reader = ProgressReader(progress_path(tmp_path, 0))
+    seen = []
+
+    def address_towards(host: str) -> str:
+        seen.append((reader.read().generation, reader.read().phase))
+        return HOST
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.comm.comm.address_towards", address_towards)
+        comm.connect(dist.HashStore(), 4, HOST, SECRET)
+    comm.close()
+    seen.append((reader.read().generation, reader.read().phase))
+    assert seen == [(4, "connecting"), (4, "resting")]
+    reader.close()
+
+
+def test_a_generation_that_was_left_or_has_ended_stays_so():
+    comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
+    comm.connect(dist.HashStore(), 3, HOST, SECRET)
+    comm.end(1)
+    comm.raise_if_over()
+    comm.close()
+    comm.end(2)  # an order that comes late
+    with pytest.raises(PeerLost, match="generation 3 is over"):
+        comm.raise_if_over()
+
+
+def test_a_generation_that_ended_while_the_ranks_met_is_not_begun(monkeypatch):
+    comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
+
+    class Ending(SharedWork):
+        def __init__(self, *arguments):
+            comm.end(1)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("workers.comm.comm.SharedWork", Ending)
+    with pytest.raises(PeerLost, match="generation 1 is over"):
+        comm.connect(dist.HashStore(), 1, HOST, SECRET)
+
+
+def two_ranks(body, generation: int = 1):
+    """`body(comm)` on two tensor ranks that have met; neither leaves before both are done."""
+    store, grid, done = dist.HashStore(), RankGrid(ParallelConfig(tensor=2)), threading.Barrier(2)
+
+    def run(rank: int):
+        comm = Comm(grid, rank, CPU)
+        comm.connect(store, generation, HOST, SECRET)
+        try:
+            return body(comm)
+        finally:
+            done.wait(20)
+            comm.close()
+
+    results = run_threads(2, run)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def everything_breaks(comm: Comm) -> None:
+    """Neither the training nor what is beside it gets through any more."""
+    with pytest.raises(PeerLost):
+        comm.all_reduce("tensor", torch.ones(1))
+    with pytest.raises(PeerLost):
+        comm.shared_work.together(lambda: 0, lambda parts: parts, (int, int))
+
+
+@pytest.mark.parametrize(
+    "break_off",
+    [lambda comm: comm.cut(0.0), lambda comm: comm.end(1), lambda comm: comm.end(5)],
+    ids=["cut", "end", "end of a later one"],
+)
+def test_what_breaks_off_a_generation_breaks_all_its_connections_at_both_ends(break_off):
+    def body(comm: Comm) -> None:
+        if comm.rank == 0:
+            break_off(comm)
+        everything_breaks(comm)
+
+    two_ranks(body)
+
+
+def test_a_rank_that_has_left_says_so():
+    def body(comm: Comm) -> None:
+        comm.close()
+        with pytest.raises(PeerLost, match="or has left it"):
+            comm.all_reduce("tensor", torch.ones(1))
+        with pytest.raises(PeerLost, match="generation 1 is over"):
+            comm.raise_if_over()
+
+    two_ranks(body)
+
+
+def test_alone_a_slice_of_a_sum_comes_where_it_is_wanted():
+    comm, into = Comm(RankGrid(ParallelConfig()), 0, CPU), torch.zeros(3)
+    found, work = comm.start_reduce_scatter("data", torch.ones(3), into)
+    work.wait()
+    assert found is into and into.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_ranks_that_share_a_gpu_talk_through_host_memory_and_only_if_they_are_told_to():
+    cuda, grid = torch.device("cuda"), RankGrid(ParallelConfig())
+    assert Comm(grid, 0, cuda)._kind == "process_groups"
+    assert Comm(grid, 0, CPU)._kind == "links"
+    shared = Comm(grid, 0, cuda, "links")
+    shared.connect(dist.HashStore(), 1, HOST, SECRET)
+    assert isinstance(shared._backend, HostStaged)
+    shared.close()
+
+
+def test_what_is_beneath_copies_in_host_memory_is_interrupted_and_closed():
+    called = []
+    names = ("interrupt", "close")
+    staged = HostStaged(SimpleNamespace(**{name: partial(called.append, name) for name in names}))
+    staged.interrupt()
+    staged.close()
+    assert called == ["interrupt", "close"]
+
+
+def test_a_device_that_has_no_memory_is_no_lost_peer():
+    with pytest.raises(PeerLost, match=r"^communication failed: connection reset$"), naming_lost_peers():
+        raise RuntimeError("connection reset\nby somebody")
+    with pytest.raises(torch.OutOfMemoryError), naming_lost_peers():
+        raise torch.OutOfMemoryError("no memory")

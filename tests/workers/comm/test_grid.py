@@ -74,3 +74,8 @@ def test_replicas_have_the_same_state_unless_zero_splits_it():
     split = whole.model_copy(update={"zero": 1})
     assert state_peers(split, 5) == [5]
     assert state_groups(split) == [[rank] for rank in range(12)]
+
+
+def test_under_zb_v_both_ends_of_the_model_are_on_the_first_stage():
+    grid = RankGrid(ParallelConfig(tensor=2, pipeline=3, schedule="zb-v", virtual_stages=2))
+    assert [grid.group("embedding", rank) for rank in range(6)] == [[rank] for rank in range(6)]

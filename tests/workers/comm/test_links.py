@@ -11,7 +11,7 @@ from rank_threads import HOST, connected, run_threads, secret
 
 from workers.comm.links import Links
 from workers.errors import MantaError, PeerLost
-from workers.liveness.progress import Progress
+from workers.liveness.progress import Progress, ProgressReader, progress_path
 
 MILLION = 1_000_000
 
@@ -185,26 +185,55 @@ class NotingProgress(Progress):
         super().__init__()
 
     def waits_for(self, peer: int, channel: int, sending: bool) -> None:
-        self.waited_for.append((peer, channel))
+        self.waited_for.append((peer, channel, sending))
         self.waits.set()
 
 
-def test_the_record_learns_for_how_long_a_rank_waits():
-    store, progress = dist.HashStore(), NotingProgress()
-    first, second = run_threads(
-        2, lambda rank: Links(rank, range(2), store, secret(), HOST, progress=[progress, None][rank])
-    )
+def watched_pair(progress: Progress) -> list[Links]:
+    """Two ranks, linked; the first one keeps a record."""
+    store = dist.HashStore()
+    return run_threads(2, lambda rank: Links(rank, range(2), store, secret(), HOST, progress=[progress, None][rank]))
+
+
+@pytest.mark.parametrize("sending", [False, True], ids=["a message", "room for one"])
+def test_the_record_learns_for_whom_for_what_and_for_how_long_a_rank_waits(small_buffers, sending):
+    progress = NotingProgress()
+    first, second = watched_pair(progress)
     before = progress.idle_seconds
     progress.waits.clear()
+    progress.waited_for.clear()
 
     def body(rank: int) -> None:
         if rank == 0:
-            first.receive(1, 0, torch.zeros(1)).wait()
+            (first.send if sending else first.receive)(1, 3, torch.zeros(2 * MILLION)).wait()
         else:
-            progress.waits.wait()
-            second.send(0, 0, torch.ones(1)).wait()
+            assert progress.waits.wait(20)
+            (second.receive if sending else second.send)(0, 3, torch.zeros(2 * MILLION)).wait()
 
-    run_threads(2, body)
+    assert run_threads(2, body) == [None, None]
+    assert set(progress.waited_for) == {(1, 3, sending)}
     assert progress.idle_seconds > before
+    for each in (first, second):
+        each.close()
+
+
+def test_a_rank_that_has_met_the_others_waits_for_nobody(tmp_path):
+    progress = Progress.shared(tmp_path, 0)
+    reader = ProgressReader(progress_path(tmp_path, 0))
+    links = watched_pair(progress)
+    assert reader.read().waits_for is None
+    for each in links:
+        each.close()
+    reader.close()
+
+
+def test_a_short_message_is_on_its_way_before_anybody_waits_for_it():
+    """So that it travels while its sender computes."""
+    first, second = pair()
+    sent, got = [first.send(1, 0, torch.full((1,), value)) for value in (1.0, 2.0)], torch.zeros(1)
+    assert all(each.done for each in sent)
+    for value in (1.0, 2.0):
+        second.receive(0, 0, got).wait()
+        assert got.item() == value
     for each in (first, second):
         each.close()

@@ -184,6 +184,26 @@ def test_an_address_that_is_not_the_ranks_own_words_is_waited_out(monkeypatch, s
         stranger.accept()
 
 
+class VanishingStore:
+    """A store whose process ends once rank 0 has said where it is."""
+
+    def __init__(self, store: dist.Store):
+        self._store, self._said = store, False
+
+    def set(self, key: str, value: str) -> None:
+        if self._said:
+            raise RuntimeError("connection reset by peer")
+        self._store.set(key, value)
+        self._said = True
+
+
+def test_a_store_that_is_gone_is_missed_by_nobody_who_has_no_need_of_it(monkeypatch):
+    """Its owner may have died; whoever still looks for an address finds that out."""
+    monkeypatch.setattr(meeting, "_SAY_AGAIN_SECONDS", 0.0)
+    store = dist.HashStore()
+    assert they_train(*run_threads(2, lambda rank: rank_links(rank, store if rank else VanishingStore(store))))
+
+
 def test_who_writes_to_the_store_all_the_time_is_named_in_the_end(monkeypatch, stranger):
     monkeypatch.setattr(meeting, "DISBELIEF_SECONDS", 0.2)
     store = dist.HashStore()
@@ -245,6 +265,24 @@ def test_a_rank_whose_generation_ends_before_its_peer_comes_gives_up(rank):
     assert isinstance(lost, PeerLost)
     assert "is over" in str(lost)
     assert set(progress.waited_for) == {(1 - rank, CONNECTING_CHANNEL)}
+
+
+def test_a_rank_that_gives_up_lets_go_of_those_that_it_has_met():
+    """The third rank never comes. The second one has all that it needs, and must not wait for the first for ever."""
+    over, store = threading.Event(), dist.HashStore()
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            Links(0, range(3), store, secret(GENERATION), HOST, is_over=over.is_set)
+        else:
+            links = rank_links(1, store)
+            receive = links.receive(0, 0, torch.zeros(1))
+            over.set()
+            receive.wait()
+
+    gave_up, lost = run_threads(2, body)
+    assert isinstance(gave_up, PeerLost) and "is over" in str(gave_up)
+    assert isinstance(lost, PeerLost) and "rank 0 is gone" in str(lost)
 
 
 def test_a_generation_that_is_over_already_is_not_waited_for():

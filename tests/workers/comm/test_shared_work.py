@@ -38,16 +38,16 @@ def test_alone_nothing_is_sent():
     assert SharedWork().together(lambda: object, lambda parts: parts, KINDS) is object
 
 
-@pytest.mark.parametrize("who", ["rank 1", "what combines"])
+@pytest.mark.parametrize("who", ["rank 0", "rank 1", "what combines"])
 def test_what_fails_on_one_rank_fails_on_all_with_its_words(who):
     def body(links: Links) -> str:
         def part() -> Part:
-            if links.rank == 1 and who == "rank 1":
+            if who == f"rank {links.rank}":
                 raise OSError("the disk is full")
             return Part(links.rank)
 
         def combine(parts: list[Part]) -> list[list[Part]]:
-            raise OSError("the disk is full")
+            raise OSError("the disk is full" if who == "what combines" else "it was combined though a part is missing")
 
         with pytest.raises(SharedWorkFailed) as caught:
             SharedWork(links, 3).together(part, combine, KINDS)

@@ -7,6 +7,8 @@ import torch
 from engine_specs import spec
 
 from workers.data.batches import Batches
+from workers.data.skipped_samples import SkippedSamples
+from workers.errors import DataError
 
 CPU = torch.device("cpu")
 
@@ -63,5 +65,35 @@ def test_validation_reads_the_held_out_part_in_order_and_again_from_its_start(co
 def test_validation_has_at_least_one_batch_and_at_most_those_held_out(corpus):
     for asked, expected in ((8, 1), (1, 1)):
         assert Batches(spec(data=corpus, train={"validation_batches": asked}), 0, CPU).validation_batches() == expected
-    job = spec(data=corpus, train={"validation_batches": 8, "global_batch_size": 2})
-    assert Batches(job, 0, CPU).validation_batches() == 6
+    for asked, expected in ((8, 6), (4, 4)):
+        job = spec(data=corpus, train={"validation_batches": asked, "global_batch_size": 2})
+        assert Batches(job, 0, CPU).validation_batches() == expected
+
+
+def test_a_step_passes_over_skipped_samples_and_its_dropout_stays_that_of_its_places(corpus):
+    job = spec(data=corpus, train={"micro_batch_size": 4, "seed": 7})
+    batches = Batches(job, 0, CPU)
+    assert batches.order.seed == 7
+    batches.skipped = SkippedSamples.of([range(3, 13)])
+    used = [0, 1, 2, 13, 14, 15, 16, 17]
+    parts = batches.training(1)
+    first = [token for part in parts for token in part.inputs_sb[0].tolist()]
+    assert first == [batches.order.start(sample) % 251 for sample in used]
+    assert batches.samples(1) == [range(3), range(13, 18)]
+    assert [part.samples for part in batches.training(2)] == [range(8, 12), range(12, 16)]
+
+
+def test_stages_between_the_ends_read_no_text(corpus):
+    job = spec(data=corpus, train={"micro_batch_size": 4}, parallel={"data": 2})
+    (part,) = Batches(job, 1, CPU, reads_tokens=False).training(2)
+    assert (part.samples, part.inputs_sb, part.targets_sb) == (range(12, 16), None, None)
+
+
+def test_one_rank_makes_the_record_of_the_corpus_and_all_hold_to_it(corpus, tmp_path):
+    record = tmp_path / "record.json"
+    Batches(spec(data=corpus), 0, CPU, record=record)
+    assert not record.exists(), "another rank makes it"
+    Batches(spec(data=corpus), 0, CPU, record=record, records=True)
+    (tmp_path / "corpus.bin").write_bytes(bytes(999))
+    with pytest.raises(DataError, match="has 999 bytes, and had 1000"):
+        Batches(spec(data=corpus), 0, CPU, record=record)

@@ -78,3 +78,6 @@ def test_more_files_than_may_be_open(tmp_path):
     assert corpus.read(0, 600).tolist() == [number % 256 for number in range(600)]
     assert len(list(Path("/proc/self/fd").iterdir())) - before < 300
     corpus.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+    assert corpus.read(599, 1).tolist() == [599 % 256], "and may be opened again"
+    corpus.close()

@@ -1,6 +1,7 @@
 """A corpus stays what it was when its job began."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +80,43 @@ def test_file_that_is_replaced_while_the_job_runs_is_named_before_it_is_first_re
     assert len(corpus.read(0, LENGTH)) == LENGTH, "nothing of it is read yet"
     with pytest.raises(DataError, match=r"c\.txt is not what it was"):
         corpus.read(LENGTH, 1)
+
+
+def test_a_file_that_is_not_what_it_was_does_not_stay_open(folder, record):
+    corpus = opened(folder, record, write=True)
+    (folder / "a.txt").write_bytes(b"x" * LENGTH)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(DataError, match=r"a\.txt is not what it was"):
+            corpus.read(0, 1)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def test_short_file_that_grows_while_the_job_starts_and_runs_is_read_as_far_as_it_went(folder, record):
+    """Its end is not looked at before the next start, which then names it."""
+    (folder / "a.txt").write_bytes(b"short")
+    files = corpus_files(DataConfig(source="text", paths=[str(folder)]))
+    for _ in range(2):
+        with (folder / "a.txt").open("ab") as file:
+            file.write(b"er")
+        corpus = ByteCorpus(as_recorded(files, record, True))
+        assert bytes(corpus.read(0, 6).tolist()) == b"shortc"
+    assert "a.txt has 9 bytes, and had 5" in refused(folder, record)
+
+
+def test_record_that_was_written_in_part_is_made_at_the_next_start(folder, record, monkeypatch):
+    write = Path.write_text
+
+    def fill_the_disk(path, text):
+        write(path, text[: len(text) // 2])
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", fill_the_disk)
+        opened(folder, record, write=True)
+    opened(folder, record, write=True)
+    (folder / "a.txt").write_bytes(b"other")
+    assert "a.txt has 5 bytes, and had 10000" in refused(folder, record)
 
 
 def test_only_who_shall_makes_the_record_and_never_a_second_time(folder, record):

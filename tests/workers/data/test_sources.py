@@ -21,13 +21,14 @@ def text(*paths: Path) -> DataConfig:
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A folder with text and other things."""
-    for name in ("b.txt", "a.md", "sub/c.py", "sub/UPPER.TXT"):
+    for name in ("b.txt", "a.md", "sub/c.py", "sub/UPPER.TXT", "sub/__pycache__/d.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"text of {name}")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     (tmp_path / "empty.txt").touch()
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "d.txt").write_text("hidden")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "nowhere")
     return tmp_path
 
 
@@ -67,6 +68,24 @@ def test_what_is_unreadable_is_named(folder):
     (folder / "sub").chmod(0o700)
 
 
+def test_a_folder_that_cannot_be_looked_into_is_named_and_not_left_out(folder, monkeypatch):
+    look = os.scandir
+
+    def scandir(path):
+        if Path(path).name == "sub":
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=f"cannot be read: {folder / 'sub'} .Permission denied"):
+        corpus_files(text(folder))
+
+
+def test_a_name_that_is_too_long_is_no_failure_of_ours(folder):
+    with pytest.raises(DataError, match=r"cannot be read: .*xxx \(File name too long\)"):
+        corpus_files(text(folder / ("x" * 300)))
+
+
 def test_an_empty_file_is_no_corpus(folder):
     with pytest.raises(DataError, match=f"the corpus is empty: no text in {folder / 'empty.txt'}"):
         corpus_files(text(folder / "empty.txt"))
@@ -96,6 +115,9 @@ def test_a_corpus_that_is_too_short_for_a_sequence_says_how_long_it_must_be(tmp_
         check_data(job)
     short.write_text("123456789")
     check_data(job)
+    short.write_text("1234567890")  # of which two are held out
+    with pytest.raises(DataError, match="has 8 tokens for training"):
+        check_data(spec(data={"paths": [str(short)], "validation_fraction": 0.2}))
 
 
 def test_a_held_out_part_that_is_too_short_matters_only_with_validation(tmp_path):

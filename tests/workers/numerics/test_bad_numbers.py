@@ -68,6 +68,8 @@ def test_what_is_judged():
     assert (spike.kind, spike.policy) == ("spike", "skip")
     assert "step 7 has loss 2.9" in spike.sentence and "a loss above the 2.8 that the last 5 steps" in spike.sentence
     assert "a gradient norm above the 2 " in judge(recovery(), 7, 2.0, 2.1, bounds).sentence
+    assert ", a loss above the 2.8 " in judge(recovery(), 7, 2.9, 2.1, bounds).sentence, "the loss comes first"
+    assert judge(recovery(policy="ignore"), 7, 2.9, 2.1, bounds) is None
     for pair in ((math.nan, 1.0), (1.0, math.inf)):
         bad = judge(RecoveryConfig(nonfinite="roll_back"), 7, *pair, NO_LIMITS)
         assert (bad.kind, bad.policy) == ("not_finite", "roll_back")
@@ -77,7 +79,15 @@ def test_only_finite_numbers_of_the_window_are_remembered():
     history = NumericsHistory()
     for loss in (1.0, math.nan, 2.0, math.inf, 3.0):
         history = history.with_step(loss, 1.0, window=2)
+    assert history.with_step(4.0, math.inf, window=2) == history
     assert history.recent == ((2.0, 1.0), (3.0, 1.0))
+
+
+def test_of_two_roll_backs_that_skipped_the_same_samples_the_one_that_went_further_back_is_told():
+    samples = (range(56, 64),)
+    both = [RollBack(8, 7, samples), RollBack(8, 3, samples)]
+    for each in (both, both[::-1]):
+        assert merged_roll_backs(each) == (RollBack(8, 3, samples),)
 
 
 @given(PAIRS, ROLL_BACKS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from engine_specs import spec
 from one_layer import lone_rank
@@ -10,7 +12,8 @@ from rank_threads import connected
 from workers.comm.links import Links
 from workers.comm.shared_work import SharedWork
 from workers.engine import Engine
-from workers.numerics.bad_numbers import BadStep, NumericsHistory
+from workers.errors import NonFiniteError, SpikeError
+from workers.numerics.bad_numbers import NO_LIMITS, BadStep, NumericsHistory, RollBack
 from workers.numerics.guard import NumberGuard
 from workers.parallel.data.step_statistics import StepStatistics
 
@@ -69,3 +72,94 @@ def test_a_copy_that_one_rank_lacks_is_no_place_to_go_back_to():
     assert connected(2, body) == [[7], [7]]
     for guard in guards:
         guard.close()
+
+
+SPIKE = {"policy": "skip", "window": 5}
+
+
+def lone_guard(**recovery) -> NumberGuard:
+    """The guard of a job of one rank."""
+    job = spec(recovery=recovery)
+    comm = lone_rank(job)
+    return NumberGuard(job.recovery, Engine(job, comm), comm)
+
+
+def calm(guard: NumberGuard, steps: int = 5) -> None:
+    """Steps of loss 2 and gradient norm 1, after which limits are 2.8 and 2 where steps are judged."""
+    for step in range(1, steps + 1):
+        guard.begin_step()
+        guard.committed(step, StepStatistics(2.0, 1.0, 0))
+    guard.begin_step()
+
+
+@pytest.mark.parametrize(
+    ("policy", "refused_above", "judged"),
+    [("skip", (2.8, 2.0), "spike"), ("report", NO_LIMITS, "spike"), ("ignore", NO_LIMITS, None)],
+)
+def test_a_spike_is_refused_before_the_update_unless_it_shall_only_be_reported(policy, refused_above, judged):
+    guard = lone_guard(spike={**SPIKE, "policy": policy}, nonfinite="roll_back")
+    calm(guard)
+    assert guard.engine.optimizer.limits == pytest.approx(refused_above)
+    bad = guard.judge(6, StepStatistics(3.0, 1.0, 0))
+    assert (bad and bad.kind) == judged
+    assert guard.history.recent == (() if policy == "ignore" else ((2.0, 1.0),) * 5)
+    guard.close()
+
+
+def test_a_job_without_a_policy_that_looks_back_keeps_nothing_and_asks_nobody():
+    guard = lone_guard()
+    guard.comm.shared_work = None
+    assert guard.restored(3, NumericsHistory(((1.0, 1.0),)), []) == []
+    calm(guard)
+    assert (guard.active, guard.copies, guard.history) == (False, None, NumericsHistory())
+
+
+ONE, TWO, THREE = (RollBack(step, step - 2, (range(8 * step, 8 * step + 8),)) for step in (4, 6, 8))
+
+
+def test_roll_backs_from_every_source_hold_and_those_that_are_news_are_told():
+    """One that this process knows by itself, one that came with the state, one that the control plane has heard of."""
+    guard = lone_guard(nonfinite="roll_back", spike=SPIKE)
+    guard.history = NumericsHistory(((9.0, 9.0),), (ONE,))
+    news = guard.restored(9, NumericsHistory(((2.0, 1.0),), (TWO,)), iter([THREE]))
+    assert guard.history == NumericsHistory(((2.0, 1.0),), (ONE, TWO, THREE))
+    assert news == [ONE, TWO]
+    assert guard.restored(9, None, [ONE, TWO, THREE]) == []
+    assert guard.history.recent == ((2.0, 1.0),), "this process never lost it"
+    guard.close()
+
+
+@pytest.mark.parametrize(("kind", "error"), [("not_finite", NonFiniteError), ("spike", SpikeError)])
+def test_a_job_fails_by_what_it_has_had_too_much_of(kind, error):
+    guard = lone_guard(nonfinite="roll_back", roll_back_steps=3, max_roll_backs=2)
+    restore(guard, 0)
+    commit(guard, range(1, 8))
+    for bad_step, first in ((8, 0), (5, 8)):
+        guard.roll_back(bad_step, [range(first, first + 8)], BAD)
+    assert [each.step for each in guard.history.roll_backs] == [5, 8]
+    with pytest.raises(error, match=r"too much; the job has rolled back 2 times"):
+        guard.roll_back(5, [range(16, 24)], BadStep(kind, "roll_back", "too much"))
+    guard.close()
+
+
+def test_a_roll_back_brings_back_adamws_clock_the_parameters_and_what_was_recent():
+    job = spec(train={"precision": "bf16"}, recovery={"nonfinite": "roll_back", "roll_back_steps": 3, "spike": SPIKE})
+    comm, threads = lone_rank(job), set(threading.enumerate())
+    guard = NumberGuard(job.recovery, Engine(job, comm), comm)
+    restore(guard, 0)
+    optimizer = guard.engine.optimizer
+    for step in range(1, 8):
+        guard.finish()
+        optimizer.set_step(step)
+        optimizer.parameters[0].fill_(step)
+        optimizer.publish_parameters()
+        guard.committed(step, StepStatistics(float(step), 1.0, 0))
+    guard.finish()
+    assert guard.roll_back(8, [range(8)], BAD).back_to == 3
+    assert (guard.engine.flat.parameters == 3.0).all()
+    assert {float(piece.steps) for pieces in optimizer._groups.values() for piece in pieces} == {3.0}
+    assert [loss for loss, _ in guard.history.recent] == [1.0, 2.0, 3.0]
+    assert guard.copies.steps == [3], "later ones are of steps that will be done again"
+    assert set(threading.enumerate()) > threads, "one that copies"
+    guard.close()
+    assert set(threading.enumerate()) <= threads

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from workers.comm.links import Links
@@ -21,13 +22,14 @@ def secret(generation: int = 1) -> Secret:
 
 
 def run_threads(count: int, body: Callable[[int], Any], seconds: float = 20.0) -> list[Any]:
-    """`body(rank)` in `count` threads; results by rank. A thread's exception is its result. Fails on a hang."""
+    """`body(rank)` in `count` threads; results by rank. A thread's exception is its result, but for what it asserts,
+    which is raised here. Fails on a hang."""
     results: list[Any] = [None] * count
 
     def run(rank: int) -> None:
         try:
             results[rank] = body(rank)
-        except Exception as error:  # noqa: BLE001 - the test judges it
+        except BaseException as error:  # noqa: BLE001 - the test judges it; pytest's own failures are no Exceptions
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
@@ -36,6 +38,9 @@ def run_threads(count: int, body: Callable[[int], Any], seconds: float = 20.0) -
     for thread in threads:
         thread.join(seconds)
     assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    for result in results:
+        if isinstance(result, AssertionError | pytest.fail.Exception):
+            raise result
     return results
 
 
@@ -54,6 +59,6 @@ def connected(count: int, body: Callable[[Links], Any], generation: int = 1, sta
 
     results = run_threads(count, run)
     for result in results:
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             raise result
     return results

@@ -68,6 +68,11 @@ def test_what_was_before_a_restart_belongs_to_nobody(hands):
     clock.restart()
     hands.now += 1
     assert clock.lap() == {"wall": 1, "data_wait": 0, "snapshot_stall": 0, "checkpoint_stall": 0}
+    with waiting(clock, "data_wait"):
+        hands.now += 9
+        clock.restart()
+        hands.now += 1
+    assert clock.lap() == {"wall": 1, "data_wait": 1, "snapshot_stall": 0, "checkpoint_stall": 0}
 
 
 moves = st.one_of(st.floats(0, 10), st.just("lap"), st.sampled_from(WAITS), st.just("end"))

@@ -84,3 +84,13 @@ def test_nothing_is_moved_while_nothing_is_measured(parts):
     parts.begin()
     assert parts.end()["bubble"] == 0
     assert not parts.measuring
+
+
+def test_a_measurement_that_was_broken_off_inside_of_a_part_leaves_nothing_to_the_next(clock, parts):
+    parts.begin()
+    parts.enter("forward")
+    clock.now += 7
+    parts.drop()
+    parts.begin()
+    clock.now += 1
+    assert {name: spent for name, spent in parts.end().items() if spent} == {"other": 1}

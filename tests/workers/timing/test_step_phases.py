@@ -144,3 +144,56 @@ def test_whoever_asks_is_called_at_every_entry_into_a_phase_of_the_record(step):
         pass
     step.enter("restoring")
     assert entered == [(4, "data"), (4, "backward"), (4, "restoring")]
+
+
+RECORDED = {
+    "data": ["data"],
+    "forward": ["receive_forward", "forward", "send_forward"],
+    "backward": ["receive_backward", "backward", "backward_input", "backward_weight", "send_backward"],
+    "reduction": ["reduction"],
+    "agreement": ["replica_check", "agreement"],
+    "optimizer": ["optimizer"],
+    "snapshot": ["snapshot"],
+    "checkpoint": ["checkpoint"],
+    "validation": ["validation"],
+}
+"""As what phases of a step are told to whoever looks where a rank stands."""
+
+
+@pytest.mark.parametrize(("told", "phase"), [(told, phase) for told, phases in RECORDED.items() for phase in phases])
+def test_every_phase_of_a_step_is_on_record(watched, told, phase):
+    step, reader = watched
+    step.enter("resting")
+    with step.phase(phase):
+        assert reader.read().phase == told
+
+
+PARTS_OF_PHASES = {
+    "pipeline_communication": [
+        "receive_forward", "send_forward", "receive_backward", "send_backward", "pipeline_communication",
+    ],
+    "backward": ["backward", "backward_input", "backward_weight"],
+    "recompute": ["recompute"],
+    "data_communication": ["data_communication"],
+    "bubble": ["bubble"],
+    "optimizer": ["agreement", "optimizer"],
+    "other": ["reduction", "replica_check", "snapshot", "checkpoint", "validation", "other"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "phase"), [(part, phase) for part, phases in PARTS_OF_PHASES.items() for phase in phases]
+)
+def test_every_phase_counts_as_its_part(step, clock, part, phase):
+    step.begin(1, measure=True)
+    with step.phase(phase):
+        clock.now += 1
+    assert {name: spent for name, spent in step.parts.end().items() if spent} == {part: 1}
+
+
+def test_a_checkpoint_that_holds_training_up_is_a_wait_of_its_own(step, clock):
+    with step.phase("checkpoint"):
+        clock.now += 2
+        with step.phase("snapshot"):
+            clock.now += 1
+    assert step.clock.lap() == {"wall": 3, "data_wait": 0, "snapshot_stall": 0, "checkpoint_stall": 3}

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_specs import layout_of
+from engine_specs import layout_of, spec
+from one_layer import lone_rank
 
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
+from workers.engine import Engine
 from workers.parallel.data.agreement import Agreement, StepSums
 from workers.parallel.data.gradient_clipping import clip
 from workers.parallel.data.step_statistics import Loss
@@ -45,11 +47,38 @@ def test_each_rank_tells_of_itself_in_its_own_place(monkeypatch):
     """Rank 4 is the third replica's first: its place is none of those along the other axes."""
     comm = Comm(RankGrid(layout_of(tensor=2, data=3)), 4, torch.device("cpu"))
     monkeypatch.setattr(comm, "all_reduce", lambda axis, values: None)
-    loss = Loss(torch.tensor([6.0]), torch.tensor(3.0), 1.0)
-    norm = SimpleNamespace(square=lambda gradient: torch.tensor(0.0))
-    agreed = StepSums(comm, norm).agree(torch.zeros(1), loss, memory_bytes=7)
-    assert agreed.memory_bytes.tolist() == [0, 0, 0, 0, 7, 0]
-    assert [rank for rank, seconds in enumerate(agreed.own_seconds.tolist()) if seconds] == [4]
+    loss = Loss(torch.tensor([6.0, 2.0]), torch.tensor(3.0), 1.0)
+    norm = SimpleNamespace(square=lambda gradient: gradient.sum() ** 2)
+    for asked in (0, 1):
+        agreed = StepSums(comm, norm).agree(torch.full((2,), 2.0), loss, memory_bytes=7)
+        assert agreed.memory_bytes.tolist() == [0, 0, 0, 0, 7, 0]
+        assert [rank for rank, seconds in enumerate(agreed.own_seconds.tolist()) if seconds] == [4]
+        assert [each.item() for each in (agreed.loss, agreed.tokens, agreed.square)] == [8.0, 3.0, 16.0]
+        assert agreed.asked_to_end.item() == asked
+        comm.ask_to_end(comm.generation)
+
+
+@pytest.mark.parametrize("rank", [0, 3, 6])
+def test_with_elastic_sums_a_replica_tells_of_its_micro_batches_and_only_the_first_of_its_norm(monkeypatch, rank):
+    """Four ranks a replica; each replica has the same squared norms, and other micro-batches."""
+    job = spec(
+        model={"layers": 2, "hidden_size": 16},
+        train={"deterministic": "elastic", "micro_batch_size": 2},
+        parallel={"tensor": 2, "pipeline": 2, "data": 2},
+    )
+    comm, told = lone_rank(job, rank), []
+    engine = Engine(job, comm)
+    engine.reduction.begin(2, 8)
+    sums = engine.optimizer.sums
+    monkeypatch.setattr(sums.norm, "square", lambda gradient: torch.tensor(9.0))
+    monkeypatch.setattr(Agreement, "sum", lambda agreed: told.append((agreed.rank_squares, agreed.micro_batch_losses)))
+    loss = Loss(torch.tensor([6.0, 2.0], dtype=torch.float64), torch.tensor(3.0), 1.0)
+    agreed = sums.agree(torch.zeros(1), loss, memory_bytes=7)
+    ((squares, losses),) = told
+    assert squares.tolist() == [9.0 if each == rank else 0.0 for each in range(4)]
+    assert losses.tolist() == ([6.0, 2.0, 0.0, 0.0] if rank < 4 else [0.0, 0.0, 6.0, 2.0])
+    assert (agreed.loss.item(), agreed.square.item()) == (8.0, 9.0 if rank < 4 else 0.0)
+    assert (agreed.tokens.item(), agreed.memory_bytes[rank].item()) == (3.0, 7.0)
 
 
 @pytest.mark.parametrize(("clip_norm", "scale", "factor"), [(0.0, 1.0, 1 / 3), (4.0, 1.0, 1 / 3), (0.5, 1.0, 1 / 12)])

@@ -53,6 +53,27 @@ def test_the_last_leaf_ends_with_the_trees_sum_in_the_flat_buffer(leaves):
     assert len(waiting) == buffers(leaves, 0, leaves)
 
 
+def test_a_replica_adds_its_own_leaves_at_their_places_in_the_tree():
+    """Leaves 3 to 5 of 6: 3 stands alone, and waits for who has 2; 4 and 5 are a pair."""
+    flat = torch.zeros(8)
+    waiting = WaitingBuffers(flat)
+    found = LeafSum([(0, 8)], 1, flat, waiting)
+    found.begin(6, range(3, 6))
+    for number in range(3):
+        flat += leaf(3 + number)
+        found.finished(number)
+    assert found.complete
+    assert torch.equal(waiting[0], leaf(3))
+    assert torch.equal(flat, leaf(4) + leaf(5))
+
+
+def test_another_number_of_micro_batches_than_the_replicas_share_is_refused():
+    job = spec(train={"deterministic": "elastic", "micro_batch_size": 2})
+    engine = Engine(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")))
+    with pytest.raises(ValueError, match=r"of 4 micro-batches this replica runs range\(0, 4\), not 3"):
+        engine.reduction.begin(3, 8)
+
+
 def test_buffers_are_freed_without_the_garbage_collector():
     flat = torch.zeros(8)
     waiting = WaitingBuffers(flat)

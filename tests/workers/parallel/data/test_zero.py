@@ -30,3 +30,60 @@ def test_training_that_begins_anew_in_the_same_process_has_learned_nothing():
         each.add_(1.0)
     engine.initialise(1)
     assert all(torch.equal(now, before) for now, before in zip(engine.state(), first, strict=True))
+
+
+def test_what_keeps_copies_is_asked_before_this_rank_agrees_to_the_update():
+    """Once it has agreed, another rank may have its new state already, and all must be able to get there."""
+    job = spec()
+    engine, happened = Engine(job, lone_rank(job)), []
+    engine.initialise(1)
+    optimizer = engine.optimizer
+
+    def noting(name, method):
+        def call(*arguments):
+            happened.append(name)
+            return method(*arguments)
+
+        return call
+
+    optimizer.reduction.finish = noting("reduced", optimizer.reduction.finish)
+    optimizer.sums.agree = noting("agreed", optimizer.sums.agree)
+    optimizer._update = noting("updated", optimizer._update)
+    engine.reduction.begin(1, 8)
+    loss = Loss(torch.tensor([64.0], dtype=torch.float64), torch.tensor(64.0, dtype=torch.float64), 1.0)
+    optimizer.step(1e-3, loss, 0, lambda: happened.append("asked"))
+    assert happened == ["reduced", "asked", "agreed", "updated"]
+
+
+def test_statistics_tell_each_ranks_own_time_whether_anything_changed_and_whether_to_end():
+    job = spec(parallel={"data": 2})
+    engine = Engine(job, lone_rank(job, 1))
+    engine.initialise(1)
+
+    def statistics(loss: float):
+        engine.comm.step.begin(1)
+        engine.reduction.begin(1, 8)
+        engine.reduction.reduced.zero_()  # nothing comes from the other replica, which is not there
+        told = Loss(torch.tensor([loss], dtype=torch.float64), torch.tensor(64.0, dtype=torch.float64), 1.0)
+        return engine.optimizer.step(1e-3, told, memory_bytes=10**9)
+
+    good, bad = statistics(128.0), statistics(float("nan"))
+    assert (good.loss, good.updated, good.asked_to_end) == (2.0, True, False)
+    assert not bad.updated
+    assert good.own_seconds[0] == 0.0 < good.own_seconds[1] < 1e6, "not its memory"
+    engine.optimizer.limits = (1.9, 100.0)
+    assert not statistics(128.0).updated
+    engine.comm.ask_to_end(engine.comm.generation)
+    assert statistics(64.0).asked_to_end
+
+
+def test_loaded_weights_are_those_that_are_computed_with_and_those_that_are_updated():
+    """Also with 16 bits, where they are not the same numbers."""
+    for precision, rank in (("fp32", 0), ("bf16", 0), ("bf16", 1)):
+        job = spec(train={"precision": precision}, parallel={"data": 2})
+        engine = Engine(job, lone_rank(job, rank))
+        values = torch.arange(float(engine.flat.size)) / 3
+        engine.optimizer.load_parameters(values)
+        assert torch.equal(engine.flat.parameters, values.to(engine.flat.parameters.dtype))
+        held = torch.cat([values[start:end] for start, end in engine.flat.parts(rank)])
+        assert torch.equal(torch.cat(engine.optimizer.parameters), held)

@@ -1,0 +1,128 @@
+"""Where parameters lie in the flat buffers, what happens to each kind of them, and which rank counts and saves them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_specs import spec
+from one_layer import lone_rank
+from torch import nn
+
+from workers.engine import Engine
+from workers.parallel.data.flat import ALIGNMENT, FlatParameters, answers_for, merged, overlap
+from workers.parallel.tensor.shards import NamedShard, ParameterShard
+
+CPU = torch.device("cpu")
+SPLIT = ParameterShard((8, 4), 0, std=0.02)
+TIED = ParameterShard((8, 4), 0, std=0.02, tied_across_stages=True)
+COPIED = ParameterShard((8, 4), 0, std=0.02, copies=2)
+WHOLE = ParameterShard((4,), std=0.02)
+BIAS = ParameterShard((8,), 0, decay=False)
+NORM = ParameterShard((4,), decay=False, constant=1.0)
+
+
+def entry(name: str, shard: ParameterShard, size: int = 100) -> NamedShard:
+    return NamedShard(name, nn.Parameter(torch.zeros(size)), shard, by_autograd=False)
+
+
+def flat_of(replicas: int = 2, bucket_bytes: float = 25e6, **shards: ParameterShard) -> FlatParameters:
+    return FlatParameters(
+        [entry(name, shard) for name, shard in shards.items()], replicas, CPU, bucket_bytes=bucket_bytes
+    )
+
+
+def names(slots) -> list[str]:
+    return [slot.entry.name for slot in slots]
+
+
+def test_parameters_are_in_the_order_of_what_happens_to_their_gradients():
+    flat = flat_of(norm=NORM, first=SPLIT, bias=BIAS, copied=COPIED, tied=TIED, position=WHOLE, second=SPLIT)
+    assert names(flat.slots) == ["first", "second", "tied", "copied", "position", "norm", "bias"]
+    assert names(flat.head()) == ["first", "second"]
+    assert names(flat.replicated()) == ["position", "norm"]
+    assert names(flat.copied()) == ["copied"]
+    assert names(flat.tied()) == ["tied"]
+    starts = {slot.entry.name: slot.start for slot in flat.slots}
+    assert flat.decayed == (0, starts["norm"])
+    assert all(start % ALIGNMENT == 0 for start in starts.values())
+    assert flat.buckets == [(0, starts["tied"]), (starts["tied"], flat.size)]
+    assert flat.size % (2 * ALIGNMENT) == 0
+
+
+def test_parameters_and_their_gradients_are_views_of_the_buffers():
+    flat = flat_of(first=SPLIT, norm=NORM)
+    for slot in flat.slots:
+        parameter = slot.entry.parameter
+        flat.parameters[slot.start] = 3.0
+        flat.gradients[slot.end - 1] = 5.0
+        assert (parameter[0].item(), parameter.main_grad[-1].item()) == (3.0, 5.0)
+        assert parameter.grad.data_ptr() == parameter.main_grad.data_ptr(), "autograd adds there"
+
+
+def test_each_element_is_one_replicas_and_of_one_bucket():
+    shards = {f"weight {number}": SPLIT for number in range(8)}
+    flat = flat_of(3, bucket_bytes=1000 * 4, **shards, norm=NORM)
+    assert [start for start, _ in flat.buckets] == [0, 960, 1152], "five times 3 x 64, the rest, the tail"
+    for start, end in (*flat.buckets, (0, flat.size)):
+        assert start % (3 * ALIGNMENT) == end % (3 * ALIGNMENT) == 0
+    owned = sorted(part for replica in range(3) for part in flat.parts(replica))
+    assert [end for _, end in owned[:-1]] == [start for start, _ in owned[1:]]
+    assert (owned[0][0], owned[-1][1]) == (0, flat.size)
+    smallest = flat_of(3, 4.0, **shards, norm=NORM).buckets
+    assert {end - start for start, end in smallest[:-1]} == {3 * ALIGNMENT}, "a row of each replica at least"
+    assert len({end - start for start, end in (flat.parts(replica)[0] for replica in range(3))}) == 1
+
+
+def test_one_replica_needs_no_buckets_and_a_stage_without_a_head_has_one():
+    assert len(flat_of(1, 4.0, first=SPLIT, norm=NORM).buckets) == 1
+    found = flat_of(2, 4.0, norm=NORM)
+    assert [end - start for start, end in found.buckets if end > start] == [found.size]
+
+
+@pytest.mark.parametrize(
+    ("shard", "answering"),
+    [
+        (SPLIT, [0, 1, 2, 3]),
+        (COPIED, [0, 2]),
+        (WHOLE, [0]),
+        (NORM, [0]),
+        (TIED, [0, 1, 2, 3]),
+        (ParameterShard((8, 4), 0, tied_across_stages=True, shared_copy=True), []),
+    ],
+    ids=["split", "copied", "whole", "norm", "tied", "the last stage's copy"],
+)
+def test_over_the_tensor_ranks_each_part_is_counted_once(shard, answering):
+    assert [index for index in range(4) if answers_for(entry("it", shard), index)] == answering
+    flat = flat_of(1, other=SPLIT, it=shard)
+    slot = next(slot for slot in flat.slots if slot.entry.name == "it")
+    for index in range(4):
+        elsewhere = [] if index in answering else [(slot.start, slot.start + 2 * ALIGNMENT)]
+        assert flat.not_answered_for(index) == elsewhere, "its alignment included"
+
+
+def test_neighbouring_parameters_are_one_range():
+    flat = flat_of(1, a=SPLIT, b=SPLIT, c=SPLIT, norm=NORM)
+    a, b, _, norm = flat.slots
+    assert merged([a, b]) == [(0, 256)]
+    assert merged([a, norm]) == [(0, 128), (384, 512)]
+    assert merged([]) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [((0, 5), (3, 9), (3, 5)), ((3, 9), (0, 5), (3, 5)), ((0, 9), (3, 5), (3, 5)), ((0, 3), (5, 9), (5, 5))],
+)
+def test_overlap_of_two_ranges(first, second, both):
+    assert overlap(first, second) == both
+
+
+def test_in_16_bits_what_autograd_leaves_goes_into_the_wide_sum_once():
+    job = spec(model={"layers": 2, "hidden_size": 16}, train={"precision": "bf16"})
+    flat = Engine(job, lone_rank(job)).flat
+    slot = next(slot for slot in flat.slots if slot.entry.by_autograd)
+    parameter = slot.entry.parameter
+    for _ in range(2):
+        (parameter * 3.0).sum().backward()
+        assert parameter.grad is None
+    assert (flat.gradients.dtype, flat.parameters.dtype) == (torch.float32, torch.bfloat16)
+    assert (flat.gradients[slot.start : slot.end] == 6.0).all()

@@ -1,0 +1,97 @@
+"""Weight gradients are added when their pass comes, the first one in place of what a step before has left."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from engine_specs import spec
+from one_layer import lone_rank
+from torch import nn
+
+from workers.engine import Engine
+from workers.parallel.tensor import compiled_operators
+from workers.parallel.tensor.products import TorchProducts
+from workers.parallel.tensor.weight_gradients import WeightGradients, clear_forgotten, forget
+
+
+@pytest.fixture
+def store():
+    return WeightGradients(TorchProducts())
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    """With a gradient of sevens from the step before."""
+    made = nn.Parameter(torch.zeros(shape))
+    made.main_grad, made.holds_gradient = torch.full(shape, 7.0), True
+    return made
+
+
+def test_tasks_run_at_once_unless_their_pass_is_to_come(store):
+    done = []
+    store.submit(lambda: done.append("at once"))
+    with store.kept() as tasks:
+        assert store.keeping
+        store.submit(lambda: done.append("later"))
+    assert (done, store.keeping, len(tasks)) == (["at once"], False, 1)
+    with store.kept() as others:
+        pass
+    assert others == [], "each pass has its own"
+
+
+def test_a_step_that_breaks_off_keeps_and_reports_nothing_of_the_next(store):
+    weight, reported = parameter(2, 3), []
+    with pytest.raises(ValueError, match="broken"), store.reported(reported.append), store.kept():
+        raise ValueError("broken")
+    assert not store.keeping
+    store.add_product(weight, torch.ones(4, 2), torch.ones(4, 3))
+    assert reported == []
+
+
+ADDED = {
+    "product": ((2, 3), lambda store, weight: store.add_product(weight, torch.ones(4, 2), torch.ones(4, 3)), [4.0] * 6),
+    "sum": ((3,), lambda store, weight: store.add_sum(weight, torch.ones(4, 3)), [4.0] * 3),
+    "rows": (
+        (3, 2),
+        lambda store, weight: store.add_rows(weight, torch.tensor([2, 0, 2, 2]), torch.ones(4, 2)),
+        [1.0, 1.0, 0.0, 0.0, 3.0, 3.0],
+    ),
+}
+
+
+@pytest.mark.parametrize(("shape", "add", "one"), ADDED.values(), ids=ADDED)
+def test_what_is_forgotten_is_replaced_by_the_first_gradient_and_added_to_by_the_next(store, shape, add, one):
+    weight, reported, once = parameter(*shape), [], torch.tensor(one).view(shape)
+    with store.reported(reported.append):
+        add(store, weight)
+        assert torch.equal(weight.main_grad, 7.0 + once)
+        forget([weight])
+        add(store, weight)
+        assert torch.equal(weight.main_grad, once)
+        add(store, weight)
+        assert torch.equal(weight.main_grad, 2 * once)
+    assert len(reported) == 3 and all(each is weight for each in reported)
+
+
+def test_what_nothing_was_added_to_is_cleared_at_the_end(store):
+    added, left = parameter(3), parameter(3)
+    forget([added, left])
+    store.add_sum(added, torch.ones(4, 3))
+    clear_forgotten([added, left])
+    assert (added.main_grad.tolist(), left.main_grad.tolist()) == ([4.0] * 3, [0.0] * 3)
+    store.add_sum(left, torch.ones(4, 3))
+    assert left.main_grad.tolist() == [4.0] * 3
+
+
+def test_layers_of_an_engine_that_is_gone_are_not_found_any_more():
+    """A later engine's weights may lie at the same address."""
+    job = spec(model={"layers": 1, "hidden_size": 16})
+    engine = Engine(job, lone_rank(job))
+    layer = engine.model.chunks[0].layers["0"].mlp.up
+    address = layer.weight.data_ptr()
+    compiled_operators.enter(layer)
+    assert compiled_operators._PLACES[address] is layer
+    del engine, layer
+    gc.collect()
+    assert address not in compiled_operators._PLACES

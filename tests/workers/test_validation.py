@@ -1,0 +1,53 @@
+"""The validation loss is a mean over the tokens of all validation batches of all replicas."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_specs import layout_of, spec
+
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.validation import Validation
+
+LOSSES = {0: ([10.0, 6.0], 4.0), 1: ([5.0, 3.0], 8.0), 2: ([1.0, 2.0], 2.0)}
+"""By validation batch: the losses of this replica's two micro-batches, and their tokens."""
+
+
+def validation(every: int = 0, **train) -> Validation:
+    """Of a rank of the first of two replicas."""
+    job = spec(train={"validate_every": every, "micro_batch_size": 2, **train}, parallel={"data": 2})
+    comm = Comm(RankGrid(layout_of(data=2)), 0, torch.device("cpu"))
+    batches = SimpleNamespace(validation_batches=lambda: len(LOSSES), validation=LOSSES.get)
+
+    def evaluate(batch):
+        losses, tokens = batch
+        return torch.tensor(losses, dtype=torch.float64), torch.tensor(tokens, dtype=torch.float64)
+
+    engine = SimpleNamespace(spec=job, pipeline=SimpleNamespace(evaluate=evaluate))
+    return Validation(engine, batches, comm)
+
+
+def test_it_is_due_after_every_so_many_steps_and_never_with_none():
+    assert [step for step in range(1, 10) if validation(3).due(step)] == [3, 6, 9]
+    assert not any(validation(0).due(step) for step in range(10))
+
+
+@pytest.mark.parametrize(("deterministic", "places"), [("layout", 1), ("elastic", 4)])
+def test_losses_and_tokens_of_all_batches_are_summed_over_all_ranks(monkeypatch, deterministic, places):
+    """The other replica knows as much of each batch, at its own places where these are told apart."""
+    found = validation(3, deterministic=deterministic)
+
+    def all_reduce(axis, sums):
+        assert (axis, len(sums)) == ("world", 1 + 3 * places)
+        losses = sums[1:].view(3, places)
+        assert losses.sum(1).tolist() == [16.0, 8.0, 3.0]
+        if places == 4:
+            assert not losses[:, 2:].any(), "the places of the other replica"
+        sums[0] += 14.0
+        losses[:, -1] += torch.tensor([2.0, 4.0, 6.0], dtype=torch.float64)
+
+    monkeypatch.setattr(found.comm, "all_reduce", all_reduce)
+    assert found.loss() == (16 + 8 + 3 + 12) / (14 + 14)
