@@ -94,3 +94,19 @@ def test_who_reads_last_gets_it_and_whoever_asked_before_waits_no_longer():
         assert steps_of(await second) == [1]
 
     asyncio.run(body())
+
+
+def test_what_was_not_acknowledged_comes_again_with_who_made_it_and_when():
+    async def body():
+        buffer = ReportBuffer()
+        buffer.add(Exited(code=0), 3, 5, when=7.0)
+        buffer.add(Exited(code=1), 4, 6, when=8.0)
+        first = await buffer.read(0, 0.01)
+        assert [(each.generation, each.rank, each.time, each.sequence) for each in first] == [
+            (3, 5, 7.0, 1),
+            (4, 6, 8.0, 2),
+        ]
+        assert await buffer.read(0, 0.01) == first, "the answer to the read before may have been lost"
+        assert await buffer.read(1, 0.01) == first[1:]
+
+    asyncio.run(body())
