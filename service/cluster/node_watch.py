@@ -114,7 +114,8 @@ class NodeWatch:
                 reader, writer = await asyncio.open_connection(source.host, source.port)
             requests = asyncio.create_task(_request_heartbeats(writer, source.secret))
             while True:
-                line = await asyncio.wait_for(reader.readline(), SILENT_SECONDS)
+                async with asyncio.timeout(SILENT_SECONDS):  # wait_for loses a cancellation that meets an answer
+                    line = await reader.readline()
                 if not line or (heartbeat := from_json(Heartbeat, json.loads(line))).node != node:
                     return
                 self._hear(heartbeat)

@@ -172,7 +172,8 @@ class NodeDaemon:
         try:
             process = await fork(self._socket_path, "peak", {})
             try:
-                line = await asyncio.wait_for(process.control.readline(), PEAK_SECONDS)
+                async with asyncio.timeout(PEAK_SECONDS):
+                    line = await process.control.readline()
             finally:
                 process.close()
         except (ZygoteUnavailable, TimeoutError):  # the zygote's log, or whoever forks next, says why

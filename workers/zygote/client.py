@@ -176,5 +176,6 @@ async def _exit_of(pid: int, replies: asyncio.StreamReader) -> Exit:
         return Exit(answer.code, answer.signal)
     kill_group(pid)
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(ended(pid), LOST_GRACE_SECONDS)
+        async with asyncio.timeout(LOST_GRACE_SECONDS):
+            await ended(pid)
     return Exit(None, int(signal.SIGKILL))

@@ -222,3 +222,38 @@ def test_stranger_at_the_old_port_is_not_taken_for_the_node(cluster):
         return told.empty()
 
     assert watched(cluster, story)
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_watch_that_is_ended_while_a_heartbeat_arrives_ends(cluster, monkeypatch, turns):
+    """However far the heartbeat has come within the event loop."""
+
+    async def body():
+        reader, asked = asyncio.StreamReader(), asyncio.Event()
+
+        class Writer:
+            def write(self, data):
+                asked.set()
+
+            async def drain(self):
+                """All is sent."""
+
+            def close(self):
+                """Nothing to close."""
+
+        async def open_connection(host, port):
+            return reader, Writer()
+
+        monkeypatch.setattr(asyncio, "open_connection", open_connection)
+        watch = NodeWatch(cluster, lambda *lost: None)
+        listening = asyncio.create_task(watch._listen("n1", HeartbeatSource("127.0.0.1", 1, "")))
+        await asked.wait()
+        await asyncio.sleep(0)
+        reader.feed_data(b'{"node": "n1"}\n')
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        listening.cancel()
+        done, _ = await asyncio.wait({listening}, timeout=SECONDS)
+        return bool(done) and listening.cancelled()
+
+    assert asyncio.run(body())
