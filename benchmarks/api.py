@@ -158,13 +158,13 @@ def _bare(store: Store, statement: str) -> float:
     """Median seconds of a statement and the fetching of its rows, by as many at once as there are clients."""
 
     def spent(_: int) -> list[float]:
-        found = []
+        seconds = []
         with store.database.readers.connect() as connection:
             for _ in range(BARE_TIMES):
                 began = time.perf_counter()
                 connection.exec_driver_sql(statement).fetchall()
-                found.append(time.perf_counter() - began)
-        return found
+                seconds.append(time.perf_counter() - began)
+        return seconds
 
     with ThreadPoolExecutor(CLIENTS) as threads:
         return statistics.median(each for some in threads.map(spent, range(CLIENTS)) for each in some)
@@ -174,12 +174,12 @@ def _submit_bare(store: Store) -> float:
     """The same of a transaction that stores a copy of a job's row, its state and its event."""
 
     def spent(client: int) -> list[float]:
-        found = []
+        seconds = []
         for number in range(BARE_TIMES):
             began = time.perf_counter()
             store.write(partial(_copy, job=f"job_bare{client:02}{number:06}"))
-            found.append(time.perf_counter() - began)
-        return found
+            seconds.append(time.perf_counter() - began)
+        return seconds
 
     with ThreadPoolExecutor(CLIENTS) as threads:
         return statistics.median(each for some in threads.map(spent, range(CLIENTS)) for each in some)

@@ -108,10 +108,10 @@ def _database(kind: str, home: Path) -> Iterator[str]:
     if kind == "sqlite":
         yield sqlite_url(home / "manta.db")
         return
-    found = programs()
-    if found is None:
+    installed = programs()
+    if installed is None:
         raise MantaError(NOT_FOUND)
-    server = PostgresServer(found)
+    server = PostgresServer(installed)
     try:
         yield server.url(server.make_empty())
     finally:
@@ -179,10 +179,10 @@ def _until_taken_over(store: Store, dead: str) -> list[float]:
     began, taken, left = time.monotonic(), list[float](), None
     while left is None or left:
         with store.read() as session:
-            found = {job.id: job for job in leases.overview(session) if job.state in SUPERVISED}
-        waiting = {job for job, about in found.items() if about.owner in (dead, None)}
+            supervised = {job.id: job for job in leases.overview(session) if job.state in SUPERVISED}
+        waiting = {job for job, about in supervised.items() if about.owner in (dead, None)}
         if left is None:
-            left = {job for job, about in found.items() if about.owner == dead}
+            left = {job for job, about in supervised.items() if about.owner == dead}
         taken += [time.monotonic() - began] * len(left - waiting)
         left &= waiting
         if time.monotonic() - began > STUCK_SECONDS:

@@ -245,20 +245,20 @@ class ControlPlane:
     async def _look(self) -> None:
         """Give way where another control plane owns a job by now; own every job that may hold places and has no owner,
         whatever happened to the one it had; pass on what others have written that is wanted of a job."""
-        found, too_many = await self._leases.look(self._is_busy)
+        unfinished, too_many = await self._leases.look(self._is_busy)
         for job_id, (_, task) in list(self._owners.items()):
             if self._leases.of(job_id) is None:
                 task.cancel()
         if self._housekeeping is not None:
             self._housekeeping.stop_if_lost()
-        before, self._seen = self._seen, {job.id: job for job in found}
-        for job in found:
+        before, self._seen = self._seen, {job.id: job for job in unfinished}
+        for job in unfinished:
             if job.id in self._owners:
                 self._pass_on(job, before.get(job.id))
             elif job.state in SUPERVISED and self._leases.of(job.id) is not None and not self._is_busy(job.id):
                 log.warning("%s had no owner", job.id)
                 self._own(job.id, None)
-        if _queue(before.values()) != _queue(found):
+        if _queue(before.values()) != _queue(unfinished):
             self._wake_scheduler()
         for job_id, to in too_many.items():
             await self._hand_over(job_id, to)
@@ -480,8 +480,8 @@ class ControlPlane:
             raise ClusterUnavailable(TimeoutError(f"the cluster gave no answer in {seconds:g} s; try again")) from error
 
 
-def _queue(found: Iterable[JobInBrief]) -> set[tuple[str, int]]:
-    return {(job.id, job.priority) for job in found if job.state == JobState.QUEUED}
+def _queue(unfinished: Iterable[JobInBrief]) -> set[tuple[str, int]]:
+    return {(job.id, job.priority) for job in unfinished if job.state == JobState.QUEUED}
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

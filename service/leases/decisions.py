@@ -50,9 +50,9 @@ def may_order(asked_at: float, now: float) -> bool:
     return now - asked_at < LEASE_SECONDS - MARGIN_SECONDS
 
 
-def lost(held: Collection[str], found: Collection[str]) -> set[str]:
-    """What a control plane believes to hold, though the database says (`found`) that it does not any more."""
-    return set(held) - set(found)
+def lost(held: Collection[str], owned: Collection[str]) -> set[str]:
+    """What a control plane believes to hold, though the database says (`owned`) that it does not any more."""
+    return set(held) - set(owned)
 
 
 def strays(owned: Collection[str], held: Container[str], jobs: Sequence[JobInBrief]) -> set[str]:

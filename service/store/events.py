@@ -63,8 +63,8 @@ def newest(session: Session) -> int:
 def newest_of_jobs(session: Session, after_id: int) -> dict[str, int]:
     """The id of the newest event of each job that has one above `after_id`."""
     query = select(Event.job_id, func.max(Event.id)).where(Event.id > after_id).group_by(Event.job_id)
-    found: dict[str, int] = {row[0]: row[1] for row in session.execute(query)}
-    return found
+    by_job: dict[str, int] = {row[0]: row[1] for row in session.execute(query)}
+    return by_job
 
 
 def said_since(session: Session, job_id: str, type: str, message: str, since: str) -> bool:

@@ -231,8 +231,8 @@ def queue_positions(session: Session, some: Collection[Job]) -> dict[str, int]:
     place = func.row_number().over(order_by=(Job.priority.desc(), Job.id))
     places = select(Job.id, place.label("place")).where(Job.state == JobState.QUEUED.value).subquery()
     rows = session.execute(select(places.c.id, places.c.place).where(places.c.id.in_([job.id for job in queued])))
-    found: dict[str, int] = {row[0]: row[1] for row in rows}
-    return found
+    by_job: dict[str, int] = {row[0]: row[1] for row in rows}
+    return by_job
 
 
 def accept_report(session: Session, job_id: str, generation: int, rank: int, sequence: int) -> bool:

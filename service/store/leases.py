@@ -97,8 +97,8 @@ def claim(session: Session, name: str, me: str) -> int | None:
 def check(session: Session, name: str, me: str, epoch: int) -> None:
     """Make sure that `me` looks after `name` with this `epoch`, and go on to do so until the transaction ends. Raises
     LeaseLost."""
-    found = select(Lease.epoch).where(Lease.name == name, Lease.owner == me).with_for_update(read=True)
-    if session.scalar(found) != epoch:
+    current = select(Lease.epoch).where(Lease.name == name, Lease.owner == me).with_for_update(read=True)
+    if session.scalar(current) != epoch:
         raise LeaseLost(name)
 
 

@@ -79,9 +79,9 @@ def by_height(step: Any, loss: Any) -> tuple[Any, ...]:
     return loss.is_(None), case((loss == -_INFINITY, _INFINITY), else_=loss).desc(), step
 
 
-def candidates(job_id: str, found: Iterable[Segment]) -> list[Any]:
+def candidates(job_id: str, parts: Iterable[Segment]) -> list[Any]:
     """For each segment a query for step and loss of its bins."""
-    return [_members(job_id, segment) for segment in found]
+    return [_members(job_id, segment) for segment in parts]
 
 
 def _members(job_id: str, segment: Segment) -> Any:

@@ -171,8 +171,8 @@ def _highest_between(job_id: str, first: int, last: int, most: int, binned_until
     wide = metric_bins.width(level)
     begin, end = (first + 1) // wide, (last - 1) // wide + 1
     bins_of_a_range = -(-(end - begin) // most)
-    found = metric_bins.segments(first + 1, last, binned_until, level)
-    members = union_all(*metric_bins.candidates(job_id, found)).subquery()
+    segments = metric_bins.segments(first + 1, last, binned_until, level)
+    members = union_all(*metric_bins.candidates(job_id, segments)).subquery()
     number = (members.c.step // wide - begin) // bins_of_a_range
     place = func.row_number().over(partition_by=number, order_by=metric_bins.by_height(members.c.step, members.c.loss))
     ranked = select(members.c.step, place.label("place")).subquery()
