@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test check soak
+.PHONY: setup demo test check lint types soak
 
 setup: $(STAMP)
 
@@ -26,16 +26,23 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup
 	@$(BIN)/python -m api.demo
 
-# Lint, format, types and the layer rule.
-check: setup
+check: lint types
+
+# Lint, format and the layer rule.
+lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 
-# PYTEST_OPTIONS=... goes to pytest.
-test: check
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_OPTIONS)
+types: setup
+	@$(BIN)/mypy
+
+# PYTEST_OPTIONS=... goes to pytest. Types are checked meanwhile, and what is wrong with them is said at the end.
+test: lint
+	@types=$$(mktemp) && trap 'rm -f $$types' EXIT; \
+	$(BIN)/mypy >$$types 2>&1 & checker=$$!; \
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_OPTIONS); tests=$$?; \
+	wait $$checker; checked=$$?; test $$checked = 0 || cat $$types; test $$tests = 0 -a $$checked = 0
 
 # What is exhaustive and takes long: every layout with every other, many seeds, 60 drawn schedules of faults.
 soak: setup

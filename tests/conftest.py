@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+_FOR_SERVICES = "gw0"
+"""The one of several processes that tests whole services."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Remember what is skipped."""
+    """Remember what is skipped. Of several processes the one that takes longest goes before the others."""
     config.pluginmanager.register(_Skips(config), "manta-skips")
+    if getattr(config, "workerinput", {}).get("workerid", _FOR_SERVICES) != _FOR_SERVICES:
+        os.nice(5)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -85,7 +92,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _assign_work_unit(self, node: Any) -> None:
             """They come first: nothing else takes so long."""
             if _SERVICES in self.workqueue:
-                self.workqueue.move_to_end(_SERVICES, last=False)
+                self.workqueue.move_to_end(_SERVICES, last=node.gateway.id != _FOR_SERVICES)
             super()._assign_work_unit(node)
 
     return OneForServices(config, log)

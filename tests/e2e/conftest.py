@@ -240,6 +240,15 @@ def manta(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Ma
     stop_service(home)
 
 
+@pytest.fixture(scope="session")
+def on_postgres(postgres: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Manta]:
+    """A service whose jobs are in PostgreSQL."""
+    home = tmp_path_factory.mktemp("on-postgres")
+    running = Manta(home, corpus, slots=3, database=postgres.url(postgres.make_empty()))
+    yield running
+    stop_service(home)
+
+
 @pytest.fixture(autouse=True)
 def no_job_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that fails leaves its job running; it would be in the way of all that follow."""

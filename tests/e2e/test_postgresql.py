@@ -6,21 +6,11 @@ from contextlib import closing
 import psutil
 import pytest
 
-from api.cli.service import stop_service
 from api.client import ApiError
 from service.store import Store
 from service.store.backup_file import back_up, restore
-from tests.e2e.conftest import EVERY_STEP, PAIR, Manta
+from tests.e2e.conftest import EVERY_STEP, PAIR
 from workers.snapshot.files import steps_kept
-
-
-@pytest.fixture(scope="module")
-def on_postgres(postgres, tmp_path_factory, corpus):
-    """A service of its own."""
-    home = tmp_path_factory.mktemp("on-postgres")
-    running = Manta(home, corpus, slots=2, database=postgres.url(postgres.make_empty()))
-    yield running
-    stop_service(home)
 
 
 def newest_step(manta, job):

@@ -13,19 +13,17 @@ from tests.e2e.conftest import PAIR, Manta
 
 
 @pytest.fixture
-def planes(postgres, tmp_path_factory, corpus, monkeypatch):
+def planes(on_postgres, tmp_path_factory, corpus, monkeypatch):
     """The first has a Ray of its own, which the second uses too."""
-    database = postgres.url(postgres.make_empty())
-    first = Manta(tmp_path_factory.mktemp("first"), corpus, slots=3, database=database)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(first.paths.ray_token))
-    address = RayHead(first.home).record().address
-    homes = [first.home, tmp_path_factory.mktemp("second")]
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(on_postgres.paths.ray_token))
+    address = RayHead(on_postgres.home).record().address
+    home = tmp_path_factory.mktemp("second")
     try:
-        yield first, Manta(homes[1], corpus, slots=None, database=database, ray=address)
+        yield on_postgres, Manta(home, corpus, slots=None, database=on_postgres.database, ray=address)
     finally:
-        for home in reversed(homes):
-            stop_service(home)
+        stop_service(home)
+        on_postgres.end_all_jobs()
 
 
 def taken_over(by, job, times):

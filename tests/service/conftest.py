@@ -41,7 +41,7 @@ class RunningRay:
 def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     """Our Ray head, connected, with a daemon on its node."""
     home = tmp_path_factory.mktemp("home")
-    head = RayHead(home, slots=16)
+    head = RayHead(home, slots=8)
     head.ensure()
     try:
         ray = head.connect()

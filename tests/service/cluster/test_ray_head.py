@@ -58,7 +58,7 @@ def test_second_head_beside_the_first(ray_head, second_home):
     assert head.record() is None
     assert not Paths.of(second_home).ray_folder.exists()
     assert ray_head.head.record() == first
-    assert ray_head.ray.cluster_resources()["manta_slot"] == 16
+    assert ray_head.ray.cluster_resources()["manta_slot"] == 8
 
 
 def record_text(record, **changes):

@@ -12,6 +12,7 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
+from workers.model.gpt import Layer
 from workers.model.parallelize import compile_layers
 from workers.spec.reading import parse_job_spec
 
@@ -65,6 +66,17 @@ def test_compiled_layers_are_one_graph_and_give_the_same_numbers(ranks, tensor, 
         assert (graphs, breaks) == (1, 0)
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_job_that_asks_for_it_has_each_layer_compiled_by_the_default_compiler(monkeypatch, wanted):
+    given = []
+    monkeypatch.setattr(Layer, "compile", lambda layer, backend: given.append((layer, backend)))
+    job = spec(model={"layers": 3}, train={"compile": wanted})
+    engine = Engine(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")))
+    (chunk,) = engine.model.chunks
+    assert given == [(layer, "inductor") for layer in chunk.layers.values() if wanted]
+
+
+@pytest.mark.soak  # its C++ takes twenty seconds to compile
 def test_the_default_compiler_gives_the_same_numbers():
     job = spec(model={"layers": 3}, train={"micro_batch_size": 4, "compile": True})
     comm = Comm(RankGrid(job.layout), 0, torch.device("cpu"))
