@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 from unittest.mock import patch
 
@@ -192,15 +191,11 @@ def test_weights_that_are_compared_are_those_of_the_last_snapshot(tmp_path):
 def test_a_rank_at_rest_has_sums_that_other_nodes_ask_for_and_its_save_is_over(tmp_path):
     rank = Rank(tmp_path, every_steps=1)
     rank.trainer.restore(Resume())
-    go_on, summer = threading.Event(), rank.trainer.state.snapshots._summer
-    summer.submit(go_on.wait, 30)
     rank.trainer.train_step()
-    resting = threading.Thread(target=rank.trainer.rest)
-    resting.start()
-    resting.join(0.02)
-    assert resting.is_alive(), "it waits for the sums"
-    go_on.set()
-    resting.join(30)
+    snapshots = rank.trainer.state.snapshots
+    with patch.object(snapshots, "wait_for_sums", wraps=snapshots.wait_for_sums) as waits:
+        rank.trainer.rest()
+    waits.assert_called_once_with()
     assert rank.trainer.state.checkpoints._under_way is None
     (path,) = (tmp_path / "shared").glob("*.snapshot")
     file = SnapshotFile.open(path)

@@ -72,3 +72,23 @@ def test_fingerprints_and_tags_tell_apart_what_does_not_fit():
     assert fingerprint({**spec, "train": {"precision": "fp32", "steps": 9}}, 0) in prints, "more steps fit"
     assert all(len(each) == 16 for each in prints)
     assert layout_tag(spec) != layout_tag({**spec, "parallel": {"tensor": 2}})
+
+
+def test_own_steps_are_those_of_own_files_in_their_order(tmp_path):
+    for step in (8, 7):
+        Snapshots(tmp_path, 1, state_at(0), IDENTITY, f"0000000{step}").save(step)
+    Snapshots(tmp_path, 2, state_at(0), IDENTITY).save(33)
+    snapshot_path(tmp_path, 2).rename(backup_path(tmp_path, 1, "0000aaaa"))
+    assert steps_kept(tmp_path, 1) == [7, 8]
+    Snapshots(tmp_path, 3, state_at(0), IDENTITY).save(4)
+    assert [(file.rank, file.layout) for file in snapshot_files(tmp_path) if file.rank == 3] == [(3, "")]
+    assert steps_kept(tmp_path, 3, "") == [4]
+
+
+def test_the_order_of_keys_tells_nothing_apart():
+    """A spec that went through a database may come back in another one."""
+    one = {"parallel": {"tensor": 1, "data": 2}, "model": {"a": 1, "b": 2}, "data": {}, "train": {"precision": "fp32"}}
+    other = {**one, "parallel": {"data": 2, "tensor": 1}, "model": {"b": 2, "a": 1}}
+    assert layout_tag(one) == layout_tag(other)
+    assert fingerprint(one, 0) == fingerprint(other, 0)
+    assert len(layout_tag(one)) == 8
