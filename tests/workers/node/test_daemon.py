@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -184,6 +184,8 @@ def test_a_node_says_where_it_is_what_it_has_and_what_was_measured(go, daemon, h
     monkeypatch.setattr(module, "fork", measured)
     monkeypatch.setattr(ZygoteOwner, "start", started)
     monkeypatch.setattr(ZygoteOwner, "pid", 77)
+    room = {module.SHARED_MEMORY: SimpleNamespace(total=100, used=30, free=70)}
+    monkeypatch.setattr(module.shutil, "disk_usage", room.__getitem__)
 
     async def body():
         assert (await daemon.describe()).peak_flops is None
@@ -199,8 +201,7 @@ def test_a_node_says_where_it_is_what_it_has_and_what_was_measured(go, daemon, h
     assert (about.peak_flops, about.zygote_pid, about.pid) == (5e9, 77, os.getpid())
     assert (about.address, about.heartbeat_port) == daemon._heartbeat.address
     assert about.heartbeat_secret == daemon._heartbeat.secret
-    assert 0 < about.shared_memory_free_bytes <= about.shared_memory_bytes
-    assert about.shared_memory_bytes == shutil.disk_usage(module.SHARED_MEMORY).total
+    assert (about.shared_memory_bytes, about.shared_memory_free_bytes) == (100, 70)
 
 
 @pytest.mark.parametrize("said", [b"", b"late"])
