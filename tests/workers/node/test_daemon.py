@@ -136,6 +136,7 @@ def test_what_a_job_has_left_goes_but_for_snapshots_that_may_be_needed(go, daemo
         assert stores[0].ended and home.snapshot_folder("job").exists()
         await daemon.end_job("job")
         await daemon.end_job("absent")
+        assert list(daemon._locks) == ["third"], "nothing is kept of who is gone"
         assert await daemon.jobs() == ["another", "third"]
         await daemon.shutdown()
         assert stores[1].ended and not home.snapshot_root.exists()
@@ -191,7 +192,7 @@ def test_a_node_says_where_it_is_what_it_has_and_what_was_measured(go, daemon, h
         assert (await daemon.describe()).peak_flops is None
         await daemon.start()
         await daemon._peak
-        assert home.snapshot_root.is_dir(), "before the first trainer needs it"
+        assert home.snapshot_root.is_dir() and home.runtime_folder.is_dir(), "before the first trainer needs it"
         return await daemon.describe()
 
     try:
