@@ -19,7 +19,7 @@ from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
 IDENTITY = b"0123456789abcdef"
 
 
-@pytest.mark.parametrize("payload", [1, 4096, BLOCK_BYTES, BLOCK_BYTES + 1, 5 * BLOCK_BYTES])
+@pytest.mark.parametrize("payload", [1, 4096 - 8, 4096, BLOCK_BYTES, BLOCK_BYTES + 1, 5 * BLOCK_BYTES])
 @pytest.mark.parametrize("table", [b"{}", b"x" * 5000])
 def test_nothing_in_a_file_lies_over_anything_else(payload, table):
     form = Form(IDENTITY, payload, table)
@@ -63,6 +63,9 @@ def test_a_marker_that_was_never_written_is_no_step(tmp_path):
     assert file.oldest() == 1
     file.begin(0)
     assert file.oldest() == 0, "an empty one costs nothing"
+    file.commit(0, 0)
+    file.begin(1)
+    assert file.oldest() == 1, "nor where the other one is the start"
     file.close()
 
 
