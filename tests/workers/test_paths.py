@@ -2,11 +2,12 @@
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
 from workers import paths
-from workers.paths import Paths, UnsafePath, safe_name
+from workers.paths import Paths, UnsafePath, safe_name, zygote_socket
 
 
 @pytest.fixture
@@ -58,3 +59,98 @@ def test_folder_of_somebody_else_is_refused(ours, monkeypatch):
 def test_name_that_leads_elsewhere_is_refused(name):
     with pytest.raises(UnsafePath, match="cannot name a folder"):
         safe_name(name)
+
+
+@pytest.fixture
+def runtime(tmp_path):
+    """Paths whose runtime folder, which lies in /tmp whatever the home, goes with the test."""
+    found = Paths.of(tmp_path / "home")
+    yield found
+    found.remove_runtime_folder()
+    assert not found.runtime_folder.exists()
+    found.remove_runtime_folder()  # where there is none, nothing happens
+
+
+def test_folder_of_sockets_is_for_its_user_alone(runtime):
+    before = os.umask(0)
+    try:
+        assert runtime.make_runtime_folder() == runtime.runtime_folder
+        assert mode(runtime.runtime_folder) == 0o700
+        assert runtime.make_runtime_folder() == runtime.runtime_folder, "a second time too"
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("bits", [0o710, 0o701, 0o740])
+def test_folder_of_sockets_that_others_may_look_into_is_refused(runtime, bits):
+    runtime.runtime_folder.mkdir()
+    runtime.runtime_folder.chmod(bits)
+    with pytest.raises(UnsafePath, match="mode 0700 that is yours"):
+        runtime.make_runtime_folder()
+
+
+def test_folder_of_sockets_of_somebody_else_is_refused(runtime, monkeypatch):
+    runtime.make_runtime_folder()
+    folder, owner = runtime.runtime_folder, os.getuid()
+    monkeypatch.setattr(Paths, "runtime_folder", folder)
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(UnsafePath):
+        runtime.make_runtime_folder()
+
+
+@pytest.mark.parametrize("make", [Paths.make_runtime_folder, Paths.make_snapshot_root])
+def test_link_to_a_folder_of_ours_is_no_folder(ours, tmp_path, monkeypatch, make):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    lstat = Path.lstat
+
+    def as_private(path):
+        """On some systems a link has the mode of what it leads to."""
+        status = list(lstat(path))
+        status[0] = stat.S_IFLNK | 0o700
+        return os.stat_result(status)
+
+    monkeypatch.setattr(Path, "lstat", as_private)
+    monkeypatch.setattr(Paths, "runtime_folder", link)
+    monkeypatch.setattr(Paths, "snapshot_root", link)
+    with pytest.raises(UnsafePath):
+        make(ours)
+
+
+def test_snapshots_of_this_home_go_and_those_of_another_stay(ours, tmp_path):
+    other = Paths.of(tmp_path / "other")
+    for each in (ours, other):
+        each.make_snapshot_root()
+        each.snapshot_folder("job").mkdir()
+    ours.remove_snapshots()
+    assert not ours.snapshot_root.exists() and other.snapshot_folder("job").exists()
+    ours.remove_snapshots()  # a second time is no harm
+
+
+def test_everything_of_a_job_lies_below_its_own_folder_and_two_homes_share_nothing(tmp_path):
+    here, there = Paths.of(tmp_path / "here"), Paths.of(tmp_path / "there")
+    assert Paths.of(f"{tmp_path}/there/../here").tag == here.tag != there.tag
+    job = tmp_path / "here" / "jobs" / "job-1"
+    assert (here.job_folder("job-1"), here.checkpoint_folder("job-1")) == (job, job / "checkpoints")
+    assert here.rank_log("job-1", 3) == job / "logs" / "rank-00003.jsonl"
+    assert here.snapshot_folder("job-1") == here.snapshot_root / "job-1"
+    assert here.runtime_folder != there.runtime_folder and here.snapshot_root != there.snapshot_root
+    assert str(os.getuid()) in here.runtime_folder.name, "users of a machine are told apart"
+    for leave in (here.job_folder, here.snapshot_folder, here.zygote_log):
+        with pytest.raises(UnsafePath):
+            leave("../other")
+
+
+def test_nodes_of_one_machine_have_a_zygote_each(tmp_path):
+    one, other = "a" * 32, "b" * 32
+    assert zygote_socket(tmp_path).name == "zygote.sock"
+    names = {zygote_socket(tmp_path, node).name for node in (one, other)} | {zygote_socket(tmp_path).name}
+    assert len(names) == 3
+    assert zygote_socket(tmp_path, one).name == f"zygote-{one[:12]}.sock"
+    assert Paths.of(tmp_path).zygote_log(one) == tmp_path / "logs" / f"zygote-{one[:12]}.log"
+
+
+@pytest.mark.parametrize("name", ["a", "job-1", "0.x_Y-", "x" * 128])
+def test_name_of_a_folder_is_taken_as_it_is(name):
+    assert safe_name(name) == name

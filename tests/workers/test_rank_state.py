@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,11 +13,15 @@ from engine_specs import spec
 from reported import rows_of
 
 from workers.checkpoint.catalog import whole_checkpoints
+from workers.checkpoint.checksums import SummingFile
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
+from workers.errors import CheckpointNotSaved
 from workers.protocol.messages import Resume
 from workers.reporter import Reporter
-from workers.snapshot.files import steps_kept
+from workers.snapshot.files import snapshot_path, steps_kept
+from workers.snapshot.note import read_note
+from workers.snapshot.snapshot_file import SnapshotFile
 from workers.trainer import Places, Trainer
 
 
@@ -132,4 +139,100 @@ def test_a_save_that_failed_in_an_earlier_generation_fails_no_job_whose_last_che
     rank.trainer.state.checkpoints.failure = "rank 1 is gone"
     rank.trainer.restore(Resume("snapshot", 5))
     rank.trainer.train()
+    rank.end()
+
+
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_job_whose_last_checkpoint_cannot_be_saved_says_so_and_is_not_done(tmp_path):
+    rank = Rank(tmp_path)
+    rank.trainer.restore(Resume())
+    reason = "the last checkpoint, of step 5, could not be saved: .*No space left on device; it is tried again"
+    with patch.object(SummingFile, "write", full), pytest.raises(CheckpointNotSaved, match=reason):
+        rank.trainer.train()
+    rank.trainer.restore(Resume("snapshot", 5))
+    rank.trainer.train()
+    assert [manifest.step for _, manifest in whole_checkpoints(tmp_path / "durable")] == [5]
+    rank.end()
+
+
+def test_whoever_stands_in_for_rank_0_keeps_its_rows_and_says_none(tmp_path):
+    rank = Rank(tmp_path)
+    state = rank.trainer.state
+    rank.trainer.restore(Resume())
+    state.comm.rank = 1
+    rank.train(1)
+    state._report_again([{"step": 0}])
+    rows, _ = read_note(state._note())
+    assert [(row["step"], row.get("rank")) for row in rows] == [(1, 1), (0, None)]
+    state._keeps_rows = False
+    state.keep(2, lambda: pytest.fail("nobody needs the row"))
+    state.snapshots.finish()
+    state._report_again([{"step": 9}])
+    assert len(read_note(state._note())[0]) == 2
+    assert rank.snapshots == [1, 2]
+    assert rank.end() == []
+
+
+def test_weights_that_are_compared_are_those_of_the_last_snapshot(tmp_path):
+    rank = Rank(tmp_path)
+    rank.trainer.restore(Resume())
+    rank.train(1)
+    kept, own = rank.trainer.state.kept_parameters(), rank.trainer.engine.optimizer.parameters
+    assert len(kept) == len(own)
+    assert all(torch.equal(a, b) for a, b in zip(kept, own, strict=True))
+    rank.trainer.state.snapshots.clear()
+    assert rank.trainer.state.kept_parameters() is None
+    rank.end()
+
+
+def test_a_rank_at_rest_has_sums_that_other_nodes_ask_for_and_its_save_is_over(tmp_path):
+    rank = Rank(tmp_path, every_steps=1)
+    rank.trainer.restore(Resume())
+    rank.trainer.train_step()
+    snapshots = rank.trainer.state.snapshots
+    with patch.object(snapshots, "wait_for_sums", wraps=snapshots.wait_for_sums) as waits:
+        rank.trainer.rest()
+    waits.assert_called_once_with()
+    assert rank.trainer.state.checkpoints._under_way is None
+    (path,) = (tmp_path / "shared").glob("*.snapshot")
+    file = SnapshotFile.open(path)
+    assert file.sealed_sums(file.slot_of(1)) is not None
+    file.close()
+    rank.end()
+
+
+def test_only_a_copy_that_was_made_counts_for_the_interval(tmp_path):
+    rank = Rank(tmp_path, snapshot_every_steps=2)
+    rank.trainer.restore(Resume())
+    for _ in range(4):
+        rank.trainer.train_step()
+    assert len(rank.trainer.state.interval._stalls) == 1, "of step 2, before the update of step 3"
+    assert len(rank.trainer.state.interval._steps) == 4
+    rank.end()
+
+
+def test_state_is_of_no_step_while_it_is_being_changed(tmp_path):
+    rank = Rank(tmp_path)
+    assert rank.trainer.settled_step is None, "before it was restored"
+    rank.trainer.restore(Resume())
+    assert rank.trainer.settled_step == 0
+    rank.train(1)
+    assert rank.trainer.settled_step == 1
+    with pytest.raises(ValueError, match="cannot resume from"):
+        rank.trainer.restore(Resume("checkpoint", 1))
+    assert rank.trainer.settled_step is None, "nobody goes on from what was begun"
+    rank.end()
+
+
+def test_a_file_of_another_layout_goes_when_a_generation_has_begun(tmp_path):
+    (tmp_path / "shared").mkdir()
+    other = snapshot_path(tmp_path / "shared", 0, "ffffffff")
+    other.write_bytes(b"")
+    rank = Rank(tmp_path)
+    assert other.exists(), "somebody may still read it"
+    rank.trainer.restore(Resume())
+    assert not other.exists()
     rank.end()

@@ -39,6 +39,7 @@ def test_all_that_was_said_has_been_heard_when_it_is_closed(monkeypatch):
     reporter.close()
     expected = [*(Metrics((row,)) for row in rows), Event("told", "something happened", 5, {"a": 1}), Finished(5)]
     assert listener.payloads == expected
+    assert not reporter._thread.is_alive(), "and nobody has waited for the time to be over"
 
 
 def test_what_somebody_waits_for_does_not_wait_for_a_batch(monkeypatch):
@@ -53,8 +54,27 @@ def test_what_somebody_waits_for_does_not_wait_for_a_batch(monkeypatch):
     reporter.send(Finished(3))
     assert listener.heard.wait(20)
     reporter.close()
+    assert not reporter._thread.is_alive(), "nor does its end"
     assert listener.payloads[-1] == Finished(3)
     assert len(listener.batches) <= 3, "what came meanwhile is one batch"
+
+
+def test_once_that_was_shipped_rows_wait_for_their_batch_again(monkeypatch):
+    monkeypatch.setattr(module, "BATCH_SECONDS", 0.0)
+    urgent, heard = [], threading.Event()
+
+    def sink(messages):
+        urgent.append(reporter._urgent.is_set())
+        heard.set()
+
+    reporter = Reporter(sink)
+    reporter.send(Finished(1))
+    assert heard.wait(20)
+    heard.clear()
+    reporter.metrics({"step": 2})
+    assert heard.wait(20)
+    assert urgent[1] is False
+    reporter.close()
 
 
 def test_messages_say_when_they_were_made_and_not_when_they_were_shipped(monkeypatch):
@@ -81,8 +101,9 @@ def test_nobody_who_listens_is_no_reason_not_to_end(error):
 
     reporter = Reporter(gone)
     reporter.metrics({"step": 1})
+    reporter._thread.join(20)
+    assert not reporter._thread.is_alive(), "not even until it is closed"
     reporter.close()
-    assert not reporter._thread.is_alive()
 
 
 def test_listener_that_takes_nothing_is_waited_for_no_longer_than_asked():
@@ -91,4 +112,5 @@ def test_listener_that_takes_nothing_is_waited_for_no_longer_than_asked():
     reporter.send(Finished(1))
     reporter.close(timeout=0.01)
     assert reporter._thread.is_alive()
+    assert reporter._thread.daemon, "nor for longer than the process has anything else to do"
     hold.set()

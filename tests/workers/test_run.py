@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from engine_specs import document
+from engine_specs import document, spec
 
 from workers import run
 from workers.checkpoint.catalog import whole_checkpoints
+from workers.errors import MantaError
+from workers.protocol.reports import Event, Finished, Message, Metrics
+from workers.settings import Launcher
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
@@ -139,3 +142,93 @@ def test_two_ranks_under_torchrun_follow_the_curve_of_one(tmp_path):
     assert ended.returncode == 0, ended.stderr
     for row, other in zip(rows_of(one), rows_of(two), strict=True):
         assert other["loss"] == pytest.approx(row["loss"], rel=2e-6)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Sets how many GPUs there seem to be; returns which of them were made the current one."""
+    chosen = []
+
+    def have(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(str(device)))
+        return chosen
+
+    return have
+
+
+def device(accelerator, local_rank=0):
+    return str(run.pick_device(spec(resources={"accelerator": accelerator}), local_rank))
+
+
+def test_ranks_of_a_machine_share_its_gpus_in_turn_and_use_none_where_that_is_asked_for(gpus):
+    chosen = gpus(2)
+    assert [device("auto", rank) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert device("gpu", 1) == "cuda:1"
+    assert device("cpu", 1) == "cpu"
+    assert chosen == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+
+
+def test_without_a_gpu_only_who_insists_on_one_is_refused(gpus):
+    gpus(0)
+    assert device("auto") == device("cpu") == "cpu"
+    with pytest.raises(MantaError, match="accelerator is gpu, but this machine has none"):
+        device("gpu")
+
+
+def test_more_processes_than_the_layout_has_ranks_are_refused_as_well():
+    launcher = Launcher(0, 2, 0, 2, "127.0.0.1", 1, store_is_running=False)
+    with pytest.raises(MantaError, match=r"has 1 ranks, but 2 process\(es\) were started"):
+        run._check_world(spec(), launcher)
+    run._check_world(spec(parallel={"data": 2}), launcher)
+
+
+ROW = {"step": 2, "loss": float("nan"), "grad_norm": 0.5, "tokens_per_second": 100.0, "mfu_causal": 0.25}
+
+
+def test_the_metrics_file_is_json_line_by_line_and_at_once(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("of a run before")
+    rows = ({**ROW, "step": 1}, {**ROW, "validation_loss": 1.5})
+    with run.MetricsFile(path, 9) as sink:
+        sink.write([Message(Metrics(rows), 1.0), Message(Event("spike", "too high"), 1.0), Message(Finished(2), 1.0)])
+        assert [(row["step"], row["loss"]) for row in rows_of(path)] == [(1, "nan"), (2, "nan")]
+        file = sink._file
+    assert file.closed
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1/9  loss nan  grad norm 0.500  100 tokens/s  mfu_causal 25.0%",
+        "step 2/9  loss nan  grad norm 0.500  100 tokens/s  mfu_causal 25.0%  validation loss 1.5000",
+        "too high",
+    ]
+
+
+def test_without_a_file_there_are_still_words(capsys):
+    with run.MetricsFile(None, 9) as sink:
+        sink.write([Message(Metrics((ROW,)), 1.0)])
+    assert "step 2/9" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_without_another_one_nothing_begins_anew(tmp_path, capsys):
+    folder = tmp_path / "checkpoints"
+    config = [str(job_file(tmp_path, checkpoint={"every_steps": 2})), "--checkpoints", str(folder)]
+    assert run.main(config) == 0
+    paths = [path for path, _ in whole_checkpoints(folder)]
+    assert len(paths) == 2
+
+    def damage(path):
+        (file,) = path.glob("*.distcp")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+    damage(paths[1])
+    capsys.readouterr()
+    metrics = tmp_path / "metrics.jsonl"
+    assert run.main([*config, "--metrics", str(metrics)]) == 0
+    assert [row["step"] for row in rows_of(metrics)] == [3, 4]
+    assert f"skipped: the checkpoint at {paths[1]} is damaged" in capsys.readouterr().err
+    for path, _ in whole_checkpoints(folder)[:1] + whole_checkpoints(folder)[2:]:
+        damage(path)
+    assert run.main(config) == 1
+    assert capsys.readouterr().err.startswith("CheckpointError: the checkpoint at ")

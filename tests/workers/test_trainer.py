@@ -16,8 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
-from workers.errors import NonFiniteError
+from workers.errors import MantaError, NonFiniteError, PeerLost
 from workers.liveness.progress import Progress, ProgressReader, progress_path
+from workers.liveness.stragglers import Straggler
+from workers.numerics.bad_numbers import BadStep
 from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.snapshot.files import steps_kept
@@ -278,3 +280,79 @@ def test_a_closed_trainer_is_freed_without_the_garbage_collector(tmp_path, recov
         assert file() is None, "and the snapshot file is no longer mapped"
     finally:
         gc.enable()
+
+
+def test_whoever_holds_up_the_others_is_told_by_rank_0_unless_nobody_wants_to_know(tmp_path):
+    messages, given, job = [], [], _two_step_job(tmp_path)
+    found = Straggler(1, 0.5, 0.2, 20)
+
+    class Stragglers:
+        def add(self, own_seconds):
+            given.append(own_seconds)
+            return [found] if len(given) == 2 else []
+
+    reporter = Reporter(messages.extend)
+    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, Places())
+    assert trainer._stragglers is not None
+    trainer._stragglers = Stragglers()
+    trainer.restore(Resume())
+    steps = [trainer.train_step().own_seconds for _ in range(3)]
+    reporter.close()
+    assert given == steps
+    (event,) = events_of(messages)
+    assert (event["type"], event["step"], event["straggler"], event["slow_steps"]) == ("straggler", 2, 1, 20)
+    assert event["message"] == found.sentence
+    assert _trainer(_two_step_job(tmp_path, stragglers="ignore"), Places())._stragglers is None
+
+
+def _of_two(tmp_path, rank, **parallel):
+    """A rank that has not met the other one."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("to be or not to be, that is the question. " * 20, encoding="utf-8")
+    job = spec(data={"paths": [str(corpus)]}, parallel=parallel)
+    comm = Comm(RankGrid(job.layout), rank, torch.device("cpu"))
+    return Trainer(job, comm, Reporter(lambda messages: None), 1e9, Places())
+
+
+def test_utilisation_is_of_the_devices_of_all_ranks_and_stragglers_are_told_by_one(tmp_path):
+    first, second = (_of_two(tmp_path, rank, data=2) for rank in (0, 1))
+    assert first._rows.peak_flops == second._rows.peak_flops == 2e9
+    assert first._stragglers is not None and second._stragglers is None
+
+
+def test_ranks_are_compared_with_those_of_their_stage(tmp_path):
+    assert _of_two(tmp_path, 0, data=2)._stragglers._stages == [[0, 1]]
+    assert _of_two(tmp_path, 0, pipeline=2)._stragglers._stages == [[0], [1]]
+
+
+def test_a_rank_that_is_to_leave_does_so_between_two_steps(tmp_path):
+    trainer, asked = _trainer(_two_step_job(tmp_path), Places()), []
+
+    def leave():
+        asked.append(trainer.step)
+        if trainer.step == 2:
+            raise PeerLost("was ordered to rest")
+
+    trainer.comm.leave_between_steps = leave
+    trainer.restore(Resume())
+    with pytest.raises(PeerLost):
+        trainer.train()
+    assert asked == [0, 1, 2]
+    assert trainer.settled_step == 2
+
+
+@pytest.mark.parametrize(("every", "compared"), [(0, []), (1, [1, 2, 3]), (2, [2])])
+def test_replicas_are_compared_before_the_update_of_every_so_many_steps(tmp_path, every, compared):
+    trainer, steps = _trainer(_two_step_job(tmp_path, check_replicas_every=every), Places()), []
+    trainer._compare_replicas = lambda: steps.append(trainer.step + 1)
+    trainer.restore(Resume())
+    trainer.train()
+    assert steps == compared
+
+
+@pytest.mark.parametrize(("kind", "key"), [("not_finite", "recovery.nonfinite"), ("spike", "recovery.spike.policy")])
+def test_a_job_that_fails_over_a_step_says_what_to_set_instead(tmp_path, kind, key):
+    trainer = _trainer(_two_step_job(tmp_path), Places())
+    trainer.restore(Resume())
+    with pytest.raises(MantaError, match=f"set {key} to skip or roll_back"):
+        trainer._apply_policy(1, BadStep(kind, "fail", "step 1 is bad"))

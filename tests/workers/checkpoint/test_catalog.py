@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import shutil
 from pathlib import Path
@@ -16,13 +17,15 @@ from workers.checkpoint.catalog import (
     Listing,
     Manifest,
     checkpoint_path,
+    generation_of,
     list_checkpoints,
+    manifest_of,
     newest_usable,
     next_generation,
     seal,
     whole_checkpoints,
 )
-from workers.checkpoint.checksums import UnreadableCheckpoint
+from workers.checkpoint.checksums import DamagedCheckpoint, FileSums, UnreadableCheckpoint
 from workers.checkpoint.pruning import prune
 
 WHOLE, NOT_WHOLE, UNKNOWN = Condition.WHOLE, Condition.NOT_WHOLE, Condition.UNKNOWN
@@ -140,3 +143,112 @@ def test_file_in_the_place_of_the_folder_is_no_answer(tmp_path):
     folder.write_bytes(b"")
     assert list_checkpoints(folder).look_up("/x", ["/x"])[0] is UNKNOWN
     assert list_checkpoints(tmp_path / "none") == Listing(tmp_path / "none", exists=False)
+
+
+def test_a_manifest_knows_the_size_of_all_files_and_the_sums_of_each(tmp_path):
+    manifest = Manifest("j", 1, 10, {"a": 5, "b": 7}, {}, blocks={"a": [1, 2], "b": [3]}, block_bytes=4)
+    assert manifest.bytes == 12
+    assert manifest.sums(tmp_path / "a") == FileSums(5, (1, 2), 4)
+    assert Manifest("j", 1, 10, {"a": 5}, {}).sums(tmp_path / "a").blocks is None, "an older one has none"
+    with pytest.raises(DamagedCheckpoint, match=r"c is not in manifest\.json"):
+        manifest.sums(tmp_path / "c")
+
+
+def test_of_a_checkpoint_that_is_there_its_own_condition_is_known(tmp_path):
+    whole, broken = saved(tmp_path, 10), saved(tmp_path, 20)
+    (broken / "data").unlink()
+    listing, everything = list_checkpoints(tmp_path), [str(whole), str(broken)]
+    assert listing.look_up(str(whole), everything) == (WHOLE, "")
+    condition, problem = listing.look_up(str(broken), everything)
+    assert condition is NOT_WHOLE and "data is missing" in problem
+
+
+def test_where_another_one_is_whole_the_folder_is_the_right_one_though_nobody_knows_it(tmp_path):
+    saved(tmp_path, 30)
+    gone = str(checkpoint_path(tmp_path, 10, 1))
+    assert list_checkpoints(tmp_path).look_up(gone, [gone])[0] is NOT_WHOLE
+
+
+def test_a_folder_that_is_gone_is_told_from_one_that_is_empty(tmp_path):
+    path = str(checkpoint_path(tmp_path / "c", 10, 1))
+    assert list_checkpoints(tmp_path / "c").look_up(path, [path])[1] == f"the folder {tmp_path / 'c'} is not there"
+    (tmp_path / "c").mkdir()
+    assert "holds none of the checkpoints" in list_checkpoints(tmp_path / "c").look_up(path, [path])[1]
+
+
+def test_a_name_says_which_generation_made_it_and_the_next_one_is_above_all(tmp_path):
+    assert generation_of(checkpoint_path("/c", 10, 7)) == 7
+    assert generation_of("/c/notes") is None
+    assert next_generation(tmp_path) == next_generation(tmp_path / "none") == 1
+    checkpoint_path(tmp_path, 10, 7).mkdir()
+    saved(tmp_path, 20, 3)
+    assert next_generation(tmp_path) == 8, "also of one that was interrupted"
+
+
+@pytest.mark.parametrize("content", [None, b"1234"])
+def test_what_is_not_here_as_it_was_written_is_not_sealed(tmp_path, content):
+    path = checkpoint_path(tmp_path, 10, 1)
+    path.mkdir()
+    if content is not None:
+        (path / "data").write_bytes(content)
+    with pytest.raises(OSError, match="all nodes must share"):
+        seal(path, Manifest("j", 1, 10, {"data": 5}, {}))
+    assert not (path / MANIFEST).exists()
+
+
+def test_a_manifest_is_on_disk_before_it_has_its_name_and_the_names_are_before_it_counts(tmp_path, monkeypatch):
+    done, rename, real = [], Path.rename, os.fsync
+    path = checkpoint_path(tmp_path, 10, 1)
+
+    def fsync(descriptor):
+        place = Path(f"/proc/self/fd/{descriptor}").readlink()
+        done.append((place, place.stat().st_size if place.is_file() else None))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", lambda old, new: done.append("renamed") or rename(old, new))
+    saved(tmp_path, 10)
+    size = (path / MANIFEST).stat().st_size
+    assert done == [(path / f".{MANIFEST}", size), "renamed", (path, None), (tmp_path, None)]
+
+
+def rewritten(path: Path, **changes: object) -> None:
+    """A manifest as an older release wrote it, without a checksum, whose fields somebody has changed."""
+    document = json.loads((path / MANIFEST).read_bytes())
+    del document["crc32"]
+    (path / MANIFEST).write_text(json.dumps({**document, **changes}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": []}, {"spec": []}, {"numbers": []}, {"step": "10"}, {"generation": None}, {"files": {"data": "5"}},
+        {"loss_scale": 1.0}, {"loss_scale": [1.0]}, {"loss_scale": [1, 2]}, {"loss_scale": [1.0, float("inf")]},
+        {"unknown": 1},
+    ],
+)  # fmt: skip
+def test_a_manifest_without_a_checksum_has_fields_of_the_right_types_or_is_none(tmp_path, changes):
+    path = saved(tmp_path, 10)
+    rewritten(path, loss_scale=[1.0, 2.0], numbers={})
+    assert manifest_of(path).loss_scale == [1.0, 2.0]
+    saved_again = saved(tmp_path, 20)
+    rewritten(saved_again, **changes)
+    with pytest.raises(DamagedCheckpoint, match="is no manifest"):
+        manifest_of(saved_again)
+
+
+def test_a_manifest_that_was_changed_or_is_no_object_is_damaged(tmp_path):
+    path = saved(tmp_path, 10) / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b'"step": 10', b'"step": 11'))
+    with pytest.raises(DamagedCheckpoint, match="is not what was written"):
+        manifest_of(path.parent)
+    path.write_bytes(b"[]")
+    with pytest.raises(DamagedCheckpoint, match="is no manifest"):
+        manifest_of(path.parent)
+    path.unlink()
+    with pytest.raises(DamagedCheckpoint, match="is missing, so its save was interrupted"):
+        manifest_of(path.parent)
+    path.mkdir()
+    with pytest.raises(DamagedCheckpoint) as caught:
+        manifest_of(path.parent)
+    assert "interrupted" not in str(caught.value)

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -115,3 +116,58 @@ def test_what_cannot_be_saved_is_tried_again_so_often_and_then_said(trainer, mon
         trainer.state.checkpoints.start(2)
         trainer.state.checkpoints.finish()
     assert trainer.state.checkpoints.save_now(2, waits=(0.0,)), "there is room again"
+
+
+def test_the_last_step_is_due_whatever_its_number_and_none_is_where_none_is_asked_for(trainer):
+    checkpoints = trainer.state.checkpoints
+    last = checkpoints.spec.train.steps
+
+    def due(every):
+        config = checkpoints.spec.checkpoint.model_copy(update={"every_steps": every})
+        checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": config})
+        return [step for step in range(1, last + 1) if checkpoints.due(step)]
+
+    assert due(3) == [3, last]
+    assert due(0) == []
+
+
+def test_what_should_be_there_and_is_not_is_missing(trainer):
+    save(trainer, 2)
+    missing = [step for step in range(trainer.spec.train.steps + 1) if trainer.state.checkpoints.is_missing(step)]
+    assert missing == [1, 3, 4], "the start is saved by nobody"
+
+
+def test_what_is_told_of_a_save_names_its_folder_and_its_size(trainer, monkeypatch):
+    told = []
+    monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: told.append(event))
+    save(trainer, 1)
+    ((path, manifest),) = whole_checkpoints(trainer.state.checkpoints.folder)
+    assert told == [
+        ("checkpoint_saving", 1, "saving checkpoint of step 1", {"path": str(path)}),
+        ("checkpoint_saved", 1, "checkpoint of step 1 is complete", {"path": str(path), "bytes": manifest.bytes}),
+    ]
+    assert manifest.bytes == sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
+    told.clear()
+    trainer.state.checkpoints.undo_after(0)
+    assert told == [("checkpoint_deleted", 0, f"deleted {path.name}, which was undone", {"path": str(path)})]
+    assert steps_on_disk(trainer) == []
+
+
+def test_only_rank_0_tells_and_deletes(trainer, monkeypatch):
+    save(trainer, 1)
+    told = []
+    monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: told.append(event))
+    trainer.comm.rank = 1
+    trainer.state.checkpoints.undo_after(0)
+    trainer.state.checkpoints._report("checkpoint_saving", 1, "saving", {})
+    assert (told, steps_on_disk(trainer)) == ([], [1])
+
+
+def test_a_save_that_failed_leaves_nothing_that_would_keep_a_full_disk_full(trainer, monkeypatch):
+    told = events_of_saves(trainer, monkeypatch)
+    with patch.object(SummingFile, "write", full):
+        save(trainer, 1)
+        assert list(Path(trainer.state.checkpoints.folder).iterdir()) == []
+        save(trainer, trainer.spec.train.steps)
+    failed = [message for kind, message in told if kind == "checkpoint_failed"]
+    assert [message.rpartition("; ")[2] for message in failed] == ["training goes on", "it is tried again"]

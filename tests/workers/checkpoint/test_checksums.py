@@ -146,3 +146,16 @@ def test_what_the_system_says_names_the_file(number, kind, what):
     with pytest.raises(CheckpointError, match=f"^the checkpoint at /folder (is damaged: )?{what}$") as caught:
         file.read(1)
     assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("writes", [(10,), (1,) * 10, (4, 4, 2), (3, 3, 4), (5, 5), (0, 9, 1)])
+def test_sums_of_what_is_written_do_not_depend_on_how_it_is_written(tmp_path, monkeypatch, writes):
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 4)
+    content, file, at = b"0123456789", SummingFile(tmp_path / "file"), 0
+    for count in writes:
+        assert file.write(content[at : at + count]) == count
+        at += count
+    file.close()
+    blocks = tuple(zlib.crc32(content[start : start + 4]) for start in (0, 4, 8))
+    assert file.sums == FileSums(10, blocks, 4)
+    assert (tmp_path / "file").read_bytes() == content

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.checkpoint.catalog import Condition, ListedCheckpoint, Manifest, checkpoint_path, seal
+from workers.checkpoint import pruning
+from workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, Manifest, checkpoint_path, seal
 from workers.checkpoint.pruning import prune, remove_after, to_prune, to_undo
 
 names = st.tuples(st.integers(1, 6), st.integers(0, 12))
@@ -117,3 +118,32 @@ def test_nothing_is_pruned_where_nothing_is(tmp_path):
     with contextlib.suppress(FileNotFoundError):
         tmp_path.rmdir()
     assert prune(tmp_path, 1, generation=2) == remove_after(tmp_path, 0) == []
+
+
+def test_the_generation_that_began_at_step_0_prunes_its_own(tmp_path):
+    paths = [saved(tmp_path, step, 2) for step in (10, 20)]
+    assert prune(tmp_path, 1, generation=2, began=2) == paths[:1]
+
+
+def test_the_newest_one_from_before_what_may_be_undone_is_enough(tmp_path):
+    paths = [saved(tmp_path, step, 1) for step in (5, 10, 15, 17, 20)]
+    assert prune(tmp_path, 1, generation=1, undoes=10) == [paths[0], paths[3]]
+
+
+def test_what_cannot_be_deleted_is_not_called_deleted_and_whole_no_more(tmp_path, monkeypatch):
+    paths = [saved(tmp_path, step, 1) for step in (10, 20)]
+    monkeypatch.setattr(pruning.shutil, "rmtree", lambda path, ignore_errors: None)
+    assert prune(tmp_path, 1, generation=1) == []
+    assert sorted(tmp_path.iterdir()) == paths
+    assert not (paths[0] / MANIFEST).exists() and (paths[1] / MANIFEST).exists()
+
+
+def test_what_may_not_be_looked_at_is_not_called_deleted(tmp_path, monkeypatch):
+    saved(tmp_path, 10, 1)
+    saved(tmp_path, 20, 1)
+
+    def refuse(path):
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "lstat", refuse)
+    assert prune(tmp_path, 1, generation=1) == []

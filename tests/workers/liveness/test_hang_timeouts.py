@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.liveness.hang_timeouts import (
+    BURNING_FACTOR,
     FIRST_STEP_SECONDS,
     LEAST_SECONDS,
     LONG,
     STEPS,
+    WAITING_FACTOR,
     Standstill,
     hang_timeout,
     slowest_ordinary,
@@ -146,3 +148,27 @@ def test_what_a_process_did_before_its_last_change_says_nothing_about_its_stands
 def test_time_is_never_negative_and_never_more_than_has_passed(looks):
     still = stand(looks)
     assert 0.0 <= still.seconds <= 0.25 * max(0, len(looks) - 1)
+
+
+def test_doubts_lengthen_the_wait_by_their_factor():
+    for steps, least in (([0.02] * 9, LEAST_SECONDS), ([1.0] * 9, 6.0)):
+        assert allowed("forward", steps, burning=True) == BURNING_FACTOR * least
+        assert allowed("forward", steps, waiting=True) == WAITING_FACTOR * least
+        assert allowed("forward", steps, burning=True, waiting=True) == BURNING_FACTOR * least
+    assert allowed("forward", [], waiting=True) == WAITING_FACTOR * FIRST_STEP_SECONDS
+
+
+def test_the_slowest_step_counts_that_is_no_outlier():
+    assert slowest_ordinary([1.0, 1.0, 2.5]) == 2.5
+    assert slowest_ordinary([1.0, 1.0, 3.0]) == 3.0
+    assert slowest_ordinary([1.0, 1.0, 3.1]) == 1.0
+
+
+def test_a_thread_that_had_the_processor_long_ago_may_still_wait_for_it_now():
+    looks = [ProcessState("R", 90.0, 90.0, 0.0)] * 9
+    assert stand([(1, process) for process in looks]).seconds == 0.0
+
+
+def test_half_of_the_time_is_not_yet_most_of_it():
+    looks = [ProcessState("S", 0.125 * number, 0.0, 0.0) for number in range(9)]
+    assert not stand([(1, process) for process in looks]).burning

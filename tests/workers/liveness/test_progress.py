@@ -1,5 +1,6 @@
 """The record of progress: readable whatever the writer does, and next to free to write."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from workers.liveness import progress
 from workers.liveness.progress import COUNTED, PHASES, RECENT, RECORD_BYTES, Progress, ProgressReader, progress_path
 
 ROOT = Path(__file__).parents[3]
@@ -106,6 +108,46 @@ def test_times_of_the_last_steps_are_kept(pair):
     assert all(0 <= own <= whole for own, whole in zip(found.own_seconds, found.step_seconds, strict=True))
 
 
+def test_times_are_those_of_each_step_in_nanoseconds_of_its_clock(pair, monkeypatch):
+    writer, reader = pair
+    now = [5_000_000_000]
+    monkeypatch.setattr(progress.time, "monotonic_ns", lambda: now[0])
+    for step, seconds in ((1, 2), (2, 3)):
+        writer.begin_step(step)
+        now[0] += 1_000_000_000
+        writer.moved(waited=0.5)
+        writer.at("backward")
+        now[0] += (seconds - 1) * 1_000_000_000
+        assert writer.own_seconds() == seconds - 0.5
+        writer.commit(step)
+    found = reader.read()
+    assert found.step_seconds == (2.0, 3.0), "and no more than there were steps"
+    assert found.own_seconds == (1.5, 2.5)
+    assert (found.changed_at, found.committed_at) == (8.0, 10.0)
+
+
+def test_the_oldest_of_the_last_steps_makes_room(pair, monkeypatch):
+    writer, reader = pair
+    now = [0]
+    monkeypatch.setattr(progress.time, "monotonic_ns", lambda: now[0])
+    for step in range(1, RECENT + 3):
+        writer.begin_step(step)
+        now[0] += step * 1_000_000_000
+        writer.commit(step)
+    assert sorted(reader.read().step_seconds) == [float(step) for step in range(3, RECENT + 3)]
+
+
+def test_a_record_that_was_not_begun_is_none(tmp_path):
+    path = progress_path(tmp_path, 0)
+    path.write_bytes(bytes(RECORD_BYTES))
+    reader = ProgressReader(path)
+    assert reader.read() is None
+    reader.close()
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="length"):
+        ProgressReader(path)
+
+
 def test_time_spent_waiting_in_a_step_is_not_the_ranks_own(pair):
     writer, reader = pair
     writer.begin_step(1)
@@ -158,9 +200,28 @@ def test_a_new_process_of_the_rank_writes_elsewhere(tmp_path):
 
 def test_a_folder_that_cannot_be_written_turns_the_record_off(tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    progress = Progress.shared(tmp_path / "file", 0)
-    progress.begin_step(1)
-    assert len(progress.memory) == RECORD_BYTES
+    private = Progress.shared(tmp_path / "file", 0)
+    private.begin_step(1)
+    assert len(private.memory) == RECORD_BYTES
+
+
+def test_shared_memory_without_room_turns_the_record_off_and_is_left_as_it_was(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    closed, close = [], os.close
+    monkeypatch.setattr(progress.os, "posix_fallocate", full)
+    monkeypatch.setattr(progress.os, "close", lambda descriptor: closed.append(descriptor) or close(descriptor))
+    Progress.shared(tmp_path, 0).begin_step(1)
+    assert list(tmp_path.iterdir()) == []
+    assert len(closed) == 1
+
+
+def test_the_step_is_known_to_whoever_computes_it():
+    own = Progress()
+    own.begin_step(41)
+    own.at("backward", 7)
+    assert own.step == 41
 
 
 def test_reading_needs_nothing_of_a_stopped_process(tmp_path):

@@ -21,7 +21,13 @@ def test_a_rank_that_is_slow_for_long_is_named_once_with_the_evidence():
     assert step == SLOW_STEPS
     assert (found.rank, found.own_seconds, found.usual_seconds) == (1, 0.5, 0.2)
     assert "rank 1 holds up the others" in found.sentence
-    assert found.to_json()["straggler"] == 1
+    assert found.to_json() == {
+        "straggler": 1,
+        "own_seconds": 0.5,
+        "usual_seconds": 0.2,
+        "slow_steps": SLOW_STEPS,
+        "window": WINDOW,
+    }
 
 
 def test_a_stage_that_has_more_to_do_is_no_straggler():
@@ -34,6 +40,15 @@ def test_a_rank_without_peers_cannot_be_compared():
 
 def test_less_than_the_floor_is_not_worth_a_word():
     assert run([0, 0], [(0.001, 0.001 + 0.9 * LEAST_SECONDS)] * 100) == []
+    assert run([0, 0], [(10.0, 10.0 + 2 * LEAST_SECONDS)] * 100) == [], "nor so little of a long step"
+    assert [found.rank for _, found in run([0, 0], [(0.001, 0.001 + 1.1 * LEAST_SECONDS)] * 100)] == [1]
+
+
+def test_what_is_usual_is_the_median_of_the_window_and_not_of_all_steps():
+    steps = [(9.0, 9.0, 9.0)] * 50 + [(0.2, 0.5, 0.2)] * WINDOW
+    ((step, found),) = run([0, 0, 0], steps)
+    assert step == 50 + SLOW_STEPS
+    assert (found.own_seconds, found.usual_seconds, found.slow_steps) == (0.5, 0.2, SLOW_STEPS)
 
 
 def test_slow_now_and_then_is_not_persistent():

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,6 +136,7 @@ def test_what_a_job_has_left_goes_but_for_snapshots_that_may_be_needed(go, daemo
         assert stores[0].ended and home.snapshot_folder("job").exists()
         await daemon.end_job("job")
         await daemon.end_job("absent")
+        assert list(daemon._locks) == ["third"], "nothing is kept of who is gone"
         assert await daemon.jobs() == ["another", "third"]
         await daemon.shutdown()
         assert stores[1].ended and not home.snapshot_root.exists()
@@ -168,3 +171,73 @@ def test_machine_that_is_taken_away_is_to_be_left_at_once(go, daemon, home, monk
         go(body)
     finally:
         home.remove_runtime_folder()
+
+
+def test_a_node_says_where_it_is_what_it_has_and_what_was_measured(go, daemon, home, monkeypatch):
+    async def started(owner):
+        return None
+
+    async def measured(socket_path, entry, argument):
+        assert entry == "peak"
+        return Store(json.dumps({"peak_flops": 5e9, "source": "measured"}).encode() + b"\n")
+
+    monkeypatch.setattr(module, "on_termination", lambda act: None)
+    monkeypatch.setattr(module, "fork", measured)
+    monkeypatch.setattr(ZygoteOwner, "start", started)
+    monkeypatch.setattr(ZygoteOwner, "pid", 77)
+    room = {module.SHARED_MEMORY: SimpleNamespace(total=100, used=30, free=70)}
+    monkeypatch.setattr(module.shutil, "disk_usage", room.__getitem__)
+
+    async def body():
+        assert (await daemon.describe()).peak_flops is None
+        await daemon.start()
+        await daemon._peak
+        assert home.snapshot_root.is_dir() and home.runtime_folder.is_dir(), "before the first trainer needs it"
+        return await daemon.describe()
+
+    try:
+        about = go(body)
+    finally:
+        home.remove_runtime_folder()
+    assert (about.peak_flops, about.zygote_pid, about.pid) == (5e9, 77, os.getpid())
+    assert (about.address, about.heartbeat_port) == daemon._heartbeat.address
+    assert about.heartbeat_secret == daemon._heartbeat.secret
+    assert (about.shared_memory_bytes, about.shared_memory_free_bytes) == (100, 70)
+
+
+@pytest.mark.parametrize("said", [b"", b"late"])
+def test_a_node_whose_devices_cannot_be_measured_is_there_all_the_same(go, daemon, monkeypatch, said):
+    made = []
+
+    async def fork(socket_path, entry, argument):
+        made.append(Store(b""))
+        if said:
+            made[-1].control = asyncio.StreamReader()
+        return made[-1]
+
+    monkeypatch.setattr(module, "fork", fork)
+    monkeypatch.setattr(module, "PEAK_SECONDS", 0.01)
+    assert go(daemon._measure_peak) is None
+    assert made[0].closed, "who measures ends with that"
+
+
+def test_a_daemon_that_is_shut_down_ends_its_zygote_and_answers_no_more(go, daemon, stores, home, monkeypatch):
+    ended = []
+
+    async def close(owner):
+        ended.append(home.snapshot_root.exists())
+
+    monkeypatch.setattr(ZygoteOwner, "close", close)
+
+    async def body():
+        home.snapshot_folder("job").mkdir(parents=True)
+        daemon._peak = asyncio.create_task(asyncio.Event().wait())
+        await daemon.start_store("job", 1)
+        await daemon.shutdown()
+        await asyncio.wait({daemon._peak})
+        assert daemon._peak.cancelled()
+
+    go(body)
+    assert ended == [False], "the snapshots of its trainers are gone by then"
+    assert not daemon._heartbeat._thread.is_alive()
+    assert stores[0].ended and stores[0].closed

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -69,6 +69,36 @@ def test_a_word_that_only_a_newer_writer_knows_is_not_refused():
     assert from_json(Message, {"number": 1, "word": "c"}).word == "c"
 
 
-def test_a_type_that_cannot_cross_is_found_when_its_codec_is_made():
+@pytest.mark.parametrize(
+    "kind", [set[int], int | str, int | str | None, tuple[int, int], tuple[int], dict[int, str], list, complex]
+)
+def test_a_type_that_cannot_cross_is_found_when_its_codec_is_made(kind):
     with pytest.raises(TypeError, match="cannot cross"):
-        codec_of(set[int])
+        codec_of(kind)
+
+
+def test_what_is_anything_or_nothing_crosses_as_it_is():
+    for kind in (Any, type(None)):
+        codec = codec_of(kind)
+        assert codec.encode(None) is codec.decode(None) is None
+    assert codec_of(Any).decode([1, {"x": None}]) == [1, {"x": None}]
+
+
+class Own:
+    """Knows its own JSON."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to_json(self):
+        return [self.x]
+
+    @classmethod
+    def from_json(cls, document):
+        return cls(document[0])
+
+
+def test_a_class_that_knows_its_own_json_is_asked():
+    codec = codec_of(list[Own])
+    assert codec.encode([Own(7)]) == [[7]]
+    assert [each.x for each in codec.decode([[7]])] == [7]

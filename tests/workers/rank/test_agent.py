@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from workers.node.host import Host
 from workers.paths import Paths
 from workers.protocol.json_codec import to_json
-from workers.protocol.messages import BackupAddress, Fault, Launched, LaunchOrder
+from workers.protocol.messages import PROTOCOL, BackupAddress, Fault, Launched, LaunchOrder, ProtocolMismatch
+from workers.protocol.ownership import StaleOwner
 from workers.protocol.reports import EXIT_SAVED, Exited, Failure, KillReason
+from workers.rank import agent as module
 from workers.rank.agent import Agent
 from workers.rank.trainer_handle import TrainerHandle
 from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
@@ -359,3 +362,121 @@ def test_a_trainer_that_does_not_come_to_rest_is_killed(make_agent, go, gone):
         await agent.close()
 
     go(body)
+
+
+class Asked:
+    """Stands for a part of an agent: notes what it is asked for, and answers it."""
+
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+        self.calls = []
+
+    def __getattr__(self, name):
+        async def later(*arguments):
+            self.calls.append((name, *arguments))
+            return name
+
+        def now(*arguments):
+            self.calls.append((name, *arguments))
+            return name
+
+        return now if name in ("steps", "files", "receive", "status", "save_and_end", "arm") else later
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """An agent whose trainer's slot and shared snapshots only note what they are asked for."""
+    agent = Agent("job-1", 3, str(tmp_path), str(tmp_path), None)
+    agent._slot, agent._sharing = Asked(rank=5, generation=2), Asked(progress="how far it is")
+    return agent, agent._slot.calls, agent._sharing.calls
+
+
+def test_an_agent_hands_on_what_it_is_asked_about_snapshots_for_the_rank_that_it_is_now(parts, go):
+    agent, _, asked = parts
+    there = BackupAddress("192.0.2.7", 1)
+
+    async def body():
+        assert await agent.snapshot_steps("0a0a0a0a") == "steps"
+        assert await agent.snapshot_files() == "files"
+        assert await agent.receive_backups("token", 2) == "receive"
+        await agent.send_backups(there, "token", 2, "0a0a0a0a", 4)
+        await agent.send_backups(there, "token", 3, "0a0a0a0a")
+        assert await agent.fetch_snapshot(7, there, "token", 2, "0a0a0a0a", 6) == "fetch"
+        assert await agent.backup_progress() == "how far it is"
+        with pytest.raises(StaleGeneration, match="Generation 1 of rank 5 was replaced by 2"):
+            await agent.send_backups(there, "token", 1, "0a0a0a0a")
+
+    go(body)
+    assert asked == [
+        ("steps", 5, "0a0a0a0a"),
+        ("files",),
+        ("receive", "token", 2),
+        ("send", 5, there, "token", 2, "0a0a0a0a", 4),
+        ("send", 5, there, "token", 3, "0a0a0a0a", 1),
+        ("fetch", 7, there, "token", 2, "0a0a0a0a", 6),
+    ]
+
+
+def test_an_agent_hands_on_what_it_is_asked_about_its_trainer(parts, go):
+    agent, asked, _ = parts
+    fault = Fault("f", "kill", 3)
+
+    async def body():
+        assert await agent.prepare(order(1)) == "prepare"
+        await agent.arm(fault)
+        assert await agent.rest(2, 3.0, 4.0) == "rest"
+        assert await agent.save_and_end(2) == "save_and_end"
+        assert await agent.progress() == "status"
+        assert await agent.kill(100, "hung", "stood still", after_commit=True) == "kill"
+        assert await agent.stacks(100) == "stacks"
+
+    go(body)
+    assert asked == [
+        ("prepare", order(1)),
+        ("arm", fault),
+        ("rest", 2, 3.0, 4.0),
+        ("save_and_end", 2),
+        ("status",),
+        ("kill", 100, KillReason("hung", "stood still"), True),
+        ("stacks", 100),
+    ]
+
+
+def test_what_was_fetched_and_sent_ends_with_the_agent_after_its_trainer(parts, go):
+    agent, trainer, snapshots = parts
+    go(agent.close)
+    assert (trainer, snapshots) == ([("close",)], [("close", 5)])
+
+
+def test_an_order_of_another_release_is_carried_out_by_nobody(parts, go):
+    agent, asked, _ = parts
+    with pytest.raises(ProtocolMismatch, match=f"the control plane speaks protocol {PROTOCOL + 9}"):
+        go(lambda: agent.launch(LaunchOrder("job-1", 1, 3, {}, protocol=PROTOCOL + 9)))
+    assert asked == []
+
+
+def test_an_owner_that_was_replaced_gives_no_orders_any_more(parts, go):
+    agent, asked, _ = parts
+
+    async def body():
+        await agent.call("save_and_end", {"generation": 1, "owner_epoch": 4})
+        with pytest.raises(StaleOwner, match="save_and_end was refused"):
+            await agent.call("save_and_end", {"generation": 2, "owner_epoch": 3})
+
+    go(body)
+    assert asked == [("save_and_end", 1)]
+
+
+def test_an_agent_says_where_others_reach_it_and_who_has_asked_last(tmp_path, monkeypatch, go):
+    monkeypatch.setattr(module, "this_host", lambda: Host("machine", "192.0.2.7", "n1", ("2",)))
+
+    async def body():
+        agent = Agent("job-1", 3, str(tmp_path), str(tmp_path), None)
+        await agent.call("progress", {"owner_epoch": 4})
+        about = await agent.call("describe", {})
+        await agent.close()
+        return about
+
+    about = go(body)
+    assert (about["host"], about["address"], about["node"]) == ("machine", "192.0.2.7", "n1")
+    assert (about["devices"], about["owner_epoch"]) == (["2"], 4)

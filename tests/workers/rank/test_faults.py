@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from workers.liveness.progress import Progress
 from workers.protocol.messages import Fault
-from workers.rank.faults import Faults, kill_store, run_out_of_memory
+from workers.rank import faults as module
+from workers.rank.faults import Faults, hang, kill_node, kill_store, run_out_of_memory, signal_self
 from workers.timing.step_phases import StepPhases
 
 ROOT = Path(__file__).parents[3]
@@ -133,3 +135,108 @@ def test_a_port_of_somebody_else_is_left_alone():
     with socket.create_server(("127.0.0.1", 0)) as door:
         assert not kill_store(door.getsockname()[1])
     assert os.getpid()
+
+
+def test_whoever_is_slowed_down_sleeps_at_once_and_once_in_each_step(step, monkeypatch):
+    slept = []
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    faults = Faults(lambda fault, number: faults.slow_down(fault.seconds))
+    step.on_phase = faults.reached
+    faults.arm([Fault("a", "slow", 0, 2, seconds=0.5)])
+    walk(step, 1)
+    assert slept == []
+    walk(step, 2)
+    assert slept == [0.5]
+    walk(step, 3)
+    assert slept == [0.5, 0.5]
+
+
+def test_a_signal_comes_at_once_or_after_its_delay(monkeypatch):
+    sent, timers = [], []
+
+    class Timer:
+        def __init__(self, *arguments):
+            self.arguments, self.daemon, self.started = arguments, False, False
+            timers.append(self)
+
+        def start(self):
+            self.started = True
+
+    monkeypatch.setattr(module, "os", SimpleNamespace(kill=lambda *arguments: sent.append(arguments), getpid=os.getpid))
+    monkeypatch.setattr(module.threading, "Timer", Timer)
+    signal_self(signal.SIGSTOP, 0.0)
+    assert (sent, timers) == ([(os.getpid(), signal.SIGSTOP)], [])
+    signal_self(signal.SIGKILL, 0.5)
+    (timer,) = timers
+    seconds, kill, arguments = timer.arguments
+    assert (seconds, arguments, timer.daemon, timer.started) == (0.5, (os.getpid(), signal.SIGKILL), True, True)
+    kill(*arguments)
+    assert sent[1:] == [(os.getpid(), signal.SIGKILL)]
+
+
+def test_a_hang_with_the_lock_keeps_it_and_one_without_waits_for_nothing(monkeypatch):
+    """What would never return raises here."""
+
+    class Held(Exception):
+        pass
+
+    def held(seconds):
+        raise Held(seconds)
+
+    class Event:
+        def wait(self):
+            raise TimeoutError
+
+    monkeypatch.setattr(module.ctypes, "PyDLL", lambda name: SimpleNamespace(sleep=held))
+    monkeypatch.setattr(module.threading, "Event", Event)
+    with pytest.raises(Held):
+        hang(hold_gil=True)
+    with pytest.raises(TimeoutError):
+        hang(hold_gil=False)
+
+
+PARENTS = {100: 50, 50: 20, 20: 10, 10: 1, 11: 10, 12: 10, 13: 10}
+NAMES = {50: "zygote", 20: "ray::NodeDaemon", 11: "ray::Agent.launch", 12: "ray::IDLE", 13: "ray::Agent"}
+
+
+class Tree:
+    """One of these processes; stands for psutil.Process."""
+
+    def __init__(self, pid):
+        self.pid = pid
+
+    def ppid(self):
+        return PARENTS[self.pid]
+
+    def name(self):
+        return NAMES[self.pid]
+
+    def children(self):
+        return [Tree(pid) for pid, parent in PARENTS.items() if parent == self.pid]
+
+
+@pytest.mark.parametrize("child", [0, 7])
+def test_of_a_node_its_agents_its_daemon_and_its_zygote_are_killed_by_a_child_that_sees_it_through(monkeypatch, child):
+    done = []
+
+    def leave(status):
+        done.append(("exit", status))
+        raise SystemExit
+
+    system = SimpleNamespace(
+        getppid=lambda: 50,
+        fork=lambda: child,
+        setsid=lambda: done.append("alone"),
+        kill=lambda *arguments: done.append(arguments),
+        waitpid=lambda *arguments: done.append(("waited for", *arguments)),
+        _exit=leave,
+    )
+    monkeypatch.setattr(module, "os", system)
+    monkeypatch.setattr(module.psutil, "Process", Tree)
+    if child:
+        kill_node()
+        assert done == [("waited for", 7, 0)]
+    else:
+        with pytest.raises(SystemExit):
+            kill_node()
+        assert done == ["alone", *((pid, signal.SIGKILL) for pid in (11, 13, 20, 50)), ("exit", 0)]

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from workers.protocol.reports import Exited, Metrics
+from workers.protocol.reports import Event, Exited, Metrics
+from workers.rank import report_buffer
 from workers.rank.report_buffer import ReportBuffer
 
 
@@ -44,6 +45,8 @@ def test_more_rows_than_are_kept_cost_resolution_and_nothing_else(batch):
     buffer = ReportBuffer(most_rows=100)
     for first in range(1, 1001, batch):
         add_rows(buffer, range(first, min(1001, first + batch)))
+        if first == 1:
+            buffer.add(Event("told"), 1, 0)
     buffer.add(Exited(code=0), 1, 0)
     reports = read_all(buffer)
     steps = steps_of(reports)
@@ -51,8 +54,8 @@ def test_more_rows_than_are_kept_cost_resolution_and_nothing_else(batch):
     assert steps == sorted(set(steps))
     assert steps[-1] == 1000, "the last row is what a job's progress is known by"
     assert max(later - earlier for earlier, later in pairwise([0, *steps])) <= 32, "from the first step on"
-    assert len(reports) <= 101, "a report that has lost all of its rows takes no memory either"
-    assert reports[-1].kind == "exit"
+    assert len(reports) <= 102, "a report that has lost all of its rows takes no memory either"
+    assert [report.kind for report in reports if report.kind != "metrics"] == ["event", "exit"]
 
 
 def test_rows_that_were_read_make_room():
@@ -108,5 +111,41 @@ def test_what_was_not_acknowledged_comes_again_with_who_made_it_and_when():
         ]
         assert await buffer.read(0, 0.01) == first, "the answer to the read before may have been lost"
         assert await buffer.read(1, 0.01) == first[1:]
+
+    asyncio.run(body())
+
+
+def test_what_nobody_dated_is_of_now(monkeypatch):
+    monkeypatch.setattr(report_buffer.time, "time", lambda: 50.0)
+
+    async def body():
+        buffer = ReportBuffer()
+        buffer.add(Exited(code=0), 1, 0)
+        (report,) = await buffer.read(0, 0.01)
+        assert report.time == 50.0
+
+    asyncio.run(body())
+
+
+def test_as_many_rows_as_are_kept_keep_their_resolution():
+    buffer = ReportBuffer(most_rows=20)
+    for step in range(1, 21):
+        add_rows(buffer, [step])
+    assert steps_of(read_all(buffer)) == list(range(1, 21))
+
+
+def test_who_reads_again_and_again_is_given_so_many_reports_at_a_time(monkeypatch):
+    """Else one answer to a control plane that was gone for an hour would be larger than any message may be."""
+    monkeypatch.setattr(report_buffer, "REPORTS_PER_READ", 2)
+
+    async def body():
+        buffer = ReportBuffer()
+        for code in range(5):
+            buffer.add(Exited(code=code), 1, 0)
+        sizes, after = [], 0
+        while reports := await buffer.read(after, 0.01):
+            sizes.append(len(reports))
+            after = reports[-1].sequence
+        assert (sizes, after) == ([2, 2, 1], 5)
 
     asyncio.run(body())

@@ -68,21 +68,69 @@ def test_snapshots_are_sent_to_one_partner_at_a_time(tmp_path, monkeypatch):
     class Sender:
         """Stands for a BackupSender."""
 
-        def __init__(self, folder, rank, layout, address, *others):
-            self.address = address
-            sending.append(address)
+        def __init__(self, *arguments):
+            self.arguments, self.state = arguments, f"how far {arguments[3]} is"
+            sending.append(arguments)
 
         def stop(self):
-            sending.remove(self.address)
+            sending.remove(self.arguments)
 
     monkeypatch.setattr(snapshot_sharing, "BackupSender", Sender)
 
     async def body():
         sharing = SnapshotSharing(str(tmp_path))
         for port in (1, 2):
-            await sharing.send(0, BackupAddress("127.0.0.1", port), "token", 1, LAYOUT)
-            assert sending == [("127.0.0.1", port)]
+            address = ("127.0.0.1", port)
+            await sharing.send(5, BackupAddress(*address), "token", 7, LAYOUT, every=3)
+            assert sending == [(str(tmp_path), 5, LAYOUT, address, "token", 7, 3)]
+            assert sharing.progress == f"how far {address} is"
         await sharing.stop_sending()
+        assert (sending, sharing.progress) == ([], None)
+        await sharing.send(5, NOWHERE, "token", 7, LAYOUT)
+        assert sending[0][-1] == 1, "every step where nothing else is said"
+        await sharing.close(5)
         assert sending == []
+
+    asyncio.run(body())
+
+
+def test_what_is_fetched_is_for_one_rank_and_of_another_that_has_the_same_state(tmp_path, monkeypatch):
+    fetched = []
+    monkeypatch.setattr(snapshot_sharing, "fetch", lambda *arguments: fetched.append(arguments) or [4, 5])
+
+    async def body():
+        sharing = SnapshotSharing(str(tmp_path))
+        assert await sharing.fetch(2, NOWHERE, "token", 7, LAYOUT, of=0) == [4, 5]
+        await sharing.fetch(2, NOWHERE, "token", 7, LAYOUT)
+
+    asyncio.run(body())
+    same = (str(tmp_path), 2, LAYOUT, ("127.0.0.1", 1), "token", 7)
+    assert fetched == [(*same, 0), (*same, None)]
+
+
+def test_who_has_closed_takes_no_backups_any_more(tmp_path):
+    async def body():
+        sharing = SnapshotSharing(str(tmp_path))
+        address = sharing.receive("token", 2)
+        await sharing.close(0)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(address.host, address.port)
+        assert sharing.receive("token", 1) is not None, "it may begin anew"
+        await sharing.close(0)
+
+    asyncio.run(body())
+
+
+def test_who_takes_backups_takes_them_with_the_newest_token(tmp_path):
+    async def body():
+        sharing = SnapshotSharing(str(tmp_path))
+        address = sharing.receive("token", 2)
+        sharing.receive("another", 3)
+        for token, generation, reason in (("token", 3, "does not know"), ("another", 2, "was replaced by 3")):
+            with pytest.raises(BackupError, match=reason):
+                await sharing.fetch(0, address, token, generation, LAYOUT)
+        with pytest.raises(BackupError, match="there is no snapshot of rank 0"):
+            await sharing.fetch(0, address, "another", 3, LAYOUT)
+        await sharing.close(0)
 
     asyncio.run(body())

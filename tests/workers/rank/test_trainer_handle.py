@@ -7,7 +7,8 @@ import pytest
 
 from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
 from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting, Started
-from workers.rank.commands import Arm, Go, Rest, read_command
+from workers.rank import trainer_handle
+from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, read_command
 from workers.rank.report_buffer import ReportBuffer
 from workers.rank.trainer_handle import TrainerHandle
 from workers.zygote.client import Exit
@@ -50,13 +51,18 @@ class FakeProcess:
     def kill(self):
         self.end(signal=9)
 
+    closed = False
+
     def close(self):
-        pass
+        self.closed = True
 
 
 class FakeLog:
+    def __init__(self):
+        self.lines = []
+
     def write(self, generation, stream, lines):
-        pass
+        self.lines += [(generation, stream, line) for line in lines]
 
 
 def order(generation):
@@ -67,8 +73,8 @@ class Rig:
     """A handle on a trainer of generation 1, and what it has reported."""
 
     def __init__(self, prepared=False):
-        self.process, self.reports, self.struck = FakeProcess(), ReportBuffer(), set()
-        self.trainer = TrainerHandle(order(1), self.process, self.reports, FakeLog(), prepared, self.struck)
+        self.process, self.reports, self.struck, self.log = FakeProcess(), ReportBuffer(), set(), FakeLog()
+        self.trainer = TrainerHandle(order(1), self.process, self.reports, self.log, prepared, self.struck)
 
 
 def story(body, **options):
@@ -201,5 +207,105 @@ def test_what_is_done_beside_a_trainer_ends_with_it_and_when_something_else_is_d
         await until(lambda: ended == ["first"])
         await rig.trainer.stop()
         await until(lambda: ended == ["first", "second"])
+
+    story(body)
+
+
+def test_only_a_trainer_that_trains_in_that_generation_is_asked_to_save_and_end():
+    async def body(rig):
+        assert not rig.trainer.save_and_end(2)
+        assert rig.process.commands == []
+        assert rig.trainer.save_and_end(1)
+        assert rig.process.commands == [SaveAndEnd(1)]
+        rig.process.say(Resting(7))
+        await until(lambda: rig.trainer.at_rest)
+        assert not rig.trainer.save_and_end(1)
+        await rig.trainer.stop()
+        assert not rig.trainer.save_and_end(1)
+        assert len(rig.process.commands) == 1
+
+    story(body)
+
+
+def test_a_trainer_that_has_ended_can_be_asked_nothing_and_is_not_at_rest():
+    async def body(rig):
+        rig.process.end(code=0)
+        assert not rig.trainer.save_and_end(1)
+        assert rig.process.commands == []
+
+    story(body)
+
+    async def at_rest(rig):
+        assert rig.trainer.at_rest
+        rig.process.end(code=0)
+        assert not rig.trainer.at_rest
+
+    story(at_rest, prepared=True)
+
+
+def test_trainer_that_does_not_come_to_rest_is_ended_as_one_that_nobody_needs_any_more():
+    async def body(rig):
+        assert not rig.trainer.stopped
+        assert not await rig.trainer.rest(1, grace=0.01)
+        assert rig.process.ended and rig.trainer.stopped
+
+    story(body)
+
+
+def test_trainer_of_an_earlier_generation_is_not_told_of_a_rest_that_it_would_not_understand():
+    async def body(rig):
+        assert not await rig.trainer.rest(2, grace=1000.0, patience=1000.0)
+        assert rig.process.ended
+        assert rig.process.commands == []
+
+    story(body)
+
+
+def test_what_it_prints_is_in_the_log_and_the_last_of_its_errors_in_its_end():
+    async def body(rig):
+        rig.process.stdout.feed_data(b"a line\nand ")
+        rig.process.stderr.feed_data(b"why\n")
+        rig.process.stdout.feed_data(b"another")
+        rig.process.end(code=1)
+        await rig.trainer.wait()
+        assert sorted(rig.log.lines) == [(1, "stderr", "why"), (1, "stdout", "a line"), (1, "stdout", "and another")]
+        (report,) = await rig.reports.read(0, 0.0)
+        assert report.payload == Exited(1, None, ("why",))
+        assert rig.process.closed, "its connections are given back"
+
+    story(body)
+
+
+def test_a_grandchild_that_holds_on_to_its_output_does_not_hold_up_its_end(monkeypatch):
+    monkeypatch.setattr(trainer_handle, "DRAIN_SECONDS", 0.01)
+
+    async def body(rig):
+        rig.process._exit.set_result(Exit(0, None))  # while nothing is closed
+        assert await rig.trainer.wait() == Exit(0, None)
+        assert [report.kind for report in await rig.reports.read(0, 0.0)] == ["exit"]
+        names = [task.get_coro().__name__ for task in asyncio.all_tasks()]
+        assert not [name for name in names if "pump" in name], "nobody reads on"
+
+    story(body)
+
+
+def test_what_death_cut_off_is_no_report_and_what_came_before_is():
+    async def body(rig):
+        rig.process.say(Started(100))
+        rig.process.control.feed_data(b'{"kind": "resting", "gener')
+        rig.process.end(signal=9)
+        await rig.trainer.wait()
+        assert [report.kind for report in await rig.reports.read(0, 0.0)] == ["started", "exit"]
+        assert rig.log.lines == []
+
+    story(body)
+
+
+def test_reports_keep_the_time_at_which_they_were_made_and_the_rank_that_the_agent_knows():
+    async def body(rig):
+        rig.trainer.become(1, rig.log)
+        rig.process.say(Started(100), time=11.0)
+        (report,) = await rig.reports.read(0, SECONDS)
+        assert (report.time, report.rank) == (11.0, 1)
 
     story(body)

@@ -2,14 +2,19 @@
 is asked of them."""
 
 import json
+import os
 import queue
+import signal
 import socket
 import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
+from engine_specs import document
 
 from workers.checkpoint.checksums import UnreadableCheckpoint
+from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import (
     CheckpointError,
     CheckpointNotSaved,
@@ -20,13 +25,14 @@ from workers.errors import (
     SharedMemoryError,
     SpikeError,
 )
-from workers.liveness.progress import Progress
+from workers.liveness.progress import Progress, ProgressReader, progress_path
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Fault, LaunchOrder, Resume, TrainerArgument
 from workers.protocol.reports import EXIT_SAVED, Event, Failure, Finished, Metrics, Prepared, Report, Resting, Started
 from workers.rank import trainer_process
 from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, command_line
-from workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST, TrainerProcess
+from workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST, TrainerProcess, build_rank
+from workers.trainer import Places
 
 SECONDS = 20.0
 
@@ -318,7 +324,7 @@ def test_one_that_is_asked_before_it_has_met_the_others_remembers(rig):
 
 
 def test_several_ranks_meet_at_the_store_and_one_that_does_not_answer_is_a_lost_peer(rig, monkeypatch):
-    monkeypatch.setattr(trainer_process.dist, "TCPStore", lambda host, port, **_: (host, port))
+    monkeypatch.setattr(trainer_process.dist, "TCPStore", lambda host, port, is_master, timeout: (host, port))
     run = rig(finish)
     run.start(order(2, spec={"world": 4}, store_host="h", store_port=7, secret="s"))
     assert run.hear().payload.connected_at > 0
@@ -429,3 +435,102 @@ def test_the_entry_takes_its_order_as_json(monkeypatch):
     argument = json.loads(json.dumps(to_json(TrainerArgument(order(2), prepare=True))))
     assert trainer_process.run(argument, None) == 41
     assert taken == [order(2)]
+
+
+HARMS = ("signal_self", "hang", "run_out_of_memory", "kill_node", "kill_store")
+
+
+@pytest.mark.parametrize(
+    ("fault", "harm"),
+    [
+        (Fault("f", "kill", 3, delay=0.5), ("signal_self", signal.SIGKILL, 0.5)),
+        (Fault("f", "stop", 3), ("signal_self", signal.SIGSTOP, 0.0)),
+        (Fault("f", "hang", 3, hold_gil=True), ("hang", True)),
+        (Fault("f", "hang", 3), ("hang", False)),
+        (Fault("f", "oom", 3), ("run_out_of_memory",)),
+        (Fault("f", "node", 3), ("kill_node",)),
+        (Fault("f", "store", 3), ("kill_store", 7)),
+    ],
+)
+def test_each_fault_does_its_own_harm(rig, monkeypatch, fault, harm):
+    done = []
+    for name in HARMS:
+        monkeypatch.setattr(trainer_process, name, lambda *arguments, name=name: done.append((name, *arguments)))
+
+    def train(trainer):
+        trainer.comm.step.on_phase(1, "data")
+
+    run = rig(train)
+    run.start(order(faults=(fault,), store_port=7))
+    assert run.ended() == 0
+    assert done == [harm]
+
+
+def test_a_fault_that_slows_down_stays(rig):
+    def train(trainer):
+        trainer.comm.step.on_phase(1, "data")
+
+    run = rig(train)
+    run.start(order(faults=(Fault("f", "slow", 3, seconds=0.001),)))
+    assert run.ended() == 0
+    assert run.process._faults.armed
+
+
+@pytest.mark.parametrize(("device", "gives_way"), [("cpu", 1), ("cuda:0", 0)])
+def test_only_who_computes_on_the_cores_gives_way_to_who_watches(rig, monkeypatch, device, gives_way):
+    given = []
+    monkeypatch.setattr(trainer_process, "give_way", lambda: given.append(1))
+    run = rig(finish)
+    run.start(order(device=device))
+    assert run.ended() == 0
+    assert len(given) == gives_way
+
+
+def test_a_rank_that_is_ready_again_says_which_process_it_is(rig):
+    run = rig(finish)
+    run.start(order())
+    assert run.hear().payload.pid == os.getpid()
+    assert run.ended() == 0
+
+
+@pytest.fixture
+def build(monkeypatch, tmp_path):
+    """Builds a rank of a job of two without its model; (communication, what the trainer was made of, answers)."""
+    made, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(trainer_process, "Trainer", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(trainer_process, "answer_with_stacks", lambda *where: made.append(("stacks", *where)))
+    spec = document(parallel={"data": 2})
+
+    def build(progress=None, **changes):
+        made.clear()
+        comm, _ = build_rank(order(rank=1, **{"spec": spec, **changes}), progress, "reporter")
+        return comm, made
+
+    yield build
+    torch.set_num_threads(threads)
+
+
+def test_a_rank_is_built_with_its_places_and_the_record_that_its_agent_reads(build, tmp_path):
+    torch.set_num_threads(2)
+    shared, durable = str(tmp_path / "shared"), str(tmp_path / "job" / "checkpoints")
+    comm, (stacks, trainer) = build(snapshot_folder=shared, checkpoint_folder=durable, peak_flops=5e9)
+    assert torch.get_num_threads() == 1, "bits do not depend on how many cores are free"
+    assert (comm.rank, comm.size("data"), comm.device.type) == (1, 2, "cpu")
+    assert stacks == ("stacks", shared, 1)
+    record = tmp_path / "job" / CORPUS_RECORD
+    assert trainer[1:] == (comm, "reporter", 5e9, Places("job-1", shared, durable, record))
+    comm.progress.begin_step(7)
+    reader = ProgressReader(progress_path(shared, 1))
+    assert reader.read().step == 7
+    reader.close()
+
+
+def test_one_that_goes_on_keeps_its_record_and_one_without_shared_memory_has_a_private_one(build, tmp_path):
+    shared, own = str(tmp_path / "shared"), Progress()
+    comm, made = build(own, snapshot_folder=shared)
+    assert comm.progress is own
+    assert len(made) == 1, "it answers with its stacks already"
+    assert not (tmp_path / "shared").exists()
+    _, ((_, _, _, peak, places),) = build()
+    assert places == Places("job-1")
+    assert peak > 0, "measured, since nobody has said it"

@@ -6,8 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from workers.paths import Paths
-from workers.protocol.messages import Fault, Launched, LaunchOrder
+from workers.liveness.stacks import stacks_path
+from workers.liveness.trainer_status import TrainerStatus
+from workers.node.host import Host
+from workers.paths import Paths, zygote_socket
+from workers.protocol.json_codec import from_json
+from workers.protocol.messages import Fault, Launched, LaunchOrder, TrainerArgument
 from workers.protocol.reports import KillReason
 from workers.rank import trainer_slot
 from workers.rank.report_buffer import ReportBuffer
@@ -70,13 +74,34 @@ class FakeHandle:
         return self.at_rest
 
 
+class FakeWatch:
+    """Sees what a test lets it see."""
+
+    def __init__(self, pid, rank, folder, compiles, report):
+        self.about, self.report = (pid, rank, folder, compiles), report
+        self.sees, self.commits = True, True
+
+    async def run(self):
+        """Is closed by `FakeHandle.run_alongside`."""
+
+    def look(self):
+        return self.sees
+
+    def describe(self):
+        return TrainerStatus(self.about[0])
+
+    async def next_commit(self):
+        return self.commits
+
+
 @pytest.fixture
 def rig(tmp_path, monkeypatch):
     """A slot of rank 3 and the trainers that it forked, oldest first."""
-    made = SimpleNamespace(trainers=[], home=tmp_path, zygote=True)
+    made = SimpleNamespace(trainers=[], home=tmp_path, zygote=True, forks=[], watches=[], reports=ReportBuffer())
 
     async def fork(socket, entry, argument, environment, timeout):
         assert entry == "trainer"
+        made.forks.append((socket, from_json(TrainerArgument, argument), environment, timeout))
         if not made.zygote:
             raise ZygoteUnavailable("it is gone")
         return SimpleNamespace(pid=100 + len(made.trainers))
@@ -85,9 +110,14 @@ def rig(tmp_path, monkeypatch):
         made.trainers.append(FakeHandle(*arguments))
         return made.trainers[-1]
 
+    def watch(*arguments):
+        made.watches.append(FakeWatch(*arguments))
+        return made.watches[-1]
+
     monkeypatch.setattr(trainer_slot, "fork", fork)
     monkeypatch.setattr(trainer_slot, "TrainerHandle", handle)
-    made.slot = TrainerSlot("job-1", 3, str(tmp_path), str(tmp_path), str(tmp_path / "shm"), ReportBuffer())
+    monkeypatch.setattr(trainer_slot, "TrainerWatch", watch)
+    made.slot = TrainerSlot("job-1", 3, str(tmp_path), str(tmp_path), str(tmp_path / "shm"), made.reports)
     return made
 
 
@@ -221,5 +251,163 @@ def test_only_the_trainer_that_was_meant_is_killed_and_looked_at(rig):
         assert await rig.slot.kill(100, reason)
         assert rig.trainers[0].killed_for == reason
         assert rig.slot.status() is None
+
+    asyncio.run(body())
+
+
+def test_a_trainer_is_forked_with_its_devices_by_the_zygote_of_its_node(rig, monkeypatch):
+    monkeypatch.setattr(trainer_slot, "this_host", lambda: Host("machine", "192.0.2.7", "a" * 32, ("2", "3")))
+
+    async def body():
+        assert await rig.slot.prepare(order(1))
+        await rig.slot.launch(order(2, rank=3))
+        await rig.slot.stop()
+        await rig.slot.launch(order(3))
+
+    asyncio.run(body())
+    sockets, arguments, environments, waits = zip(*rig.forks, strict=True)
+    assert set(sockets) == {zygote_socket(rig.home, "a" * 32)}
+    assert arguments == (TrainerArgument(order(1), prepare=True), TrainerArgument(order(3), prepare=False))
+    assert environments == ({"CUDA_VISIBLE_DEVICES": "2,3"},) * 2
+    assert waits == (trainer_slot.PREPARE_WAIT_SECONDS, trainer_slot.ZYGOTE_WAIT_SECONDS)
+
+
+def test_without_devices_of_its_own_a_trainer_sees_what_its_node_has(rig, monkeypatch):
+    monkeypatch.setattr(trainer_slot, "this_host", lambda: Host("machine", "192.0.2.7", None, ()))
+    asyncio.run(rig.slot.launch(order(1)))
+    assert [environment for _, _, environment, _ in rig.forks] == [{}]
+
+
+def test_a_trainer_that_runs_is_all_that_there_is_to_prepare(rig):
+    async def body():
+        await rig.slot.launch(order(1))
+        assert await rig.slot.prepare(order(1))
+        assert len(rig.trainers) == 1
+
+    asyncio.run(body())
+
+
+def test_there_is_no_rest_where_nobody_trains(rig):
+    async def body():
+        assert not await rig.slot.rest(1, 1.0)
+        assert await rig.slot.stop() == Exit(None, None)
+
+    asyncio.run(body())
+
+
+def test_patience_and_grace_of_a_rest_reach_the_trainer(rig):
+    async def body():
+        await rig.slot.launch(order(1))
+        given = []
+
+        async def rest(*arguments):
+            given.append(arguments)
+            return True
+
+        rig.trainers[0].rest = rest
+        await rig.slot.rest(1, 2.0, 3.0)
+        assert given == [(1, 2.0, 3.0)]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_trainer_is_watched_at_the_record_of_its_rank(rig, compiles):
+    async def body():
+        await rig.slot.launch(order(1, spec={"train": {"compile": compiles}}))
+        (watch,) = rig.watches
+        assert watch.about == (100, 3, str(rig.home / "shm"), compiles)
+        status = rig.slot.status()
+        assert status == TrainerStatus(100)
+        watch.report(status)
+        (report,) = await rig.reports.read(0, 0.0)
+        assert (report.payload, report.generation, report.rank) == (status, 1, 3)
+        watch.sees = False
+        assert rig.slot.status() is None, "its process is gone"
+
+    asyncio.run(body())
+
+
+def test_without_shared_memory_nobody_is_watched(rig):
+    async def body():
+        slot = TrainerSlot("job-1", 3, str(rig.home), str(rig.home), None, ReportBuffer())
+        launched = await slot.launch(order(1))
+        assert (rig.watches, slot.status(), await slot.stacks(launched.pid)) == ([], None, "")
+        assert not await slot.kill(launched.pid, KillReason("hung", "stood still"), after_commit=True)
+        assert await slot.kill(launched.pid, KillReason("hung", "stood still"))
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_a_kill_that_waits_for_a_commit_does_without_one_nothing(rig, commits):
+    async def body():
+        await rig.slot.launch(order(1))
+        rig.watches[0].commits = commits
+        assert await rig.slot.kill(100, KillReason("straggler", "slow"), after_commit=True) is commits
+        assert (rig.trainers[0].killed_for is not None) is commits
+
+    asyncio.run(body())
+
+
+def test_stacks_are_taken_of_the_trainer_and_written_into_its_log(rig, monkeypatch):
+    asked = []
+
+    async def take_stacks(pid, path):
+        asked.append((pid, path))
+        return "here\nthere"
+
+    monkeypatch.setattr(trainer_slot, "take_stacks", take_stacks)
+
+    async def body():
+        await rig.slot.launch(order(4))
+        assert await rig.slot.stacks(100) == "here\nthere"
+        await rig.slot.close()
+
+    asyncio.run(body())
+    assert asked == [(100, stacks_path(rig.home / "shm", 3))]
+    lines = [json.loads(line) for line in Paths.of(rig.home).rank_log("job-1", 3).read_text().splitlines()]
+    assert [(line["text"], line["stream"], line["generation"], line["rank"]) for line in lines] == [
+        ("here", "agent", 4, 3),
+        ("there", "agent", 4, 3),
+    ]
+
+
+def test_an_order_is_that_of_the_trainer_only_until_a_newer_one_is_under_way(rig):
+    async def body():
+        assert rig.slot.order is None
+        await rig.slot.launch(order(1))
+        assert rig.slot.order == order(1)
+        async with rig.slot._lock:
+            launch = asyncio.create_task(rig.slot.launch(order(2)))
+            await settled()
+            assert (rig.slot.generation, rig.slot.order) == (2, None)
+        await launch
+        assert rig.slot.order == order(2)
+
+    asyncio.run(body())
+
+
+def test_where_nothing_is_repaired_in_place_a_killed_trainer_has_no_successor(rig):
+    async def body():
+        await rig.slot.launch(order(1, in_place=False))
+        rig.trainers[0].end(signal=9)
+        await settled()
+        assert len(rig.trainers) == 1
+
+    asyncio.run(body())
+
+
+def test_a_trainer_that_goes_on_for_several_generations_has_one_successor(rig):
+    async def body():
+        for generation in (1, 2, 3):
+            await rig.slot.launch(order(generation))
+            await rig.slot.rest(generation, 1.0)
+        assert len(rig.slot._successors) == 1
+        rig.trainers[0].end(signal=9)
+        await settled()
+        assert [each.generation for each in rig.trainers] == [3, 0]
+        assert rig.trainers[1].order == order(3), "like the last one"
+        assert len(rig.slot._successors) == 0
 
     asyncio.run(body())

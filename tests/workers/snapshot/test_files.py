@@ -40,11 +40,13 @@ def test_files_of_several_layouts_lie_side_by_side_until_the_others_go(tmp_path)
     for rank, layout in ((0, "0000aaaa"), (1, "0000aaaa"), (0, "0000bbbb")):
         Snapshots(tmp_path, rank, state_at(0), IDENTITY, layout).save(7 + rank)
     backup_path(tmp_path, 2, "0000aaaa").write_bytes(b"")
+    snapshot_path(tmp_path, 1, "0000aaaa").with_name("rank-00001.snapshot.arriving").write_bytes(b"")
     (tmp_path / "rank-00000.else").write_bytes(b"")
     assert [(file.rank, file.layout, file.is_backup) for file in snapshot_files(tmp_path)] == [
         (0, "0000aaaa", False), (0, "0000bbbb", False), (1, "0000aaaa", False), (2, "0000aaaa", True),
     ]  # fmt: skip
     assert steps_kept(tmp_path, 1) == [8]
+    assert steps_kept(tmp_path, 0) == [7], "once, though two files hold it"
     assert steps_kept(tmp_path, 1, "0000bbbb") == []
     remove_other_layouts(tmp_path, "0000bbbb")
     assert [file.path for file in snapshot_files(tmp_path)] == [snapshot_path(tmp_path, 0, "0000bbbb")]
@@ -64,7 +66,29 @@ def test_fingerprints_and_tags_tell_apart_what_does_not_fit():
         fingerprint({**spec, "model": {"layers": 3}}, 0),
         fingerprint({**spec, "parallel": {"tensor": 2}}, 0),
         fingerprint({**spec, "train": {"precision": "bf16"}}, 0),
+        fingerprint({**spec, "data": {"source": "bytes"}}, 0),
     }
-    assert len(prints) == 5
+    assert len(prints) == 6
+    assert fingerprint({**spec, "train": {"precision": "fp32", "steps": 9}}, 0) in prints, "more steps fit"
     assert all(len(each) == 16 for each in prints)
     assert layout_tag(spec) != layout_tag({**spec, "parallel": {"tensor": 2}})
+
+
+def test_own_steps_are_those_of_own_files_in_their_order(tmp_path):
+    for step in (8, 7):
+        Snapshots(tmp_path, 1, state_at(0), IDENTITY, f"0000000{step}").save(step)
+    Snapshots(tmp_path, 2, state_at(0), IDENTITY).save(33)
+    snapshot_path(tmp_path, 2).rename(backup_path(tmp_path, 1, "0000aaaa"))
+    assert steps_kept(tmp_path, 1) == [7, 8]
+    Snapshots(tmp_path, 3, state_at(0), IDENTITY).save(4)
+    assert [(file.rank, file.layout) for file in snapshot_files(tmp_path) if file.rank == 3] == [(3, "")]
+    assert steps_kept(tmp_path, 3, "") == [4]
+
+
+def test_the_order_of_keys_tells_nothing_apart():
+    """A spec that went through a database may come back in another one."""
+    one = {"parallel": {"tensor": 1, "data": 2}, "model": {"a": 1, "b": 2}, "data": {}, "train": {"precision": "fp32"}}
+    other = {**one, "parallel": {"data": 2, "tensor": 1}, "model": {"b": 2, "a": 1}}
+    assert layout_tag(one) == layout_tag(other)
+    assert fingerprint(one, 0) == fingerprint(other, 0)
+    assert len(layout_tag(one)) == 8

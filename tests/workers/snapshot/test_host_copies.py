@@ -1,5 +1,7 @@
 """Copies in host memory are of the last two states that were kept, whatever became of the state since."""
 
+import threading
+
 import pytest
 import torch
 
@@ -37,3 +39,49 @@ def test_what_was_forgotten_is_not_loaded_and_makes_room_first(copies):
         copies.load(2)
     keep(copies, 3)
     assert copies.steps == [1, 3]
+
+
+def test_copies_are_of_the_same_kind_to_the_bit():
+    state = [torch.tensor([1.0 + 2**-40, -0.0], dtype=torch.float64), torch.tensor([3.0], dtype=torch.bfloat16)]
+    before, copies = [tensor.clone() for tensor in state], HostCopies(state)
+    copies.start(1, "note")
+    copies.finish()
+    for tensor in state:
+        tensor.zero_()
+    copies.load(1)
+    assert all(torch.equal(now, then) for now, then in zip(state, before, strict=True))
+    assert [tensor.dtype for slot in copies._slots for tensor in slot.tensors] == [torch.float64, torch.bfloat16]
+    copies.close()
+
+
+def test_memory_is_taken_once(copies):
+    for step in (1, 2):
+        keep(copies, step)
+    places = {tensor.data_ptr() for slot in copies._slots for tensor in slot.tensors}
+    for step in (3, 4, 5):
+        keep(copies, step)
+    assert {tensor.data_ptr() for slot in copies._slots for tensor in slot.tensors} == places
+
+
+def test_a_copy_that_is_under_way_is_waited_for_before_it_is_used_or_forgotten(copies):
+    go_on = threading.Event()
+    copies._copier._thread.submit(go_on.wait, 30)
+    copies.state[0].fill_(1)
+    copies.start(1, "note")
+    loading = threading.Thread(target=copies.load, args=(1,))
+    loading.start()
+    go_on.set()
+    loading.join(30)
+    assert copies._copier._copying is None
+    copies.start(2, "note")
+    copies.forget(2)
+    assert copies._copier._copying is None
+    assert copies.steps == [1]
+
+
+def test_nothing_goes_on_once_they_are_closed():
+    copies = HostCopies([torch.zeros(3)])
+    copies.start(1, "note")
+    copies.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        copies._copier.start(copies.state, lambda ready: None)

@@ -443,3 +443,78 @@ def test_snapshots_are_private(tmp_path):
     snapshots = opened(tmp_path / "job")
     assert snapshots.path.stat().st_mode & 0o777 == 0o600
     assert snapshots.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_note_may_be_as_long_as_there_is_room_for(tmp_path):
+    snapshots = opened(tmp_path)
+    note = b"x" * NOTE_BYTES
+    snapshots.save(1, note)
+    snapshots.wait_for_sums()
+    assert opened(tmp_path, 999).load(1) == note
+
+
+def test_a_file_says_what_its_state_consists_of(tmp_path):
+    opened(tmp_path)
+    file = SnapshotFile.open(snapshot_path(tmp_path, 3))
+    assert file.table() == {"a": "table"}
+    file.close()
+    Snapshots(tmp_path, 4, state_at(0), IDENTITY)
+    file = SnapshotFile.open(snapshot_path(tmp_path, 4))
+    assert file.table() == {}
+    file.close()
+
+
+def test_why_a_file_was_not_used_is_said_only_until_there_is_another_step(tmp_path):
+    save(opened(tmp_path), 5)
+    fresh = opened(tmp_path, identity=b"another identity")
+    with pytest.raises(CheckpointError, match="was of another job or layout"):
+        fresh.load(5)
+    save(fresh, 6)
+    with pytest.raises(CheckpointError, match="holds no snapshot of step 5"):
+        fresh.load(5)
+
+
+def test_a_file_that_does_not_fit_is_let_go_of(tmp_path, monkeypatch):
+    save(opened(tmp_path), 5)
+    closed, close = [], SnapshotFile.close
+    monkeypatch.setattr(SnapshotFile, "close", lambda file: closed.append(file.form.identity) or close(file))
+    opened(tmp_path, identity=b"another identity")
+    assert closed == [IDENTITY]
+
+
+def test_what_a_copy_and_its_sums_took_is_known_once_they_are_made(tmp_path, monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr("workers.snapshot.snapshots.time", SimpleNamespace(perf_counter=lambda: float(next(now))))
+    snapshots = opened(tmp_path)
+    assert (snapshots.stall_seconds, snapshots.copy_seconds, snapshots.sum_seconds) == (0.0, 0.0, 0.0)
+    snapshots.save(1)
+    snapshots.wait_for_sums()
+    assert 0.0 < snapshots.copy_seconds < 10.0
+    assert 0.0 < snapshots.sum_seconds < 10.0
+
+
+def test_what_is_kept_is_of_that_step_and_no_other(tmp_path):
+    snapshots = opened(tmp_path)
+    for step in (5, 6):
+        save(snapshots, step)
+    for step in (5, 6):
+        assert all(torch.equal(a, b) for a, b in zip(snapshots.kept(step), state_at(step), strict=True))
+    assert snapshots.kept(4) is None
+    snapshots.forget_after(5)
+    assert snapshots.kept(6) is None
+    assert committed_steps(snapshots.path) == [5]
+    snapshots.close()
+
+
+def test_a_backup_that_came_is_used_though_a_copy_was_being_summed(tmp_path):
+    """And the file of before is let go of."""
+    snapshots = opened(tmp_path)
+    save(snapshots, 5)
+    before = snapshots._file
+    snapshots.path.rename(tmp_path / "aside")
+    save(opened(tmp_path), 7)
+    assert snapshots.load(7) == b"note of 7"
+    assert snapshots._file is not before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(before.descriptor)
+    snapshots.close()

@@ -14,8 +14,10 @@ import pytest
 
 from workers.protocol import messages
 from workers.protocol.messages import PROTOCOL, ForkAnswer
+from workers.zygote import child as forked
+from workers.zygote import server
 from workers.zygote.client import Exit, ZygoteUnavailable, fork
-from workers.zygote.server import Connection, _answer, _parse_request
+from workers.zygote.server import BadRequest, Connection, _answer, _parse_request
 
 ROOT = Path(__file__).parents[3]
 
@@ -287,3 +289,73 @@ def test_warm_zygote_has_one_thread_and_forks_fast(tmp_path, go, start_zygote):
     assert "_raylet" not in maps
     print(f"\nfork to first line of the child: {seconds * 1000:.1f} ms")
     assert seconds < 0.5
+
+
+def request(**changes):
+    return json.dumps({"entry": "e", "argument": {}, "environment": {}, **changes}).encode()
+
+
+@pytest.mark.parametrize("environment", [{"": "x"}, {"A=B": "x"}, {"A\0": "x"}, {"A": "x\0y"}])
+def test_what_cannot_be_in_an_environment_is_refused_before_there_is_a_child(environment):
+    with pytest.raises(BadRequest, match="environment variables"):
+        _parse_request(request(environment=environment), 3)
+    assert _parse_request(request(environment={"A": "x=y", "B": ""}), 3).environment == {"A": "x=y", "B": ""}
+
+
+@pytest.mark.parametrize("descriptors", [2, 4])
+def test_a_child_gets_as_many_descriptors_as_it_has_channels(descriptors):
+    with pytest.raises(BadRequest, match=f"3 descriptors, not {descriptors}"):
+        _parse_request(request(), descriptors)
+
+
+def test_a_request_without_an_end_does_not_take_all_memory(monkeypatch):
+    monkeypatch.setattr(server, "MAXIMUM_REQUEST_BYTES", 4)
+    assert server._complete_line(bytearray(b"abcd")) is None
+    assert server._complete_line(bytearray(b"ab\nc")) == b"ab"
+    with pytest.raises(BadRequest, match="may have 4 bytes"):
+        server._complete_line(bytearray(b"abcde"))
+
+
+def test_nobody_else_reaches_the_socket_and_one_that_was_left_is_replaced(tmp_path):
+    path = tmp_path / "zygote.sock"
+    first = server._listen(path)
+    second = server._listen(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in tmp_path.iterdir()] == ["zygote.sock"]
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(str(path))
+        second.setblocking(False)
+        second.accept()[0].close()
+    for listener in (first, second):
+        listener.close()
+
+
+def test_an_end_is_told_as_a_status_or_as_a_signal():
+    assert server._exit_of(7, 3 << 8) == ForkAnswer(7, code=3)
+    assert server._exit_of(7, 0) == ForkAnswer(7, code=0)
+    assert server._exit_of(7, int(signal.SIGKILL)) == ForkAnswer(7, signal=int(signal.SIGKILL))
+
+
+@pytest.mark.parametrize("item", ["trainer", "=json:loads", "trainer=json", "trainer=:loads"])
+def test_a_table_of_entries_that_makes_no_sense_is_told(item):
+    with pytest.raises(ValueError, match="NAME=module:function"):
+        server._resolve([item])
+    assert server._resolve(["a=json:loads", "b=json:dumps"]) == {"a": json.loads, "b": json.dumps}
+
+
+def test_a_requester_that_is_dropped_gives_back_what_it_has_sent():
+    ours, theirs = socket.socketpair()
+    read, write = os.pipe()
+    connection = Connection(theirs, descriptors=[write])
+    connection.close()
+    assert os.read(read, 1) == b"", "its end is closed"
+    assert (ours.recv(1), connection.descriptors) == (b"", [])
+    assert not _answer(connection, ForkAnswer(7)), "nobody hears it"
+    os.close(read)
+    ours.close()
+
+
+@pytest.mark.parametrize(("asked", "status"), [(None, 0), (0, 0), (7, 7), ("no more", 1)])
+def test_a_status_that_is_asked_for_is_the_childs(asked, status, capsys):
+    assert forked._code_of(SystemExit(asked)) == status
+    assert capsys.readouterr().err == ("no more\n" if asked == "no more" else "")

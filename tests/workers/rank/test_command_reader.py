@@ -1,0 +1,69 @@
+"""A trainer takes its agent's commands in their order, until the agent hangs up."""
+
+import queue
+import socket
+
+import pytest
+
+from workers.protocol.messages import Fault, LaunchOrder
+from workers.rank import command_reader
+from workers.rank.command_reader import EXIT_ORPHANED, CommandReader, exit_orphaned
+from workers.rank.commands import Arm, Go, Rest, SaveAndEnd, command_line
+
+SECONDS = 20.0
+
+
+def order(generation):
+    return LaunchOrder("job-1", generation, 3, {})
+
+
+@pytest.fixture
+def reader():
+    """The agent's end of a control socket, the reader at the other one, and what it has called."""
+    ours, theirs = socket.socketpair()
+    called = queue.SimpleQueue()
+    made = CommandReader(
+        theirs,
+        lambda *arguments: called.put(("end", *arguments)),
+        lambda *arguments: called.put(("save and end", *arguments)),
+        lambda *arguments: called.put(("arm", *arguments)),
+        lambda: called.put("orphaned"),
+    )
+    yield ours, made, called
+    ours.close()
+    while called.get(timeout=SECONDS) != "orphaned":
+        continue
+    theirs.close()
+
+
+def test_each_command_is_for_whom_it_concerns(reader):
+    ours, commands, called = reader
+    fault = Fault("f", "kill", 3)
+    for command in (Rest(4), Rest(5, after_step=True), SaveAndEnd(6), Arm(fault), Go(order(7))):
+        ours.sendall(command_line(command))
+    wanted = [("end", 4, False), ("end", 5, True), ("save and end", 6), ("arm", fault)]
+    assert [called.get(timeout=SECONDS) for _ in wanted] == wanted
+    assert commands.next_order(after=0) == order(7)
+
+
+def test_orders_of_generations_that_are_over_are_passed_over(reader):
+    ours, commands, _ = reader
+    for generation in (1, 2, 5, 6):
+        ours.sendall(command_line(Go(order(generation))))
+    assert commands.next_order(after=2) == order(5)
+    assert commands.next_order(after=5) == order(6)
+
+
+def test_what_makes_no_sense_is_the_end_of_an_agent_that_would_not_be_understood(reader, monkeypatch):
+    monkeypatch.setattr(command_reader.threading, "excepthook", lambda arguments: None)
+    ours, _, called = reader
+    ours.sendall(b"nonsense\n")
+    assert called.get(timeout=SECONDS) == "orphaned"
+    called.put("orphaned")  # for the fixture
+
+
+def test_an_orphan_ends_at_once_and_says_why_by_its_status(monkeypatch):
+    statuses = []
+    monkeypatch.setattr(command_reader.os, "_exit", statuses.append)
+    exit_orphaned()
+    assert statuses == [EXIT_ORPHANED]

@@ -1,0 +1,95 @@
+"""What trainers print becomes lines of JSON, whatever they print and whatever the disk says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from workers.rank import rank_log
+from workers.rank.rank_log import LINE_CHARACTERS, TAIL_LINES, LineSplitter, RankLog
+
+
+def written(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_lines_say_when_who_and_where_and_are_there_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_log.time, "time", lambda: 7.5)
+    log = RankLog(tmp_path / "logs" / "rank.jsonl", 3)
+    log.write(2, "stderr", ["ä", "why"])
+    stamp = {"time": 7.5, "rank": 3, "generation": 2, "stream": "stderr"}
+    assert written(tmp_path / "logs" / "rank.jsonl") == [{**stamp, "text": "ä"}, {**stamp, "text": "why"}]
+    log.close()
+
+
+def test_a_log_goes_on_where_the_one_before_it_ended(tmp_path):
+    for generation in (1, 2):
+        log = RankLog(tmp_path / "rank.jsonl", 3)
+        log.write(generation, "stdout", ["here"])
+        log.close()
+        log.close()  # a second time is no harm
+        assert log._file is None
+    assert [line["generation"] for line in written(tmp_path / "rank.jsonl")] == [1, 2]
+
+
+def test_a_disk_that_was_full_loses_lines_and_takes_the_next_ones(tmp_path):
+    folder = tmp_path / "logs"
+    folder.write_text("in its way")
+    log = RankLog(folder / "rank.jsonl", 3)
+    log.write(1, "stdout", ["lost"])
+    folder.unlink()
+    log.write(1, "stdout", ["kept"])
+    log.close()
+    assert [line["text"] for line in written(folder / "rank.jsonl")] == ["kept"]
+
+
+def test_a_file_that_takes_no_more_is_opened_anew(tmp_path):
+    log = RankLog(tmp_path / "rank.jsonl", 3)
+    log.write(1, "stdout", ["first"])
+    log._file.close()  # what is written fails from now on
+    log._file = Full()
+    log.write(1, "stdout", ["lost"])
+    assert log._file is None
+    log.write(1, "stdout", ["kept"])
+    log.close()
+    assert [line["text"] for line in written(tmp_path / "rank.jsonl")] == ["first", "kept"]
+
+
+class Full:
+    """A file on a disk without room."""
+
+    def write(self, text: str) -> None:
+        raise OSError("No space left on device")
+
+    def close(self) -> None:
+        raise OSError("No space left on device")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_lines_do_not_depend_on_how_their_bytes_arrive(size):
+    content, splitter, lines = b"one\r\n\ntwo \xff\nthree", LineSplitter(), []
+    for at in range(0, len(content), size):
+        lines += splitter.feed(content[at : at + size])
+    assert lines == ["one", "", "two \ufffd"]
+    assert splitter.feed(b"") == ["three"]
+    assert splitter.feed(b"") == []
+
+
+def test_a_line_without_an_end_is_cut_into_pieces_before_it_takes_all_memory():
+    splitter = LineSplitter()
+    assert splitter.feed(b"x" * (LINE_CHARACTERS - 1)) == []
+    assert splitter.feed(b"x") == ["x" * LINE_CHARACTERS]
+    assert splitter.feed(b"y\n") == ["y"]
+    assert splitter.feed(b"z" * (2 * LINE_CHARACTERS + 1) + b"\n") == [
+        "z" * LINE_CHARACTERS,
+        "z" * LINE_CHARACTERS,
+        "z",
+    ]
+
+
+def test_the_tail_is_of_the_last_lines():
+    splitter = LineSplitter()
+    splitter.feed("".join(f"{number}\n" for number in range(TAIL_LINES + 5)).encode())
+    assert list(splitter.tail) == [str(number) for number in range(5, TAIL_LINES + 5)]

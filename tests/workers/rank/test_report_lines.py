@@ -1,0 +1,39 @@
+"""What a trainer's engine says becomes reports of its rank and generation."""
+
+import json
+
+from workers.protocol.messages import LaunchOrder
+from workers.protocol.reports import Event, Finished, Message, Metrics, Report
+from workers.rank import report_lines as module
+from workers.rank.report_lines import report_lines, reports_of
+
+ORDER = LaunchOrder("job-1", 2, 3, {})
+
+
+def test_rows_that_follow_each_other_are_one_report_and_all_else_keeps_its_time(monkeypatch):
+    monkeypatch.setattr(module.time, "time", lambda: 50.0)
+    rows = [{"step": step} for step in range(4)]
+    messages = [
+        Message(Metrics((rows[0],)), 10.0),
+        Message(Metrics((rows[1], rows[2])), 11.0),
+        Message(Event("told"), 12.0),
+        Message(Event("told again"), 13.0),
+        Message(Metrics((rows[3],)), 14.0),
+        Message(Finished(3), 15.0),
+    ]
+    assert reports_of(ORDER, messages) == [
+        Report(Metrics(tuple(rows[:3])), 2, 3, 50.0),
+        Report(Event("told"), 2, 3, 12.0),
+        Report(Event("told again"), 2, 3, 13.0),
+        Report(Metrics((rows[3],)), 2, 3, 50.0),
+        Report(Finished(3), 2, 3, 15.0),
+    ]
+    assert reports_of(ORDER, []) == []
+
+
+def test_each_report_is_a_line():
+    reports = [Report(Event("told", "two\nlines"), 2, 3, 12.0), Report(Finished(3), 2, 3, 15.0)]
+    lines = report_lines(reports)
+    assert lines.endswith(b"\n")
+    assert [Report.from_json(json.loads(line)) for line in lines.splitlines()] == reports
+    assert report_lines([]) == b""

@@ -1,0 +1,99 @@
+"""Where things lie in a snapshot file, and which files are none of ours."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import zlib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
+from workers.errors import CheckpointError
+from workers.snapshot import snapshot_file
+from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile, committed_steps, memory_available
+
+IDENTITY = b"0123456789abcdef"
+
+
+@pytest.mark.parametrize("payload", [1, 4096 - 8, 4096, BLOCK_BYTES, BLOCK_BYTES + 1, 5 * BLOCK_BYTES])
+@pytest.mark.parametrize("table", [b"{}", b"x" * 5000])
+def test_nothing_in_a_file_lies_over_anything_else(payload, table):
+    form = Form(IDENTITY, payload, table)
+    assert form.blocks == -(-payload // BLOCK_BYTES) + 1, "the last one is of the note"
+    places = [(0, len(form.head)), (128, 128 + 8 * SLOTS), (256, 256 + 16 * SLOTS), (4096, 4096 + len(table))]
+    for slot in range(SLOTS):
+        places.append((form.payload_at(slot), form.payload_at(slot) + payload))
+        places.append((form.note_at(slot), form.note_at(slot) + 8 + NOTE_BYTES))
+        places.append((form.sums_at(slot), form.sums_at(slot) + 4 * form.blocks))
+    assert all(end <= start for (_, end), (start, _) in pairwise(places))
+    assert places[-1][1] <= form.size
+    assert form.payload_at(0) % 4096 == form.payload_at(1) % 4096 == 0, "the state is mapped by pages"
+
+
+def test_a_file_of_another_format_is_named_and_not_guessed_at(tmp_path):
+    path, form = tmp_path / "file", Form(IDENTITY, 100)
+    SnapshotFile.create(path, form).close()
+    assert SnapshotFile.open(path).form == form
+    head = bytearray(form.head[:-4])
+    head[8:12] = struct.pack("<I", 9)
+    with path.open("r+b") as file:
+        file.write(bytes(head) + struct.pack("<I", zlib.crc32(head)))
+    with pytest.raises(CheckpointError, match="has format 9 of snapshots, this program reads 2"):
+        SnapshotFile.open(path)
+    assert committed_steps(path) == []
+    head[0] ^= 1
+    with path.open("r+b") as file:
+        file.write(bytes(head) + struct.pack("<I", zlib.crc32(head)))
+    with pytest.raises(DamagedCheckpoint, match="are not what was written"):
+        SnapshotFile.open(path)
+
+
+def test_a_marker_that_was_never_written_is_no_step(tmp_path):
+    file = SnapshotFile.create(tmp_path / "file", Form(IDENTITY, 100))
+    assert [file.step(slot) for slot in range(SLOTS)] == [None, None]
+    struct.pack_into("<Q", file.memory, 128, 7)
+    assert file.step(0) is None
+    file.commit(0, 6)
+    file.commit(1, 0)
+    assert committed_steps(tmp_path / "file") == [0, 6]
+    assert file.oldest() == 1
+    file.begin(0)
+    assert file.oldest() == 0, "an empty one costs nothing"
+    file.commit(0, 0)
+    file.begin(1)
+    assert file.oldest() == 1, "nor where the other one is the start"
+    file.close()
+
+
+def test_who_only_reads_can_change_nothing(tmp_path):
+    SnapshotFile.create(tmp_path / "file", Form(IDENTITY, 100)).close()
+    file = SnapshotFile.open(tmp_path / "file")
+    with pytest.raises(TypeError, match="read-write"):
+        file.begin(0)
+    file.close()
+
+
+def test_memory_that_can_be_had_is_what_the_kernel_says(monkeypatch):
+    said = "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   40 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: said)
+    assert memory_available() == 40 * 1024
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: "MemTotal: 100 kB\n")
+    assert memory_available() > 2**60, "nobody knows, so that is no reason to refuse"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_file_that_cannot_be_made_is_let_go_of_and_removed(tmp_path, monkeypatch, number):
+    closed, close = [], os.close
+
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(snapshot_file.os, "posix_fallocate", fail)
+    monkeypatch.setattr(snapshot_file.os, "close", lambda descriptor: closed.append(descriptor) or close(descriptor))
+    with pytest.raises(Exception, match="no room" if number == errno.ENOSPC else "Input/output error"):
+        SnapshotFile.create(tmp_path / "file", Form(IDENTITY, 100))
+    assert len(closed) == 1 and list(tmp_path.iterdir()) == []
