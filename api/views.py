@@ -43,7 +43,7 @@ def job_views(session: Session, some: Sequence[tables.Job]) -> list[schemas.Job]
     """Jobs, with as many queries as for one."""
     books = ledgers.of_jobs(session, some, time.time())
     places = jobs.queue_positions(session, some)
-    training = [job.id for job in some if job.state in _WITH_ETA and job.step > 0]
+    training = [job for job in some if job.state in _WITH_ETA and job.step > 0]
     seconds = metrics.recent_step_seconds(session, training)
     return [_job_view(job, books[job.id].goodput, places.get(job.id), seconds.get(job.id)) for job in some]
 
