@@ -41,11 +41,13 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
 
 def job_views(session: Session, some: Sequence[tables.Job]) -> list[schemas.Job]:
     """Jobs, with as many queries as for one."""
-    books = ledgers.of_jobs(session, some, time.time())
+    started = [job for job in some if job.generation]  # of others nothing was computed yet
+    books = ledgers.of_jobs(session, started, time.time()) if started else {}
+    goodput = {job_id: book.goodput for job_id, book in books.items()}
     places = jobs.queue_positions(session, some)
-    training = [job.id for job in some if job.state in _WITH_ETA and job.step > 0]
+    training = [job for job in some if job.state in _WITH_ETA and job.step > 0]
     seconds = metrics.recent_step_seconds(session, training)
-    return [_job_view(job, books[job.id].goodput, places.get(job.id), seconds.get(job.id)) for job in some]
+    return [_job_view(job, goodput.get(job.id), places.get(job.id), seconds.get(job.id)) for job in some]
 
 
 def _job_view(job: tables.Job, goodput: float | None, place: int | None, step_seconds: float | None) -> schemas.Job:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session, load_only
+from sqlalchemy.orm import Session, defer, load_only
 
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
 from service.identity import DEFAULT_PROJECT, digest_of
@@ -23,6 +23,7 @@ from service.stored_specs import as_written, not_default, stored_spec
 from workers.config import JobSpec, ParallelConfig
 
 _CREATE_ATTEMPTS = 5
+_NOT_LISTED = [defer(column, raiseload=True) for column in (Job.submitted, Job.not_default, Job.report_cursor)]
 
 
 def create(
@@ -74,10 +75,10 @@ def page(
     cursor: str | None = None,
     bound: str | None = None,
 ) -> Page[Job]:
-    """Jobs, newest first, optionally only those in `state`, called `name`, or of the project `bound`. Raises
-    InvalidCursor."""
+    """Jobs, newest first, optionally only those in `state`, called `name`, or of the project `bound`; without what no
+    list shows of them. Raises InvalidCursor."""
     cursors = Cursors("jobs", state=state, name=name, project=bound)
-    query = select(Job).order_by(Job.id.desc()).limit(limit + 1)
+    query = select(Job).options(*_NOT_LISTED).order_by(Job.id.desc()).limit(limit + 1)
     if bound is not None:
         query = query.where(Job.project == bound)
     if state is not None:

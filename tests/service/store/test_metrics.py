@@ -206,10 +206,10 @@ def test_downsampling_works_without_losses(store, running, record):
 def test_recent_steps_say_how_long_one_takes(store, running, record):
     record(1, [{"step": 1, "step_seconds": 2.0}, {"step": 2, "step_seconds": 4.0}])
     with store.read() as session:
-        assert metrics.recent_step_seconds(session, [running.id]) == {running.id: 3.0}
+        assert metrics.recent_step_seconds(session, [jobs.get(session, running.id)]) == {running.id: 3.0}
 
 
 def test_steps_of_long_ago_say_nothing_about_how_long_one_takes(store, running, record):
     record(1, [{"step": step, "step_seconds": 100.0 if step <= 10 else 2.0} for step in range(1, 31)])
     with store.read() as session:
-        assert metrics.recent_step_seconds(session, [running.id]) == {running.id: 2.0}
+        assert metrics.recent_step_seconds(session, [jobs.get(session, running.id)]) == {running.id: 2.0}
