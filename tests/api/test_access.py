@@ -1,15 +1,17 @@
 """Who may do what: for every operation that the API describes. One that is not in the table here fails."""
 
+import asyncio
 import time
 
 import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import text
 
+from api import access
 from api.app import create_app
 from service.identity import Scope, digest_of, new_browser_token, new_key
 from service.logs import log_file, log_folder
-from service.store import browser_tokens, events, jobs, keys
+from service.store import JobNotFound, browser_tokens, events, jobs, keys
 from service.store.tables import Base
 from tests.api.conftest import DOCUMENT, FakeControl
 from tests.api.support.described_api import description_at
@@ -349,3 +351,30 @@ def test_description_of_the_api_is_for_those_with_a_key(service):
     assert service.http.get("/openapi.json").status_code == 200
     service.http.headers.pop("Authorization")
     assert service.http.get("/openapi.json").status_code == 401
+
+
+def test_project_of_a_job_is_asked_once_and_who_may_see_all_needs_no_answer(store, monkeypatch):
+    asked = []
+
+    class Looked(access.JobProjects):
+        def _look(self, job_id):
+            asked.append(job_id)
+            return {"a": "ours", "b": "theirs", "c": "ours"}[job_id]
+
+    projects_of_jobs = Looked(lambda: store)
+
+    def is_seen(job_id, bound):
+        try:
+            asyncio.run(projects_of_jobs.check(job_id, bound))
+        except JobNotFound:
+            return False
+        return True
+
+    assert is_seen("a", None) and asked == []
+    assert is_seen("a", "ours") and is_seen("a", "ours") and not is_seen("a", "theirs")
+    assert asked == ["a"], "also where it is refused"
+    monkeypatch.setattr(access, "_MOST_KNOWN", 2)
+    assert is_seen("b", "theirs") and is_seen("c", "ours") and is_seen("c", "ours") and is_seen("b", "theirs")
+    assert asked == ["a", "b", "c"], "the two newest are known"
+    assert is_seen("a", "ours")
+    assert asked == ["a", "b", "c", "a"], "the oldest was forgotten"

@@ -210,3 +210,99 @@ def test_event_loops_are_as_patient_with_a_stream_that_has_nothing_to_say():
 
     assert asyncio.run(main()) == []
     assert waited[0] > 2 * KEEPALIVE_SECONDS
+
+
+UNKNOWN = dict.fromkeys(("generation", "rank", "step"))
+EVENT = {"id": "1", "time": 0, "type": "t", "message": "m", "data": {}, **UNKNOWN}
+
+
+class Endless(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """A stream of one event after the other, which knows whether somebody has closed it."""
+
+    closed = False
+    _line = f"data: {json.dumps(EVENT)}".encode()
+
+    def __iter__(self):
+        while True:
+            yield self._line + b"\n\n"
+
+    async def __aiter__(self):
+        while True:
+            yield self._line + b"\n\n"
+
+    def close(self):
+        self.closed = True
+
+    async def aclose(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_stream_is_given_back_by_whoever_has_heard_enough_or_is_refused(status):
+    bodies, asked = [Endless(), Endless()], []
+
+    def answer(request):
+        asked.append(request)
+        if status == 200:
+            return httpx.Response(200, stream=bodies[len(asked) - 1])
+        return httpx.Response(404, json={"code": "c", "title": "t", "status": 404, "detail": "nothing", "errors": []})
+
+    def hear_one():
+        with MantaClient("http://here", httpx.MockTransport(answer), key="k") as client:
+            stream = client.follow_events(JOB)
+            assert next(stream).type == "t"
+            stream.close()
+
+    async def hear_one_in_a_loop():
+        async with AsyncMantaClient("http://here", httpx.MockTransport(answer), key="k") as client:
+            stream = client.stream(calls.follow_events(JOB))
+            assert (await anext(stream)).type == "t"
+            await stream.aclose()
+
+    for hear in (hear_one, lambda: asyncio.run(hear_one_in_a_loop())):
+        if status == 200:
+            hear()
+        else:
+            with pytest.raises(ApiError, match="nothing"):
+                hear()
+    assert [body.closed for body in bodies] == [status == 200] * 2
+    for request in asked:
+        read = request.extensions["timeout"]["read"]
+        assert read > 2 * KEEPALIVE_SECONDS, "a stream in which nothing happens is not given up"
+        assert request.headers["authorization"] == "Bearer k"
+
+
+def test_whoever_says_who_asks_sends_no_key_beside_it():
+    asked = []
+
+    def answer(request):
+        asked.append(request)
+        return httpx.Response(200, json={"status": "ready"})
+
+    async def main():
+        transport = httpx.MockTransport(answer)
+        async with AsyncMantaClient("http://here", transport, headers={"Cookie": "a=b"}) as client:
+            await client.send(calls.ready())
+
+    asyncio.run(main())
+    assert asked[0].headers["cookie"] == "a=b" and "authorization" not in asked[0].headers
+
+
+def test_client_that_is_closed_has_no_connection_left():
+    closed = []
+
+    class Transport(httpx.MockTransport):
+        def close(self):
+            closed.append("blocking")
+
+        async def aclose(self):
+            closed.append("in a loop")
+
+    async def main():
+        async with AsyncMantaClient("http://here", Transport(lambda request: httpx.Response(200)), key="k"):
+            pass
+
+    with MantaClient("http://here", Transport(lambda request: httpx.Response(200)), key="k"):
+        pass
+    asyncio.run(main())
+    assert closed == ["blocking", "in a loop"]

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from api import credentials
 from api.credentials import KNOWN_SECONDS, Credential, Identities, cookie_name, credential_in
 from service.identity import Identity, Scope, digest_of
 from service.store import browser_tokens, keys
@@ -104,3 +105,24 @@ def test_credential_is_the_bearer_key_or_the_cookie_of_this_port(headers, found)
 def test_services_on_one_machine_have_cookies_of_their_own():
     assert cookie_name("127.0.0.1:8400") != cookie_name("127.0.0.1:8401")
     assert cookie_name("a:80") == cookie_name("a:443") == cookie_name("a") == cookie_name("a:nonsense")
+
+
+def test_answer_of_the_database_is_good_for_a_second_and_not_for_one_of_the_clock(world):
+    key = add_key(world.store, "read")
+    assert world.who(key) is not None
+    world.revoke(key)
+    world.ticks += KNOWN_SECONDS * 0.99
+    world.unix += 1000.0
+    assert world.who(key) is not None, "nobody has asked the database again"
+    world.ticks += KNOWN_SECONDS * 0.01
+    assert world.who(key) is None
+
+
+def test_callers_without_end_take_no_memory_without_end(world, monkeypatch):
+    monkeypatch.setattr(credentials, "_MOST_KNOWN", 2)
+    made = [add_key(world.store, "read", name=name) for name in "abc"]
+    assert [world.who(key).key_name for key in made] == ["a", "b", "c"]
+    for key in made:
+        world.revoke(key)
+    known = [world.who(key) is not None for key in made]
+    assert known == [False, False, True], "those before were forgotten, and the database was asked again"

@@ -98,3 +98,28 @@ def test_streams_at_once_are_limited_and_their_place_is_free_when_they_end(tmp_p
                     break
             threading.Event().wait(0.1)
         assert stream.status_code == 200
+
+
+def test_keys_and_addresses_have_rates_of_their_own_and_a_refused_request_takes_no_place():
+    clock = Clock()
+    limits = CallerLimits(RequestLimits(1.0, requests_at_once=3, streams_at_once=1, anonymous_per_second=2.0), clock)
+    for _ in range(4):
+        limits.anonymous("a")
+    with pytest.raises(TooManyRequests) as refused:
+        limits.anonymous("a")
+    assert refused.value.retry_seconds == pytest.approx(0.5)
+    limits.begin_request("a")
+    limits.begin_request("a")
+    for _ in range(5):
+        with pytest.raises(TooManyRequests, match="MANTA_REQUESTS_PER_SECOND") as refused:
+            limits.begin_request("a")
+        assert refused.value.retry_seconds == pytest.approx(1.0)
+    clock.now = 10.0
+    limits.begin_request("a")
+    with pytest.raises(TooManyRequests, match="MANTA_REQUESTS_AT_ONCE"):
+        limits.begin_request("a")
+    limits.begin_stream("a")
+    limits.begin_stream("b")
+    limits.end_stream("b")
+    with pytest.raises(TooManyRequests, match="MANTA_STREAMS_AT_ONCE"):
+        limits.begin_stream("a")

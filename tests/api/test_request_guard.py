@@ -1,5 +1,6 @@
 """What other sites make a browser send is refused, and so are bodies that no request needs."""
 
+import asyncio
 import re
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.app import create_app
-from api.request_guard import MAX_BODY_BYTES, refusal
+from api.request_guard import MAX_BODY_BYTES, RequestGuard, refusal
 from tests.api.support.described_api import description_at
 
 OURS = {"localhost", "trainer7", "manta.example.org"}
@@ -102,3 +103,28 @@ def test_body_that_no_request_needs_is_refused_by_every_operation(service, chunk
         path = re.sub(r"\{\w+\}", "job_000000000001", operation.path)
         response = service.http.request(operation.method, path, content=content, headers=JSON)
         assert (response.status_code, response.json()["code"]) == (413, "body_too_large"), operation.id
+
+
+@pytest.mark.parametrize(
+    ("kind", "origin", "passed", "sent"),
+    [
+        ("websocket", b"http://127.0.0.1:8400", True, []),
+        ("websocket", b"https://evil.example", False, [("websocket.close", 1008)]),
+        ("lifespan", b"https://evil.example", True, []),
+    ],
+)
+def test_sockets_of_our_own_pages_pass_and_those_of_others_are_closed(kind, origin, passed, sent):
+    let_through, answers = [], []
+
+    async def inner(scope, receive, send):
+        let_through.append(scope["type"])
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    async def send(message):
+        answers.append((message["type"], message["code"]))
+
+    headers = [(b"host", b"127.0.0.1:8400"), (b"origin", origin)]
+    asyncio.run(RequestGuard(inner)({"type": kind, "path": "/ui/", "headers": headers}, receive, send))
+    assert (let_through, answers) == ([kind] if passed else [], sent)

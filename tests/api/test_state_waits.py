@@ -142,3 +142,17 @@ def test_client_waits_until_the_job_is_final(service):
         assert client.job(job["id"], wait=0.1).state == "QUEUED"
         threading.Timer(0.3, service.move, (job["id"], "STARTING", "RUNNING", "SUCCEEDED")).start()
         assert client.wait(job["id"]).state == "SUCCEEDED"
+
+
+@pytest.mark.parametrize(
+    ("now", "known"), [("STARTING", "QUEUED"), ("FAILED", "FAILED"), ("FAILED", None), (None, None)]
+)
+def test_one_look_is_enough_where_nothing_is_to_be_waited_for(now, known):
+    looks = []
+
+    def states_of(job_ids):
+        looks.append(set(job_ids))
+        return {} if now is None else {"job": now}
+
+    asyncio.run(StateWaits(states_of).until_changed("job", known, LONG))
+    assert looks == [{"job"}]

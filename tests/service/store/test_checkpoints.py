@@ -120,3 +120,27 @@ def test_what_was_brought_back_is_complete_again(store, started, rows):
 def test_job_that_was_never_checkpointed_needs_no_folder(store, started):
     store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, "/x/150"))
     assert reconciled(store, started, exists=False) == {150: "failed"}
+
+
+def test_save_that_begins_anew_knows_nothing_of_the_one_before(store, started):
+    first = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/old"))
+    assert store.write(lambda session: checkpoints.complete(session, first.id, 100))
+    with store.read() as session:
+        done = checkpoints.find(session, started.id, 1, 50)
+    assert done.completed_at >= done.created_at
+    again = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/new"))
+    assert (again.id, again.state, again.path) == (first.id, "saving", "/new")
+    assert (again.bytes, again.completed_at) == (None, None)
+    assert again.created_at >= done.completed_at
+
+
+def test_checkpoints_of_one_job_are_no_other_job_s(store, started, submit):
+    other = submit()
+    save(store, started, 50)
+    store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, "/x/150"))
+    with store.read() as session:
+        assert checkpoints.page(session, other.id).items == checkpoints.complete_ones(session, other.id) == []
+        assert checkpoints.find(session, other.id, 1, 50) is None
+    assert reconciled(store, other, found(100)) == {}
+    with store.read() as session:
+        assert [row.state for row in checkpoints.page(session, started.id).items] == ["saving", "complete"]

@@ -1,7 +1,7 @@
 """A job is marked when its deletion begins, and its rows go last: all of them, and no others."""
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, select
 
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
@@ -20,7 +20,7 @@ from service.store import (
     recoveries,
 )
 from service.store.recoveries import Beginning
-from service.store.tables import Base
+from service.store.tables import Base, MetricBin
 
 
 def full(session, job_id):
@@ -120,3 +120,27 @@ def test_id_of_an_event_is_never_given_twice(store, two, submit):
     store.write(lambda session: deletion.begin(session, job_id))
     store.write(lambda session: deletion.end(session, job_id))
     assert store.write(lambda session: events.append(session, other, "told", "later")).id > newest
+
+
+def test_bins_go_in_parts_and_no_others(store, two, monkeypatch):
+    monkeypatch.setattr(deletion, "METRICS_AT_ONCE", 2)
+    job_id, other = two
+    store.write(lambda session: session.execute(delete(MetricBin)))
+    bins = [(job_id, 0, 0), (job_id, 0, 1), (job_id, 1, 0), (other, 0, 5), (other, 1, 0)]
+    rows = [MetricBin(job_id=of, level=level, bin=number, step=1) for of, level, number in bins]
+    store.write(lambda session: session.add_all(rows))
+    counts = [store.write(lambda session: deletion.delete_some_bins(session, job_id)) for _ in range(3)]
+    assert counts == [2, 1, 0]
+    assert rows_of(store, other)["metric_bins"] == 2
+
+
+def test_why_a_job_is_still_there_is_told_among_its_events(store, two):
+    job_id, other = two
+    store.write(lambda session: deletion.begin(session, job_id))
+    store.write(lambda session: deletion.note_obstacle(session, job_id, "a disk is read-only"))
+    with store.read() as session:
+        last = events.page(session, job_id, limit=1000).items[-1]
+        assert "deletion_failed" not in {event.type for event in events.page(session, other, limit=1000).items}
+    assert (last.type, last.message) == ("deletion_failed", "a disk is read-only")
+    with pytest.raises(JobNotFound):
+        store.write(lambda session: deletion.note_obstacle(session, "job_000000000000", "no such job"))

@@ -63,3 +63,32 @@ def test_change_of_what_somebody_else_has_changed_is_refused(store, submit):
 def test_job_that_is_not_there_is_not_changed(store):
     with pytest.raises(JobNotFound):
         store.write(lambda session: edits.edit(session, "job_000000000000", priority=1))
+
+
+def test_change_is_kept_in_what_the_user_wrote_too_and_told_where_the_job_was(store, submit):
+    job = submit()
+
+    def move_on(session):
+        row = jobs.get(session, job.id)
+        row.generation, row.step = 3, 7
+        row.submitted, row.not_default = {"name": "small", "more": 1}, {"name": "small"}
+
+    store.write(move_on)
+    changed = edit(store, job, name="better")
+    assert (changed.submitted, changed.not_default) == ({"name": "better", "more": 1}, {"name": "better"})
+    assert changed.updated_at > job.updated_at
+    with store.read() as session:
+        told = events.page(session, job.id).items[-1]
+    assert (told.generation, told.step) == (3, 7)
+
+
+def test_job_of_a_release_that_kept_no_such_thing_has_none_after_a_change_either(store, submit):
+    job = submit()
+
+    def forget(session):
+        row = jobs.get(session, job.id)
+        row.submitted = row.not_default = None
+
+    store.write(forget)
+    changed = edit(store, job, name="better")
+    assert (changed.submitted, changed.not_default) == (None, None)

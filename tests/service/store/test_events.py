@@ -1,6 +1,8 @@
 """Events tell a job's story in order, and a reader can go on where it stopped."""
 
-from service.store import events
+import pytest
+
+from service.store import InvalidCursor, events
 
 
 def test_pages_go_on_after_an_id_and_belong_to_one_job(store, submit):
@@ -51,3 +53,32 @@ def test_what_was_said_since_something_else_is_known(store, submit):
     assert not said("why"), "that was before"
     tell("held", "why")
     assert said("why")
+
+
+def test_what_is_new_is_known_by_job_and_for_all_of_them(store, submit):
+    with store.read() as session:
+        assert events.newest(session) == 0
+    job, other = submit(), submit()
+    seen = store.write(lambda session: events.append(session, job.id, "tick", "a")).id
+    last = store.write(lambda session: events.append(session, other.id, "tick", "b")).id
+    with store.read() as session:
+        assert (events.newest(session), events.newest_of_jobs(session, seen)) == (last, {other.id: last})
+        assert events.newest_of_jobs(session, 0) == {job.id: seen, other.id: last}
+
+
+def test_events_of_all_jobs_are_narrowed_and_go_on_where_a_page_of_the_same_list_ended(store, submit):
+    job, other = submit(), submit()
+    for number in range(3):
+        for each in (job, other):
+            store.write(lambda session, each=each, n=number: events.append(session, each.id, "tick", f"{n}"))
+            store.write(lambda session, each=each: events.append(session, each.id, "noise", "noise"))
+    with store.read() as session:
+        first = events.page_of_all(session, job.id, "tick", limit=2)
+        after = events.cursors_of_all(job.id, "tick").decode_number(first.next_cursor)
+        rest = events.page_of_all(session, job.id, "tick", after, limit=2)
+        nothing = events.page_of_all(session, bound="another project").items
+    assert [(event.job_id, event.message) for event in first.items + rest.items] == [(job.id, str(n)) for n in range(3)]
+    assert (rest.next_cursor, nothing) == (None, [])
+    for another in (events.cursors_of_all(other.id, "tick"), events.cursors_of_all(job.id, "noise")):
+        with pytest.raises(InvalidCursor):
+            another.decode_number(first.next_cursor)

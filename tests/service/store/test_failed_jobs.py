@@ -63,3 +63,15 @@ def test_memory_goes_when_its_time_is_over(store, failed):
 def test_memory_of_a_job_that_is_tried_again_just_then_stays(store, failed):
     store.write(lambda s: failed_jobs.request_retry(s, failed.id))
     assert not store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 1001.0))
+
+
+def test_memory_of_a_job_that_is_not_over_stays_whatever_its_time_says(store, started):
+    store.write(lambda s: setattr(jobs.get(s, started.id), "memory_kept_until", 1000.0))
+    assert not store.write(lambda s: failed_jobs.let_memory_go(s, started.id, 1001.0))
+    assert row(store, started).memory_kept_until == 1000.0
+
+
+def test_memory_is_kept_up_to_its_very_last_moment(store, failed):
+    with store.read() as session:
+        assert failed_jobs.memory_expired(session, 1000.0) == []
+    assert not store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 1000.0))

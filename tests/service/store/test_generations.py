@@ -93,3 +93,7 @@ def test_ranks_are_replaced_as_a_whole(store, started):
 def test_a_generation_of_no_job_is_refused(store):
     with pytest.raises(JobNotFound):
         store.write(lambda session: generations.begin(session, "job_000000000000", "test", False))
+
+
+def test_first_step_of_a_generation_that_never_began_is_nobody_s(store, started):
+    assert not store.write(lambda session: generations.mark_first_step(session, started.id, 1))

@@ -132,3 +132,65 @@ def test_audit_outlives_the_job_that_it_is_about(store):
         assert [entry.id for entry in audit.page(session, None, key_id=who.key_id).items] == [first.id]
     assert (first.key_id, first.operation, first.target) == (who.key_id, "cancel_job", "job_000000000000")
     assert (local.key_id, local.key_name, local.user) == (None, "on the machine", "root")
+
+
+def test_link_opens_nothing_from_the_moment_on_that_it_expires(store, monkeypatch):
+    key, now = make(store), 5000.0
+    monkeypatch.setattr(browser_tokens.time, "time", lambda: now)
+    until = store.write(lambda session: browser_tokens.add_link(session, key.id, "link")).expires_at
+    assert until == now + browser_tokens.LINK_SECONDS
+    now = until
+    with pytest.raises(LinkNotGood):
+        store.write(lambda session: browser_tokens.open_link(session, "link", "session"))
+    now = until - 1.0
+    _, begun = store.write(lambda session: browser_tokens.open_link(session, "link", "session"))
+    assert begun.expires_at == now + browser_tokens.SESSION_SECONDS, "its key does not expire"
+
+
+def test_session_that_is_ended_takes_no_other_and_no_link_with_it(store):
+    key = make(store)
+    for number in "12":
+        store.write(lambda session, n=number: browser_tokens.add_link(session, key.id, f"link {n}"))
+        store.write(lambda session, n=number: browser_tokens.open_link(session, f"link {n}", f"session {n}"))
+    store.write(lambda session: browser_tokens.add_link(session, key.id, "link 3"))
+    store.write(lambda session: browser_tokens.end_session(session, "session 1"))
+    store.write(lambda session: browser_tokens.end_session(session, "link 3"))
+    with store.read() as session:
+        assert browser_tokens.key_of_session(session, "session 1") is None
+        assert browser_tokens.key_of_session(session, "session 2") is not None
+    assert store.write(lambda session: browser_tokens.open_link(session, "link 3", "session 3"))[0].id == key.id
+
+
+def test_audit_is_read_in_pages_and_by_what_it_is_about(store):
+    ours, theirs = make(store), None
+    store.write(lambda session: projects.create(session, "theirs"))
+    theirs = make(store, "e", "theirs")
+    for key, target in ((ours, "a"), (theirs, "b"), (ours, "b"), (theirs, "a"), (ours, "a")):
+        deed = Deed("cancel_job", target, None, 202)
+        store.write(lambda session, key=key, deed=deed: audit.append(session, keys.identity_of(key), deed))
+    with store.read() as session:
+        first = audit.page(session, "default", limit=2)
+        rest = audit.page(session, "default", limit=2, cursor=first.next_cursor)
+        about = audit.page(session, None, target="b").items
+    assert [entry.target for entry in first.items + rest.items] == ["a", "b", "a"]
+    assert rest.next_cursor is None
+    assert [entry.project for entry in about] == ["default", "theirs"]
+
+
+def test_somebody_may_administrate_with_a_good_key_of_the_installation_alone(store):
+    def may(now=1000.0):
+        with store.read() as session:
+            return keys.may_administrate(session, now)
+
+    def add(digest, scope, installation, **more):
+        return store.write(lambda session: keys.create(session, digest, "a", scope, installation=installation, **more))
+
+    assert not may()
+    add("project", Scope.ADMIN, False)
+    add("reader", Scope.READ, True)
+    add("expired", Scope.ADMIN, True, expires_at=1000.0)
+    assert not may() and may(999.0)
+    key = add("good", Scope.ADMIN, True)
+    assert may()
+    store.write(lambda session: keys.revoke(session, None, key.id))
+    assert not may()

@@ -187,3 +187,9 @@ def test_recoveries_come_in_pages(store, recovering):
         rest = recoveries.page(session, recovering.id, limit=3, cursor=first.next_cursor)
     assert [row.generation for row in (*first.items, *rest.items)] == [2, 3, 4, 5]
     assert (first.next_cursor is None, rest.next_cursor) == (False, None)
+
+
+def test_states_of_one_job_are_no_other_job_s(store, started, submit):
+    other = submit()
+    with store.read() as session:
+        assert [change.state for change in state_changes.of_job(session, other.id)] == ["QUEUED"]

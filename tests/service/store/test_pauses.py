@@ -67,3 +67,14 @@ def test_resume_forgets_that_the_generation_was_to_end_in_a_pause(store, started
         assert "outcome" not in life.data
         assert pauses.resumed_since(session, started.id, life.started_at)
         assert not pauses.resumed_since(session, started.id, paused_at + 1.0)
+
+
+def test_only_a_pause_counts_as_one_and_that_of_this_very_moment_does(store, started):
+    with store.read() as session:
+        assert not pauses.resumed_since(session, started.id, 0.0), "it was QUEUED and STARTING"
+    store.write(lambda s: pauses.request_pause(s, started.id))
+    with store.read() as session:
+        assert not pauses.resumed_since(session, started.id, 0.0), "it is about to be paused"
+    move(store, started, "PAUSED")
+    with store.read() as session:
+        assert pauses.resumed_since(session, started.id, jobs.get(session, started.id).updated_at)

@@ -1,0 +1,160 @@
+"""Rows become answers field by field: nothing is left out, and nothing is taken for its neighbour."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from api import access_views, views
+from service.cluster.sizes import layout_in_use
+from service.deletion import Deletion, RemovedFiles
+from service.identity import Identity, Scope
+from service.ledger import Ledger
+from service.logs import LogLine
+from service.states import JobState
+from service.store import access_tables, generations, jobs, metrics, tables
+from workers.config import JobSpec, ParallelConfig
+
+
+def moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def shown(answer: Any) -> dict[str, Any]:
+    return {name: getattr(answer, name) for name in type(answer).model_fields}
+
+
+def test_event_is_told_with_all_that_is_known_of_it():
+    told = {"type": "t", "generation": 2, "rank": 3, "step": 4, "message": "m", "data": {"a": 5}}
+    row = tables.Event(id=1, job_id="job_1", time=6.0, **told)
+    assert shown(views.event_view(row)) == {"id": "1", "time": moment(6.0), **told}
+    assert shown(views.job_event_view(row)) == {"id": "1", "time": moment(6.0), "job": "job_1", **told}
+
+
+def test_rank_is_where_it_says():
+    place = {"rank": 7, "tensor": 1, "pipeline": 2, "data": 3, "context": 4, "node": "n", "device": "d"}
+    told = {**place, "pid": 5, "generation": 6, "state": "running"}
+    assert shown(views.rank_view(tables.Rank(job_id="job_1", actor="a", **told))) == told
+
+
+def test_checkpoint_is_told_with_its_place_and_size():
+    told = {"id": "c", "step": 1, "state": "complete", "path": "/p", "bytes": 2}
+    row = tables.Checkpoint(job_id="job_1", generation=3, created_at=4.0, completed_at=5.0, **told)
+    assert shown(views.checkpoint_view(row)) == {**told, "created_at": moment(4.0)}
+
+
+def test_recovery_is_told_with_its_causes_and_its_phases():
+    told = {
+        "generation": 2,
+        "kind": "crash",
+        "rank": 3,
+        "node": "n",
+        "cause": "killed",
+        "forked": [4],
+        "kept": 5,
+        "source": "memory",
+        "resume_step": 6,
+        "steps_redone": 7,
+        "wait_seconds": 8.0,
+    }
+    times = {"failed_at": 100.0, "noticed_at": 101.0, "rested_at": 103.0, "launched_at": 106.0, "connected_at": 110.0}
+    row = tables.Recovery(job_id="job_1", restored_at=115.0, first_step_at=121.0, **times, **told)
+    answer = shown(views.recovery_view(row))
+    assert {name: answer[name] for name in told} == told
+    assert (answer["time"], answer["total_seconds"]) == (moment(100.0), 21.0)
+    assert list(answer["seconds"].values()) == [1.0, 2.0, 7.0, 5.0, 6.0]
+
+
+def test_ledger_log_line_and_deletion_are_told_as_they_are():
+    seconds = {"queue": 10.0, "pause": 20.0, "compute": 35.0}
+    told = shown(views.ledger_view(Ledger(1000.0, 1100.0, True, seconds)))
+    assert (told["seconds"], told["wall_seconds"], told["goodput"]) == (seconds, 100.0, 0.5)
+    assert (told["closed"], told["began_at"], told["until"]) == (True, moment(1000.0), moment(1100.0))
+    line = shown(views.log_view(LogLine(1.0, 2, 3, "stderr", "text", 4)))
+    assert line == {"time": moment(1.0), "rank": 2, "generation": 3, "stream": "stderr", "text": "text"}
+    gone = shown(views.deletion_view("job_1", Deletion({"events": 1}, RemovedFiles(checkpoints=2, logs=3, bytes=4))))
+    assert gone == {"id": "job_1", "rows": {"events": 1}, "checkpoints": 2, "logs": 3, "bytes": 4}
+
+
+def test_key_its_holder_and_its_deeds_are_told_as_they_are():
+    held = {"id": "k", "name": "laptop", "user": "ada", "project": "theirs", "scope": "read", "installation": True}
+    key = access_tables.ApiKey(digest="secret", created_at=1.0, expires_at=2.0, revoked_at=3.0, **held)
+    times = {"created_at": moment(1.0), "expires_at": moment(2.0), "revoked_at": moment(3.0)}
+    assert shown(access_views.key_view(key)) == {**held, **times}
+    who = Identity("k", "laptop", "ada", "theirs", Scope.READ, installation=True)
+    me = shown(access_views.me_view(who, browser=False))
+    assert me == {"key": "k", "key_name": "laptop", "browser": False} | {
+        name: held[name] for name in ("user", "project", "scope", "installation")
+    }
+    deed = {"project": "p", "key_name": "laptop", "user": "ada", "operation": "o", "target": "t", "address": "a"}
+    entry = access_tables.AuditEntry(id=7, time=1.0, key_id="k", status=409, code="c", **deed)
+    told = {"id": "7", "time": moment(1.0), "key": "k", "status": 409, "code": "c", **deed}
+    assert shown(access_views.audit_view(entry)) == told
+
+
+def viewed(store, job_id: str) -> Any:
+    with store.read() as session:
+        return views.job_view(session, jobs.get(session, job_id))
+
+
+@pytest.fixture
+def job(store, document) -> Any:
+    spec = JobSpec.model_validate(document)
+    return store.write(lambda session: jobs.create(session, spec)[0])
+
+
+def test_job_is_told_with_all_its_numbers_and_times(store, job):
+    told = {"reason": "r", "message": "m", "step": 3, "steps": 10, "generation": 4, "restarts": 5}
+    times = {"created_at": 1e9, "started_at": 2e9, "finished_at": 3e9, "memory_kept_until": 4e9}
+    times["deletion_began_at"] = 5e9
+
+    def change(session):
+        row = jobs.get(session, job.id)
+        for name, value in {**told, **times, "metrics": {"loss": 1.5}}.items():
+            setattr(row, name, value)
+
+    store.write(change)
+    answer = viewed(store, job.id)
+    assert {name: getattr(answer, name) for name in told} == told
+    assert {name: getattr(answer, name) for name in times} == {name: moment(at) for name, at in times.items()}
+    assert (answer.metrics.latest["loss"], answer.metrics.latest["tokens"]) == (1.5, None)
+
+
+def test_time_that_is_left_is_that_of_the_steps_that_are_left_while_the_job_trains(store, job):
+    def train(session):
+        generation = generations.begin(session, job.id, "test", False)
+        rows = [{"step": step, "step_seconds": 2.0} for step in (1, 2, 3)]
+        metrics.record(session, job.id, generation, 0, 1, rows)
+
+    store.write(lambda session: jobs.transition(session, job.id, JobState.STARTING))
+    assert viewed(store, job.id).eta_seconds is None, "before its first step"
+    store.write(train)
+    assert viewed(store, job.id).eta_seconds == pytest.approx(2.0 * 7)
+    store.write(lambda session: jobs.transition(session, job.id, JobState.RUNNING))
+    assert viewed(store, job.id).eta_seconds == pytest.approx(2.0 * 7)
+    store.write(lambda session: jobs.transition(session, job.id, JobState.SUCCEEDED))
+    assert viewed(store, job.id).eta_seconds is None, "it is over"
+
+
+def test_layout_is_the_one_in_use_with_nothing_left_open(store, job):
+    store.write(lambda session: setattr(jobs.get(session, job.id), "replicas", 3))
+    with store.read() as session:
+        row = jobs.get(session, job.id)
+        layout = layout_in_use(ParallelConfig.model_validate(row.spec["parallel"]), row)
+    told = viewed(store, job.id).parallel
+    assert (told["data"], told["world_size"]) == (3, 12)
+    assert told["sequence_parallel"] is layout.sequence_parallel_on
+
+
+def test_dry_run_places_every_rank_up_to_as_many_as_are_listed(document, monkeypatch):
+    spec = JobSpec.model_validate(document)
+    layout = views.dry_run_view(spec).layout
+    assert layout.ranks is not None
+    assert [place.rank for place in layout.ranks] == [0, 1, 2, 3]
+    places = {(place.tensor, place.pipeline, place.data, place.context) for place in layout.ranks}
+    assert places == {(tensor, stage, 0, 0) for tensor in (0, 1) for stage in (0, 1)}
+    assert (layout.world_size, layout.micro_batches) == (4, spec.micro_batches)
+    monkeypatch.setattr(views, "MOST_RANKS_LISTED", 4)
+    assert views.dry_run_view(spec).layout.ranks is not None
+    monkeypatch.setattr(views, "MOST_RANKS_LISTED", 3)
+    assert views.dry_run_view(spec).layout.ranks is None

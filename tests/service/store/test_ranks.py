@@ -1,0 +1,45 @@
+"""Where the ranks of one job run says nothing of another job's."""
+
+import pytest
+
+from service.store import generations, jobs, ranks
+
+
+def rows(count, generation):
+    place = {"tensor": 0, "pipeline": 0, "generation": generation, "state": "running", "pid": 7}
+    return [{"rank": rank, "data": rank, **place} for rank in range(count)]
+
+
+@pytest.fixture
+def two(store, submit):
+    """Two jobs in their first generations, with three ranks and two."""
+    made = [submit().id, submit().id]
+    for job_id, count in zip(made, (3, 2), strict=True):
+        store.write(lambda s, job_id=job_id: generations.begin(s, job_id, "submitted", False))
+        store.write(lambda s, job_id=job_id, count=count: ranks.replace(s, job_id, rows(count, 1)))
+    return made
+
+
+def states(store, job_id):
+    with store.read() as session:
+        return [(row.rank, row.state, row.pid, row.generation) for row in ranks.of_job(session, job_id)]
+
+
+def test_ranks_are_replaced_and_ended_for_one_job_alone(store, two):
+    first, second = two
+    store.write(lambda s: ranks.replace(s, first, rows(1, 2)))
+    assert (states(store, first), len(states(store, second))) == ([(0, "running", 7, 2)], 2)
+    store.write(lambda s: ranks.set_all(s, first, "exited"))
+    assert states(store, first) == [(0, "exited", None, 2)]
+    assert states(store, second) == [(0, "running", 7, 1), (1, "running", 7, 1)]
+
+
+def test_what_a_rank_of_an_older_generation_says_changes_nothing(store, two):
+    job_id, other = two
+    store.write(lambda s: generations.begin(s, job_id, "again", False))
+    assert not store.write(lambda s: ranks.set_state(s, job_id, 1, 0, "exited")), "the job is further"
+    assert store.write(lambda s: ranks.set_state(s, job_id, 2, 0, "starting")), "and so is this one"
+    store.write(lambda s: setattr(jobs.get(s, other), "generation", 0))
+    assert not store.write(lambda s: ranks.set_state(s, other, 0, 0, "exited")), "the rank is further"
+    assert states(store, job_id) == [(0, "starting", 7, 2), (1, "running", 7, 1), (2, "running", 7, 1)]
+    assert states(store, other)[0] == (0, "running", 7, 1)
