@@ -7,6 +7,7 @@ Drawn at random and played in virtual time; the control plane is the real one, t
 import asyncio
 import contextlib
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +18,10 @@ from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.control_plane import ControlPlane
 from service.job.supervisor import Supervisor
+from service.leases.decisions import RENEW_SECONDS
 from service.leases.held import Leases
 from service.states import TIME_LIMITS, JobState, is_final
-from service.store import IllegalTransition, Store, jobs, pauses
+from service.store import IllegalTransition, Store, jobs, leases, pauses
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.simulated_training import SimulatedTraining
 from tests.service.support.virtual_time import in_virtual_time
@@ -40,6 +42,28 @@ class IdleNodeWatch:
 
     async def run(self):
         await asyncio.Event().wait()
+
+
+class LeasesInVirtualTime(Leases):
+    """They are renewed on the loop: the thread that does so otherwise would go by another clock."""
+
+    _renewing: asyncio.Task | None = None
+
+    def begin(self):
+        if not self.alone:
+            self._renewing = asyncio.get_running_loop().create_task(self._renew())
+
+    async def leave(self):
+        if self._renewing is not None:
+            self._renewing.cancel()
+        await super().leave()
+
+    async def _renew(self):
+        while True:
+            with contextlib.suppress(OperationalError):
+                asked_at = self._clock()
+                self._note_renewal(asked_at, self._store.write(lambda session: leases.renew(session, self.me)))
+            await asyncio.sleep(RENEW_SECONDS)
 
 
 class Trouble:
@@ -103,7 +127,7 @@ class Trouble:
         plane = ControlPlane(self.home, SimpleNamespace())
         plane._store.close()
         plane._store, plane._loop = self.store, asyncio.get_running_loop()
-        plane._leases = Leases(self.store, plane._leases.me)
+        plane._leases = LeasesInVirtualTime(self.store, plane._leases.me, time.monotonic)
         while True:
             try:
                 await plane._begin(self.cluster)
@@ -264,12 +288,14 @@ async def all_end(trouble):
 DRAWN = [
     *(pytest.param("sqlite", seed) for seed in range(6)),
     *(pytest.param("sqlite", seed, marks=pytest.mark.soak) for seed in range(6, 300)),
-    *(pytest.param("postgresql", seed, marks=pytest.mark.soak) for seed in range(20)),
+    pytest.param("postgresql", 0),
+    *(pytest.param("postgresql", seed, marks=pytest.mark.soak) for seed in range(1, 20)),
 ]
 
 
 @pytest.mark.parametrize(("kind_of_database", "seed"), DRAWN, indirect=["kind_of_database"])
 def test_every_job_ends_whatever_happens(seed, tmp_path, store: Store, submit, monkeypatch):
+    monkeypatch.setattr(leases, "now", lambda session: time.time())
     trouble = Trouble(seed, tmp_path, store, submit, monkeypatch)
 
     async def body():
