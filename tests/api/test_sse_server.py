@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import threading
 
 import httpx
@@ -163,8 +164,9 @@ def test_what_a_job_prints_last_is_in_the_stream_though_it_ends_while_its_log_is
     assert ([line["text"] for _, line in entries], state) == (["last"], "CANCELLED")
 
 
-def said_by_a_stream(monkeypatch, seconds, news):
-    """By second what a stream says in that time; `news`: what a look at the second of its key finds."""
+def said_by_a_stream(monkeypatch, seconds, news, revoked_after=math.inf):
+    """By second what a stream says in that time, and when it ends; `news`: what a look at the second of its key finds;
+    `revoked_after`: for so many seconds its API key is good."""
     loop, left, said = VirtualTimeLoop(), dict(news), []
 
     def look(position):
@@ -183,7 +185,7 @@ def said_by_a_stream(monkeypatch, seconds, news):
                     changed.set()
 
     async def still_welcome(request):
-        return True
+        return loop.time() < revoked_after
 
     class App:
         class state:
@@ -205,16 +207,23 @@ def said_by_a_stream(monkeypatch, seconds, news):
     monkeypatch.setattr(sse_server, "begin_stream", lambda request: None)
     monkeypatch.setattr(sse_server, "is_still_welcome", still_welcome)
     loop.run_until_complete(listen())
+    ended = loop.time()
     loop.close()
-    return said
+    return said, ended
 
 
 def test_quiet_stream_is_kept_alive_now_and_then(monkeypatch):
-    said = said_by_a_stream(monkeypatch, 4.5 * KEEPALIVE_SECONDS, {2 * KEEPALIVE_SECONDS - 5: "news"})
+    said, _ = said_by_a_stream(monkeypatch, 4.5 * KEEPALIVE_SECONDS, {2 * KEEPALIVE_SECONDS - 5: "news"})
     assert [part.startswith(":") for _, part in said] == [True, True, False, True, True]
     times = [second for second, _ in said]
     quiet = [times[1] - times[0], times[3] - times[2], times[4] - times[3]]
     assert all(KEEPALIVE_SECONDS < each <= KEEPALIVE_SECONDS + 3 * PRESENCE_SECONDS for each in quiet)
+
+
+def test_stream_ends_soon_after_its_key_was_revoked_and_says_no_more(monkeypatch):
+    said, ended = said_by_a_stream(monkeypatch, 60, {3: "before", 6: "after"}, revoked_after=5)
+    assert [part for _, part in said if "data:" in part] == ["data: before\nid: 3\n\n"]
+    assert 5 <= ended <= 5 + 2 * PRESENCE_SECONDS
 
 
 def test_open_streams_block_nobody_cost_nothing_while_quiet_and_notice_that_the_client_left(service, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -15,9 +16,10 @@ from reported import rows_of
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.checkpoint.checksums import SummingFile
 from workers.comm.comm import Comm
-from workers.comm.grid import RankGrid
+from workers.comm.grid import RankGrid, state_peers
 from workers.errors import CheckpointNotSaved
 from workers.protocol.messages import Resume
+from workers.rank_state import NO_PLACES, RankState
 from workers.reporter import Reporter
 from workers.snapshot.files import snapshot_path, steps_kept
 from workers.snapshot.note import read_note
@@ -174,6 +176,17 @@ def test_whoever_stands_in_for_rank_0_keeps_its_rows_and_says_none(tmp_path):
     assert len(read_note(state._note())[0]) == 2
     assert rank.snapshots == [1, 2]
     assert rank.end() == []
+
+
+def test_whoever_has_the_state_of_rank_0_keeps_its_rows():
+    job = spec(parallel={"tensor": 1, "pipeline": 2, "data": 2, "zero": 0})
+    keep = []
+    for rank in range(4):
+        comm = Comm(RankGrid(job.layout), rank, torch.device("cpu"))
+        state = RankState(job, SimpleNamespace(), comm, Reporter(lambda messages: None), NO_PLACES)
+        keep.append(state._keeps_rows)
+    assert keep == [rank in state_peers(job.layout, 0) for rank in range(4)]
+    assert keep.count(True) == 2
 
 
 def test_weights_that_are_compared_are_those_of_the_last_snapshot(tmp_path):

@@ -68,6 +68,12 @@ def test_stranger_who_says_something_else_hears_nothing(heartbeat, words):
         assert connection.recv(1) == b""
 
 
+def test_stranger_who_hangs_up_without_a_word_is_forgotten(heartbeat):
+    socket.create_connection(heartbeat.address, 5).close()
+    connected(heartbeat)[1].readline()  # it has looked at who was there before
+    assert heartbeat._strangers == {}
+
+
 def test_stranger_who_waits_does_not_hear_when_the_node_is_to_be_left(heartbeat):
     silent = socket.create_connection(heartbeat.address, 5)
     _, lines = connected(heartbeat)
