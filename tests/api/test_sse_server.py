@@ -208,6 +208,9 @@ def said_by_a_stream(monkeypatch, seconds, news, revoked_after=math.inf):
     monkeypatch.setattr(sse_server, "is_still_welcome", still_welcome)
     loop.run_until_complete(listen())
     ended = loop.time()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     return said, ended
 
