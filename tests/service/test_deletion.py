@@ -86,3 +86,16 @@ def test_job_without_files_is_deleted_too(store, paths, submit):
     store.write(lambda session: jobs.request_cancel(session, job_id))
     assert delete_job(store, paths, job_id, lambda: None).files == RemovedFiles()
     assert remove_files(paths, job_id) == RemovedFiles()
+
+
+def test_measurements_are_deleted_until_none_is_left_and_counted_by_table(store, paths, job, monkeypatch):
+    metrics, bins = iter([3, 2, 0]), iter([4, 4, 4, 0])
+    monkeypatch.setattr(deletion.deletion, "delete_some_metrics", lambda session, job_id: next(metrics))
+    monkeypatch.setattr(deletion.deletion, "delete_some_bins", lambda session, job_id: next(bins))
+    rows = delete_job(store, paths, job, lambda: None).rows
+    assert (rows["metrics"], rows["metric_bins"]) == (5, 12)
+
+
+def test_link_that_leads_nowhere_does_not_keep_a_job(store, paths, job):
+    (paths.log_folder(job) / "newest").symlink_to("gone")
+    assert delete_job(store, paths, job, lambda: None).files.logs == 2

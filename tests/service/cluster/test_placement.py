@@ -13,6 +13,7 @@ from service.cluster.placement import (
     missing,
     placement_group_name,
     replica_bundles,
+    replica_of,
     seats_of,
     unit_of,
     without,
@@ -75,6 +76,7 @@ def test_names_tell_their_job_and_differ():
     assert len(names) == 4
     assert {job_of(name) for name in names} == {"a", "a-1"}
     assert job_of("node-abc") is None
+    assert job_of("other/a/1/1") is None, "four parts do not make it one of ours"
 
 
 def test_nodes_are_avoided_only_where_the_others_can_hold_the_layout():
@@ -83,6 +85,18 @@ def test_nodes_are_avoided_only_where_the_others_can_hold_the_layout():
     assert avoidable(layout, capacity(8, 8), {"node0", "node1"}) == set()
     assert avoidable(ParallelConfig(tensor=2, data=5), capacity(8, 8), {"node0"}) == set()
     assert avoidable(layout, capacity(8, 8), {"gone"}) == set()
+
+
+def test_cluster_without_a_node_has_the_units_of_the_others():
+    rest = without(capacity(3, 5, 1), {"node0"})
+    assert rest == Capacity("manta_slot", 16, 6, {"node1": (8, 5), "node2": (8, 1)})
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
+def test_replica_of_a_rank_is_the_one_whose_group_it_sits_in(tensor, pipeline, data, context):
+    layout = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=context)
+    seats = seats_of(layout, [str(replica) for replica in range(data)])
+    assert {rank: replica_of(layout, rank) for rank in seats} == {rank: int(seat.group) for rank, seat in seats.items()}
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=5), st.sets(st.integers(0, 5)), st.integers(1, 4))

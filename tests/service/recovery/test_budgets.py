@@ -119,6 +119,11 @@ def test_an_exception_comes_again_while_the_step_before_it_is_the_last_one_commi
     assert comes_again([raised(7, committed=6), PastFailure("killed", 1.0, committed=6)], raised(7, committed=6))
 
 
+def test_exception_outside_of_any_step_comes_again_though_steps_were_committed_since():
+    between = PastFailure("killed", 1.0, committed=9)
+    assert comes_again([raised(None, committed=6), between], raised(None, committed=9))
+
+
 def test_other_exceptions_other_steps_and_kills_do_not_come_again():
     history = [raised(6), raised(exception="KeyError"), PastFailure("killed", 0.0, 7)]
     assert not comes_again(history, raised())
@@ -152,7 +157,17 @@ def test_faults_are_read_from_the_generations_that_they_led_to():
 
 
 @pytest.mark.parametrize(
-    ("kind", "cause"), [("hung", "machine"), ("exception", "user"), ("bad_checkpoint", "checkpoint")]
+    ("kind", "cause"),
+    [
+        ("hung", "machine"),
+        ("exception", "user"),
+        ("bad_data", "user"),
+        ("not_finite", "user"),
+        ("spike", "user"),
+        ("bad_checkpoint", "checkpoint"),
+        ("unreadable_checkpoint", "checkpoint"),
+        ("not_saved", "checkpoint"),
+    ],
 )
 def test_every_kind_has_somebody_whose_fault_it_is(kind, cause):
     assert stuck(kind).cause == cause
@@ -164,3 +179,8 @@ def test_clock_that_is_set_back_makes_no_window_longer_than_it_is():
     assert len(within(kept_within_budget, 5500.0, window)) == 2
     assert len(within(kept_within_budget, 5500.0 - hour, window)) == 2, "an hour is set back"
     assert len(within(kept_within_budget, 5500.0 + hour, window)) == 0
+
+
+def test_failure_on_a_node_whose_clock_is_a_little_ahead_counts():
+    little, much = PastFailure("killed", 1030.0), PastFailure("killed", 1120.0)
+    assert within([little, much], 1000.0, 1800.0) == [little]

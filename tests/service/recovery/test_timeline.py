@@ -35,3 +35,8 @@ def test_phases_sum_to_the_whole_and_none_is_negative(noticed, failed, rested, l
     assert all(seconds >= 0 for seconds in phases.values())
     assert sum(phases.values()) == pytest.approx(timeline.total_seconds)
     assert RecoveryTimeline.from_times(timeline.to_json()) == timeline
+
+
+def test_times_without_the_one_of_being_noticed_are_refused():
+    with pytest.raises(KeyError, match="noticed_at"):
+        RecoveryTimeline.from_times({"failed_at": 1.0})
