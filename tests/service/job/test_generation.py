@@ -6,7 +6,7 @@ from service.job import generation
 from service.job.generation import RunningGeneration
 from tests.service.support.fake_agents import FakeAgent
 from workers.liveness.trainer_status import TrainerStatus
-from workers.protocol.reports import Exited, Failure, Finished, KillReason, Metrics
+from workers.protocol.reports import Exited, Failure, Finished, KillReason, Metrics, Resting
 
 
 def agent_of(rank):
@@ -358,5 +358,29 @@ def test_agent_that_answers_when_it_is_asked_again_is_kept(monkeypatch):
             agent.finish(9)
         await running.wait(asyncio.Event())
         assert (running.finished, running.deaths, asked) == ({0, 1}, [], [0.01, 0.0])
+
+    run(body)
+
+
+def test_generation_in_which_a_rank_came_to_rest_cannot_go_on_though_nobody_has_died():
+    async def body(running, agents, handled):
+        agents[1].say(Resting(7, "rank 0 hung up"))
+        await running.wait(asyncio.Event())
+        assert running.broken and running.deaths == [] and running.resting == {1: 7}
+        assert (running.culprit.rank, running.culprit.kind) == (1, "peer_lost")
+
+    run(body)
+
+
+def test_once_nobody_runs_any_more_no_culprit_is_waited_for(monkeypatch):
+    monkeypatch.setattr(generation, "CULPRIT_SECONDS", 1e6)
+
+    async def body(running, agents, handled):
+        for agent in agents:
+            agent.say(failed("peer_lost"))
+        while not running.all_ended:
+            await asyncio.sleep(0)
+        await running.wait_for_culprit()
+        assert [death.kind for death in running.deaths] == ["peer_lost", "peer_lost"]
 
     run(body)
