@@ -214,10 +214,10 @@ def test_service_that_others_reach_wants_tls_and_a_key_before_it_touches_anythin
         ({"installation": False}, False),
     ],
 )
-def test_key_with_which_a_shared_service_starts_is_good_for_everything(tmp_path, store, more, enough):
+def test_key_with_which_a_shared_service_starts_is_good_for_everything(tmp_path, database_url, store, more, enough):
     given = {"scope": Scope.ADMIN, "installation": True, **more}
     store.write(lambda session: keys.create(session, "digest", "a", **given))
-    settings = Settings(tmp_path, tls=Tls(terminated=True))
+    settings = Settings(tmp_path, database_url=database_url, tls=Tls(terminated=True))
     if enough:
         server.refuse_without_protection(settings, "0.0.0.0")
     else:

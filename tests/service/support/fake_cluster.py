@@ -275,8 +275,10 @@ class FakeDaemon:
     stores: list[tuple[str, int]] = field(default_factory=list)
     ended_jobs: list[str] = field(default_factory=list)
     on_end: Callable[[str], None] = lambda job: None
+    remembers: Callable[[], set[str]] = set
+    """Jobs that have snapshots here."""
     left: list[str] = field(default_factory=list)
-    """Jobs that have left something here."""
+    """Jobs that have left something else."""
     peak_flops: float | None = 1e12
     drains: list[float] = field(default_factory=list)
 
@@ -284,7 +286,7 @@ class FakeDaemon:
         return NodeDescription(self.node, self.node, "127.0.0.1", 1, 2, peak_flops=self.peak_flops)
 
     async def jobs(self):
-        return list(self.left)
+        return [*self.left, *sorted(self.remembers() - set(self.left))]
 
     async def drain(self, seconds):
         self.drains.append(seconds)
@@ -313,8 +315,11 @@ class FakeDaemons:
         self._daemons: dict[str, FakeDaemon] = {}
 
     def _daemon(self, node: str) -> FakeDaemon:
-        made = FakeDaemon(node, on_end=lambda job: self._forget(node, job))
+        made = FakeDaemon(node, on_end=lambda job: self._forget(node, job), remembers=lambda: self._remembered(node))
         return self._daemons.setdefault(node, made)
+
+    def _remembered(self, node: str) -> set[str]:
+        return {job for job, *_ in self._memory.get(node, {})}
 
     def _forget(self, node: str, job: str) -> None:
         memory = self._memory.get(node, {})
@@ -322,13 +327,19 @@ class FakeDaemons:
             del memory[key]
 
     async def ensure(self, zygote_options=(), zygote_environment=None):
-        return {node: self._daemon(node) for node in await self._nodes.living() if node not in self.silent}
+        living = await self._nodes.living()
+        self._nodes.unswept.update(self.silent.intersection(living))
+        return {node: self._daemon(node) for node in living if node not in self.silent}
 
     async def of(self, node, zygote_options=(), zygote_environment=None):
         await self.hang.get(node, asyncio.sleep)(0)
         answers = node not in self.silent
-        (self._nodes.silent.discard if answers else self._nodes.silent.add)(node)
-        return self._daemon(node) if answers else None
+        if answers:
+            self._nodes.silent.discard(node)
+            return self._daemon(node)
+        self._nodes.silent.add(node)
+        self._nodes.unswept.add(node)
+        return None
 
     async def end_job(self, job, keep_snapshots=False):
         for daemon in (await self.ensure()).values():
