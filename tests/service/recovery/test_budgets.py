@@ -11,6 +11,7 @@ from service.recovery.budgets import (
     AVOID_SECONDS,
     FIRST_WAIT_SECONDS,
     LONGEST_WAIT_SECONDS,
+    SKEW_SECONDS,
     PastFailure,
     avoided_nodes,
     comes_again,
@@ -152,10 +153,15 @@ def test_faults_are_read_from_the_generations_that_they_led_to():
 
 
 @pytest.mark.parametrize(
-    ("kind", "cause"), [("hung", "machine"), ("exception", "user"), ("bad_checkpoint", "checkpoint")]
+    ("cause", "kinds"),
+    [
+        ("machine", ["killed", "hung", "straggler", "agent_lost", "peer_lost", "corrupt"]),
+        ("user", ["exception", "bad_data", "not_finite", "spike"]),
+        ("checkpoint", ["bad_checkpoint", "unreadable_checkpoint", "not_saved"]),
+    ],
 )
-def test_every_kind_has_somebody_whose_fault_it_is(kind, cause):
-    assert stuck(kind).cause == cause
+def test_every_kind_has_somebody_whose_fault_it_is(cause, kinds):
+    assert {stuck(kind).cause for kind in kinds} == {cause}
 
 
 def test_clock_that_is_set_back_makes_no_window_longer_than_it_is():
@@ -164,3 +170,14 @@ def test_clock_that_is_set_back_makes_no_window_longer_than_it_is():
     assert len(within(kept_within_budget, 5500.0, window)) == 2
     assert len(within(kept_within_budget, 5500.0 - hour, window)) == 2, "an hour is set back"
     assert len(within(kept_within_budget, 5500.0 + hour, window)) == 0
+
+
+def test_failure_on_a_node_whose_clock_is_a_little_ahead_counts():
+    ahead = [PastFailure("killed", 1000.0 + SKEW_SECONDS), PastFailure("killed", 1001.0 + SKEW_SECONDS)]
+    assert within(ahead, 1000.0, 100.0) == ahead[:1]
+
+
+def test_exception_outside_of_any_step_comes_again():
+    between = PastFailure("killed", 1.0, committed=3)
+    assert comes_again([raised(None), between], raised(None))
+    assert not comes_again([between], raised(None))
