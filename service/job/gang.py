@@ -20,9 +20,9 @@ from workers.protocol.messages import AgentDescription
 from workers.snapshot.files import layout_tag
 
 REPLICA_SECONDS = 10.0
-# In the place of the placement group of a replica of which nobody is left.
-NOWHERE = ""
 """How long a replica that there should be room for may take to be placed."""
+NOWHERE = ""
+"""In the place of the placement group of a replica of which nobody is left."""
 
 
 @dataclass(frozen=True)

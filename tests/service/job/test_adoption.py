@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from service.job.record import JobRecord
+from service.job.report_writer import ReportWriter
 from service.states import JobState
 from service.store import generations, jobs
 from tests.service.support.fake_cluster import FakeCluster
@@ -178,9 +179,13 @@ def test_launch_that_nobody_could_note_any_more_is_no_reason_to_begin_anew(two_r
         noting.set()
         await asyncio.Event().wait()
 
+    async def unheard(*arguments):
+        await asyncio.Event().wait()
+
     async def body():
         with monkeypatch.context() as patch:
             patch.setattr(JobRecord, "launched", never)
+            patch.setattr(ReportWriter, "take", unheard)  # else a rank may say that it has started before that
             await job.start()
             await noting.wait()
             await job.die_with_control_plane()

@@ -1,13 +1,18 @@
-"""A running job in the database: what is written when a generation begins."""
+"""A running job in the database: what is written when a generation begins, and when the job ends."""
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
+from service.job.incident import Incident
 from service.job.record import JobRecord
+from service.recovery.budgets import PastFailure
+from service.recovery.decisions import Death
+from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
-from service.store import events, failed_jobs, jobs
+from service.store import events, failed_jobs, generations, jobs, ranks, recoveries
 from workers.config import ParallelConfig
 from workers.protocol.messages import Resume
 
@@ -53,3 +58,169 @@ def test_job_that_goes_on_from_any_state_has_lost_nothing(record):
     reached(record, 7)
     assert "state_lost" not in begun(record, Resume("snapshot", 7))
     assert "state_lost" not in begun(record, Resume("checkpoint", 5, "/somewhere"))
+
+
+def row(rank, actor, generation=1, state="running", pid=100):
+    """A rank of a job in its table."""
+    where = {"tensor": rank, "pipeline": 0, "data": 0, "generation": generation, "state": state}
+    return {"rank": rank, "actor": actor, "pid": pid + rank, **where}
+
+
+def ranks_of(record):
+    with record.store.read() as session:
+        return [(each.actor, each.pid, each.state) for each in ranks.of_job(session, record.id)]
+
+
+def events_of(record, kind):
+    with record.store.read() as session:
+        return [event for event in events.page(session, record.id).items if event.type == kind]
+
+
+def walk(record, *states):
+    for state in states:
+        record.store.write(lambda s, state=state: jobs.transition(s, record.id, state))
+
+
+KILLED = Incident(
+    Death(1, "killed", message="was killed by SIGKILL"),
+    PastFailure("killed", 99.0, rank=1, node="n1", committed=7),
+    RecoveryTimeline(noticed_at=101.0, failed_at=99.0),
+    wait_seconds=0.5,
+)
+
+
+def test_generation_after_a_failure_is_in_the_rows_with_what_it_goes_on_from_and_why(record):
+    """The next failure is judged by it, and another control plane takes over by it."""
+    reached(record, 7)
+    layout = ParallelConfig(tensor=2)
+    resume = Resume("checkpoint", 5, "/c/5")
+    number = asyncio.run(record.begin("died", True, resume, "checkpoint", layout, KILLED, [row(0, "a"), row(1, "b")]))
+    with record.store.read() as session:
+        (life,) = generations.of_job(session, record.id)
+        (recovery,) = recoveries.of_job(session, record.id)
+        job = jobs.get(session, record.id)
+    assert (life.generation, life.cause, life.resume_source, life.resume_step) == (number, "died", "checkpoint", 5)
+    assert life.data == {"failure": KILLED.failure.to_json(), "resume_path": "/c/5"}
+    assert (job.restarts, job.tensor, job.pipeline, job.replicas) == (1, 2, 1, 1)
+    assert (recovery.generation, recovery.kind, recovery.rank, recovery.node) == (number, "killed", 1, "n1")
+    assert (recovery.source, recovery.resume_step, recovery.wait_seconds) == ("checkpoint", 5, 0.5)
+    (began,) = events_of(record, "generation_started")
+    assert (began.generation, began.step) == (number, 5)
+    assert began.message == "generation 1 resumes at step 5 from /c/5: died"
+    assert began.data == {"resume_source": "checkpoint", "resume_step": 5}
+
+
+def test_generation_that_is_no_restart_costs_none_and_has_no_recovery(record):
+    begun(record, Resume())
+    with record.store.read() as session:
+        assert jobs.get(session, record.id).restarts == 0
+        assert recoveries.of_job(session, record.id) == []
+
+
+@pytest.mark.parametrize(("actors", "kept"), [(("a", "b"), True), (("a", "c"), False)])
+def test_ranks_are_expected_anew_only_where_their_agents_are_others(record, actors, kept):
+    """Rows of agents that stay say who runs, until the launch is through."""
+    before = [row(0, "a"), row(1, "b")]
+    record.store.write(lambda s: ranks.replace(s, record.id, before))
+    expected = [row(rank, actor, 2, "starting", pid=200) for rank, actor in enumerate(actors)]
+    asyncio.run(record.begin("test", False, Resume(), "start", ParallelConfig(tensor=2), None, expected))
+    now = before if kept else expected
+    assert ranks_of(record) == [(each["actor"], each["pid"], each["state"]) for each in now]
+
+
+def test_launch_tells_who_kept_its_process_and_who_was_started(record):
+    expected = [row(0, "a"), row(1, "b"), row(2, "c")]
+    incident = replace(KILLED, timeline=RecoveryTimeline(101.0))
+    layout = ParallelConfig(tensor=3)
+    number = asyncio.run(record.begin("died", True, Resume("snapshot", 5), "snapshot", layout, incident, expected))
+    asyncio.run(record.launched(number, 105.0, [row(n, a, number, pid=300) for n, a in enumerate("abc")], [0, 2]))
+    with record.store.read() as session:
+        (recovery,) = recoveries.of_job(session, record.id)
+    assert (recovery.launched_at, recovery.forked, recovery.kept) == (105.0, [1], 2)
+    assert [pid for _, pid, _ in ranks_of(record)] == [300, 301, 302]
+    (told,) = events_of(record, "ranks_replaced")
+    assert (told.generation, told.data) == (number, {"kept": [0, 2], "started": [1]})
+    assert told.message == "generation 1 goes on with 2 of 3 processes"
+
+
+def test_launch_that_kept_nobody_says_nothing_of_it(record):
+    begun(record, Resume())
+    asyncio.run(record.launched(1, 105.0, [row(0, "a")], []))
+    assert events_of(record, "ranks_replaced") == []
+
+
+@pytest.mark.parametrize(("asked", "becomes", "reason"), [
+    (None, "QUEUED", "insufficient_slots"),
+    (JobState.CANCELLING, "CANCELLED", None),
+    (JobState.PAUSING, "PAUSED", None),
+])  # fmt: skip
+def test_job_that_has_lost_its_places_waits_for_some_unless_its_user_wants_it_to_end_or_rest(
+    record, asked, becomes, reason
+):
+    walk(record, JobState.STARTING, *([asked] if asked else []))
+    record.store.write(lambda s: ranks.replace(s, record.id, [row(0, "a")]))
+    asyncio.run(record.back_to_queue("no place"))
+    with record.store.read() as session:
+        job = jobs.get(session, record.id)
+    assert (job.state, job.reason, job.message) == (becomes, reason, "no place")
+    assert ranks_of(record) == [("a", None, "exited")]
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_job_is_paused_unless_it_was_cancelled_meanwhile(record, cancelled):
+    walk(record, JobState.STARTING, JobState.RUNNING, JobState.PAUSING, *([JobState.CANCELLING] if cancelled else []))
+    record.store.write(lambda s: ranks.replace(s, record.id, [row(0, "a")]))
+    reached(record, 7)
+    assert asyncio.run(record.pause()) is not cancelled
+    with record.store.read() as session:
+        job = jobs.get(session, record.id)
+    assert job.state == ("CANCELLING" if cancelled else "PAUSED")
+    assert ranks_of(record) == [("a", None, "exited")]
+    if not cancelled:
+        assert job.reason == "paused_by_user"
+        assert job.message == f"paused by the user at step 7; `manta resume {record.id}` has it go on"
+
+
+@pytest.mark.parametrize("until", [None, 86400.0])
+def test_failed_job_says_why_and_how_long_its_snapshots_are_kept(record, until):
+    walk(record, JobState.STARTING)
+    record.store.write(lambda s: ranks.replace(s, record.id, [row(0, "a")]))
+    asyncio.run(record.end(JobState.FAILED, "user_error", "boom", until))
+    with record.store.read() as session:
+        job = jobs.get(session, record.id)
+    assert (job.state, job.reason, job.message, job.memory_kept_until) == ("FAILED", "user_error", "boom", until)
+    assert ranks_of(record) == [("a", None, "exited")]
+    said = [(event.data, "1970-01-02 00:00 UTC" in event.message) for event in events_of(record, "memory_kept")]
+    assert said == ([] if until is None else [({"until": until}, True)])
+
+
+def test_how_a_job_is_about_to_end_is_known_to_the_next_control_plane(record):
+    assert asyncio.run(record.outcome()) is None
+    begun(record, Resume())
+    assert asyncio.run(record.outcome()) is None
+    asyncio.run(record.note_outcome(JobState.FAILED, "user_error", "boom"))
+    assert asyncio.run(record.outcome()) == {"state": "FAILED", "reason": "user_error", "message": "boom"}
+    begun(record, Resume())
+    assert asyncio.run(record.outcome()) is None, "that was of the generation before"
+
+
+def test_why_a_job_is_held_is_said_once_until_it_is_another_reason(record):
+    reached(record, 7)
+    for why in ("no disk", "no disk", "no network"):
+        asyncio.run(record.note_held(why))
+    assert sorted((event.message, event.step) for event in events_of(record, "held")) == [
+        ("no disk", 7),
+        ("no network", 7),
+    ]
+
+
+def test_state_to_which_no_way_leads_is_not_noted(record):
+    walk(record, JobState.STARTING, JobState.CANCELLING)
+    asyncio.run(record.note_state(JobState.RECOVERING))
+    assert asyncio.run(record.job()).state == "CANCELLING"
+
+
+def test_event_has_all_that_is_said_with_it(record):
+    asyncio.run(record.event("note", "hello", rank=3, step=0, data={"x": 1}, generation=2))
+    (told,) = events_of(record, "note")
+    assert (told.message, told.rank, told.step, told.data, told.generation) == ("hello", 3, 0, {"x": 1}, 2)

@@ -111,6 +111,7 @@ def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_pha
     phases = {"detect": 1, "rest": 1, "re_form": 0.5, "restore": 1.5, "redo": 1}
     assert (told.data["seconds"], told.data["total_seconds"]) == (phases, 5)
     assert (told.data["steps_redone"], told.data["forked"], told.generation, told.step) == (2, [0], number, 5)
+    assert (told.rank, told.data["source"], told.data["resume_step"], told.data["kept"]) == (0, "snapshot", 4, 0)
     assert "recovered in 5.00 s (detect 1.00, rest 1.00, re-form 0.50" in told.message
     (found,) = read(store, lambda s: recoveries.of_job(s, started.id))
     assert (found.steps_redone, found.first_step_at) == (2, 105.0)
@@ -218,7 +219,26 @@ def test_report_that_can_never_be_stored_is_left_out_and_said_so(store, started,
     assert "a report of rank 0 (metrics)" in event.message and event.message.endswith(
         "ValueError: no such thing at all"
     )
+    assert (event.data, event.generation, event.rank) == ({"kind": "metrics"}, 1, 0)
     assert steps(store, started) == [6]
+
+
+def test_report_that_is_left_out_is_said_once_and_not_of_replaced_generations(store, started, take, monkeypatch):
+    def spoil(*arguments, **more):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(metrics, "record", spoil)
+    take("metrics", 1, rows=[row(5)])
+    take("metrics", 1, rows=[row(5)])
+    store.write(lambda s: generations.begin(s, started.id, "rank lost", True))
+    take("metrics", 2, rows=[row(6)])
+    assert kinds(store, started).count("report_left_out") == 1
+
+
+def test_event_is_of_its_rank_and_generation(store, started, take):
+    take("event", 1, rank=3, type="note", step=6, message="hello", data={"x": 1})
+    (event,) = [each for each in read(store, lambda s: events.page(s, started.id)).items if each.type == "note"]
+    assert (event.rank, event.generation, event.step, event.data) == (3, 1, 6, {"x": 1})
 
 
 def test_text_that_is_none_is_stored_all_the_same(store, started, take):

@@ -11,6 +11,7 @@ from service.recovery.budgets import (
     AVOID_SECONDS,
     FIRST_WAIT_SECONDS,
     LONGEST_WAIT_SECONDS,
+    SKEW_SECONDS,
     PastFailure,
     avoided_nodes,
     comes_again,
@@ -157,20 +158,15 @@ def test_faults_are_read_from_the_generations_that_they_led_to():
 
 
 @pytest.mark.parametrize(
-    ("kind", "cause"),
+    ("cause", "kinds"),
     [
-        ("hung", "machine"),
-        ("exception", "user"),
-        ("bad_data", "user"),
-        ("not_finite", "user"),
-        ("spike", "user"),
-        ("bad_checkpoint", "checkpoint"),
-        ("unreadable_checkpoint", "checkpoint"),
-        ("not_saved", "checkpoint"),
+        ("machine", ["killed", "hung", "straggler", "agent_lost", "peer_lost", "corrupt"]),
+        ("user", ["exception", "bad_data", "not_finite", "spike"]),
+        ("checkpoint", ["bad_checkpoint", "unreadable_checkpoint", "not_saved"]),
     ],
 )
-def test_every_kind_has_somebody_whose_fault_it_is(kind, cause):
-    assert stuck(kind).cause == cause
+def test_every_kind_has_somebody_whose_fault_it_is(cause, kinds):
+    assert {stuck(kind).cause for kind in kinds} == {cause}
 
 
 def test_clock_that_is_set_back_makes_no_window_longer_than_it_is():
@@ -182,5 +178,11 @@ def test_clock_that_is_set_back_makes_no_window_longer_than_it_is():
 
 
 def test_failure_on_a_node_whose_clock_is_a_little_ahead_counts():
-    little, much = PastFailure("killed", 1030.0), PastFailure("killed", 1120.0)
-    assert within([little, much], 1000.0, 1800.0) == [little]
+    ahead = [PastFailure("killed", 1000.0 + SKEW_SECONDS), PastFailure("killed", 1001.0 + SKEW_SECONDS)]
+    assert within(ahead, 1000.0, 100.0) == ahead[:1]
+
+
+def test_exception_outside_of_any_step_comes_again():
+    between = PastFailure("killed", 1.0, committed=3)
+    assert comes_again([raised(None), between], raised(None))
+    assert not comes_again([between], raised(None))

@@ -139,7 +139,7 @@ def test_a_fault_happened_when_its_agent_saw_it_but_never_in_the_future():
 
 
 def test_what_no_restart_cures_is_given_up_at_once_with_its_own_sentence():
-    for kind in ("no_shared_memory", "bad_data"):
+    for kind in ("no_shared_memory", "bad_data", "not_finite", "spike"):
         assert judge(died(kind=kind, message="why")) == GiveUp(kind, "why")
 
 
@@ -189,3 +189,23 @@ def test_state_of_another_size_is_used_where_it_is_newer():
     assert choose_resume([[], []], paths_of([7]), others=others).source == "checkpoint"
     assert choose_resume([[], []], paths_of([6]), others=others).source == "memory"
     assert choose_resume([[4], [4]], [], [snapshot_source(6)], others).step == 4
+
+
+def test_of_several_states_of_other_layouts_the_newest_is_taken():
+    assert choose_resume([[], []], [], others=[(6, ["a"]), (7, ["b"]), (5, ["c"])]).paths == ("b",)
+
+
+def test_where_no_snapshot_can_be_used_none_of_another_layout_is():
+    assert choose_resume([[6], [6]], paths_of([3]), ["snapshot"], [(7, ["a"])]).source == "checkpoint"
+
+
+def test_as_many_launches_may_fail_in_a_row_as_restarts_are_allowed():
+    """They have no rows: the history says nothing of them."""
+    assert decide(KILLED, failure(KILLED), [], 3, 0.0, failed_launches=3) == Restart("rank 1 was killed by SIGKILL")
+    message = "could not be launched 4 times in a row; last: rank 1 was killed by SIGKILL"
+    assert decide(KILLED, failure(KILLED), [], 3, 0.0, failed_launches=4) == GiveUp("restarts_exhausted", message)
+
+
+def test_failure_is_remembered_with_all_that_later_ones_are_judged_by():
+    known = PastFailure("exception", 100.0, 7, "ValueError", 2, "n1", committed=6, progressed=False)
+    assert failure_of(died(), 100.0, 6, False, "n1") == known
