@@ -66,7 +66,7 @@ def test_an_element_is_kept_where_its_hash_is_not_below_the_rate():
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.9, 0.999])
 def test_as_many_elements_are_kept_as_the_rate_says(rate):
     mask = masks(rate=rate)
-    assert near(mask.double().mean().item(), 1 - rate, kept.numel())
+    assert near(mask.double().mean().item(), 1 - rate, mask.numel())
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1025, 512), (2050, 513), (3, 2**19)], ids=str)
