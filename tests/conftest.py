@@ -164,10 +164,10 @@ def postgres() -> Iterator[Any]:
     """A PostgreSQL server; see tests/service/support/postgresql_server.py."""
     from tests.service.support.postgresql_server import NOT_FOUND, PostgresServer, programs
 
-    found = programs()
-    if found is None:
+    server_programs = programs()
+    if server_programs is None:
         pytest.skip(NOT_FOUND)
-    server = PostgresServer(found)
+    server = PostgresServer(server_programs)
     yield server
     server.close()
 

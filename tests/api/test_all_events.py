@@ -36,15 +36,15 @@ def test_events_of_all_jobs_come_in_the_order_in_which_they_happened(service, tw
 
 
 def test_they_are_filtered_by_job_and_type(service, two):
-    def found(**parameters):
+    def events_of(**parameters):
         items = service.http.get("/v1/events", params=parameters).json()["items"]
         return [(event["job"], event["message"]) for event in items if event["type"] != "submitted"]
 
     first, second = two[0]["id"], two[1]["id"]
-    assert found(job=first) == [(first, "0"), (first, "1"), (first, "2")]
-    assert found(type="kind_1") == [(first, "1"), (second, "1")]
-    assert found(type="kind_0", job=second) == [(second, "0"), (second, "2")]
-    assert found(type="nothing") == found(job="job_000000000000") == []
+    assert events_of(job=first) == [(first, "0"), (first, "1"), (first, "2")]
+    assert events_of(type="kind_1") == [(first, "1"), (second, "1")]
+    assert events_of(type="kind_0", job=second) == [(second, "0"), (second, "2")]
+    assert events_of(type="nothing") == events_of(job="job_000000000000") == []
 
 
 def test_pages_go_on_where_the_one_before_ended_also_when_a_job_was_deleted_meanwhile(service, two):

@@ -27,15 +27,15 @@ def test_each_change_is_noted_with_who_what_when_from_where_and_outcome(service)
     service.http.post(f"/v1/jobs/{job}/pause")
     service.http.post("/v1/keys", json={"name": "a", "scope": "admin"})
     service.http.headers.update(bearer(ADMIN))
-    found = listed(service)
-    told = [(entry["operation"], entry["target"], entry["status"], entry["code"]) for entry in reversed(found)]
-    assert told == [
+    entries = listed(service)
+    deeds = [(entry["operation"], entry["target"], entry["status"], entry["code"]) for entry in reversed(entries)]
+    assert deeds == [
         ("submit_job", job, 201, None),
         ("cancel_job", job, 202, None),
         ("pause_job", job, 409, "illegal_transition"),
         ("create_key", None, 403, "forbidden"),
     ]
-    for entry in found:
+    for entry in entries:
         who = {name: entry[name] for name in ("key_name", "user", "project", "address")}
         assert who == {"key_name": "laptop", "user": "ada", "project": "theirs", "address": "127.0.0.1"}
         assert entry["key"].startswith("key_")
@@ -59,8 +59,8 @@ def test_what_changes_nothing_is_not_noted(service):
 def test_what_the_guard_refuses_is_noted_too(service):
     service.http.post("/v1/jobs", content="x", headers={"Content-Type": "text/plain"})
     service.http.post("/v1/jobs/job_000000000000/cancel", headers={"Origin": "https://evil.example"})
-    found = [(entry["operation"], entry["target"], entry["code"]) for entry in listed(service)]
-    assert found == [
+    refusals = [(entry["operation"], entry["target"], entry["code"]) for entry in listed(service)]
+    assert refusals == [
         ("unmatched", "/v1/jobs/job_000000000000/cancel", "cross_site"),
         ("unmatched", "/v1/jobs", "unsupported_media_type"),
     ]

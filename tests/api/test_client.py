@@ -30,9 +30,9 @@ def test_a_job_from_submission_to_its_end(service, client, document):
     assert abs((datetime.now(UTC) - job.created_at).total_seconds()) < 60
     service.report(job.id, [{"step": 1, "loss": float("nan"), "tokens": 64}])
     assert math.isnan(client.job(job.id).metrics.latest["loss"])
-    found = client.metrics(job.id, ["loss", "tokens"])
-    assert found.steps == [1]
-    assert math.isnan(found.series["loss"][0])
+    curves = client.metrics(job.id, ["loss", "tokens"])
+    assert curves.steps == [1]
+    assert math.isnan(curves.series["loss"][0])
     assert [entry.id for entry in client.jobs(state="QUEUED").items] == [job.id]
     assert client.cancel(job.id).state == "CANCELLED"
     assert [event.type for event in client.events(job.id).items] == ["submitted", "state_changed"]
@@ -101,16 +101,16 @@ def test_event_loops_send_the_same_calls(service, document):
 
 
 def test_the_address_comes_from_the_environment_then_the_home_then_the_default(tmp_path):
-    def found(**environment):
+    def address(**environment):
         return find_url(Settings.from_environment({"MANTA_HOME": str(tmp_path), **environment}))
 
-    assert found() == "http://127.0.0.1:8400"
+    assert address() == "http://127.0.0.1:8400"
     service_file = tmp_path / "service.json"
     service_file.write_text('{"url": "http://127.0.0.1:')
-    assert found() == "http://127.0.0.1:8400"
+    assert address() == "http://127.0.0.1:8400"
     service_file.write_text(json.dumps({"url": "http://127.0.0.1:1234", "pid": 1}))
-    assert found() == "http://127.0.0.1:1234"
-    assert found(MANTA_URL="http://far:1") == "http://far:1"
+    assert address() == "http://127.0.0.1:1234"
+    assert address(MANTA_URL="http://far:1") == "http://far:1"
 
 
 def test_streams_are_parsed_as_the_standard_says():

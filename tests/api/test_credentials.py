@@ -84,7 +84,7 @@ def test_session_has_the_rights_of_its_key_and_ends_with_it(world):
 
 
 @pytest.mark.parametrize(
-    ("headers", "found"),
+    ("headers", "credential"),
     [
         ({"authorization": f"Bearer {KEY}"}, Credential(digest_of(KEY), True)),
         ({"authorization": f"bearer   {KEY} "}, Credential(digest_of(KEY), True)),
@@ -98,8 +98,8 @@ def test_session_has_the_rights_of_its_key_and_ends_with_it(world):
         ({"cookie": f"manta_session_default={KEY}", "host": "manta.example.org"}, Credential(digest_of(KEY), False)),
     ],
 )
-def test_credential_is_the_bearer_key_or_the_cookie_of_this_port(headers, found):
-    assert credential_in(headers) == found
+def test_credential_is_the_bearer_key_or_the_cookie_of_this_port(headers, credential):
+    assert credential_in(headers) == credential
 
 
 def test_services_on_one_machine_have_cookies_of_their_own():

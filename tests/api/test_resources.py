@@ -137,8 +137,8 @@ def test_recoveries_say_what_failed_what_was_replaced_and_for_how_long(service):
     path = f"/v1/jobs/{job['id']}/recoveries"
     assert service.http.get(path).json() == {"items": [], "next_cursor": None}
     fail_once(service, job["id"])
-    (found,) = service.http.get(path).json()["items"]
-    assert found == {
+    (recovery,) = service.http.get(path).json()["items"]
+    assert recovery == {
         "generation": 2, "time": "1970-01-01T00:01:40.000000Z", "kind": "killed", "rank": 3, "node": "n1",
         "cause": "rank 3 was killed", "forked": [3], "kept": 7, "source": "snapshot", "resume_step": 40,
         "steps_redone": None, "wait_seconds": 0.0, "total_seconds": None,

@@ -1,4 +1,4 @@
-"""Client and service of two releases that do not understand each other say so in a sentence."""
+"""Client and service of two releases that do not understand each other say so in a text."""
 
 import asyncio
 
@@ -12,14 +12,14 @@ from api.rest_version import HEADER, REST, SPOKEN, other_client, other_service
 
 def test_own_version_and_silence_are_understood():
     assert REST in SPOKEN
-    for told in (None, str(REST)):
-        assert other_client(told) is None and other_service(told) is None
+    for version in (None, str(REST)):
+        assert other_client(version) is None and other_service(version) is None
 
 
-@pytest.mark.parametrize("told", ["0", "99", "", "nonsense", "1.0", " 1"])
-def test_any_other_version_is_a_sentence_with_both(told):
-    for said in (other_client(told), other_service(told)):
-        assert f"speaks version {told} of Manta's REST API" in said and f" {REST}: use a client of the" in said
+@pytest.mark.parametrize("version", ["0", "99", "", "nonsense", "1.0", " 1"])
+def test_any_other_version_is_a_sentence_with_both(version):
+    for said in (other_client(version), other_service(version)):
+        assert f"speaks version {version} of Manta's REST API" in said and f" {REST}: use a client of the" in said
         assert len(said) < 300
 
 
@@ -50,11 +50,11 @@ def newer_service(request):
 
 def test_client_of_a_service_that_is_too_new_says_so():
     client = MantaClient("http://elsewhere", httpx.MockTransport(newer_service))
-    told = "the service speaks version 2 of Manta's REST API and this client 1: use a client of the service's release"
+    text = "the service speaks version 2 of Manta's REST API and this client 1: use a client of the service's release"
     for ask in (client.jobs, lambda: next(client.follow_all_events())):
         with pytest.raises(ApiError) as caught:
             ask()
-        assert (str(caught.value), caught.value.problem.code) == (told, "other_release")
+        assert (str(caught.value), caught.value.problem.code) == (text, "other_release")
 
     async def ask_async():
         async with AsyncMantaClient("http://elsewhere", httpx.MockTransport(newer_service)) as client:

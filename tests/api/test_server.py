@@ -235,11 +235,11 @@ def test_database_of_a_release_without_keys_holds_none(tmp_path, store):
 @pytest.mark.parametrize("proxies", [(), ("10.0.0.0/8",)])
 def test_addresses_that_a_proxy_tells_are_believed_from_trusted_ones_only(tmp_path, monkeypatch, proxies):
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
-    monkeypatch.setattr(server, "build_app", lambda *arguments: told)
+    monkeypatch.setattr(server, "build_app", lambda *arguments: address_app)
     monkeypatch.setattr(uvicorn.Server, "run", lambda served, **options: seen.append(ask(served.config)))
     seen = []
 
-    async def told(scope, receive, send):
+    async def address_app(scope, receive, send):
         seen.append(scope["client"][0])
 
     def ask(config):

@@ -60,8 +60,8 @@ def test_a_stream_shows_what_was_and_what_comes_and_ends_with_the_job(service):
             threading.Thread(target=later).start()
 
     entries, state = read_stream(service, f"/v1/jobs/{job['id']}/events", until=is_before)
-    told = [event["message"] for _, event in entries if event["type"] == "told"]
-    assert told == ["before", "during"]
+    messages = [event["message"] for _, event in entries if event["type"] == "told"]
+    assert messages == ["before", "during"]
     assert state == "SUCCEEDED"
     assert [entry_id for entry_id, _ in entries] == [event["id"] for _, event in entries]
 

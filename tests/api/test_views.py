@@ -25,26 +25,26 @@ def shown(answer: Any) -> dict[str, Any]:
 
 
 def test_event_is_told_with_all_that_is_known_of_it():
-    told = {"type": "t", "generation": 2, "rank": 3, "step": 4, "message": "m", "data": {"a": 5}}
-    row = tables.Event(id=1, job_id="job_1", time=6.0, **told)
-    assert shown(views.event_view(row)) == {"id": "1", "time": moment(6.0), **told}
-    assert shown(views.job_event_view(row)) == {"id": "1", "time": moment(6.0), "job": "job_1", **told}
+    fields = {"type": "t", "generation": 2, "rank": 3, "step": 4, "message": "m", "data": {"a": 5}}
+    row = tables.Event(id=1, job_id="job_1", time=6.0, **fields)
+    assert shown(views.event_view(row)) == {"id": "1", "time": moment(6.0), **fields}
+    assert shown(views.job_event_view(row)) == {"id": "1", "time": moment(6.0), "job": "job_1", **fields}
 
 
 def test_rank_is_where_it_says():
     place = {"rank": 7, "tensor": 1, "pipeline": 2, "data": 3, "context": 4, "node": "n", "device": "d"}
-    told = {**place, "pid": 5, "generation": 6, "state": "running"}
-    assert shown(views.rank_view(tables.Rank(job_id="job_1", actor="a", **told))) == told
+    fields = {**place, "pid": 5, "generation": 6, "state": "running"}
+    assert shown(views.rank_view(tables.Rank(job_id="job_1", actor="a", **fields))) == fields
 
 
 def test_checkpoint_is_told_with_its_place_and_size():
-    told = {"id": "c", "step": 1, "state": "complete", "path": "/p", "bytes": 2}
-    row = tables.Checkpoint(job_id="job_1", generation=3, created_at=4.0, completed_at=5.0, **told)
-    assert shown(views.checkpoint_view(row)) == {**told, "created_at": moment(4.0)}
+    fields = {"id": "c", "step": 1, "state": "complete", "path": "/p", "bytes": 2}
+    row = tables.Checkpoint(job_id="job_1", generation=3, created_at=4.0, completed_at=5.0, **fields)
+    assert shown(views.checkpoint_view(row)) == {**fields, "created_at": moment(4.0)}
 
 
 def test_recovery_is_told_with_its_causes_and_its_phases():
-    told = {
+    fields = {
         "generation": 2,
         "kind": "crash",
         "rank": 3,
@@ -58,18 +58,18 @@ def test_recovery_is_told_with_its_causes_and_its_phases():
         "wait_seconds": 8.0,
     }
     times = {"failed_at": 100.0, "noticed_at": 101.0, "rested_at": 103.0, "launched_at": 106.0, "connected_at": 110.0}
-    row = tables.Recovery(job_id="job_1", restored_at=115.0, first_step_at=121.0, **times, **told)
+    row = tables.Recovery(job_id="job_1", restored_at=115.0, first_step_at=121.0, **times, **fields)
     answer = shown(views.recovery_view(row))
-    assert {name: answer[name] for name in told} == told
+    assert {name: answer[name] for name in fields} == fields
     assert (answer["time"], answer["total_seconds"]) == (moment(100.0), 21.0)
     assert list(answer["seconds"].values()) == [1.0, 2.0, 7.0, 5.0, 6.0]
 
 
 def test_ledger_log_line_and_deletion_are_told_as_they_are():
     seconds = {"queue": 10.0, "pause": 20.0, "compute": 35.0}
-    told = shown(views.ledger_view(Ledger(1000.0, 1100.0, True, seconds)))
-    assert (told["seconds"], told["wall_seconds"], told["goodput"]) == (seconds, 100.0, 0.5)
-    assert (told["closed"], told["began_at"], told["until"]) == (True, moment(1000.0), moment(1100.0))
+    ledger = shown(views.ledger_view(Ledger(1000.0, 1100.0, True, seconds)))
+    assert (ledger["seconds"], ledger["wall_seconds"], ledger["goodput"]) == (seconds, 100.0, 0.5)
+    assert (ledger["closed"], ledger["began_at"], ledger["until"]) == (True, moment(1000.0), moment(1100.0))
     line = shown(views.log_view(LogLine(1.0, 2, 3, "stderr", "text", 4)))
     assert line == {"time": moment(1.0), "rank": 2, "generation": 3, "stream": "stderr", "text": "text"}
     gone = shown(views.deletion_view("job_1", Deletion({"events": 1}, RemovedFiles(checkpoints=2, logs=3, bytes=4))))
@@ -88,8 +88,8 @@ def test_key_its_holder_and_its_deeds_are_told_as_they_are():
     }
     deed = {"project": "p", "key_name": "laptop", "user": "ada", "operation": "o", "target": "t", "address": "a"}
     entry = access_tables.AuditEntry(id=7, time=1.0, key_id="k", status=409, code="c", **deed)
-    told = {"id": "7", "time": moment(1.0), "key": "k", "status": 409, "code": "c", **deed}
-    assert shown(access_views.audit_view(entry)) == told
+    expected = {"id": "7", "time": moment(1.0), "key": "k", "status": 409, "code": "c", **deed}
+    assert shown(access_views.audit_view(entry)) == expected
 
 
 def viewed(store, job_id: str) -> Any:
@@ -104,18 +104,18 @@ def job(store, document) -> Any:
 
 
 def test_job_is_told_with_all_its_numbers_and_times(store, job):
-    told = {"reason": "r", "message": "m", "step": 3, "steps": 10, "generation": 4, "restarts": 5}
+    fields = {"reason": "r", "message": "m", "step": 3, "steps": 10, "generation": 4, "restarts": 5}
     times = {"created_at": 1e9, "started_at": 2e9, "finished_at": 3e9, "memory_kept_until": 4e9}
     times["deletion_began_at"] = 5e9
 
     def change(session):
         row = jobs.get(session, job.id)
-        for name, value in {**told, **times, "metrics": {"loss": 1.5}}.items():
+        for name, value in {**fields, **times, "metrics": {"loss": 1.5}}.items():
             setattr(row, name, value)
 
     store.write(change)
     answer = viewed(store, job.id)
-    assert {name: getattr(answer, name) for name in told} == told
+    assert {name: getattr(answer, name) for name in fields} == fields
     assert {name: getattr(answer, name) for name in times} == {name: moment(at) for name, at in times.items()}
     assert (answer.metrics.latest["loss"], answer.metrics.latest["tokens"]) == (1.5, None)
 
@@ -141,9 +141,9 @@ def test_layout_is_the_one_in_use_with_nothing_left_open(store, job):
     with store.read() as session:
         row = jobs.get(session, job.id)
         layout = layout_in_use(ParallelConfig.model_validate(row.spec["parallel"]), row)
-    told = viewed(store, job.id).parallel
-    assert (told["data"], told["world_size"]) == (3, 12)
-    assert told["sequence_parallel"] is layout.sequence_parallel_on
+    parallel = viewed(store, job.id).parallel
+    assert (parallel["data"], parallel["world_size"]) == (3, 12)
+    assert parallel["sequence_parallel"] is layout.sequence_parallel_on
 
 
 def test_dry_run_places_every_rank_up_to_as_many_as_are_listed(document, monkeypatch):

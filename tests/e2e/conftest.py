@@ -93,18 +93,18 @@ class Manta:
     ) -> Any:
         """Ask `condition` until it holds, and return what it said."""
         deadline = time.monotonic() + seconds
-        while not (found := condition()):
+        while not (answer := condition()):
             assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
             time.sleep(every)
-        return found
+        return answer
 
     def until_step(self, job: str, step: int) -> None:
         """Wait until the job has committed `step`."""
 
         def reached() -> bool:
-            found = self.client.job(job)
-            assert found.step >= step or not is_final(found.state), self.story(job)
-            return found.step >= step
+            seen = self.client.job(job)
+            assert seen.step >= step or not is_final(seen.state), self.story(job)
+            return seen.step >= step
 
         self.until(f"step {step} of {job}", reached)
 
@@ -147,9 +147,9 @@ class Manta:
         """Wait until the job is in one of `states`; the job."""
 
         def reached() -> Any:
-            found = self.client.job(job)
-            assert found.state in states or not is_final(found.state), self.story(job)
-            return found if found.state in states else None
+            seen = self.client.job(job)
+            assert seen.state in states or not is_final(seen.state), self.story(job)
+            return seen if seen.state in states else None
 
         every = POLL_SECONDS if all(is_final(state) for state in states) else OFTEN_SECONDS
         try:
@@ -166,13 +166,13 @@ class Manta:
         return self.until("all ranks", lambda: self._all_pids(job))
 
     def _all_pids(self, job: str) -> list[int] | None:
-        found = [rank.pid for rank in self.client.ranks(job).items]
-        return found if found and all(found) else None
+        pids = [rank.pid for rank in self.client.ranks(job).items]
+        return pids if pids and all(pids) else None
 
     def curve(self, job: str) -> list[tuple[int, float, float]]:
         """(step, loss, gradient norm) of each step."""
-        found = self.client.metrics(job, names=["loss", "grad_norm"], max_points=10_000)
-        return list(zip(found.steps, found.series["loss"], found.series["grad_norm"], strict=True))
+        metrics = self.client.metrics(job, names=["loss", "grad_norm"], max_points=10_000)
+        return list(zip(metrics.steps, metrics.series["loss"], metrics.series["grad_norm"], strict=True))
 
     def events(self, job: str, kind: str | None = None) -> list[Any]:
         """The job's events, oldest first, or those of one type."""
@@ -186,9 +186,9 @@ class Manta:
 
     def story(self, job: str) -> str:
         """Everything that happened to the job, for messages of failed tests."""
-        found = self.client.job(job)
+        seen = self.client.job(job)
         lines = [f"{event.type}: {event.message}" for event in self.events(job)]
-        return "\n".join([f"{job} is {found.state} ({found.reason}: {found.message}), step {found.step}", *lines])
+        return "\n".join([f"{job} is {seen.state} ({seen.reason}: {seen.message}), step {seen.step}", *lines])
 
     def trainers(self) -> list[psutil.Process]:
         """Processes that the zygote forked: trainers and rendezvous stores."""

@@ -37,7 +37,7 @@ def rolled_back(manta, odd_corpus):
     return job
 
 
-def told(manta, job):
+def skipped(manta, job):
     """What the job skipped, in order."""
     return [(event.step, event.data["samples"]) for event in manta.events(job, "rolled_back")]
 
@@ -59,12 +59,12 @@ def test_killed_right_after_a_roll_back_the_job_keeps_its_order_of_samples(
 ):
     job = manta.submit(rolling_back(manta, odd_corpus))
     manta.hold(job, victim, manta.events(rolled_back, "rolled_back")[0].step - 1)
-    manta.until("the roll back", lambda: told(manta, job))
+    manta.until("the roll back", lambda: skipped(manta, job))
     kill(manta.pids(job)[victim])
     ended = manta.until_state(job, "SUCCEEDED")
     assert ended.restarts == 1, manta.story(job)
     assert manta.curve(job) == manta.curve(rolled_back)
-    assert told(manta, job) == told(manta, rolled_back)
+    assert skipped(manta, job) == skipped(manta, rolled_back)
 
 
 def test_committed_step_never_goes_back(manta, odd_corpus, rolled_back):
@@ -72,9 +72,9 @@ def test_committed_step_never_goes_back(manta, odd_corpus, rolled_back):
     seen = [0]
 
     def over():
-        found = manta.client.job(job)
-        seen.append(found.step)
-        return found.state == "SUCCEEDED"
+        now = manta.client.job(job)
+        seen.append(now.step)
+        return now.state == "SUCCEEDED"
 
     manta.until("its end", over)
     assert seen == sorted(seen)

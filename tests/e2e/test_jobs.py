@@ -18,7 +18,7 @@ MIDDLE = 10
 
 def until_final(manta, job):
     """Wait until the job is final, however; the job."""
-    return manta.until("the end", lambda: (found := manta.client.job(job)) and is_final(found.state) and found)
+    return manta.until("the end", lambda: (seen := manta.client.job(job)) and is_final(seen.state) and seen)
 
 
 def test_from_submit_to_success(manta):
@@ -103,7 +103,7 @@ def test_job_that_does_not_fit_says_what_it_waits_for_and_gets_its_turn(manta):
     second = manta.submit({**large, "parallel": {"data": 6}, "train": {"steps": 2, "global_batch_size": 12}})
     third = manta.submit(manta.spec(steps=2, layout=(1, 1, 1)))
     waiting = manta.until(
-        "the second job waiting", lambda: (found := manta.client.job(second)).queue.waiting_for and found
+        "the second job waiting", lambda: (seen := manta.client.job(second)).queue.waiting_for and seen
     )
     assert (waiting.state, waiting.reason) == ("QUEUED", "insufficient_slots")
     assert (waiting.queue.waiting_for["needed"], waiting.queue.waiting_for["available"]) == (6, 4)

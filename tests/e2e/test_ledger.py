@@ -17,10 +17,10 @@ def test_clean_job_is_accounted_for_to_the_thousandth(manta):
     assert ledger.seconds["redo"] == ledger.seconds["restore"] == ledger.seconds["pause"] == 0
     assert ledger.seconds["snapshot_stall"] > 0 and ledger.seconds["checkpoint_stall"] > 0
     assert ended.goodput == ledger.goodput
-    told = manta.client.metrics(job, names=["step_seconds"], max_points=10_000).series["step_seconds"]
+    step_seconds = manta.client.metrics(job, names=["step_seconds"], max_points=10_000).series["step_seconds"]
     # Against a second clock, the trainer's own: the classes sum to the wall time even if steps were counted twice.
     steps = sum(ledger.seconds[name] for name in ("compute", "data_wait", "snapshot_stall"))
-    assert steps == pytest.approx(sum(told), rel=0.25)
+    assert steps == pytest.approx(sum(step_seconds), rel=0.25)
     assert manta.client.recoveries(job).items == []
 
 
@@ -45,8 +45,8 @@ def test_killed_rank_is_accounted_for_by_phase(manta, pair_undisturbed, kill):
     assert all(seconds is not None for seconds in recovery.seconds.values()), recovery
     assert sum(recovery.seconds.values()) == pytest.approx(recovery.total_seconds)
     assert ledger.seconds["restore"] == pytest.approx(recovery.seconds["restore"], abs=0.1)
-    (told,) = manta.events(job, "recovered")
-    assert told.data["seconds"] == pytest.approx(recovery.seconds)
+    (event,) = manta.events(job, "recovered")
+    assert event.data["seconds"] == pytest.approx(recovery.seconds)
     assert manta.client.job(job).restarts == 1
 
 

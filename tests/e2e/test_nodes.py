@@ -103,7 +103,7 @@ def ranks_on(manta, job, node):
 
 def node_with_ranks(manta, job, nodes):
     """One of `nodes` that has ranks of `job`, and which: Ray may also have left the head empty."""
-    return next((node, found) for node in nodes if (found := ranks_on(manta, job, node)))
+    return next((node, held) for node in nodes if (held := ranks_on(manta, job, node)))
 
 
 def held_back(manta, job, left_alone=()):
@@ -161,8 +161,8 @@ def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes
     ended = same_as_undisturbed(manta, job, undisturbed_curve)
     assert (ended.generation, ended.restarts) == (2, 0)
     assert manta.events(job, "rank_lost") == []
-    (told,) = manta.events(job, "node_draining")
-    assert (told.data["node"], told.data["ranks"]) == (leaving.id, moved)
+    (draining,) = manta.events(job, "node_draining")
+    assert (draining.data["node"], draining.data["ranks"]) == (leaving.id, moved)
     resumed, first = manta.events(job, "generation_started")[-1], manta.events(job, "first_step")[-1]
     changed = [event for event in manta.events(job, "state_changed") if event.data["to"] == "RESIZING"]
     assert resumed.data["resume_source"] == "snapshot"
@@ -219,11 +219,11 @@ def test_without_room_elsewhere_it_stays_and_says_so(manta):
     manta.until_step(job, 3)
     (node,) = [node for node in manta.client.cluster().nodes if node.ranks and not node.draining]
     assert manta.client.drain(node.id[:16], 600).draining
-    (told,) = manta.until("its being told", lambda: manta.events(job, "drain_waiting"))
-    assert "there is no room elsewhere" in told.message
+    (waiting,) = manta.until("its being told", lambda: manta.events(job, "drain_waiting"))
+    assert "there is no room elsewhere" in waiting.message
     manta.until_step(job, manta.client.job(job).step + 5)
-    found = stopped(manta, job)
-    assert (found.generation, found.restarts) == (1, 0)
+    ended = stopped(manta, job)
+    assert (ended.generation, ended.restarts) == (1, 0)
 
 
 def test_node_that_nobody_knows_is_one_clear_sentence(manta):

@@ -72,5 +72,5 @@ def test_job_that_is_newer_than_its_restored_database_never_notices(on_postgres,
 
 def connections(manta):
     with closing(Store(manta.database)) as store, store.read() as session:
-        found = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
-        return session.connection().exec_driver_sql(found).scalar_one()
+        query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        return session.connection().exec_driver_sql(query).scalar_one()

@@ -16,10 +16,10 @@ STEPS_MEANWHILE = int(os.environ.get("MANTA_TEST_STILL_STEPS", "10"))
 def head(manta):
     """The processes of Ray's head: its control store, and the one that looks after its node."""
     family = psutil.Process(RayHead(manta.home).record().pid).children(recursive=True)
-    found = [process for process in family if process.name() in ("gcs_server", "raylet")]
-    assert len(found) == 2
-    yield found
-    for process in found:
+    processes = [process for process in family if process.name() in ("gcs_server", "raylet")]
+    assert len(processes) == 2
+    yield processes
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
 

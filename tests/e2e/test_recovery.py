@@ -160,7 +160,7 @@ def test_job_that_may_not_be_restarted_fails_and_says_why_and_goes_on_when_it_is
     job = manta.submit(manta.spec(layout=PAIR, recovery={"max_restarts": 0}, checkpoint=EVERY_STEP))
     manta.hold(job, 1)
     kill(manta.pids(job)[1])
-    failed = manta.until("the end", lambda: (found := manta.client.job(job)) and is_final(found.state) and found)
+    failed = manta.until("the end", lambda: (seen := manta.client.job(job)) and is_final(seen.state) and seen)
     assert (failed.state, failed.reason) == ("FAILED", "restarts_exhausted")
     assert "rank 1 was killed by SIGKILL" in failed.message
     manta.until("the end of its processes", lambda: manta.keeps_only_snapshots(job))
@@ -178,7 +178,7 @@ def test_lost_agent_of_a_job_that_may_not_be_restarted_leaves_no_process(manta):
     job = manta.submit(manta.spec(layout=(1, 1, 2), recovery={"max_restarts": 0}))
     manta.hold(job, 0, 1)
     agent_of(manta, job, 0).kill()
-    ended = manta.until("the end", lambda: (found := manta.client.job(job)) and is_final(found.state) and found)
+    ended = manta.until("the end", lambda: (seen := manta.client.job(job)) and is_final(seen.state) and seen)
     assert (ended.state, ended.reason) == ("FAILED", "restarts_exhausted")
     manta.until("the end of its processes", lambda: manta.keeps_only_snapshots(job))
 

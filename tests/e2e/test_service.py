@@ -34,8 +34,8 @@ def test_training_never_notices_that_the_service_ends(manta):
         manta.until("five steps without a service", lambda seen=seen: snapshot_step(manta, job) >= seen + 5)
         manta.start()
         manta.until_step(job, seen + 10)
-        found = manta.client.job(job)
-        assert (found.state, found.generation, found.restarts) == ("RUNNING", 1, 0)
+        adopted = manta.client.job(job)
+        assert (adopted.state, adopted.generation, adopted.restarts) == ("RUNNING", 1, 0)
         assert manta.pids(job) == before
         assert len(manta.events(job, "adopted")) == times
     steps = [step for step, _, _ in manta.curve(job)]
@@ -119,10 +119,10 @@ def test_change_of_size_is_carried_on_by_the_next_service(manta):
     manta.start()
     manta.until("one replica", lambda: manta.client.job(job).parallel["data"] == 1)
     manta.until_state(job, "RUNNING")
-    found = manta.client.job(job)
-    manta.until_step(job, found.step + 5)
+    resized = manta.client.job(job)
+    manta.until_step(job, resized.step + 5)
     assert manta.pids(job) == before[:1], "those who stay keep their processes"
-    assert found.restarts == 0
+    assert resized.restarts == 0
     assert manta.events(job, "rank_lost") == []
     manta.client.cancel(job)
     manta.until_state(job, "CANCELLED")
@@ -162,17 +162,17 @@ def test_taken_port_is_one_clear_sentence(tmp_path):
 def no_trace_of(home: Path) -> list[str]:
     """What of a service is left outside of its home."""
     paths = Paths.of(home)
-    found = [str(path) for path in (paths.snapshot_root, paths.runtime_folder) if path.exists()]
+    traces = [str(path) for path in (paths.snapshot_root, paths.runtime_folder) if path.exists()]
     for process in psutil.process_iter():
         try:
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             environment = process.environ()
             if environment.get(MARK) == paths.tag or environment.get("MANTA_HOME") == str(home):
-                found.append(str(process))
+                traces.append(str(process))
         except psutil.Error:
             continue
-    return found
+    return traces
 
 
 def test_two_services_side_by_side_and_down_of_one_leaves_the_other_alone(manta, tmp_path):

@@ -75,8 +75,8 @@ def test_job_trains_on_whatever_happens_to_its_owner(planes):
     first.until("giving way", lambda: gives_way(first, job))
     goes_on(first, job)
 
-    found = first.client.job(job)
-    assert (found.state, found.generation, found.restarts) == ("RUNNING", 1, 0)
+    seen = first.client.job(job)
+    assert (seen.state, seen.generation, seen.restarts) == ("RUNNING", 1, 0)
     assert first.pids(job) == pids
     steps = [step for step, _, _ in second.curve(job)]
     assert steps == list(range(1, len(steps) + 1))

@@ -124,8 +124,8 @@ def test_upgrade_loses_no_step_of_a_running_job(last_release, home, corpus):
 
     step = service.client.job(job).step
     until_step(service.client, job, step + 3)
-    found = service.client.job(job)
-    assert (found.state, found.generation, found.restarts) == ("RUNNING", 1, 0)
+    upgraded = service.client.job(job)
+    assert (upgraded.state, upgraded.generation, upgraded.restarts) == ("RUNNING", 1, 0)
     assert pids_of(service.client, job) == pids
     steps = service.client.metrics(job, ["loss"], max_points=10_000).steps
     assert steps == list(range(1, len(steps) + 1))

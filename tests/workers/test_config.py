@@ -136,10 +136,10 @@ def test_wrong_values_name_the_field_the_rule_and_what_works(path, value, rule, 
         assert suggestion is None or problem.suggestion == suggestion
     if problem.suggestion is not None and path not in ("name", "parallel.tensor"):
         parsed = advised(with_value(path, value), problem)
-        assert not [other for other in found(parsed) if other.path == path and not other.unsupported]
+        assert not [other for other in problems_if_any(parsed) if other.path == path and not other.unsupported]
 
 
-def found(spec: dict[str, Any]) -> list[Problem]:
+def problems_if_any(spec: dict[str, Any]) -> list[Problem]:
     """What is wrong with a document; nothing when it parses."""
     try:
         parse_job_spec(spec)

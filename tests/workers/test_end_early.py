@@ -57,6 +57,6 @@ def test_one_that_is_asked_is_enough_and_nothing_shows_it_afterwards(ranks, spec
 
 
 def test_who_is_asked_in_the_last_step_is_simply_done(ranks, spec, tmp_path):
-    (found,) = ranks.run(ParallelConfig(), train, spec((1, 1, 1)), str(tmp_path), Resume(), (0, STEPS - 1))
-    assert found[:2] == (STEPS, False)
+    (trained,) = ranks.run(ParallelConfig(), train, spec((1, 1, 1)), str(tmp_path), Resume(), (0, STEPS - 1))
+    assert trained[:2] == (STEPS, False)
     assert whole_checkpoints(tmp_path / "durable") == []

@@ -64,11 +64,11 @@ def test_name_that_leads_elsewhere_is_refused(name):
 @pytest.fixture
 def runtime(tmp_path):
     """Paths whose runtime folder, which lies in /tmp whatever the home, goes with the test."""
-    found = Paths.of(tmp_path / "home")
-    yield found
-    found.remove_runtime_folder()
-    assert not found.runtime_folder.exists()
-    found.remove_runtime_folder()  # where there is none, nothing happens
+    made = Paths.of(tmp_path / "home")
+    yield made
+    made.remove_runtime_folder()
+    assert not made.runtime_folder.exists()
+    made.remove_runtime_folder()  # where there is none, nothing happens
 
 
 def test_folder_of_sockets_is_for_its_user_alone(runtime):

@@ -45,26 +45,26 @@ def last_rows(rows):
 @pytest.mark.parametrize("layout", [pytest.param(LAYOUTS[0], marks=pytest.mark.soak), *LAYOUTS[1:]])
 def test_rolled_back_job_is_bit_for_bit_the_one_that_never_saw_those_samples(ranks, corpus, layout):
     spec = job(corpus, layout, **ROLL_BACK)
-    found = run(ranks, spec, NAN)
-    (event,) = found[0].events
+    by_rank = run(ranks, spec, NAN)
+    (event,) = by_rank[0].events
     assert (event["type"], event["step"], event["back_to"]) == ("rolled_back", BAD_STEP, 3)
     assert event["samples"] == OFFENDING
     assert (event["first_sample"], event["last_sample"]) == (56, 63)
-    assert found[0].steps == [*range(1, BAD_STEP), 3, *range(4, STEPS + 1)]
-    assert [row["step"] for row in found[0].rows] == [*range(1, BAD_STEP), *range(4, STEPS + 1)]
-    again = {row["step"]: row["loss"] for row in found[0].rows[: BAD_STEP - 1]}
-    done_again = {row["step"]: row["loss"] for row in found[0].rows[BAD_STEP - 1 :]}
+    assert by_rank[0].steps == [*range(1, BAD_STEP), 3, *range(4, STEPS + 1)]
+    assert [row["step"] for row in by_rank[0].rows] == [*range(1, BAD_STEP), *range(4, STEPS + 1)]
+    again = {row["step"]: row["loss"] for row in by_rank[0].rows[: BAD_STEP - 1]}
+    done_again = {row["step"]: row["loss"] for row in by_rank[0].rows[BAD_STEP - 1 :]}
     assert [done_again[step] for step in range(4, BAD_STEP)] == [again[step] for step in range(4, BAD_STEP)]
 
     knowing = run(ranks, spec, None, None, Resume(), (event,))
     assert knowing[0].events == []
-    for rank, other in zip(found, knowing, strict=True):
+    for rank, other in zip(by_rank, knowing, strict=True):
         assert rank.statistics == other.statistics
         assert (rank.parameters == other.parameters).all()
-    assert last_rows(found[0].rows) == last_rows(knowing[0].rows)
+    assert last_rows(by_rank[0].rows) == last_rows(knowing[0].rows)
     alone = run(ranks, job(corpus, **ROLL_BACK), NAN)[0]
     for step, (loss, _) in alone.statistics.items():
-        assert found[0].statistics[step][0] == pytest.approx(loss, rel=1e-5)
+        assert by_rank[0].statistics[step][0] == pytest.approx(loss, rel=1e-5)
 
 
 def test_passing_over_changes_the_curve_from_that_step_on_and_not_before(ranks, corpus):
@@ -95,19 +95,21 @@ def test_without_bad_numbers_the_policies_change_no_bit(ranks, corpus):
 def test_spike_is_known_before_anything_is_updated(ranks, corpus, layout, policy):
     spike = {"policy": policy, "window": 5}
     spec = job(corpus, layout, spike=spike, roll_back_steps=3)
-    found = run(ranks, spec, {BAD_SAMPLE: 1e7})
-    kinds = [(event["type"], event["step"]) for event in found[0].events]
-    told = {"skip": ["spike", "step_skipped"], "roll_back": ["spike", "rolled_back"], "report": ["spike"]}[policy]
-    assert kinds == [(kind, BAD_STEP) for kind in told]
-    assert all(event["samples"] == OFFENDING for event in found[0].events)
-    assert "a gradient norm above the" in found[0].events[0]["message"]
+    by_rank = run(ranks, spec, {BAD_SAMPLE: 1e7})
+    kinds = [(event["type"], event["step"]) for event in by_rank[0].events]
+    expected_kinds = {"skip": ["spike", "step_skipped"], "roll_back": ["spike", "rolled_back"], "report": ["spike"]}[
+        policy
+    ]
+    assert kinds == [(kind, BAD_STEP) for kind in expected_kinds]
+    assert all(event["samples"] == OFFENDING for event in by_rank[0].events)
+    assert "a gradient norm above the" in by_rank[0].events[0]["message"]
     if policy == "roll_back":
-        knowing = run(ranks, spec, None, None, Resume(), (found[0].events[1],))
-        assert found[0].statistics == knowing[0].statistics
+        knowing = run(ranks, spec, None, None, Resume(), (by_rank[0].events[1],))
+        assert by_rank[0].statistics == knowing[0].statistics
     else:
         updated = run(ranks, job(corpus, layout), {BAD_SAMPLE: 1e7})[0]
-        assert found[0].statistics[BAD_STEP] == updated.statistics[BAD_STEP]
-        after = [step for step in range(1, STEPS + 1) if found[0].statistics[step] != updated.statistics[step]]
+        assert by_rank[0].statistics[BAD_STEP] == updated.statistics[BAD_STEP]
+        after = [step for step in range(1, STEPS + 1) if by_rank[0].statistics[step] != updated.statistics[step]]
         assert after == ([] if policy == "report" else list(range(BAD_STEP + 1, STEPS + 1)))
 
 
@@ -133,22 +135,22 @@ def test_job_that_rolls_back_too_often_fails(ranks, corpus):
 
 def test_two_roll_backs_pass_two_batches_over(ranks, corpus):
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
-    found = run(ranks, spec, {**NAN, BAD_SAMPLE + BATCH: math.nan})
-    assert [event["samples"] for event in found[0].events] == [OFFENDING, [[64, 72]]]
-    assert [event["step"] for event in found[0].events] == [BAD_STEP, BAD_STEP]
-    knowing = run(ranks, spec, None, None, Resume(), tuple(found[0].events))
-    assert found[0].statistics == knowing[0].statistics
+    by_rank = run(ranks, spec, {**NAN, BAD_SAMPLE + BATCH: math.nan})
+    assert [event["samples"] for event in by_rank[0].events] == [OFFENDING, [[64, 72]]]
+    assert [event["step"] for event in by_rank[0].events] == [BAD_STEP, BAD_STEP]
+    knowing = run(ranks, spec, None, None, Resume(), tuple(by_rank[0].events))
+    assert by_rank[0].statistics == knowing[0].statistics
 
 
 def test_all_ranks_have_a_snapshot_in_common_at_every_moment(ranks, corpus, tmp_path):
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
-    found = run(ranks, spec, NAN, None, Resume(), (), str(tmp_path))
-    assert found[0].snapshots == found[1].snapshots
-    back = found[0].steps.index(3, BAD_STEP - 1)
-    assert found[0].snapshots[back - 1] == [6, 7]
-    assert found[0].snapshots[back] == [3], "the steps that were undone are gone"
-    assert found[0].snapshots[back + 1] == [3, 4]
-    assert found[0].copies[back - 1] == [3, 6] and found[0].copies[back] == [3]
+    by_rank = run(ranks, spec, NAN, None, Resume(), (), str(tmp_path))
+    assert by_rank[0].snapshots == by_rank[1].snapshots
+    back = by_rank[0].steps.index(3, BAD_STEP - 1)
+    assert by_rank[0].snapshots[back - 1] == [6, 7]
+    assert by_rank[0].snapshots[back] == [3], "the steps that were undone are gone"
+    assert by_rank[0].snapshots[back + 1] == [3, 4]
+    assert by_rank[0].copies[back - 1] == [3, 6] and by_rank[0].copies[back] == [3]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -163,8 +165,8 @@ def test_restart_after_a_roll_back_goes_on_with_the_same_samples(ranks, corpus, 
     assert event["back_to"] == BAD_STEP - 1, "new processes reach back no further"
 
     third = run(ranks, spec, NAN, BAD_STEP + 1, Resume("snapshot", BAD_STEP), (event,) if known else (), str(tmp_path))
-    told = [each["type"] for each in third[0].events]
-    assert told == ([] if known else ["rolled_back"]), "what was not heard is told again"
+    kinds_again = [each["type"] for each in third[0].events]
+    assert kinds_again == ([] if known else ["rolled_back"]), "what was not heard is told again"
     merged = {**first[0].statistics, **second[0].statistics, **third[0].statistics}
     assert merged == {step: whole[0].statistics[step] for step in merged}
 
@@ -174,8 +176,8 @@ def test_restart_in_the_middle_of_redone_steps(ranks, corpus, tmp_path):
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
     whole = run(ranks, spec, NAN)
     saved = {**spec, "checkpoint": {"every_steps": 5, "snapshot_every_steps": 1}}
-    found = run(ranks, saved, NAN, None, Resume(), (), str(tmp_path / "shared"), str(tmp_path / "durable"))
-    kinds = [(event["type"], event["step"]) for event in found[0].events if event["type"] != "checkpoint_saving"]
+    by_rank = run(ranks, saved, NAN, None, Resume(), (), str(tmp_path / "shared"), str(tmp_path / "durable"))
+    kinds = [(event["type"], event["step"]) for event in by_rank[0].events if event["type"] != "checkpoint_saving"]
     assert ("rolled_back", BAD_STEP) in kinds
     assert ("checkpoint_deleted", 3) in kinds, "the checkpoint of step 5 was undone, and made again"
     assert [manifest.step for _, manifest in whole_checkpoints(tmp_path / "durable")] == [5, 10, 12]
@@ -210,6 +212,6 @@ def test_numbers_that_were_recent_survive_a_restart(ranks, corpus, tmp_path):
 def test_what_went_wrong_once_is_cured(ranks, corpus):
     """Of a fault of the machine nothing stays behind but the samples that were skipped."""
     spec = job(corpus, (1, 1, 2), **ROLL_BACK)
-    found = run(ranks, spec, NAN, None, Resume(), (), None, None, True)
-    knowing = run(ranks, spec, None, None, Resume(), tuple(found[0].events))
-    assert found[0].statistics == knowing[0].statistics
+    by_rank = run(ranks, spec, NAN, None, Resume(), (), None, None, True)
+    knowing = run(ranks, spec, None, None, Resume(), tuple(by_rank[0].events))
+    assert by_rank[0].statistics == knowing[0].statistics

@@ -284,12 +284,12 @@ def test_a_closed_trainer_is_freed_without_the_garbage_collector(tmp_path, recov
 
 def test_whoever_holds_up_the_others_is_told_by_rank_0_unless_nobody_wants_to_know(tmp_path):
     messages, given, job = [], [], _two_step_job(tmp_path)
-    found = Straggler(1, 0.5, 0.2, 20)
+    straggler = Straggler(1, 0.5, 0.2, 20)
 
     class Stragglers:
         def add(self, own_seconds):
             given.append(own_seconds)
-            return [found] if len(given) == 2 else []
+            return [straggler] if len(given) == 2 else []
 
     reporter = Reporter(messages.extend)
     trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e9, Places())
@@ -301,7 +301,7 @@ def test_whoever_holds_up_the_others_is_told_by_rank_0_unless_nobody_wants_to_kn
     assert given == steps
     (event,) = events_of(messages)
     assert (event["type"], event["step"], event["straggler"], event["slow_steps"]) == ("straggler", 2, 1, 20)
-    assert event["message"] == found.sentence
+    assert event["message"] == straggler.sentence
     assert _trainer(_two_step_job(tmp_path, stragglers="ignore"), Places())._stragglers is None
 
 

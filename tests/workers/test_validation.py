@@ -38,7 +38,7 @@ def test_it_is_due_after_every_so_many_steps_and_never_with_none():
 @pytest.mark.parametrize(("deterministic", "places"), [("layout", 1), ("elastic", 4)])
 def test_losses_and_tokens_of_all_batches_are_summed_over_all_ranks(monkeypatch, deterministic, places):
     """The other replica knows as much of each batch, at its own places where these are told apart."""
-    found = validation(3, deterministic=deterministic)
+    evaluation = validation(3, deterministic=deterministic)
 
     def all_reduce(axis, sums):
         assert (axis, len(sums)) == ("world", 1 + 3 * places)
@@ -49,5 +49,5 @@ def test_losses_and_tokens_of_all_batches_are_summed_over_all_ranks(monkeypatch,
         sums[0] += 14.0
         losses[:, -1] += torch.tensor([2.0, 4.0, 6.0], dtype=torch.float64)
 
-    monkeypatch.setattr(found.comm, "all_reduce", all_reduce)
-    assert found.loss() == (16 + 8 + 3 + 12) / (14 + 14)
+    monkeypatch.setattr(evaluation.comm, "all_reduce", all_reduce)
+    assert evaluation.loss() == (16 + 8 + 3 + 12) / (14 + 14)

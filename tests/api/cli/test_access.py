@@ -79,11 +79,11 @@ def test_key_is_made_on_the_machine_before_there_is_a_service(manta, tmp_path):
     again = json.loads(manta("keys", "create", "second", "--admin", "--days", 1, "--json").stdout)
     store = Store(sqlite_url(tmp_path / "other" / "manta.db"))
     with store.read() as session:
-        found = {each.name: each for each in keys.page(session, None).items}
+        named = {each.name: each for each in keys.page(session, None).items}
         assert keys.may_administrate(session, 0.0)
     store.close()
-    assert found["admin"].installation and found["admin"].expires_at is None
-    assert found["second"].id == again["id"] and found["second"].expires_at is not None
+    assert named["admin"].installation and named["admin"].expires_at is None
+    assert named["second"].id == again["id"] and named["second"].expires_at is not None
     assert key.startswith("manta_") and key != again["key"]
     assert "--admin makes a key in the database" in manta("keys", "create", "--admin", "--user", "ada", code=2).stderr
 

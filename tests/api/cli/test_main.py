@@ -145,8 +145,8 @@ def test_events_of_all_jobs(manta, service, job):
     lines = manta("events").stdout.splitlines()
     assert {line.split()[0] for line in lines} == {job, other}
     assert [line["job"] for line in map(json.loads, manta("events", "--json").stdout.splitlines())][-1] == other
-    (told,) = manta("events", "--type", "told").stdout.splitlines()
-    assert told.startswith(job) and told.endswith("something [odd] happened")
+    (line_of_event,) = manta("events", "--type", "told").stdout.splitlines()
+    assert line_of_event.startswith(job) and line_of_event.endswith("something [odd] happened")
     assert manta("events", job, "--type", "told").stdout.count("\n") == 1
 
 
@@ -332,15 +332,15 @@ def test_what_was_done_is_told_to_people_and_to_programs(manta, service, documen
     elastic = {**document, "parallel": {"data": 2}, "elastic": {"min_data": 1}}
     job = service.http.post("/v1/jobs", json=elastic).json()["id"]
 
-    def told(*command):
+    def said_by(*command):
         return manta(*command).stdout.strip(), json.loads(manta(*command, "--json").stdout)
 
-    assert (said := told("resize", job, "--data", 1))[0] == f"{job} will go on with 1 replicas"
+    assert (said := said_by("resize", job, "--data", 1))[0] == f"{job} will go on with 1 replicas"
     assert said[1]["id"] == job
-    assert (said := told("drain", "abcd"))[0] == "abcd1234 is being left"
+    assert (said := said_by("drain", "abcd"))[0] == "abcd1234 is being left"
     assert said[1]["draining"] is True
     service.move(job, "STARTING", "RUNNING")
     fault = json.loads(manta("inject", job, "--fault", "kill", "--rank", 1, "--json").stdout)
     assert fault["id"] == service.control.faults[-1].id
-    assert (said := told("cancel", job))[0] == f"{job} is CANCELLING"
+    assert (said := said_by("cancel", job))[0] == f"{job} is CANCELLING"
     assert said[1]["state"] == "CANCELLING"

@@ -60,19 +60,19 @@ class DescribedApi:
     def check(self, response: httpx.Response) -> None:
         """Status, media type, headers and body are as the description says. An event hook of httpx."""
         request = response.request
-        found = [each for each in self.operations if each.takes(request.method, request.url.path)]
+        takers = [each for each in self.operations if each.takes(request.method, request.url.path)]
         media_type = response.headers.get("content-type", "").partition(";")[0]
-        if not found:
+        if not takers:
             assert response.status_code < 400 or media_type == PROBLEM, f"{request.method} {request.url}: {media_type}"
             return
-        (operation,) = found
-        told = f"{operation.id} answered {response.status_code} {media_type}, which it is not known for"
+        (operation,) = takers
+        complaint = f"{operation.id} answered {response.status_code} {media_type}, which it is not known for"
         described = operation.document["responses"].get(str(response.status_code))
-        assert described is not None, told
-        assert media_type in (described.get("content") or [""]), told
+        assert described is not None, complaint
+        assert media_type in (described.get("content") or [""]), complaint
         for name in described.get("headers", {}):
             if name != "Location" or response.status_code == 201:
-                assert name in response.headers, f"{told}: {name} is missing"
+                assert name in response.headers, f"{complaint}: {name} is missing"
         if media_type.endswith("json"):
             response.read()
             self.validate(response.json(), described["content"][media_type]["schema"])

@@ -132,8 +132,8 @@ def _run(session: Any, job_id: str, home: Path) -> None:
     events.append(session, job_id, "rank_died", "rank 5 was killed by signal 9", generation=first, rank=5, step=120)
     jobs.transition(session, job_id, JobState.RECOVERING, "rank_died", "rank 5 was killed by signal 9")
     second = generations.begin(session, job_id, "rank_died", True, "snapshot", CRASHED_AT)
-    told = f"resumed from the snapshots of step {CRASHED_AT}"
-    events.append(session, job_id, "resumed", told, generation=second, step=CRASHED_AT)
+    message = f"resumed from the snapshots of step {CRASHED_AT}"
+    events.append(session, job_id, "resumed", message, generation=second, step=CRASHED_AT)
     jobs.transition(session, job_id, JobState.RUNNING)
     metrics.record(session, job_id, second, 0, 1, [row(step, now) for step in range(CRASHED_AT + 1, DONE + 1)])
     _checkpoint(session, job_id, second, 150, home)

@@ -148,6 +148,6 @@ def test_an_unknown_job_is_told_to_the_page(service):
 
 def test_merging_the_same_again_is_no_change():
     curves = Curves()
-    found = MetricSeries(steps=[1], series={"loss": [float("nan")]})
-    assert curves.merge(found)
-    assert not curves.merge(found)
+    series_sent = MetricSeries(steps=[1], series={"loss": [float("nan")]})
+    assert curves.merge(series_sent)
+    assert not curves.merge(series_sent)

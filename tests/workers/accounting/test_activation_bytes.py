@@ -86,33 +86,33 @@ def large(name: str, dropout: float = 0.1, **parallel: Any) -> JobSpec:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_engines_terms_add_up_to_table_2(sequence_parallel, recompute, name):
     """Apart from the statistics of norms, 16 bytes a token, and the keys of dropout."""
-    found = large(name, sequence_parallel=sequence_parallel)
-    size, split = found.train.micro_batch_size, 8 if sequence_parallel else 1
-    vectors = 16 * size * 2048 // split + 4 * size * found.model.heads // 8
-    expected = table2_bytes(found.model, size, 8, sequence_parallel, recompute)
-    measured = layer_bytes(found, ("core_attention",) if recompute == "selective" else ())
+    job_spec = large(name, sequence_parallel=sequence_parallel)
+    size, split = job_spec.train.micro_batch_size, 8 if sequence_parallel else 1
+    vectors = 16 * size * 2048 // split + 4 * size * job_spec.model.heads // 8
+    expected = table2_bytes(job_spec.model, size, 8, sequence_parallel, recompute)
+    measured = layer_bytes(job_spec, ("core_attention",) if recompute == "selective" else ())
     assert measured == pytest.approx(expected + vectors, rel=1e-12)
     assert vectors < 5e-4 * expected
 
 
 def test_modules_leave_out_their_own_tensors():
     """Of 34 s b h: 4 without the norms' outputs, 8 without the MLP's activation; of 5 a s^2 b: all."""
-    found = large("22B", tensor=1, sequence_parallel=None)
+    job_spec = large("22B", tensor=1, sequence_parallel=None)
     sbh = 2048 * 4 * 6144
-    everything = layer_bytes(found)
-    assert everything - layer_bytes(found, ["norm"]) == 4 * sbh
-    assert everything - layer_bytes(found, ["mlp_activation"]) == 8 * sbh
-    assert everything - layer_bytes(found, ["core_attention"]) == 5 * 64 * 2048**2 * 4
-    assert layer_bytes(found, ["core_attention", "norm", "mlp_activation"]) == 22 * sbh + 16 * 2048 * 4 + 4 * 4 * 64
-    assert layer_input_bytes(found) == table2_bytes(found.model, 4, recompute="full") == 2 * sbh
-    assert sum(layer_terms(found).values()) == everything
+    everything = layer_bytes(job_spec)
+    assert everything - layer_bytes(job_spec, ["norm"]) == 4 * sbh
+    assert everything - layer_bytes(job_spec, ["mlp_activation"]) == 8 * sbh
+    assert everything - layer_bytes(job_spec, ["core_attention"]) == 5 * 64 * 2048**2 * 4
+    assert layer_bytes(job_spec, ["core_attention", "norm", "mlp_activation"]) == 22 * sbh + 16 * 2048 * 4 + 4 * 4 * 64
+    assert layer_input_bytes(job_spec) == table2_bytes(job_spec.model, 4, recompute="full") == 2 * sbh
+    assert sum(layer_terms(job_spec).values()) == everything
 
 
 def test_fused_kernels_keep_nothing_that_grows_with_the_square_of_the_length():
-    found = large("22B", dropout=0.0)
-    sdpa = found.model_copy(update={"train": found.train.model_copy(update={"attention": "sdpa"})})
+    unfused = large("22B", dropout=0.0)
+    sdpa = unfused.model_copy(update={"train": unfused.train.model_copy(update={"attention": "sdpa"})})
     assert layer_terms(sdpa)["log_sums"] == 4 * 4 * 64 // 8 * 2048
-    assert layer_bytes(found) - layer_bytes(sdpa) == 2 * 64 // 8 * 2048**2 * 4 - layer_terms(sdpa)["log_sums"]
+    assert layer_bytes(unfused) - layer_bytes(sdpa) == 2 * 64 // 8 * 2048**2 * 4 - layer_terms(sdpa)["log_sums"]
     assert layer_bytes(sdpa) - layer_bytes(sdpa, ["core_attention"]) == layer_terms(sdpa)["log_sums"]
 
 
@@ -127,8 +127,13 @@ def test_the_first_stage_holds_the_papers_total(recompute, name):
     """arXiv:2205.05198, eq. 5 and section 4.3: p micro-batches of L/p layers, 1 + (p - 1)/(p m) times as much when
     interleaved; the embedding's dropout masks, s b h p / t, of which interleaving has 2 p - 1; without a pipeline also
     the output layer, whose logits the paper keeps in fp32, 4 s b v / t, and the engine in 16 bits."""
-    found = large(name, recompute=recompute, sequence_parallel=True)
-    model, size, p, m = found.model, found.train.micro_batch_size, found.layout.pipeline, found.layout.virtual_stages
+    job_spec = large(name, recompute=recompute, sequence_parallel=True)
+    model, size, p, m = (
+        job_spec.model,
+        job_spec.train.micro_batch_size,
+        job_spec.layout.pipeline,
+        job_spec.layout.virtual_stages,
+    )
     s, h, L, v, t = model.sequence_length, model.hidden_size, model.layers, model.vocabulary_size, 8
     sbh = s * size * h
     attention = 0 if recompute == "selective" else 5 * model.heads * s / h
@@ -136,7 +141,7 @@ def test_the_first_stage_holds_the_papers_total(recompute, name):
     expected = sbh * L / t * (34 + attention) * _interleaving(p, m) + sbh * masks / t
     if p == 1:
         expected += sbh / t * 4 * (1 + v / h) - 2 * s * size * v / t
-    held = rank_bytes(found)
+    held = rank_bytes(job_spec)
     assert held[0] == max(held) == pytest.approx(expected, rel=1e-3)
 
 
@@ -180,14 +185,14 @@ def test_selective_recomputation_saves_what_the_paper_says(name):
 @pytest.mark.parametrize("keep", [0, 1, 2, 9])
 def test_a_rank_keeps_everything_of_as_many_micro_batches_as_it_is_told(kind, keep):
     """arXiv:2205.05198, appendix C."""
-    found = spec(
+    job_spec = spec(
         train={"global_batch_size": 6},
         parallel={"pipeline": 2, "schedule": kind, "recompute": "full", "recompute_keep": keep},
     )
     for rank, actions in enumerate(schedule(kind, 2, 1, 6)):
         most = most_in_flight(actions)
-        whole, part = (chunk_bytes(found, rank, recompute) for recompute in (False, True))
-        assert rank_bytes(found)[rank] == min(most, keep) * whole + max(0, most - keep) * part
+        whole, part = (chunk_bytes(job_spec, rank, recompute) for recompute in (False, True))
+        assert rank_bytes(job_spec)[rank] == min(most, keep) * whole + max(0, most - keep) * part
 
 
 def test_a_chunk_holds_of_each_layer_what_the_policy_leaves_of_it_and_where_it_does_not_apply_everything():

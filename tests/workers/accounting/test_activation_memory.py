@@ -97,8 +97,8 @@ def job(
 @pytest.mark.parametrize(("tensor", "sequence_parallel"), [(1, False), (2, False), (4, True)])
 def test_every_policy_keeps_what_the_arithmetic_says(tensor, sequence_parallel, attention, dropout, modules):
     policy = {"recompute": "selective", "recompute_modules": modules}
-    found = job(tensor, sequence_parallel, attention, dropout, parallel=policy)
-    assert held_by_layer(found) == layer_bytes(found, modules)
+    job_spec = job(tensor, sequence_parallel, attention, dropout, parallel=policy)
+    assert held_by_layer(job_spec) == layer_bytes(job_spec, modules)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -106,25 +106,25 @@ def test_every_policy_keeps_what_the_arithmetic_says(tensor, sequence_parallel, 
 @pytest.mark.parametrize(("tensor", "groups"), [(1, 8), (1, 2), (2, 4), (4, 2), (4, 4)])
 def test_grouped_queries_keep_what_the_arithmetic_says(tensor, groups, attention, dropout, recompute):
     model, policy = {"kv_heads": groups}, {"recompute": recompute}
-    found = job(tensor, tensor > 1, attention, dropout, model=model, parallel=policy)
-    assert held_by_layer(found) == layer_bytes(found, ("core_attention",) if recompute == "selective" else ())
+    job_spec = job(tensor, tensor > 1, attention, dropout, model=model, parallel=policy)
+    assert held_by_layer(job_spec) == layer_bytes(job_spec, ("core_attention",) if recompute == "selective" else ())
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_in_16_bits_only_the_statistics_of_norms_differ_on_a_cpu(sequence_parallel):
     """CPUs keep them in 16 bits too, GPUs in fp32, as the arithmetic has it."""
-    found = job(2, sequence_parallel, dropout=0.1, train={"precision": "bf16"})
+    job_spec = job(2, sequence_parallel, dropout=0.1, train={"precision": "bf16"})
     outside = 3 * 20 // (2 if sequence_parallel else 1)
-    assert held_by_layer(found) == layer_bytes(found) - 4 * outside * 2
+    assert held_by_layer(job_spec) == layer_bytes(job_spec) - 4 * outside * 2
 
 
 @one_thread()
-def held_by_chunk(found: JobSpec, rank: int, chunk: int, run: ForwardPass) -> int:
+def held_by_chunk(job_spec: JobSpec, rank: int, chunk: int, run: ForwardPass) -> int:
     """Bytes that autograd holds for one micro-batch in one chunk of `rank`, with its loss."""
-    engine = Engine(found, lone_rank(found, rank))
+    engine = Engine(job_spec, lone_rank(job_spec, rank))
     engine.flat.parameters.normal_(0.0, 0.02)
     module = engine.model.chunks[chunk]
-    model, layout, size = found.model, found.layout, found.train.micro_batch_size
+    model, layout, size = job_spec.model, job_spec.layout, job_spec.train.micro_batch_size
     tokens = torch.zeros(model.sequence_length, size, dtype=torch.int64)
     split = layout.tensor if layout.sequence_parallel_on else 1
     source = torch.randn(model.sequence_length // split, size, model.hidden_size, requires_grad=True)
@@ -134,7 +134,7 @@ def held_by_chunk(found: JobSpec, rank: int, chunk: int, run: ForwardPass) -> in
         if not module.is_last:
             return y
         losses = vocabulary_parallel_cross_entropy(
-            y.flatten(0, 1), tokens.flatten(), found.vocabulary_size, engine.comm
+            y.flatten(0, 1), tokens.flatten(), job_spec.vocabulary_size, engine.comm
         )
         return losses.sum()
 
@@ -156,7 +156,7 @@ def held_by_chunk(found: JobSpec, rank: int, chunk: int, run: ForwardPass) -> in
 def test_every_chunk_keeps_what_the_arithmetic_says(layout, recompute):
     """Seven layers: the chunks are of different lengths; every second one is recomputed as a whole. Embedding and
     cross-entropy keep a few numbers more for each of the 16 tokens."""
-    found = spec(
+    job_spec = spec(
         model={
             "layers": 7,
             "hidden_size": 32,
@@ -169,16 +169,16 @@ def test_every_chunk_keeps_what_the_arithmetic_says(layout, recompute):
         parallel={"recompute": recompute, "recompute_every": 2, **layout},
     )
     keys = sample_keys(0, range(2), torch.device("cpu"))
-    run = ForwardPass(keys, Recompute.of(found.layout))
-    stages, virtual_stages, tensor = found.layout.pipeline, found.layout.virtual_stages, found.layout.tensor
+    run = ForwardPass(keys, Recompute.of(job_spec.layout))
+    stages, virtual_stages, tensor = job_spec.layout.pipeline, job_spec.layout.virtual_stages, job_spec.layout.tensor
     for rank in range(stages):
         for chunk in range(virtual_stages):
             index = rank if chunk == 0 else 2 * stages - 1 - rank
             ends = index in (0, stages * virtual_stages - 1)
-            more = held_by_chunk(found, rank * tensor, chunk, run) - chunk_bytes(found, index, True)
+            more = held_by_chunk(job_spec, rank * tensor, chunk, run) - chunk_bytes(job_spec, index, True)
             assert 0 <= more <= (16 * 32 if ends else 0)
 
 
 def test_a_whole_layer_keeps_its_input():
-    found = job(parallel={"recompute": "full"})
-    assert held_by_layer(found) == layer_input_bytes(found) == 20 * 3 * 48 * 4
+    job_spec = job(parallel={"recompute": "full"})
+    assert held_by_layer(job_spec) == layer_input_bytes(job_spec) == 20 * 3 * 48 * 4

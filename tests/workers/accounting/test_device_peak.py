@@ -43,9 +43,9 @@ def test_cpu_is_measured():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert device_peak.run({"device": "cpu"}, theirs) == 0
-        found = json.loads(ours.makefile().readline())
-    assert found["source"] == "measured"
-    assert 1e8 < found["peak_flops"] < 1e13
+        answer = json.loads(ours.makefile().readline())
+    assert answer["source"] == "measured"
+    assert 1e8 < answer["peak_flops"] < 1e13
 
 
 def test_a_gpu_of_the_table_is_not_measured_and_another_is(monkeypatch):
@@ -74,16 +74,16 @@ def test_a_gpu_of_the_table_is_not_measured_and_another_is(monkeypatch):
     ],
 )
 def test_what_is_asked_for_is_measured(monkeypatch, argument, gpus, asked):
-    found = []
+    calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setattr(
-        device_peak, "measure_peak_flops", lambda *arguments: found.append(arguments) or Peak(1.0, "table")
+        device_peak, "measure_peak_flops", lambda *arguments: calls.append(arguments) or Peak(1.0, "table")
     )
     ours, theirs = socket.socketpair()
     with ours, theirs:
         device_peak.run(argument, theirs)
         assert json.loads(ours.makefile().readline()) == {"peak_flops": 1.0, "source": "table"}
-    assert found == [asked]
+    assert calls == [asked]
 
 
 def test_a_cpu_is_measured_with_one_thread_as_ranks_compute_and_keeps_its_threads(monkeypatch):

@@ -45,18 +45,18 @@ def job(
 
 @pytest.mark.parametrize(FIELDS, SHAPES)
 def test_parameters_are_those_of_a_plain_model(tied, bias, ffn, vocabulary, groups):
-    found = job(tied, bias, ffn, vocabulary, groups)
-    assert parameter_count(found) == sum(parameter.numel() for parameter in PlainGPT(found).parameters())
+    job_spec = job(tied, bias, ffn, vocabulary, groups)
+    assert parameter_count(job_spec) == sum(parameter.numel() for parameter in PlainGPT(job_spec).parameters())
 
 
 @pytest.mark.parametrize(FIELDS, SHAPES)
 def test_flops_are_those_that_torch_counts_with_attention_in_full(tied, bias, ffn, vocabulary, groups):
     """The plain model's attention is written out, so torch counts all s^2 pairs of it."""
-    found = job(tied, bias, ffn, vocabulary, groups)
+    job_spec = job(tied, bias, ffn, vocabulary, groups)
     windows = torch.zeros(6, 9, dtype=torch.int64)
     with one_thread(), FlopCounterMode(display=False) as counter:
-        PlainGPT(found).loss(windows).backward()
-    assert step_flops(found).model_full == counter.get_total_flops()
+        PlainGPT(job_spec).loss(windows).backward()
+    assert step_flops(job_spec).model_full == counter.get_total_flops()
 
 
 def layouts() -> list[dict]:
@@ -81,36 +81,36 @@ def uneven(groups: int | None = None, tied: bool = True, bias: bool = True, **pa
 @pytest.mark.parametrize("layout", layouts(), ids=str)
 @pytest.mark.parametrize(("groups", "tied", "bias"), [(None, True, True), (2, False, False), (1, True, False)])
 def test_parameters_of_each_rank_are_those_that_it_holds(groups, tied, bias, layout):
-    found = uneven(groups, tied, bias, **layout)
+    job_spec = uneven(groups, tied, bias, **layout)
     held = []
-    for stage in range(found.layout.pipeline):
-        model = GPTStage(found, lone_rank(found, stage * found.layout.tensor))
+    for stage in range(job_spec.layout.pipeline):
+        model = GPTStage(job_spec, lone_rank(job_spec, stage * job_spec.layout.tensor))
         held.append(sum(parameter.numel() for parameter in model.parameters()))
-    assert rank_parameters(found) == tuple(held)
+    assert rank_parameters(job_spec) == tuple(held)
     if layout == {}:
-        assert parameter_count(found) == held[0]
+        assert parameter_count(job_spec) == held[0]
 
 
 def test_state_in_16_bits_takes_18_bytes_a_parameter():
     """What figure 1 of arXiv:2205.05198 counts: weight 2, gradient 4, master weight and moments 12."""
-    found = spec(train={"precision": "bf16"})
-    engine = Engine(found, lone_rank(found))
+    job_spec = spec(train={"precision": "bf16"})
+    engine = Engine(job_spec, lone_rank(job_spec))
     optimizer = engine.optimizer
     state = [engine.flat.parameters, engine.flat.gradients, *optimizer.parameters]
     state += [optimizer.exp_avg, optimizer.exp_avg_sq]
     assert sum(tensor.nbytes for tensor in state) == 18 * engine.flat.size
-    assert rank_parameters(found)[0] <= engine.flat.size <= 1.02 * rank_parameters(found)[0]
+    assert rank_parameters(job_spec)[0] <= engine.flat.size <= 1.02 * rank_parameters(job_spec)[0]
 
 
 @one_thread()
-def counted(found: JobSpec, sequences: int) -> int:
+def counted(job_spec: JobSpec, sequences: int) -> int:
     """FLOPs of a step that torch counts on all ranks, of which those that differ run, one after the other."""
-    layout, total = found.layout, 0
+    layout, total = job_spec.layout, 0
     windows = torch.randint(256, (sequences, 9))
     for replica, stage in itertools.product(range(layout.data), range(layout.pipeline)):
-        engine = Engine(found, lone_rank(found, (replica * layout.pipeline + stage) * layout.tensor))
+        engine = Engine(job_spec, lone_rank(job_spec, (replica * layout.pipeline + stage) * layout.tensor))
         engine.flat.parameters.normal_(0.0, 0.02)
-        batch = micro_batches(found, replica, windows)
+        batch = micro_batches(job_spec, replica, windows)
         with flop_counter() as counter:
             engine.pipeline.train(batch, 1.0)
         total += counter.get_total_flops() * layout.tensor
@@ -130,16 +130,16 @@ POLICIES = [
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("groups", [None, 2])
 def test_hardware_flops_are_those_that_torch_counts_on_the_engine(groups, policy):
-    found = uneven(groups, **policy)
-    assert step_flops(found).hardware_full == counted(found, 6)
+    job_spec = uneven(groups, **policy)
+    assert step_flops(job_spec).hardware_full == counted(job_spec, 6)
 
 
 @pytest.mark.parametrize("layout", layouts()[1:], ids=str)
 @pytest.mark.parametrize("policy", [POLICIES[1], POLICIES[5]], ids=str)
 def test_hardware_flops_count_what_a_layout_computes_twice_or_for_nothing(policy, layout):
     """Copies of the only key-value head, and the padding of the vocabulary."""
-    found = uneven(1, **policy, **layout)
-    assert step_flops(found).hardware_full == counted(found, 6)
+    job_spec = uneven(1, **policy, **layout)
+    assert step_flops(job_spec).hardware_full == counted(job_spec, 6)
 
 
 @pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.soak)])
@@ -157,25 +157,25 @@ def test_hardware_flops_count_what_a_layout_computes_twice_or_for_nothing(policy
 def test_micro_batches_that_are_kept_are_not_computed_again(layout, keep):
     """Eleven sequences: replicas with different shares, and last micro-batches that are smaller."""
     sequences = 12 if layout.get("schedule") == "interleaved" else 11
-    found = uneven(**layout, recompute_keep=keep)
+    job_spec = uneven(**layout, recompute_keep=keep)
     everything = uneven(**layout)
-    assert step_flops(found, sequences).hardware_full == counted(found, sequences)
-    assert recomputed_layer_passes(found, sequences) < recomputed_layer_passes(everything, sequences)
-    assert step_flops(found, sequences).model_full == step_flops(everything, sequences).model_full
+    assert step_flops(job_spec, sequences).hardware_full == counted(job_spec, sequences)
+    assert recomputed_layer_passes(job_spec, sequences) < recomputed_layer_passes(everything, sequences)
+    assert step_flops(job_spec, sequences).model_full == step_flops(everything, sequences).model_full
 
 
 def test_keeping_all_micro_batches_recomputes_nothing():
-    found = uneven(pipeline=3, recompute="full", recompute_keep=3)
-    assert recomputed_layer_passes(found, 6) == 0
-    assert step_flops(found).hardware_full == step_flops(uneven(pipeline=3)).hardware_full
+    job_spec = uneven(pipeline=3, recompute="full", recompute_keep=3)
+    assert recomputed_layer_passes(job_spec, 6) == 0
+    assert step_flops(job_spec).hardware_full == step_flops(uneven(pipeline=3)).hardware_full
 
 
 def test_fused_kernels_compute_one_more_product_than_is_counted():
     """Within backward they have q k^T again, whether they are recomputed or not; torch's counter knows."""
     for policy in ({}, {"recompute": "selective"}, {"recompute": "full"}):
-        found = job(**policy)
-        inside = 6 * 4 * core_attention_forward(found.model) // 2
-        assert step_flops(found).hardware_full + inside == counted(found, 6)
+        job_spec = job(**policy)
+        inside = 6 * 4 * core_attention_forward(job_spec.model) // 2
+        assert step_flops(job_spec).hardware_full + inside == counted(job_spec, 6)
 
 
 def test_flops_are_those_of_the_papers_formulas():
@@ -187,14 +187,14 @@ def test_flops_are_those_of_the_papers_formulas():
     selective = 72 * B * L * s * h**2 * (1 + s / (3 * h) + v / (12 * h * L))
     assert step_flops(job(recompute="selective")).hardware_paper == pytest.approx(selective, rel=1e-12)
     full = 96 * B * L * s * h**2 * (1 + s / (6 * h) + v / (16 * L * h))
-    found = step_flops(job(recompute="full"))
-    assert found.hardware_paper == found.hardware_full == pytest.approx(full, rel=1e-12)
+    flops = step_flops(job(recompute="full"))
+    assert flops.hardware_paper == flops.hardware_full == pytest.approx(full, rel=1e-12)
 
 
 def test_causal_counts_half_of_the_attention():
     fused, explicit = job(recompute="selective"), uneven(recompute="selective")
-    for found, again in ((fused, 1), (explicit, 1 / 2)):
-        B, (_, attention), flops = found.train.global_batch_size, forward_flops(found), step_flops(found)
+    for job_spec, again in ((fused, 1), (explicit, 1 / 2)):
+        B, (_, attention), flops = job_spec.train.global_batch_size, forward_flops(job_spec), step_flops(job_spec)
         assert flops.model_full - flops.model_causal == 3 * B * attention / 2
         assert flops.hardware_full - flops.hardware_causal == (3 + again) * B * attention / 2
     assert core_attention_forward(job().model) == 4 * 8**2 * 32
@@ -214,10 +214,10 @@ def test_copies_of_a_key_value_head_are_hardware_flops_only(policy):
     one, four = step_flops(job(groups=1, **policy)), step_flops(job(groups=1, tensor=4, **policy))
     assert (four.model_full, four.model_causal) == (one.model_full, one.model_causal)
     assert four.hardware_paper == one.hardware_paper
-    found = job()
-    head = 2 * 2 * found.model.hidden_size * found.model.head_size * found.model.sequence_length
+    job_spec = job()
+    head = 2 * 2 * job_spec.model.hidden_size * job_spec.model.head_size * job_spec.model.sequence_length
     passes = 4 if policy else 3
-    assert four.hardware_full - one.hardware_full == passes * 6 * found.model.layers * 3 * head
+    assert four.hardware_full - one.hardware_full == passes * 6 * job_spec.model.layers * 3 * head
 
 
 def published(hidden: int, heads: int, layers: int, length: int = 2048, batch: int = 1, **parallel) -> JobSpec:
@@ -244,33 +244,33 @@ def overlaps(low: float, high: float, value: float, decimals: int) -> bool:
 def test_parameters_are_the_published_ones():
     """The papers' count lacks the final norm's 2 h."""
     for row in papers.MEGATRON_SIZES:
-        found = published(row["hidden_size"], row["attention_heads"], row["num_layers"], 1024)
-        assert round(parameter_count(found) / 1e9, 1) == row["params_billion"]
+        job_spec = published(row["hidden_size"], row["attention_heads"], row["num_layers"], 1024)
+        assert round(parameter_count(job_spec) / 1e9, 1) == row["params_billion"]
     for h, a, L, billions in ((12288, 96, 96, 174.6), (20480, 128, 105, 529.6), (25600, 160, 128, 1008.0)):
-        found = published(h, a, L)
+        job_spec = published(h, a, L)
         formula = 12 * L * h**2 * (1 + 13 / (12 * h) + (51200 + 2048) / (12 * L * h))
-        assert parameter_count(found) - 2 * h == pytest.approx(formula, rel=1e-12)
-        assert round(parameter_count(found) / 1e9, 1) == billions
+        assert parameter_count(job_spec) - 2 * h == pytest.approx(formula, rel=1e-12)
+        assert round(parameter_count(job_spec) / 1e9, 1) == billions
 
 
 @pytest.mark.parametrize("name", ["22B", "175B", "530B", "1T"])
 def test_utilisation_is_the_published_one(name):
     """arXiv:2205.05198, table 5, from its times, which are rounded to 10 ms, on A100s of 312 TFLOP/s. Its HFU takes
     `hardware_paper`; what is really computed again would give 0.4 to 1.4 points less."""
-    shape, found = papers.MODELS[name], papers.ITERATIONS[name]
+    shape, job_spec = papers.MODELS[name], papers.ITERATIONS[name]
     batch = shape["global_batch"]
     flops = step_flops(published(shape["hidden"], shape["heads"], shape["layers"], 2048, batch, recompute="selective"))
 
     def percent(count: int, seconds: float) -> float:
         return 100 * count / (seconds * shape["gpus"] * 312e12)
 
-    slowest, fastest = found["present_work_s"] + 0.005, found["present_work_s"] - 0.005
+    slowest, fastest = job_spec["present_work_s"] + 0.005, job_spec["present_work_s"] - 0.005
     for count, column in ((flops.model_full, "mfu_pct"), (flops.hardware_paper, "hfu_pct")):
-        assert overlaps(percent(count, slowest), percent(count, fastest), found[column], 1)
+        assert overlaps(percent(count, slowest), percent(count, fastest), job_spec[column], 1)
     assert flops.model_full < flops.hardware_full < flops.hardware_paper
-    before = found["full_recompute_s"]
+    before = job_spec["full_recompute_s"]
     gain = (before - 0.005) / slowest, (before + 0.005) / fastest
-    assert overlaps(100 * (gain[0] - 1), 100 * (gain[1] - 1), found["throughput_increase_pct"], 1)
+    assert overlaps(100 * (gain[0] - 1), 100 * (gain[1] - 1), job_spec["throughput_increase_pct"], 1)
 
 
 def test_utilisation_over_eight_replicas_is_the_published_one():
@@ -296,9 +296,9 @@ def test_the_papers_overhead_is_three_times_ours_twice(name, hidden, heads, laye
     """arXiv:2205.05198, section 5, gives s / (6 h), 2.7% and 1.6% of the model FLOPs: the 12 B s^2 h that it charges.
     Written out, attention's recomputation is 2 B s^2 h: a sixth."""
     percent = papers.SELECTIVE_RECOMPUTATION[name]["flops_overhead_pct"]
-    found = published(hidden, heads, layers, recompute="selective")
-    explicit = found.model_copy(update={"train": found.train.model_copy(update={"attention": "explicit"})})
-    flops, written = step_flops(found), step_flops(explicit)
+    job_spec = published(hidden, heads, layers, recompute="selective")
+    explicit = job_spec.model_copy(update={"train": job_spec.train.model_copy(update={"attention": "explicit"})})
+    flops, written = step_flops(job_spec), step_flops(explicit)
     added = flops.hardware_paper - flops.model_full
     products = 72 * layers * 2048 * hidden**2
     assert int(1000 * added / products) / 10 == percent

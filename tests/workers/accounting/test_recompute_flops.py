@@ -47,8 +47,8 @@ def counted(job: JobSpec) -> tuple[int, int]:
 def arithmetic(job: JobSpec) -> StepFlops:
     """The same by arithmetic: a step over one micro-batch, without the logits."""
     size, model = job.train.micro_batch_size, job.model
-    found, logits = step_flops(job, size), 3 * size * 2 * model.sequence_length * model.hidden_size * 256
-    return StepFlops(**{name: value - logits for name, value in vars(found).items()})
+    flops, logits = step_flops(job, size), 3 * size * 2 * model.sequence_length * model.hidden_size * 256
+    return StepFlops(**{name: value - logits for name, value in vars(flops).items()})
 
 
 def sizes(job: JobSpec) -> tuple[int, int, int]:
@@ -108,9 +108,9 @@ def test_the_papers_hardware_flops_charge_three_forwards(name):
     """72 B L s h^2 (1 + s/(3h)) against 1 + s/(6h) (arXiv:2205.05198, appendix A): 12 B s^2 h a layer."""
     job = paper_layer(name, recompute="selective")
     B, s, h = sizes(job)
-    found = arithmetic(job)
-    assert found.hardware_paper == pytest.approx(72 * B * s * h**2 * (1 + s / (3 * h)), rel=1e-12)
-    assert found.hardware_paper - found.model_full == 3 * B * core_attention_forward(job.model)
+    flops = arithmetic(job)
+    assert flops.hardware_paper == pytest.approx(72 * B * s * h**2 * (1 + s / (3 * h)), rel=1e-12)
+    assert flops.hardware_paper - flops.model_full == 3 * B * core_attention_forward(job.model)
     _, core = forward_flops(job)
     assert core == core_attention_forward(job.model)
-    assert found.model_causal == found.model_full - 3 * B * core // 2
+    assert flops.model_causal == flops.model_full - 3 * B * core // 2

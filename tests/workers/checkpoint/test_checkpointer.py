@@ -80,34 +80,34 @@ def test_however_far_a_roll_back_reaches_a_checkpoint_is_left(trainer):
 
 
 def events_of_saves(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    told: list[tuple[str, str]] = []
+    noted: list[tuple[str, str]] = []
     monkeypatch.setattr(
-        trainer.state.checkpoints, "event", lambda kind, step, message, data: told.append((kind, message))
+        trainer.state.checkpoints, "event", lambda kind, step, message, data: noted.append((kind, message))
     )
-    return told
+    return noted
 
 
 def test_what_must_be_on_disk_is_saved_though_it_is_not_due_and_only_once(trainer, monkeypatch):
-    told = events_of_saves(trainer, monkeypatch)
+    noted = events_of_saves(trainer, monkeypatch)
     monkeypatch.setattr(trainer.state.checkpoints, "due", lambda step: False)
     for _ in range(2):
         assert trainer.state.checkpoints.save_now(1)
     assert steps_on_disk(trainer) == [1]
-    assert [kind for kind, _ in told] == ["checkpoint_saving", "checkpoint_saved"]
+    assert [kind for kind, _ in noted] == ["checkpoint_saving", "checkpoint_saved"]
 
 
 def test_a_save_that_is_under_way_is_waited_for_instead_of_made_again(trainer, monkeypatch):
-    told = events_of_saves(trainer, monkeypatch)
+    noted = events_of_saves(trainer, monkeypatch)
     trainer.state.checkpoints.start(1)
     assert trainer.state.checkpoints.save_now(1)
-    assert [kind for kind, _ in told] == ["checkpoint_saving", "checkpoint_saved"]
+    assert [kind for kind, _ in noted] == ["checkpoint_saving", "checkpoint_saved"]
 
 
 def test_what_cannot_be_saved_is_tried_again_so_often_and_then_said(trainer, monkeypatch):
-    told = events_of_saves(trainer, monkeypatch)
+    noted = events_of_saves(trainer, monkeypatch)
     with patch.object(SummingFile, "write", full):
         assert not trainer.state.checkpoints.save_now(1, waits=(0.0, 0.001, 0.002))
-    failed = [message for kind, message in told if kind == "checkpoint_failed"]
+    failed = [message for kind, message in noted if kind == "checkpoint_failed"]
     assert [message.rpartition("; ")[2] for message in failed] == [
         "it is tried again", "it is tried again", "the state stays in memory"
     ]  # fmt: skip
@@ -138,36 +138,36 @@ def test_what_should_be_there_and_is_not_is_missing(trainer):
 
 
 def test_what_is_told_of_a_save_names_its_folder_and_its_size(trainer, monkeypatch):
-    told = []
-    monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: told.append(event))
+    noted = []
+    monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: noted.append(event))
     save(trainer, 1)
     ((path, manifest),) = whole_checkpoints(trainer.state.checkpoints.folder)
-    assert told == [
+    assert noted == [
         ("checkpoint_saving", 1, "saving checkpoint of step 1", {"path": str(path)}),
         ("checkpoint_saved", 1, "checkpoint of step 1 is complete", {"path": str(path), "bytes": manifest.bytes}),
     ]
     assert manifest.bytes == sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
-    told.clear()
+    noted.clear()
     trainer.state.checkpoints.undo_after(0)
-    assert told == [("checkpoint_deleted", 0, f"deleted {path.name}, which was undone", {"path": str(path)})]
+    assert noted == [("checkpoint_deleted", 0, f"deleted {path.name}, which was undone", {"path": str(path)})]
     assert steps_on_disk(trainer) == []
 
 
 def test_only_rank_0_tells_and_deletes(trainer, monkeypatch):
     save(trainer, 1)
-    told = []
-    monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: told.append(event))
+    noted = []
+    monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: noted.append(event))
     trainer.comm.rank = 1
     trainer.state.checkpoints.undo_after(0)
     trainer.state.checkpoints._report("checkpoint_saving", 1, "saving", {})
-    assert (told, steps_on_disk(trainer)) == ([], [1])
+    assert (noted, steps_on_disk(trainer)) == ([], [1])
 
 
 def test_a_save_that_failed_leaves_nothing_that_would_keep_a_full_disk_full(trainer, monkeypatch):
-    told = events_of_saves(trainer, monkeypatch)
+    noted = events_of_saves(trainer, monkeypatch)
     with patch.object(SummingFile, "write", full):
         save(trainer, 1)
         assert list(Path(trainer.state.checkpoints.folder).iterdir()) == []
         save(trainer, trainer.spec.train.steps)
-    failed = [message for kind, message in told if kind == "checkpoint_failed"]
+    failed = [message for kind, message in noted if kind == "checkpoint_failed"]
     assert [message.rpartition("; ")[2] for message in failed] == ["training goes on", "it is tried again"]

@@ -54,8 +54,8 @@ def saved(corpus, tmp_path_factory) -> tuple[Path, list[tuple[float, float]], li
     steps, states = [], [bits(trainer)]
     with patch.object(checksums, "BLOCK_BYTES", BLOCK):
         for step in (1, 2, 3):
-            found = trainer.train_step()
-            steps.append((found.loss, found.grad_norm))
+            statistics = trainer.train_step()
+            steps.append((statistics.loss, statistics.grad_norm))
             states.append(bits(trainer))
             if step < 3:
                 save(trainer)
@@ -83,9 +83,9 @@ def copied(folder: Path) -> Iterator[tuple[Path, Path, Path]]:
 
 def previous_is_used(folder: Path, before: Path, reason: str) -> bool:
     """Whether the checkpoint before the newest one is used, and that one is skipped for `reason`."""
-    found, skipped = newest_usable(folder)
+    used, skipped = newest_usable(folder)
     assert skipped == [reason]
-    return found == before
+    return used == before
 
 
 def flip(path: Path, at: int, change: int = 1) -> None:
@@ -192,8 +192,8 @@ def test_a_file_cut_off_at_any_byte_is_named_and_the_one_before_is_used(saved, d
         name, at = data.draw(places(saved[0]))
         size = (newest / name).stat().st_size
         os.truncate(newest / name, at)
-        found, (reason,) = newest_usable(folder)
-        assert found == before
+        used, (reason,) = newest_usable(folder)
+        assert used == before
         assert reason.startswith(f"the checkpoint at {newest} is damaged: {name} ")
         if name != MANIFEST:
             assert reason.endswith(f"{name} is cut off at byte {at}: it should have {size} bytes")
@@ -265,8 +265,8 @@ def test_the_previous_one_gives_the_steps_of_a_run_that_was_never_interrupted(sa
         def use(path: Path, step: int) -> None:
             trainer.restore(Resume("checkpoint", step, str(path)))
 
-        found, (_,) = newest_usable(folder, use)
-        assert found == before
+        used, (_,) = newest_usable(folder, use)
+        assert used == before
         assert trainer.step == 1
         assert is_still(trainer, states[1])
         for step in (2, 3):
@@ -279,8 +279,8 @@ def test_where_none_is_usable_none_is_found(saved, tmp_path):
     with copied(saved[0]) as (folder, newest, before):
         flip(newest / DATA, 0)
         (before / METADATA).unlink()
-        found, reasons = newest_usable(folder)
-        assert found is None
+        used, reasons = newest_usable(folder)
+        assert used is None
         assert [newest.name in reasons[0], before.name in reasons[1]] == [True, True]
     assert newest_usable(tmp_path / "none") == (None, [])
 

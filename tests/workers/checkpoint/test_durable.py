@@ -56,13 +56,13 @@ def newest(folder: Path) -> Resume:
     return Resume("checkpoint", manifest.step, str(path))
 
 
-def together(found: list) -> dict[str, torch.Tensor]:
+def together(trained: list) -> dict[str, torch.Tensor]:
     """Layout-free tensors by `kind.name`, from all ranks' parts; copies must be equal."""
     shapes = {
         name: parameter.shape for name, parameter in PlainGPT(parse_job_spec(job("x", (1, 1, 1)))).named_parameters()
     }
     whole = {}
-    for rank in found:
+    for rank in trained:
         for kind, name, offsets, values in rank.rectangles:
             key = f"{kind}.{name}"
             tensor = whole.setdefault(key, torch.full(shapes[name], float("nan")))
@@ -145,11 +145,11 @@ def test_a_save_that_fails_is_an_event_and_training_goes_on(ranks, corpus, tmp_p
     """The folder of checkpoints is a file."""
     (tmp_path / "file").write_text("in the way")
     layout = (2, 1, 1)
-    found = ranks.run(ParallelConfig(**axes(layout)), train_job, job(corpus, layout), str(tmp_path / "file" / "deep"))
-    failed = [event for event in found[0].events if event["type"] == "checkpoint_failed"]
+    trained = ranks.run(ParallelConfig(**axes(layout)), train_job, job(corpus, layout), str(tmp_path / "file" / "deep"))
+    failed = [event for event in trained[0].events if event["type"] == "checkpoint_failed"]
     assert [event["step"] for event in failed] == [2, 4, 6]
     assert "Not a directory" in failed[0]["message"]
-    assert len(found[0].statistics) == 6
+    assert len(trained[0].statistics) == 6
 
 
 def one_rank(corpus: str, folder: Path) -> Trainer:

@@ -52,9 +52,9 @@ def test_the_newest_checkpoint_is_always_whole_and_gives_the_same_next_step(corp
         assert step > reached, "it went on from where it was"
         reached = step
         while len(expected) <= step + 1:
-            found = never_interrupted.train_step()
-            expected.append((found.loss, found.grad_norm))
+            statistics = never_interrupted.train_step()
+            expected.append((statistics.loss, statistics.grad_norm))
         resumed = lone(document, tmp_path / "none")
         resumed.restore(Resume("checkpoint", step, str(path)))
-        found = resumed.train_step()
-        assert (found.loss, found.grad_norm) == expected[step + 1]
+        statistics = resumed.train_step()
+        assert (statistics.loss, statistics.grad_norm) == expected[step + 1]

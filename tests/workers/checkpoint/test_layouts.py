@@ -62,7 +62,7 @@ class Resaved:
 
     path: Path
     """The checkpoint that it saved in turn."""
-    found: list[Found]
+    by_rank: list[Found]
     """What each of its ranks saw."""
 
 
@@ -95,9 +95,9 @@ def resaved(first, ranks, corpus, tmp_path_factory) -> dict[str, Resaved]:
 def written_by(layout: str, model: dict[str, Any], ranks: Any, corpus: str, folder: Path) -> Written:
     """Train from the start in one layout, and save."""
     document = job(corpus, LAYOUTS[layout], model=model)
-    found = ranks.run(ParallelConfig(**LAYOUTS[layout]), train_and_save, document, str(folder), SAVED_STEP)
+    by_rank = ranks.run(ParallelConfig(**LAYOUTS[layout]), train_and_save, document, str(folder), SAVED_STEP)
     written = Written(newest(folder), by_torch(newest(folder)))
-    assert_is(written.content, (each for rank in found for each in rank.loaded))
+    assert_is(written.content, (each for rank in by_rank for each in rank.loaded))
     assert all(tensor.count_nonzero() for tensor in written.content.values())
     return written
 
@@ -106,14 +106,14 @@ def resaved_by(layout: str, model: dict[str, Any], path: Path, ranks: Any, corpu
     """Load in another layout, and save from there."""
     document, more = job(corpus, LAYOUTS[layout], model=model), int(layout in GOING_ON)
     arguments = (document, str(path), SAVED_STEP, str(folder), more)
-    found = ranks.run(ParallelConfig(**LAYOUTS[layout]), load_and_save, *arguments)
-    return Resaved(newest(folder), found)
+    by_rank = ranks.run(ParallelConfig(**LAYOUTS[layout]), load_and_save, *arguments)
+    return Resaved(newest(folder), by_rank)
 
 
-def assert_is(content: Whole, found: Iterable[Placed]) -> None:
-    """`found` are parts of `content`, to the bit, and together all of it."""
+def assert_is(content: Whole, parts: Iterable[Placed]) -> None:
+    """`parts` are parts of `content`, to the bit, and together all of it."""
     missing = {name: torch.ones(tensor.shape, dtype=torch.bool) for name, tensor in content.items()}
-    for name, offsets, values in found:
+    for name, offsets, values in parts:
         where = tuple(slice(a, a + n) for a, n in zip(offsets, values.shape, strict=True))
         assert torch.equal(content[name][where], values), name
         missing[name][where] = False
@@ -122,9 +122,9 @@ def assert_is(content: Whole, found: Iterable[Placed]) -> None:
 
 def assert_kept(written: Written, resaved: Resaved) -> None:
     """All that was read, computed with and saved is what was written, to the bit."""
-    assert_is(written.content, (each for rank in resaved.found for each in rank.loaded))
+    assert_is(written.content, (each for rank in resaved.by_rank for each in rank.loaded))
     model = {name: tensor for name, tensor in written.content.items() if name.startswith("model.")}
-    assert_is(model, (each for rank in resaved.found for each in rank.computing))
+    assert_is(model, (each for rank in resaved.by_rank for each in rank.computing))
     manifest = verify(resaved.path)
     assert manifest.blocks is not None
     assert manifest.files.keys() == manifest.blocks.keys()
@@ -171,13 +171,13 @@ def test_untied_embeddings_and_biases_too(ranks, corpus, tmp_path):
 
 def readers_of(document: dict[str, Any]) -> list[tuple[tuple[Rectangle, ...], int]]:
     """For each rank of a layout: the rectangles of its state, and its length."""
-    spec, found = parse_job_spec(document), []
+    spec, readers = parse_job_spec(document), []
     for rank in range(spec.layout.world_size):
         engine = Engine(spec, Comm(RankGrid(spec.layout), rank, torch.device("cpu")))
         held, index = engine.optimizer.held, engine.comm.index("tensor")
         rectangles = rectangles_of(engine.flat, held, held, owned_only=False, tensor_index=index)
-        found.append((tuple(rectangles), len(engine.optimizer.exp_avg)))
-    return found
+        readers.append((tuple(rectangles), len(engine.optimizer.exp_avg)))
+    return readers
 
 
 def test_the_writers_cut_the_state_differently(resaved):
@@ -190,7 +190,7 @@ def test_the_writers_cut_the_state_differently(resaved):
 
 
 def test_layouts_go_on_alike_from_one_checkpoint(resaved):
-    steps = {layout: [rank.statistics for rank in resaved[layout].found] for layout in GOING_ON}
+    steps = {layout: [rank.statistics for rank in resaved[layout].by_rank] for layout in GOING_ON}
     ((expected,),) = steps["1"]
     for ranks in steps.values():
         assert all(rank == ranks[0] for rank in ranks)
@@ -214,10 +214,10 @@ def test_masters_moments_and_the_loss_scale_survive_a_change_of_layout(ranks, co
     for number, parallel in enumerate(readers):
         document, folder = job(corpus, parallel, model=TIED, train=train), tmp_path / str(number)
         arguments = (document, str(path), SAVED_STEP, str(folder), 1)
-        found = ranks.run(ParallelConfig(**parallel), load_and_save, *arguments)
-        assert_is(content, (each for rank in found for each in rank.loaded))
-        assert_is(rounded, (each for rank in found for each in rank.computing))
-        assert all(rank.loss_scale == (loss_scale or [1.0, 0.0]) for rank in found)
+        by_rank = ranks.run(ParallelConfig(**parallel), load_and_save, *arguments)
+        assert_is(content, (each for rank in by_rank for each in rank.loaded))
+        assert_is(rounded, (each for rank in by_rank for each in rank.computing))
+        assert all(rank.loss_scale == (loss_scale or [1.0, 0.0]) for rank in by_rank)
         path = newest(folder)
         saved = by_torch(path)
         assert all(torch.equal(saved[name], tensor) for name, tensor in content.items())

@@ -20,64 +20,64 @@ names = st.tuples(st.integers(1, 6), st.integers(0, 12))
 @st.composite
 def folders(draw: st.DrawFn) -> list[ListedCheckpoint]:
     """What a folder may hold, in the order of making."""
-    found = []
+    drawn = []
     for generation, step in sorted(draw(st.sets(names, max_size=12))):
         path = checkpoint_path("/c", step, generation)
-        found.append(ListedCheckpoint(path, step, generation, draw(st.sampled_from(Condition))))
-    return found
+        drawn.append(ListedCheckpoint(path, step, generation, draw(st.sampled_from(Condition))))
+    return drawn
 
 
-found, keep, generation = folders(), st.integers(1, 4), st.integers(1, 6)
+listed, keep, generation = folders(), st.integers(1, 4), st.integers(1, 6)
 undoes, began = st.integers(0, 8), st.integers(0, 6)
 
 
-def whole_ones(found: list[ListedCheckpoint]) -> list[ListedCheckpoint]:
-    return [each for each in found if each.condition is Condition.WHOLE]
+def whole_ones(listed: list[ListedCheckpoint]) -> list[ListedCheckpoint]:
+    return [each for each in listed if each.condition is Condition.WHOLE]
 
 
-@given(found, keep, generation, undoes, began)
-def test_what_cannot_be_read_is_never_deleted(found, keep, generation, undoes, began):
-    deleted = [*to_prune(found, keep, generation, undoes, began), *to_undo(found, 3, began)]
+@given(listed, keep, generation, undoes, began)
+def test_what_cannot_be_read_is_never_deleted(listed, keep, generation, undoes, began):
+    deleted = [*to_prune(listed, keep, generation, undoes, began), *to_undo(listed, 3, began)]
     assert Condition.UNKNOWN not in [each.condition for each in deleted]
 
 
-@given(found, keep, generation, undoes, began)
-def test_what_cannot_be_read_is_never_counted(found, keep, generation, undoes, began):
-    readable = [each for each in found if each.condition is not Condition.UNKNOWN or each.generation < began]
-    assert to_prune(found, keep, generation, undoes, began) == to_prune(readable, keep, generation, undoes, began)
+@given(listed, keep, generation, undoes, began)
+def test_what_cannot_be_read_is_never_counted(listed, keep, generation, undoes, began):
+    readable = [each for each in listed if each.condition is not Condition.UNKNOWN or each.generation < began]
+    assert to_prune(listed, keep, generation, undoes, began) == to_prune(readable, keep, generation, undoes, began)
 
 
-@given(found, keep, generation, undoes, began)
-def test_nothing_is_deleted_across_a_start_from_nothing(found, keep, generation, undoes, began):
-    earlier = [each for each in found if each.generation < began]
-    deleted = to_prune(found, keep, generation, undoes, began)
+@given(listed, keep, generation, undoes, began)
+def test_nothing_is_deleted_across_a_start_from_nothing(listed, keep, generation, undoes, began):
+    earlier = [each for each in listed if each.generation < began]
+    deleted = to_prune(listed, keep, generation, undoes, began)
     if any(each.condition is not Condition.NOT_WHOLE for each in earlier):
         assert not [each for each in deleted if each in earlier]
     assert not [each for each in whole_ones(deleted) if each in earlier]
-    assert not [each for each in to_undo(found, 0, began) if each in earlier]
+    assert not [each for each in to_undo(listed, 0, began) if each in earlier]
 
 
-@given(found, keep, generation, undoes, began)
-def test_newest_ones_stay_and_what_this_generation_writes_stays(found, keep, generation, undoes, began):
-    deleted = to_prune(found, keep, generation, undoes, began)
-    own = whole_ones([each for each in found if each.generation >= began])
+@given(listed, keep, generation, undoes, began)
+def test_newest_ones_stay_and_what_this_generation_writes_stays(listed, keep, generation, undoes, began):
+    deleted = to_prune(listed, keep, generation, undoes, began)
+    own = whole_ones([each for each in listed if each.generation >= began])
     assert not [each for each in own[-keep:] if each in deleted]
     not_whole = [each for each in deleted if each.condition is Condition.NOT_WHOLE]
     assert all(each.generation < generation for each in not_whole)
 
 
-@given(found, keep, generation)
-def test_no_more_than_asked_for_are_left_where_all_can_be_read(found, keep, generation):
-    found = [each for each in found if each.condition is not Condition.UNKNOWN]
-    left = [each for each in found if each not in to_prune(found, keep, generation)]
-    assert len(whole_ones(left)) == min(keep, len(whole_ones(found)))
+@given(listed, keep, generation)
+def test_no_more_than_asked_for_are_left_where_all_can_be_read(listed, keep, generation):
+    listed = [each for each in listed if each.condition is not Condition.UNKNOWN]
+    left = [each for each in listed if each not in to_prune(listed, keep, generation)]
+    assert len(whole_ones(left)) == min(keep, len(whole_ones(listed)))
 
 
-@given(found, keep, generation, undoes)
-def test_one_from_before_what_may_be_undone_stays(found, keep, generation, undoes):
-    newest = whole_ones(found)[-1:]
-    old_enough = [each for each in whole_ones(found) if newest and each.step <= newest[0].step - undoes]
-    deleted = to_prune(found, keep, generation, undoes)
+@given(listed, keep, generation, undoes)
+def test_one_from_before_what_may_be_undone_stays(listed, keep, generation, undoes):
+    newest = whole_ones(listed)[-1:]
+    old_enough = [each for each in whole_ones(listed) if newest and each.step <= newest[0].step - undoes]
+    deleted = to_prune(listed, keep, generation, undoes)
     assert not undoes or not old_enough or [each for each in old_enough if each not in deleted]
 
 

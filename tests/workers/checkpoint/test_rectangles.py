@@ -21,13 +21,13 @@ sizes = st.integers(1, 40)
 @st.composite
 def tensors(draw: st.DrawFn) -> list[tuple[tuple[int, ...], int | None, bool, bool]]:
     """Some (shape, split dimension, decayed, tied copy)."""
-    found = []
+    shapes = []
     for _ in range(draw(st.integers(1, 5))):
         shape = draw(st.tuples(sizes) | st.tuples(sizes, sizes))
         split = draw(st.sampled_from([None, *range(len(shape))]))
         copy = split == 0 and draw(st.booleans())
-        found.append((shape, split, copy or draw(st.booleans()), copy))  # the tied embedding is decayed
-    return found
+        shapes.append((shape, split, copy or draw(st.booleans()), copy))  # the tied embedding is decayed
+    return shapes
 
 
 def model_of(described: list, tensor_size: int, index: int) -> list[NamedShard]:
@@ -92,16 +92,16 @@ def test_every_element_is_owned_exactly_once_and_holds_its_value(described, tens
 def test_what_a_rank_needs_is_all_of_its_own_part(described, tensor_size, replicas):
     for index in range(tensor_size):
         flat = flat_of(model_of(described, tensor_size, index), replicas)
-        found = torch.zeros(flat.size)
+        counts = torch.zeros(flat.size)
         for replica in range(replicas):
             held = flat.parts(replica)
             count = state_of(flat, held, torch.zeros(flat.size))
             for rectangle in rectangles_of(flat, held, held, owned_only=False, tensor_index=index):
                 rectangle.view(count).add_(1)
             for (start, end), part in zip(held, count.split([e - s for s, e in held]), strict=True):
-                found[start:end] += part
+                counts[start:end] += part
         for slot in flat.slots:
-            values, count = flat.parameters[slot.start : slot.end], found[slot.start : slot.end]
+            values, count = flat.parameters[slot.start : slot.end], counts[slot.start : slot.end]
             assert torch.equal(count, (values >= 0).float()), "once each, padding never"
 
 

@@ -41,8 +41,8 @@ def test_all_reduce_adds_in_the_order_of_ranks_on_every_rank(size, star):
             along(links, size, star).all_reduce(tensor)
         return tensors
 
-    for found in connected(size, body, star=star):
-        for tensor, length in zip(found, LENGTHS, strict=True):
+    for sums in connected(size, body, star=star):
+        for tensor, length in zip(sums, LENGTHS, strict=True):
             assert torch.equal(tensor, in_order(size, length)), (length, "the same bits, whichever way it went")
 
 
@@ -56,7 +56,7 @@ def test_all_reduce_of_the_largest(size, star, length):
         return tensor
 
     expected = torch.stack([part_of(rank, length) for rank in range(size)]).amax(0)
-    assert all(torch.equal(found, expected) for found in connected(size, body, star=star))
+    assert all(torch.equal(largest, expected) for largest in connected(size, body, star=star))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -69,7 +69,7 @@ def test_all_gather_concatenates_in_the_order_of_ranks(size, rows):
         return out
 
     expected = torch.cat([part_of(rank, 2 * rows).view(rows, 2) for rank in range(size)])
-    assert all(torch.equal(found, expected) for found in connected(size, body))
+    assert all(torch.equal(gathered, expected) for gathered in connected(size, body))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -100,8 +100,8 @@ def test_all_to_all_brings_every_rank_what_the_others_have_for_it(size):
         along(links, size).start_all_to_all(outgoing, incoming).wait()
         return incoming
 
-    for rank, found in enumerate(connected(size, body)):
-        for source, tensors in enumerate(found):
+    for rank, received in enumerate(connected(size, body)):
+        for source, tensors in enumerate(received):
             for tensor, expected in zip(tensors, sent(source, rank), strict=True):
                 assert torch.equal(tensor, torch.zeros_like(tensor) if source == rank else expected)
 

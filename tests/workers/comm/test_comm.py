@@ -30,26 +30,26 @@ def every_collective(comm: Comm, staged: bool = False) -> dict[str, tuple[list[f
     """(Result, what it has to be) of every kind of communication along every axis."""
     if staged:
         comm._backend = HostStaged(comm._backend)
-    found = {}
+    pairs = {}
     for axis in (axis for axis in AXES if axis != "pipeline" and comm.size(axis) > 1):
         size, index, ranks = comm.size(axis), comm.index(axis), comm._ranks[axis]
         total = torch.tensor([float(comm.rank), 1.0])
         comm.all_reduce(axis, total)
-        found[f"sum over {axis}"] = total.tolist(), [float(sum(ranks)), float(size)]
+        pairs[f"sum over {axis}"] = total.tolist(), [float(sum(ranks)), float(size)]
         largest = torch.tensor([float(comm.rank), -float(comm.rank)])
         comm.all_reduce(axis, largest, largest=True)
-        found[f"largest of {axis}"] = largest.tolist(), [float(max(ranks)), -float(min(ranks))]
+        pairs[f"largest of {axis}"] = largest.tolist(), [float(max(ranks)), -float(min(ranks))]
         if axis == "world":  # its ranks are linked to the first one only
             continue
         gathered = comm.all_gather(axis, torch.full((2,), float(comm.rank)))
-        found[f"all of {axis}"] = gathered.tolist(), [float(rank) for rank in ranks for _ in range(2)]
+        pairs[f"all of {axis}"] = gathered.tolist(), [float(rank) for rank in ranks for _ in range(2)]
         mine = comm.reduce_scatter(axis, torch.arange(2.0 * size) + comm.rank)
-        found[f"part of {axis}"] = mine.tolist(), [sum(2.0 * index + i + rank for rank in ranks) for i in range(2)]
+        pairs[f"part of {axis}"] = mine.tolist(), [sum(2.0 * index + i + rank for rank in ranks) for i in range(2)]
         outgoing = [[torch.tensor([10.0 * comm.rank + rank])] for rank in ranks]
         incoming = [[torch.zeros(1)] for _ in ranks]
         comm.start_all_to_all(axis, outgoing, incoming).wait()
         arrived = [incoming[i][0].item() for i in range(size) if i != index]
-        found[f"each of {axis}"] = arrived, [10.0 * rank + comm.rank for rank in ranks if rank != comm.rank]
+        pairs[f"each of {axis}"] = arrived, [10.0 * rank + comm.rank for rank in ranks if rank != comm.rank]
     stages, stage = comm.size("pipeline"), comm.index("pipeline")
     if stages > 1:
         sends = [comm.send((stage + way) % stages, torch.tensor([float(comm.rank), float(way)])) for way in (1, -1)]
@@ -58,11 +58,11 @@ def every_collective(comm: Comm, staged: bool = False) -> dict[str, tuple[list[f
             source = (stage - way) % stages
             comm.receive(source, message).wait()
             # With two stages both messages come from the same rank, in the order in which they were sent.
-            found[f"message {way}"] = message.tolist(), [float(comm._ranks["pipeline"][source]), float(way)]
+            pairs[f"message {way}"] = message.tolist(), [float(comm._ranks["pipeline"][source]), float(way)]
         for send in sends:
             send.wait()
     comm.barrier()
-    return found
+    return pairs
 
 
 def groups_that_were_made(comm: Comm) -> set[str]:
@@ -77,14 +77,14 @@ LAYOUTS = [(1, 3, 1), (2, 3, 1), (1, 4, 2), (2, 2, 2)]
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("backend", ["links", "process_groups"])
 def test_what_arrives_is_what_was_meant(ranks, layout, backend):
-    for found in ranks.run(ParallelConfig(**axes(layout)), every_collective, backend=backend):
-        for name, (got, expected) in found.items():
+    for pairs in ranks.run(ParallelConfig(**axes(layout)), every_collective, backend=backend):
+        for name, (got, expected) in pairs.items():
             assert got == expected, name
 
 
 def test_copies_in_host_memory_carry_the_same(ranks):
-    for found in ranks.run(ParallelConfig(**axes((2, 2, 2))), every_collective, True):
-        for name, (got, expected) in found.items():
+    for pairs in ranks.run(ParallelConfig(**axes((2, 2, 2))), every_collective, True):
+        for name, (got, expected) in pairs.items():
             assert got == expected, name
 
 
@@ -435,9 +435,9 @@ def test_a_rank_that_has_left_says_so():
 
 def test_alone_a_slice_of_a_sum_comes_where_it_is_wanted():
     comm, into = Comm(RankGrid(ParallelConfig()), 0, CPU), torch.zeros(3)
-    found, work = comm.start_reduce_scatter("data", torch.ones(3), into)
+    part, work = comm.start_reduce_scatter("data", torch.ones(3), into)
     work.wait()
-    assert found is into and into.tolist() == [1.0, 1.0, 1.0]
+    assert part is into and into.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_ranks_that_share_a_gpu_talk_through_host_memory_and_only_if_they_are_told_to():

@@ -30,13 +30,13 @@ def rank_links(rank: int, store: dist.Store, **options) -> Links:
 
 def they_train(first: Links, second: Links) -> bool:
     """Whether what one of them sends comes to the other, both ways."""
-    found = [torch.zeros(1), torch.zeros(1)]
-    for sender, receiver, into in ((first, second, found[1]), (second, first, found[0])):
+    received = [torch.zeros(1), torch.zeros(1)]
+    for sender, receiver, into in ((first, second, received[1]), (second, first, received[0])):
         sender.send(receiver.rank, 0, torch.ones(1)).wait()
         receiver.receive(sender.rank, 0, into).wait()
     for each in (first, second):
         each.close()
-    return found == [1, 1]
+    return received == [1, 1]
 
 
 def knock(store: dist.Store, words: bytes) -> socket.socket:

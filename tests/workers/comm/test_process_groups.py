@@ -52,19 +52,19 @@ def test_steps_of_two_ranks_have_the_same_bits(ranks, corpus, name):
     layout, spec = job(corpus, *SAME_BITS[name][:1], **SAME_BITS[name][1])
     links = ranks.run(layout, train_job, spec)
     groups = ranks.run(layout, train_job, spec, backend="process_groups")
-    for found, expected in zip(groups, links, strict=True):
-        assert found.statistics == expected.statistics
-        assert torch.equal(found.parameters, expected.parameters)
+    for trained, expected in zip(groups, links, strict=True):
+        assert trained.statistics == expected.statistics
+        assert torch.equal(trained.parameters, expected.parameters)
         for kind, part in expected.state.items():
-            assert torch.equal(found.state[kind], part), kind
+            assert torch.equal(trained.state[kind], part), kind
 
 
 def test_steps_of_four_ranks_differ_by_the_order_of_sums_at_most(ranks, corpus):
     layout, spec = job(corpus, axes((2, 1, 2)))
     links = ranks.run(layout, train_job, spec)
     groups = ranks.run(layout, train_job, spec, backend="process_groups")
-    for found, expected in zip(groups, links, strict=True):
-        for numbers, others in zip(found.statistics, expected.statistics, strict=True):
+    for trained, expected in zip(groups, links, strict=True):
+        for numbers, others in zip(trained.statistics, expected.statistics, strict=True):
             assert numbers == pytest.approx(others, rel=1e-6)
 
 

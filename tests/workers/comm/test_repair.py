@@ -43,17 +43,17 @@ def test_cut_at_any_message_changes_no_bit(ranks, corpus, tmp_path, name):
     layout = ParallelConfig(**sizes, **parallel)
     clean = ranks.run(layout, train_through, job, folder(tmp_path, "clean"), ranks.port, [])
     choice = random.Random(name)
-    messages = [found.messages for found in clean]
+    messages = [trained.messages for trained in clean]
     cuts = []
     for generation in range(3):
         rank = choice.randrange(layout.world_size)
         # Of what is left after the cuts before, and never after the last step is committed.
         cuts.append(Cut(generation, rank, choice.randrange(1, messages[rank] * 2 // 5)))
     broken = ranks.run(layout, train_through, job, folder(tmp_path, "broken"), ranks.port, cuts)
-    for found, expected in zip(broken, clean, strict=True):
-        assert found.generations == 4, cuts
-        assert found.state == expected.state, cuts
-        assert found.steps_redone <= len(cuts), cuts
+    for trained, expected in zip(broken, clean, strict=True):
+        assert trained.generations == 4, cuts
+        assert trained.state == expected.state, cuts
+        assert trained.steps_redone <= len(cuts), cuts
     assert broken[0].rows == clean[0].rows, cuts
 
 

@@ -61,21 +61,21 @@ def watched(tmp_path, go):
 
     def watch(process, count, meanwhile=None):
         async def body():
-            told, enough = [], asyncio.Event()
+            standstills, enough = [], asyncio.Event()
 
             def tell(data):
-                told.append(data)
-                if len(told) >= count:
+                standstills.append(data)
+                if len(standstills) >= count:
                     enough.set()
 
             eye = TrainerWatch(process.pid, 2, tmp_path, False, tell)
             looking = asyncio.create_task(eye.run())
             if meanwhile is not None:
-                await meanwhile(eye, told)
+                await meanwhile(eye, standstills)
             if count:
                 await enough.wait()
             looking.cancel()
-            return told
+            return standstills
 
         return go(body)
 
@@ -86,8 +86,8 @@ def test_a_stopped_process_is_told_once_and_again_when_it_moves_on(child, watche
     process = child("for n in range(10**9): progress.at('backward', n % 4); time.sleep(0.01)")
     os.kill(process.pid, signal.SIGSTOP)
 
-    async def wake(eye, told):
-        while not told:
+    async def wake(eye, standstills):
+        while not standstills:
             await asyncio.sleep(0.05)
         os.kill(process.pid, signal.SIGCONT)
 
@@ -100,10 +100,10 @@ def test_a_stopped_process_is_told_once_and_again_when_it_moves_on(child, watche
 
 def test_a_process_that_holds_its_lock_is_noticed_and_its_stacks_are_told(child, watched, tmp_path, go):
     process = child("stuck()")
-    (told,) = watched(process, 1)
-    assert (told.overdue, told.stopped, told.burning) == (True, False, False)
-    assert told.standing_seconds >= LEAST_SECONDS
-    assert (told.record.phase, told.record.micro_batch) == ("backward", 3)
+    (standstill,) = watched(process, 1)
+    assert (standstill.overdue, standstill.stopped, standstill.burning) == (True, False, False)
+    assert standstill.standing_seconds >= LEAST_SECONDS
+    assert (standstill.record.phase, standstill.record.micro_batch) == ("backward", 3)
     stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
     assert "in stuck" in stacks
     assert "in hang" in stacks
@@ -119,8 +119,8 @@ def test_of_a_stopped_process_the_kernel_tells(child, tmp_path, go):
 def test_a_process_that_never_offered_its_stacks_is_not_killed_by_the_question(go, tmp_path):
     process = subprocess.Popen(["sleep", "1000"])
     try:
-        found = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
-        assert "State" in found
+        stacks = go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2)))
+        assert "State" in stacks
         assert process.poll() is None
     finally:
         process.kill()
@@ -131,10 +131,10 @@ def test_a_process_that_never_offered_its_stacks_is_not_killed_by_the_question(g
 def test_rest_and_computing_are_left_alone_for_longer_than_an_ordinary_phase(child, watched, then):
     process = child(then)
 
-    async def look_on(eye, told):
+    async def look_on(eye, standstills):
         while eye.describe().standing_seconds < 2 * LEAST_SECONDS:
             await asyncio.sleep(0.05)
-        assert told == []
+        assert standstills == []
         assert not eye.overdue
 
     assert watched(process, 0, look_on) == []

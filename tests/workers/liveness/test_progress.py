@@ -35,15 +35,15 @@ def test_what_is_written_is_read(pair):
     writer.entered("tensor")
     writer.entered("sent")
     writer.waits_for(2, 1, sending=True)
-    found = reader.read()
-    assert (found.generation, found.step, found.phase, found.micro_batch) == (7, 41, "backward", 5)
-    assert (found.waits_for, found.channel, found.sending) == (2, 1, True)
-    assert found.counts == {**dict.fromkeys(COUNTED, 0), "tensor": 1, "sent": 1}
-    assert not found.torn
+    record = reader.read()
+    assert (record.generation, record.step, record.phase, record.micro_batch) == (7, 41, "backward", 5)
+    assert (record.waits_for, record.channel, record.sending) == (2, 1, True)
+    assert record.counts == {**dict.fromkeys(COUNTED, 0), "tensor": 1, "sent": 1}
+    assert not record.torn
     writer.moved()
     writer.at("optimizer")
-    found = reader.read()
-    assert (found.waits_for, found.phase, found.micro_batch, found.step) == (None, "optimizer", None, 41)
+    record = reader.read()
+    assert (record.waits_for, record.phase, record.micro_batch, record.step) == (None, "optimizer", None, 41)
 
 
 @pytest.mark.parametrize("peer", [0, 1, 16_383])
@@ -52,8 +52,8 @@ def test_what_is_written_is_read(pair):
 def test_every_wait_comes_back_as_it_was(pair, peer, channel, sending):
     writer, reader = pair
     writer.waits_for(peer, channel, sending)
-    found = reader.read()
-    assert (found.waits_for, found.channel, found.sending) == (peer, channel, sending)
+    record = reader.read()
+    assert (record.waits_for, record.channel, record.sending) == (peer, channel, sending)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -61,8 +61,8 @@ def test_every_phase_comes_back_as_it_was(pair, phase):
     writer, reader = pair
     writer.begin_step(10**9)
     writer.at(phase, 2**20 - 2)
-    found = reader.read()
-    assert (found.step, found.phase, found.micro_batch) == (10**9, phase, 2**20 - 2)
+    record = reader.read()
+    assert (record.step, record.phase, record.micro_batch) == (10**9, phase, 2**20 - 2)
 
 
 def test_each_change_moves_the_heartbeat(pair):
@@ -102,10 +102,10 @@ def test_times_of_the_last_steps_are_kept(pair):
         writer.moved(waited=10.0)  # before the step
         writer.begin_step(step)
         writer.commit(step)
-    found = reader.read()
-    assert (found.committed, found.commits) == (RECENT + 5, RECENT + 5)
-    assert len(found.step_seconds) == len(found.own_seconds) == RECENT
-    assert all(0 <= own <= whole for own, whole in zip(found.own_seconds, found.step_seconds, strict=True))
+    record = reader.read()
+    assert (record.committed, record.commits) == (RECENT + 5, RECENT + 5)
+    assert len(record.step_seconds) == len(record.own_seconds) == RECENT
+    assert all(0 <= own <= whole for own, whole in zip(record.own_seconds, record.step_seconds, strict=True))
 
 
 def test_times_are_those_of_each_step_in_nanoseconds_of_its_clock(pair, monkeypatch):
@@ -120,10 +120,10 @@ def test_times_are_those_of_each_step_in_nanoseconds_of_its_clock(pair, monkeypa
         now[0] += (seconds - 1) * 1_000_000_000
         assert writer.own_seconds() == seconds - 0.5
         writer.commit(step)
-    found = reader.read()
-    assert found.step_seconds == (2.0, 3.0), "and no more than there were steps"
-    assert found.own_seconds == (1.5, 2.5)
-    assert (found.changed_at, found.committed_at) == (8.0, 10.0)
+    record = reader.read()
+    assert record.step_seconds == (2.0, 3.0), "and no more than there were steps"
+    assert record.own_seconds == (1.5, 2.5)
+    assert (record.changed_at, record.committed_at) == (8.0, 10.0)
 
 
 def test_the_oldest_of_the_last_steps_makes_room(pair, monkeypatch):
@@ -154,8 +154,8 @@ def test_time_spent_waiting_in_a_step_is_not_the_ranks_own(pair):
     writer.moved(waited=0.25)
     assert writer.own_seconds() < 0.0  # the test has not waited at all
     writer.commit(1)
-    found = reader.read()
-    assert found.step_seconds[0] - found.own_seconds[0] == pytest.approx(0.25)
+    record = reader.read()
+    assert record.step_seconds[0] - record.own_seconds[0] == pytest.approx(0.25)
 
 
 def test_a_record_under_change_is_never_read_half(pair):
@@ -237,9 +237,9 @@ def test_reading_needs_nothing_of_a_stopped_process(tmp_path):
         assert child.stdout.readline() == "up\n"
         os.kill(child.pid, signal.SIGSTOP)
         reader = ProgressReader(progress_path(tmp_path, 1))
-        found = reader.read()
+        record = reader.read()
         reader.close()
-        assert (found.pid, found.step, found.phase, found.micro_batch) == (child.pid, 12, "forward", 2)
+        assert (record.pid, record.step, record.phase, record.micro_batch) == (child.pid, 12, "forward", 2)
     finally:
         child.kill()
         child.communicate()
@@ -247,5 +247,5 @@ def test_reading_needs_nothing_of_a_stopped_process(tmp_path):
 
 def test_agents_can_read_it_without_torch():
     program = "import sys, workers.liveness.progress, workers.liveness.stacks; print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False"
+    program_run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert program_run.stdout.strip() == "False"

@@ -13,15 +13,15 @@ FOUR = [0, 0, 1, 1]
 def run(stages, steps):
     """Everything that is named in `steps`, as (step, straggler)."""
     watch = Stragglers(stages)
-    return [(number, found) for number, own in enumerate(steps, 1) for found in watch.add(own)]
+    return [(number, straggler) for number, own in enumerate(steps, 1) for straggler in watch.add(own)]
 
 
 def test_a_rank_that_is_slow_for_long_is_named_once_with_the_evidence():
-    ((step, found),) = run(FOUR, [(0.2, 0.5, 1.0, 1.0)] * 100)
+    ((step, straggler),) = run(FOUR, [(0.2, 0.5, 1.0, 1.0)] * 100)
     assert step == SLOW_STEPS
-    assert (found.rank, found.own_seconds, found.usual_seconds) == (1, 0.5, 0.2)
-    assert "rank 1 holds up the others" in found.sentence
-    assert found.to_json() == {
+    assert (straggler.rank, straggler.own_seconds, straggler.usual_seconds) == (1, 0.5, 0.2)
+    assert "rank 1 holds up the others" in straggler.sentence
+    assert straggler.to_json() == {
         "straggler": 1,
         "own_seconds": 0.5,
         "usual_seconds": 0.2,
@@ -41,14 +41,14 @@ def test_a_rank_without_peers_cannot_be_compared():
 def test_less_than_the_floor_is_not_worth_a_word():
     assert run([0, 0], [(0.001, 0.001 + 0.9 * LEAST_SECONDS)] * 100) == []
     assert run([0, 0], [(10.0, 10.0 + 2 * LEAST_SECONDS)] * 100) == [], "nor so little of a long step"
-    assert [found.rank for _, found in run([0, 0], [(0.001, 0.001 + 1.1 * LEAST_SECONDS)] * 100)] == [1]
+    assert [straggler.rank for _, straggler in run([0, 0], [(0.001, 0.001 + 1.1 * LEAST_SECONDS)] * 100)] == [1]
 
 
 def test_what_is_usual_is_the_median_of_the_window_and_not_of_all_steps():
     steps = [(9.0, 9.0, 9.0)] * 50 + [(0.2, 0.5, 0.2)] * WINDOW
-    ((step, found),) = run([0, 0, 0], steps)
+    ((step, straggler),) = run([0, 0, 0], steps)
     assert step == 50 + SLOW_STEPS
-    assert (found.own_seconds, found.usual_seconds, found.slow_steps) == (0.5, 0.2, SLOW_STEPS)
+    assert (straggler.own_seconds, straggler.usual_seconds, straggler.slow_steps) == (0.5, 0.2, SLOW_STEPS)
 
 
 def test_slow_now_and_then_is_not_persistent():
@@ -57,7 +57,7 @@ def test_slow_now_and_then_is_not_persistent():
 
 def test_whoever_recovers_and_falls_back_again_is_named_again():
     slow, fine = [(0.2, 0.9)] * 40, [(0.2, 0.2)] * 40
-    assert [found.rank for _, found in run([0, 0], slow + fine + slow)] == [1, 1]
+    assert [straggler.rank for _, straggler in run([0, 0], slow + fine + slow)] == [1, 1]
 
 
 @settings(max_examples=100, deadline=None)
@@ -76,4 +76,4 @@ def test_the_slow_one_is_found_in_the_noise_and_nobody_else(ranks, seed, pace, d
     steps = [
         [pace * noise.uniform(0.9, 1.1) * (2.0 if rank == slow else 1.0) for rank in range(ranks)] for _ in range(60)
     ]
-    assert [found.rank for _, found in run([0] * ranks, steps)] == [slow]
+    assert [straggler.rank for _, straggler in run([0] * ranks, steps)] == [slow]

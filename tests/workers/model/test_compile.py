@@ -27,8 +27,8 @@ def batch(job: JobSpec) -> list[MicroBatch]:
 def train(engine: Engine, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step."""
     engine.initialise(1)
-    found = [engine.step(batch(engine.spec), 8, 1e-3, 0) for _ in range(steps)]
-    return [(each.loss, each.grad_norm) for each in found]
+    statistics = [engine.step(batch(engine.spec), 8, 1e-3, 0) for _ in range(steps)]
+    return [(each.loss, each.grad_norm) for each in statistics]
 
 
 def compiled(comm: Comm, job: dict, steps: int) -> tuple[list[tuple[float, float]], int, int]:
@@ -37,9 +37,9 @@ def compiled(comm: Comm, job: dict, steps: int) -> tuple[list[tuple[float, float
     torch._dynamo.utils.counters.clear()
     engine = Engine(parse_job_spec(job), comm)
     compile_layers(engine.model, backend="aot_eager")
-    found = train(engine, steps)
+    numbers = train(engine, steps)
     counters = torch._dynamo.utils.counters
-    return found, counters["stats"]["unique_graphs"], len(counters["graph_break"])
+    return numbers, counters["stats"]["unique_graphs"], len(counters["graph_break"])
 
 
 def plain(comm: Comm, job: dict, steps: int) -> list[tuple[float, float]]:
@@ -61,8 +61,8 @@ def test_compiled_layers_are_one_graph_and_give_the_same_numbers(ranks, tensor, 
         parallel={**axes((tensor, 1, 1)), "recompute": recompute},
     )
     expected = ranks.run(layout_of(tensor=tensor), plain, job, 3)
-    for rank, (found, graphs, breaks) in enumerate(ranks.run(layout_of(tensor=tensor), compiled, job, 3)):
-        assert found == [pytest.approx(each, rel=1e-6) for each in expected[rank]]
+    for rank, (numbers, graphs, breaks) in enumerate(ranks.run(layout_of(tensor=tensor), compiled, job, 3)):
+        assert numbers == [pytest.approx(each, rel=1e-6) for each in expected[rank]]
         assert (graphs, breaks) == (1, 0)
 
 

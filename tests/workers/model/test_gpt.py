@@ -18,9 +18,9 @@ from workers.spec.reading import parse_job_spec
 def initial(ranks, layout: tuple[int, int, int], **model) -> dict[str, torch.Tensor]:
     """Layout-free initial parameters; where ranks hold the same one they hold the same bits."""
     job = document(model=model, parallel=axes(layout))
-    found = ranks.run(ParallelConfig(**axes(layout)), initial_parameters, job)
+    by_rank = ranks.run(ParallelConfig(**axes(layout)), initial_parameters, job)
     shapes = {name: tuple(p.shape) for name, p in PlainGPT(parse_job_spec(job)).named_parameters()}
-    return assemble(shapes, [placed for rank in found for placed in rank])
+    return assemble(shapes, [placed for rank in by_rank for placed in rank])
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -101,6 +101,6 @@ def test_loss_and_gradient_norm_are_those_of_hugging_faces_gpt2(ranks, layout):
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
     loss.backward()
     norm = torch.stack([parameter.grad.norm() for parameter in gpt2.parameters()]).norm().item()
-    found = ranks.run(layout_of(*layout), run_steps, [job], [weights], [[windows]], torch.float64)
-    assert found[0][0].losses == pytest.approx([loss.item()], rel=1e-10)
-    assert found[0][0].grad_norms == pytest.approx([norm], rel=1e-10)
+    trained = ranks.run(layout_of(*layout), run_steps, [job], [weights], [[windows]], torch.float64)
+    assert trained[0][0].losses == pytest.approx([loss.item()], rel=1e-10)
+    assert trained[0][0].grad_norms == pytest.approx([norm], rel=1e-10)

@@ -32,11 +32,11 @@ def test_text_is_read_where_tokens_go_in_and_where_the_loss_comes_out(parallel, 
 
 
 def test_every_layer_is_somewhere_under_its_name_in_the_whole_model():
-    found = [shard.name for stage in stages(parallel={"pipeline": 3}) for shard in stage.named_shards()]
-    layers = [name.split(".")[1] for name in found if name.endswith("mlp.up.weight")]
+    names = [shard.name for stage in stages(parallel={"pipeline": 3}) for shard in stage.named_shards()]
+    layers = [name.split(".")[1] for name in names if name.endswith("mlp.up.weight")]
     assert layers == ["0", "1", "2", "3", "4", "5"]
-    assert len([name for name in found if name == TOKEN_EMBEDDING]) == 2, "an original and a copy"
-    others = [name for name in found if name != TOKEN_EMBEDDING]
+    assert len([name for name in names if name == TOKEN_EMBEDDING]) == 2, "an original and a copy"
+    others = [name for name in names if name != TOKEN_EMBEDDING]
     assert len(set(others)) == len(others)
 
 

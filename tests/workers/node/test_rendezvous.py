@@ -27,10 +27,10 @@ def test_store_serves_until_its_control_socket_closes():
     serving.start()
     with ours, theirs:
         port = json.loads(ours.makefile().readline())["port"]
-        found = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", CLIENT, str(port)], cwd=ROOT, capture_output=True, text=True, timeout=60
         )
         ours.shutdown(socket.SHUT_RDWR)
         serving.join(10)
-    assert found.stdout.split() == ["value", "2"], found.stderr
+    assert process.stdout.split() == ["value", "2"], process.stderr
     assert codes == [0]

@@ -104,20 +104,20 @@ def test_roll_backs_add_up_in_any_order(first, second):
 
 @given(PAIRS, ROLL_BACKS, ROLL_BACKS)
 def test_ranks_agree_on_all_roll_backs_that_any_of_them_knows(recent, first, second):
-    found = merged_histories(
+    merged = merged_histories(
         [
             NumericsHistory((), ()),
             NumericsHistory(recent).with_roll_backs(first),
             NumericsHistory(recent).with_roll_backs(second),
         ]
     )
-    assert found == NumericsHistory(recent).with_roll_backs([*first, *second])
+    assert merged == NumericsHistory(recent).with_roll_backs([*first, *second])
 
 
 @given(st.sets(st.integers(0, 50), min_size=1), st.integers(1, 60), st.integers(1, 20))
 def test_a_roll_back_undoes_enough_where_it_can(kept, step, steps):
     kept = {each for each in kept if each < step} or {0}
-    found = roll_back_target(kept, step, steps)
-    assert found in kept
+    target = roll_back_target(kept, step, steps)
+    assert target in kept
     enough = {each for each in kept if step - 1 - each >= steps}
-    assert found == (max(enough) if enough else min(kept))
+    assert target == (max(enough) if enough else min(kept))

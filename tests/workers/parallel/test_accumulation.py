@@ -119,9 +119,9 @@ def test_loss_and_gradient_are_means_over_the_valid_tokens_of_the_global_batch(r
     cases = [(size, mask) for size in MICRO_BATCH_SIZES[:: 1 if layout == (1, 1, 1) else 2] for mask in MASKS]
     jobs = [job(layout, size) for size, _ in cases]
     batches, starts = [[batch(mask)] for _, mask in cases], [light(weights())] * len(cases)
-    found = ranks.run(parse_job_spec(jobs[0]).layout, run_steps, jobs, starts, batches, torch.float64)
+    by_rank = ranks.run(parse_job_spec(jobs[0]).layout, run_steps, jobs, starts, batches, torch.float64)
     for number, (size, mask) in enumerate(cases):
-        check([rank[number] for rank in found], mask, (size, mask.__name__))
+        check([rank[number] for rank in by_rank], mask, (size, mask.__name__))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v"])
@@ -132,17 +132,19 @@ def test_every_schedule_takes_micro_batches_of_different_sizes(ranks, schedule):
     for mask in (a_few_missing, padded_ends):
         batches = [[batch(mask)]] * len(jobs)
         layout = parse_job_spec(jobs[0]).layout
-        found = ranks.run(layout, run_steps, jobs, [light(weights())] * len(jobs), batches, torch.float64)
+        by_rank = ranks.run(layout, run_steps, jobs, [light(weights())] * len(jobs), batches, torch.float64)
         for number in range(len(jobs)):
-            check([rank[number] for rank in found], mask, schedule)
+            check([rank[number] for rank in by_rank], mask, schedule)
 
 
 def test_a_batch_without_any_target_has_no_loss_and_no_gradient(ranks):
     nothing = torch.full((10, 9), NO_TARGET)
     for layout in ((1, 1, 1), (2, 2, 2)):
         one = job(layout, 2, weight_decay=0.0)
-        found = ranks.run(parse_job_spec(one).layout, run_steps, [one], [light(weights())], [[nothing]], torch.float64)
-        for rank in found:
+        by_rank = ranks.run(
+            parse_job_spec(one).layout, run_steps, [one], [light(weights())], [[nothing]], torch.float64
+        )
+        for rank in by_rank:
             assert rank[0].losses == [0.0]
             assert rank[0].grad_norms == [0.0]
             assert not any(values.any() for _, _, values in rank[0].gradients)
@@ -156,14 +158,14 @@ def test_steps_of_different_sizes_follow_the_same_curve_however_they_are_cut(ran
     curves = {}
     for layout in ((1, 1, 1), (1, 1, 4), (1, 2, 2), (2, 2, 2)):
         jobs = [job(layout, size, len(sizes), **optimizer) for size in (1, 2, 3)]
-        found = ranks.run(
+        by_rank = ranks.run(
             parse_job_spec(jobs[0]).layout, run_steps, jobs, [light(weights())] * 3, [batches] * 3, torch.float64
         )
         for number, size in enumerate((1, 2, 3)):
-            curves[layout, size] = [(rank[number].losses, rank[number].grad_norms) for rank in found]
+            curves[layout, size] = [(rank[number].losses, rank[number].grad_norms) for rank in by_rank]
     losses, norms = curves[(1, 1, 1), 1][0]
     assert min(norms) > 0.5, "every step is clipped"
-    for case, found in curves.items():
-        for other_losses, other_norms in found:
+    for case, curve in curves.items():
+        for other_losses, other_norms in curve:
             assert other_losses == pytest.approx(losses, rel=TOLERANCE), case
             assert other_norms == pytest.approx(norms, rel=TOLERANCE), case

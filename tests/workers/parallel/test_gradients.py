@@ -272,9 +272,9 @@ def compare(ranks: Any, numbers: list[int], dtype: torch.dtype, tolerance: float
     jobs, expected = [job(row) for row in rows], [references()[number] for number in numbers]
     layout = parse_job_spec(jobs[0]).layout
     weights = [light(start) for start, _, _ in expected]
-    found = ranks.run(layout, run_steps, jobs, weights, [[windows(row)] for row in rows], dtype)
+    by_rank = ranks.run(layout, run_steps, jobs, weights, [[windows(row)] for row in rows], dtype)
     for number, (start, loss, gradients) in enumerate(expected):
-        steps = [rank[number] for rank in found]
+        steps = [rank[number] for rank in by_rank]
         check(rows[number], steps, loss, gradients, tolerance)
         shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
         after = assemble(shapes, [placed for rank in steps for placed in rank.parameters])

@@ -77,15 +77,15 @@ def batches() -> list[torch.Tensor]:
 
 def run(ranks: Any, jobs: list[dict[str, Any]], steps: list[torch.Tensor], scale: float | None = None) -> list:
     """Results by job, then by rank."""
-    found = ranks.run(parse_job_spec(jobs[0]).layout, run_precise, jobs, weights(), steps, scale)
-    return [[rank[number] for rank in found] for number in range(len(jobs))]
+    by_rank = ranks.run(parse_job_spec(jobs[0]).layout, run_precise, jobs, weights(), steps, scale)
+    return [[rank[number] for rank in by_rank] for number in range(len(jobs))]
 
 
 @pytest.fixture(scope="module")
 def curves(ranks) -> dict[str, Precise]:
     """Twenty steps of one rank in each precision."""
     jobs = [job(precision) for precision in DTYPES]
-    return {name: found[0] for name, found in zip(DTYPES, run(ranks, jobs, batches()), strict=True)}
+    return {name: trained[0] for name, trained in zip(DTYPES, run(ranks, jobs, batches()), strict=True)}
 
 
 def whole(placed: list[Any]) -> dict[str, torch.Tensor]:
@@ -93,9 +93,9 @@ def whole(placed: list[Any]) -> dict[str, torch.Tensor]:
     return assemble({name: tuple(tensor.shape) for name, tensor in weights().items()}, placed)
 
 
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def distance(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """L2 norm of the difference, relative to that of what was expected."""
-    differences = torch.cat([(found[name].double() - expected[name].double()).flatten() for name in expected])
+    differences = torch.cat([(tensors[name].double() - expected[name].double()).flatten() for name in expected])
     return (differences.norm() / torch.cat([tensor.double().flatten() for tensor in expected.values()]).norm()).item()
 
 
@@ -114,9 +114,9 @@ def test_sixteen_bits_follow_the_curve_of_fp32(curves, precision, tolerance):
 def test_layouts_agree_within_the_precision(ranks, curves, precision):
     expected, tolerance = curves[precision], {"bf16": 2e-3, "fp16": 3e-4}[precision]
     for layout, parallel in LAYOUTS:
-        (found,) = run(ranks, [job(precision, layout, **parallel)], batches()[:10])
-        for rank in found:
-            assert rank.losses == found[0].losses, "all ranks say the same"
+        (by_rank,) = run(ranks, [job(precision, layout, **parallel)], batches()[:10])
+        for rank in by_rank:
+            assert rank.losses == by_rank[0].losses, "all ranks say the same"
             assert rank.losses == pytest.approx(expected.losses[:10], rel=tolerance), (layout, parallel)
             assert rank.grad_norms == pytest.approx(expected.grad_norms[:10], rel=5 * UNIT[precision]), (
                 layout,
@@ -128,9 +128,9 @@ def test_layouts_agree_within_the_precision(ranks, curves, precision):
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 2, 2)], ids=str)
 def test_parameters_are_the_rounded_master_weights(ranks, precision, layout):
     for zero in (0, 1):
-        (found,) = run(ranks, [job(precision, layout, zero=zero)], batches()[:3])
-        masters = whole([placed for rank in found for placed in rank.masters])
-        parameters = whole([placed for rank in found for placed in rank.parameters])
+        (by_rank,) = run(ranks, [job(precision, layout, zero=zero)], batches()[:3])
+        masters = whole([placed for rank in by_rank for placed in rank.masters])
+        parameters = whole([placed for rank in by_rank for placed in rank.parameters])
         for name, master in masters.items():
             assert master.dtype == torch.float32
             assert parameters[name].dtype == DTYPES[precision]
@@ -153,20 +153,20 @@ def test_hundreds_of_micro_batches_add_up(ranks, precision, layout, count):
     one, replicas = batches()[0][:1], layout[2]
     (single,) = run(ranks, [one_step_job(precision, replicas, layout)], [one.expand(replicas, 9)], 2.0**8 * replicas)
     (many,) = run(ranks, [one_step_job(precision, count, layout)], [one.expand(count, 9)], 2.0**8 * count)
-    expected, found = (whole([placed for rank in steps for placed in rank.gradients]) for steps in (single, many))
+    expected, accumulated = (whole([placed for rank in steps for placed in rank.gradients]) for steps in (single, many))
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+        assert (accumulated[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 1e-2), ("fp16", 1e-3)])
 def test_the_sum_over_many_micro_batches_is_near_to_that_of_fp64(ranks, precision, tolerance):
     windows = torch.cat(batches())[:128]
-    (found,) = run(ranks, [one_step_job(precision, 128)], [windows])
+    (by_rank,) = run(ranks, [one_step_job(precision, 128)], [windows])
     with one_thread():
         plain = PlainGPT(parse_job_spec(job())).double().load(weights())
         plain.loss(windows).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert distance(whole(found[0].gradients), expected) < tolerance
+    assert distance(whole(by_rank[0].gradients), expected) < tolerance
 
 
 # The loss scale of fp16.
@@ -196,9 +196,9 @@ def test_an_overflow_is_tried_again_with_half_the_scale_and_the_same_samples(ran
 
 def test_the_loss_scale_does_not_change_what_is_learned(ranks, curves):
     """It is a power of two: only what leaves the range of fp16 can tell."""
-    (found,) = run(ranks, [job("fp16")], batches(), 2.0**12)
-    assert found[0].losses == pytest.approx(curves["fp16"].losses, rel=1e-4)
-    assert found[0].scales == [2.0**12] * STEPS
+    (by_rank,) = run(ranks, [job("fp16")], batches(), 2.0**12)
+    assert by_rank[0].losses == pytest.approx(curves["fp16"].losses, rel=1e-4)
+    assert by_rank[0].scales == [2.0**12] * STEPS
     assert curves["bf16"].scales == curves["fp32"].scales == [1.0] * STEPS
 
 
@@ -274,8 +274,8 @@ POISONED = (((1, 1, 1), 1), ((1, 1, 2), 0), ((1, 1, 2), 1), ((2, 1, 1), 1), ((1,
 def test_a_step_that_is_not_finite_somewhere_changes_nothing_anywhere(ranks, precision, poison, layout, zero):
     one = job(precision, layout, zero=zero)
     arguments = (poisoned_steps, one, weights(), batches()[:3])
-    found = ranks.run(parse_job_spec(one).layout, *arguments, poison)
+    by_rank = ranks.run(parse_job_spec(one).layout, *arguments, poison)
     without = ranks.run(parse_job_spec(one).layout, *arguments, None)
-    for (seen, after), (_, expected) in zip(found, without, strict=True):
+    for (seen, after), (_, expected) in zip(by_rank, without, strict=True):
         assert seen == [(True, True), (False, False), (True, True)]
         assert torch.equal(after, expected), "as if the step had not been, AdamW's clock and the loss scale included"

@@ -53,10 +53,10 @@ def test_training_learns(curve):
     ],
 )
 def test_layouts_agree_at_every_step(ranks, corpus, curve, layout):
-    found = ranks.run(ParallelConfig(**axes(layout)), train_job, training_job(corpus, layout))
-    for rank in found:
-        assert rank.statistics == found[0].statistics, "all ranks say the same"
-    for step, (row, other) in enumerate(zip(curve.rows, found[0].rows, strict=True), start=1):
+    by_rank = ranks.run(ParallelConfig(**axes(layout)), train_job, training_job(corpus, layout))
+    for rank in by_rank:
+        assert rank.statistics == by_rank[0].statistics, "all ranks say the same"
+    for step, (row, other) in enumerate(zip(curve.rows, by_rank[0].rows, strict=True), start=1):
         assert other["loss"] == pytest.approx(row["loss"], rel=2e-6), step
         assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=2e-5), step
         assert ("validation_loss" in other) == (step % 8 == 0)
@@ -132,13 +132,13 @@ def test_ten_steps_equal_a_plain_loop(ranks, layout, dtype, bias, tolerance):
     spec = parse_job_spec(job)
     batches = list(torch.randint(256, (10, 8, 9), generator=torch.Generator().manual_seed(3)))
     weights = random_weights(spec)
-    found = ranks.run(ParallelConfig(**axes(layout)), run_steps, [job], [weights], [batches], dtype)
+    by_rank = ranks.run(ParallelConfig(**axes(layout)), run_steps, [job], [weights], [batches], dtype)
     model, losses, norms = plain_run(job, batches, dtype)
     assert min(norms) > 0.5, "every step is clipped"
-    assert found[0][0].losses == pytest.approx(losses, rel=tolerance)
-    assert found[0][0].grad_norms == pytest.approx(norms, rel=10 * tolerance)
+    assert by_rank[0][0].losses == pytest.approx(losses, rel=tolerance)
+    assert by_rank[0][0].grad_norms == pytest.approx(norms, rel=10 * tolerance)
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    whole = assemble(shapes, [placed for rank in found for placed in rank[0].parameters])
+    whole = assemble(shapes, [placed for rank in by_rank for placed in rank[0].parameters])
     for name, parameter in model.named_parameters():
         error = (whole[name] - parameter.detach()).norm() / parameter.detach().norm()
         assert error <= tolerance, name

@@ -43,10 +43,10 @@ def order(generation, **spec):
 
 async def until_exit(agent, after=0):
     """All reports above `after` up to the next exit."""
-    found = []
-    while not found or found[-1].kind != "exit":
-        found += await agent.reports(found[-1].sequence if found else after, 20.0)
-    return found
+    reports = []
+    while not reports or reports[-1].kind != "exit":
+        reports += await agent.reports(reports[-1].sequence if reports else after, 20.0)
+    return reports
 
 
 def log_of(tmp_path):
@@ -64,13 +64,13 @@ def test_reports_are_numbered_kept_and_acknowledged(make_agent, go):
         described = await agent.describe()
         assert (described.generation, described.rank, described.sizes) == (1, 3, (2, 1, 2))
         assert described.trainer_pid in (answer.pid, None)
-        found = await until_exit(agent)
-        assert [report.sequence for report in found] == [1, 2, 3, 4, 5, 6]
-        assert [report.payload.data["index"] for report in found[:5]] == [0, 1, 2, 3, 4]
-        assert found[-1].payload == Exited(code=4, last_output=("bye",))
-        assert {report.rank for report in found} == {3}
+        reports = await until_exit(agent)
+        assert [report.sequence for report in reports] == [1, 2, 3, 4, 5, 6]
+        assert [report.payload.data["index"] for report in reports[:5]] == [0, 1, 2, 3, 4]
+        assert reports[-1].payload == Exited(code=4, last_output=("bye",))
+        assert {report.rank for report in reports} == {3}
         for _ in range(2):
-            assert await agent.reports(5, 0.0) == found[5:], "not acknowledged, so told again"
+            assert await agent.reports(5, 0.0) == reports[5:], "not acknowledged, so told again"
         assert await agent.reports(6, 0.0) == []
         assert await agent.reports(0, 0.0) == [], "acknowledged means forgotten"
         await agent.launch(order(2, reports=1))
@@ -87,8 +87,8 @@ def test_the_trainer_of_the_generation_is_told_to_save_and_end(make_agent, go):
         await agent.launch(order(1, echo_commands=1, code=EXIT_SAVED))
         assert not await agent.save_and_end(2)
         assert await agent.save_and_end(1)
-        told, ended = await until_exit(agent)
-        assert told.payload.data == {"command": {"do": "save_and_end", "generation": 1}}
+        command, ended = await until_exit(agent)
+        assert command.payload.data == {"command": {"do": "save_and_end", "generation": 1}}
         assert ended.payload == Exited(code=EXIT_SAVED)
         assert not await agent.save_and_end(1)
         await agent.close()
@@ -120,8 +120,8 @@ def test_stale_generations_are_refused_and_a_newer_one_replaces(make_agent, go, 
         second = await agent.launch(order(3, wait=True))
         assert gone(first.pid)
         assert (await agent.describe()).trainer_pid == second.pid
-        told = [r for r in await agent.reports(0, 5.0) if r.kind == "exit"]
-        assert [(r.generation, r.payload.signal) for r in told] == [(2, 9)]
+        exits = [r for r in await agent.reports(0, 5.0) if r.kind == "exit"]
+        assert [(r.generation, r.payload.signal) for r in exits] == [(2, 9)]
         assert await agent.stop() == Exit(None, 9)
         assert await agent.stop() == Exit(None, 9), "stopping twice is no harm"
         assert gone(second.pid)
@@ -212,9 +212,9 @@ def test_log_that_cannot_be_written_does_not_stop_the_trainer(make_agent, go, tm
     async def body():
         agent = make_agent()
         await agent.launch(order(1, print=["x" * 500_000], reports=1))
-        found = await until_exit(agent)
-        assert [report.kind for report in found] == ["event", "exit"]
-        assert found[-1].payload.code == 0
+        reports = await until_exit(agent)
+        assert [report.kind for report in reports] == ["event", "exit"]
+        assert reports[-1].payload.code == 0
         await agent.close()
 
     go(body)
@@ -252,8 +252,8 @@ def test_stopped_trainer_dies_with_its_agent(zygote, tmp_path, gone):
     )
     stop = json.dumps(to_json(order(1, reports=1, wait=True, stop=True)))
     arguments = [sys.executable, "-c", script, str(tmp_path / "home"), str(zygote.socket.parent), stop]
-    found = subprocess.run(arguments, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=30)
-    pid, torch, ray = found.stdout.split()
+    process = subprocess.run(arguments, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=30)
+    pid, torch, ray = process.stdout.split()
     assert gone(int(pid))
     assert (torch, ray) == ("False", "False"), "the agent must stay light"
 
@@ -263,9 +263,9 @@ def test_standstill_is_reported_its_stacks_are_told_and_its_end_says_why(make_ag
         agent = make_agent()
         assert await agent.progress() is None
         answer = await agent.launch(order(4, reports=1, wait=True, stop=True))
-        (told,) = await agent.reports(0, 20.0)
-        assert told.kind == "event"
-        (stalled,) = await agent.reports(told.sequence, 20.0)
+        (first,) = await agent.reports(0, 20.0)
+        assert first.kind == "event"
+        (stalled,) = await agent.reports(first.sequence, 20.0)
         assert (stalled.kind, stalled.generation) == ("stalled", 4)
         assert stalled.payload.stopped
         assert (await agent.progress()).overdue
@@ -301,9 +301,9 @@ def test_a_killed_trainer_of_a_repairable_gang_has_a_successor_ready(make_agent,
 
 async def until_trainer_other_than(agent, pid):
     """Process id of the trainer, once it is another."""
-    while (found := (await agent.describe()).trainer_pid) in (None, pid):
+    while (trainer_pid := (await agent.describe()).trainer_pid) in (None, pid):
         await asyncio.sleep(0.01)
-    return found
+    return trainer_pid
 
 
 def test_backups_go_to_nobody_in_a_new_generation_until_it_says_to_whom(make_agent, go):

@@ -29,10 +29,10 @@ def step():
 def armed(step, *faults):
     """Faults of one process, and the list of what has struck: (id, step)."""
     struck = []
-    found = Faults(lambda fault, number: struck.append((fault.id, number)))
-    found.arm(faults)
-    step.on_phase = found.reached
-    return found, struck
+    faults_of_rank = Faults(lambda fault, number: struck.append((fault.id, number)))
+    faults_of_rank.arm(faults)
+    step.on_phase = faults_of_rank.reached
+    return faults_of_rank, struck
 
 
 def walk(step, number):

@@ -14,11 +14,11 @@ def read_all(buffer):
     """Every report that waits, acknowledged read by read."""
 
     async def read():
-        found, after = [], 0
+        everything, after = [], 0
         while reports := await buffer.read(after, 0.01):
-            found += reports
+            everything += reports
             after = reports[-1].sequence
-        return found
+        return everything
 
     return asyncio.run(read())
 
@@ -60,11 +60,11 @@ def test_more_rows_than_are_kept_cost_resolution_and_nothing_else(batch):
 
 def test_rows_that_were_read_make_room():
     async def read_as_they_come():
-        buffer, found = ReportBuffer(most_rows=20), []
+        buffer, steps = ReportBuffer(most_rows=20), []
         for batch in range(10):
             add_rows(buffer, range(10 * batch + 1, 10 * batch + 11))
-            found += steps_of(await buffer.read(batch, 0.01))
-        return found
+            steps += steps_of(await buffer.read(batch, 0.01))
+        return steps
 
     assert asyncio.run(read_as_they_come()) == list(range(1, 101))
 

@@ -70,9 +70,9 @@ def send(tmp_path: Path, server: BackupServer) -> Iterator[Callable[..., BackupS
     with contextlib.ExitStack() as stack:
 
         def start(token: str = TOKEN, generation: int = 3, every: int = 1) -> BackupSender:
-            found = BackupSender(tmp_path / "here", 0, LAYOUT, server.address, token, generation, every)
-            stack.callback(found.stop)
-            return found
+            sender = BackupSender(tmp_path / "here", 0, LAYOUT, server.address, token, generation, every)
+            stack.callback(sender.stop)
+            return sender
 
         yield start
 
@@ -386,5 +386,5 @@ def test_backups_need_no_torch():
     program = (
         "import sys, workers.rank.agent, workers.snapshot.backup; print('torch' in sys.modules, 'ray' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert found.stdout == "False False\n", found.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert process.stdout == "False False\n", process.stderr

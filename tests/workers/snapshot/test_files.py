@@ -32,8 +32,8 @@ def test_committed_steps_needs_no_torch(tmp_path):
         "import sys; from workers.snapshot.files import steps_kept\n"
         "print(steps_kept(sys.argv[1], 3), 'torch' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)
-    assert found.stdout.split("\n")[0] == "[5] False", found.stderr
+    process = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)
+    assert process.stdout.split("\n")[0] == "[5] False", process.stderr
 
 
 def test_files_of_several_layouts_lie_side_by_side_until_the_others_go(tmp_path):

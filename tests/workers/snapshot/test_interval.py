@@ -43,14 +43,14 @@ def test_a_longer_stall_never_means_more_snapshots(stall, more, step):
 
 def ranks_with_unlike_clocks(comm: Comm) -> list[tuple[int, list[int]]]:
     """(steps between snapshots, steps that are due) over some steps; rank 1 is held up by its snapshots."""
-    interval, found = SnapshotInterval("auto"), []
+    interval, chosen = SnapshotInterval("auto"), []
     interval.restart()
     for step in range(1, 3 * AGREE_EVERY):
         interval.note_stall(0.0 if comm.rank == 0 else 0.004)
         interval.note_step(step, 0.1 + 0.01 * comm.rank, comm)
-        found.append((interval.every, interval.due(step)))
+        chosen.append((interval.every, interval.due(step)))
     interval.restart()
-    return [*found, (interval.every, True)]
+    return [*chosen, (interval.every, True)]
 
 
 def test_all_ranks_use_the_same_number_which_is_that_of_the_slowest(ranks: Any):
@@ -62,13 +62,13 @@ def test_all_ranks_use_the_same_number_which_is_that_of_the_slowest(ranks: Any):
 
 def generation_that_begins_late(comm: Comm) -> list[int]:
     """Steps between snapshots over a generation's steps, which are held up by them."""
-    interval, found = SnapshotInterval("auto"), []
+    interval, chosen = SnapshotInterval("auto"), []
     interval.restart()
     for step in range(AGREE_EVERY - 2, 3 * AGREE_EVERY + 1):
         interval.note_stall(0.004)
         interval.note_step(step, 0.1, comm)
-        found.append(interval.every)
-    return found
+        chosen.append(interval.every)
+    return chosen
 
 
 def test_a_generation_is_judged_by_a_whole_window_of_its_steps(ranks: Any):

@@ -46,7 +46,7 @@ class Written:
     """The snapshots of a job in one layout."""
 
     folder: Path
-    found: list[Found]
+    by_rank: list[Found]
     """What each rank had when it made them."""
 
     @property
@@ -57,7 +57,7 @@ class Written:
     def copied(self, folder: Path) -> Written:
         """The same somewhere else, for those who change or remove them."""
         shutil.copytree(self.folder, folder)
-        return Written(folder, self.found)
+        return Written(folder, self.by_rank)
 
 
 def written_by(layout: str, ranks: Any, corpus: str, folder: Path, **sections: Any) -> Written:
@@ -75,9 +75,9 @@ def resharded(layout: str, written: Written, ranks: Any, corpus: str, more: int 
     return ranks.run(ParallelConfig(**LAYOUTS[layout]), load_from_memory, *arguments)
 
 
-def elements(found: list[Found], which: str = "loaded") -> Whole:
+def elements(by_rank: list[Found], which: str = "loaded") -> Whole:
     """Layout-free tensors out of the parts of all ranks, which must agree where they overlap."""
-    placed = [each for rank in found for each in getattr(rank, which)]
+    placed = [each for rank in by_rank for each in getattr(rank, which)]
     whole: Whole = {}
     for name, offsets, values in placed:
         ends = [at + n for at, n in zip(offsets, values.shape, strict=True)]
@@ -112,48 +112,48 @@ def written(ranks, corpus, tmp_path_factory) -> dict[str, Written]:
 )
 def test_parameters_and_moments_are_the_same_bits_in_every_layout(written, ranks, corpus, tmp_path, old, new):
     source = written[old].copied(tmp_path / "shared")
-    found = resharded(new, source, ranks, corpus)
-    expected = elements(written[old].found)
-    assert_equal(elements(found), expected)
+    by_rank = resharded(new, source, ranks, corpus)
+    expected = elements(written[old].by_rank)
+    assert_equal(elements(by_rank), expected)
     model = {name: tensor for name, tensor in expected.items() if name.startswith("model.")}
-    assert_equal(elements(found, "computing"), model)
-    assert found[0].rows == [1, 2], "the journal of the old rank 0 comes along"
-    assert not any(rank.rows for rank in found[1:])
+    assert_equal(elements(by_rank, "computing"), model)
+    assert by_rank[0].rows == [1, 2], "the journal of the old rank 0 comes along"
+    assert not any(rank.rows for rank in by_rank[1:])
 
 
 def test_the_old_files_go_once_every_rank_has_a_snapshot_of_its_own(written, ranks, corpus, tmp_path):
     source = written["d3 small buckets"].copied(tmp_path / "shared")
     old = set(source.paths)
-    found = resharded("d2", source, ranks, corpus, more=1)
-    assert all(len(rank.paths) == 2 and not old & set(rank.paths) for rank in found)
+    by_rank = resharded("d2", source, ranks, corpus, more=1)
+    assert all(len(rank.paths) == 2 and not old & set(rank.paths) for rank in by_rank)
     for path in source.paths:
         with_steps = SnapshotFile.open(Path(path))
         assert {with_steps.step(slot) for slot in range(2)} == {STEPS, STEPS + 1}
     again = resharded("1", source, ranks, corpus, more=1)
-    assert again[0].statistics[0] == pytest.approx(found[0].statistics[0], rel=1e-5), "and the curve goes on"
+    assert again[0].statistics[0] == pytest.approx(by_rank[0].statistics[0], rel=1e-5), "and the curve goes on"
 
 
 def test_masters_and_the_loss_scale_come_along(ranks, corpus, tmp_path):
     train = {"precision": "fp16"}
     source = written_by("d2", ranks, corpus, tmp_path / "shared", train=train)
-    found = resharded("p2 interleaved d2 small buckets", source, ranks, corpus, train=train)
-    assert_equal(elements(found), elements(source.found))
-    assert all(rank.loss_scale == source.found[0].loss_scale for rank in found)
-    assert source.found[0].loss_scale[1] == STEPS
+    by_rank = resharded("p2 interleaved d2 small buckets", source, ranks, corpus, train=train)
+    assert_equal(elements(by_rank), elements(source.by_rank))
+    assert all(rank.loss_scale == source.by_rank[0].loss_scale for rank in by_rank)
+    assert source.by_rank[0].loss_scale[1] == STEPS
 
 
 def test_a_missing_file_is_no_loss_where_another_replica_holds_the_same(written, ranks, corpus, tmp_path):
     source = written["d2 zero 0"].copied(tmp_path / "shared")
     Path(source.paths[0]).unlink()
-    assert_equal(elements(resharded("1", source, ranks, corpus)), elements(source.found))
+    assert_equal(elements(resharded("1", source, ranks, corpus)), elements(source.by_rank))
 
 
 def failed(written: Written, ranks: Any, corpus: str, step: int = STEPS) -> str:
     """The error of going on in another layout of two ranks, which leaves all ranks as they were."""
     document = job(corpus, LAYOUTS["d2"], model=MODEL)
     arguments = (document, written.paths, step, str(written.folder))
-    found = ranks.run(ParallelConfig(data=2), fail_to_load_from_memory, *arguments)
-    kinds, messages, unchanged = (set(each) for each in zip(*found, strict=True))
+    by_rank = ranks.run(ParallelConfig(data=2), fail_to_load_from_memory, *arguments)
+    kinds, messages, unchanged = (set(each) for each in zip(*by_rank, strict=True))
     assert unchanged == {True}
     assert len(kinds) == len(messages) == 1, "the same on every rank"
     return messages.pop()

@@ -112,11 +112,11 @@ def test_start_returns_while_the_copy_is_under_way_and_finish_makes_sure_of_it(t
         save(snapshots, step)
     held = Held(snapshots, copies)
     bring(snapshots, 7)
-    told: list[list[int]] = []
-    snapshots.start(7, b"note of 7", lambda: told.append(committed_steps(snapshots.path)))
+    commits: list[list[int]] = []
+    snapshots.start(7, b"note of 7", lambda: commits.append(committed_steps(snapshots.path)))
     assert held.reached.wait(30)
     assert committed_steps(snapshots.path) == [6], "the slot being written is never taken for whole"
-    assert told == []
+    assert commits == []
     finishing = threading.Thread(target=snapshots.finish)
     finishing.start()
     finishing.join(0.05)
@@ -124,7 +124,7 @@ def test_start_returns_while_the_copy_is_under_way_and_finish_makes_sure_of_it(t
     held.released.set()
     finishing.join(30)
     assert committed_steps(snapshots.path) == [6, 7]
-    assert told == [[6, 7]], "what hangs on the snapshot comes once it is whole"
+    assert commits == [[6, 7]], "what hangs on the snapshot comes once it is whole"
     assert holds(tmp_path, 7)
 
 
@@ -198,10 +198,10 @@ def test_a_slot_that_is_overwritten_before_its_sums_are_done_is_not_sealed_with_
     real, reached, released = SnapshotFile.sums, threading.Event(), threading.Event()
 
     def slow(file, slot):
-        found = list(real(file, slot))
+        sums = list(real(file, slot))
         reached.set()
         assert released.wait(30)
-        yield from found
+        yield from sums
 
     monkeypatch.setattr(SnapshotFile, "sums", slow)
     snapshots.save(1)
@@ -413,10 +413,10 @@ def test_killed_at_any_moment_a_rank_leaves_whole_steps(tmp_path, times):
         assert steps, "at least one slot is whole"
         for step in reversed(steps):
             state = [torch.zeros(3_000_000), torch.zeros(7)]
-            found = Snapshots(tmp_path, 0, state, IDENTITY)
-            assert found.load(step) == str(step).encode()
+            reopened = Snapshots(tmp_path, 0, state, IDENTITY)
+            assert reopened.load(step) == str(step).encode()
             assert all(bool((tensor == step).all()) for tensor in state)
-            found.close()
+            reopened.close()
 
 
 def test_no_room_is_one_clear_sentence_and_leaves_no_file(tmp_path, monkeypatch):

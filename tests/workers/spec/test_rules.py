@@ -206,7 +206,7 @@ NOT_BUILT: list[tuple[str, str, Any]] = [
 ]
 
 
-def found(spec: dict[str, Any]) -> list[Problem]:
+def problems_of(spec: dict[str, Any]) -> list[Problem]:
     """What is wrong with a document; nothing when it parses."""
     try:
         parse_job_spec(spec)
@@ -233,18 +233,18 @@ def follow(spec: dict[str, Any], problem: Problem) -> dict[str, Any]:
 )
 def test_a_broken_rule_is_told_and_its_advice_works(sections, path, rule, suggestion):
     spec = document(**sections)
-    (problem,) = found(spec)
+    (problem,) = problems_of(spec)
     assert problem.path == path
     assert rule in problem.rule
     assert problem.suggestion == suggestion
     assert not problem.unsupported
-    assert found(follow(spec, problem)) == []
+    assert problems_of(follow(spec, problem)) == []
 
 
 @pytest.mark.parametrize(("section", "key", "value"), NOT_BUILT, ids=[f"{case[0]}.{case[1]}" for case in NOT_BUILT])
 def test_what_is_not_built_says_what_works(section, key, value):
     spec = document(**{section: {key: value}})
-    (problem,) = found(spec)
+    (problem,) = problems_of(spec)
     assert problem.path == f"{section}.{key}"
     assert problem.unsupported
     assert "not supported yet" in problem.rule
@@ -253,13 +253,13 @@ def test_what_is_not_built_says_what_works(section, key, value):
         del spec[section][key]
     else:
         spec = follow(spec, problem)
-    assert found(spec) == []
+    assert problems_of(spec) == []
 
 
 def test_a_layout_that_is_to_be_planned_is_not_built():
-    (problem,) = found({**document(), "parallel": "auto"})
+    (problem,) = problems_of({**document(), "parallel": "auto"})
     assert (problem.path, problem.unsupported) == ("parallel", True)
-    assert found(follow({**document(), "parallel": "auto"}, problem)) == []
+    assert problems_of(follow({**document(), "parallel": "auto"}, problem)) == []
 
 
 small = st.integers(1, 24)
@@ -307,7 +307,7 @@ def test_following_the_advice_always_leads_to_a_spec(model, width, train, axes, 
     layout = {**axes, "schedule": schedule, "virtual_stages": virtual_stages, "sequence_parallel": split}
     spec = document(model=model, train=train, parallel=layout, elastic={"max_data": most})
     for _ in range(20):  # more than there are keys that advice may change
-        problems = found(spec)
+        problems = problems_of(spec)
         if not problems:
             return
         spec = follow(spec, problems[0])

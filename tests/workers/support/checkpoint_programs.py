@@ -139,16 +139,16 @@ def load_and_save(comm: Comm, document: dict[str, Any], path: str, step: int, fo
     """Load the checkpoint of `step` at `path`, save it again below `folder`, and train `more` steps."""
     trainer = trainer_of(comm, document, folder)
     trainer.restore(Resume("checkpoint", step, path))
-    found = _look(trainer)
+    state_seen = _look(trainer)
     save(trainer)
     comm.barrier()
-    found.statistics += _train(trainer, more)
-    return found
+    state_seen.statistics += _train(trainer, more)
+    return state_seen
 
 
 def _train(trainer: Trainer, steps: int) -> list[tuple[float, float]]:
-    found = [trainer.train_step() for _ in range(steps)]
-    return [(statistics.loss, statistics.grad_norm) for statistics in found]
+    steps_done = [trainer.train_step() for _ in range(steps)]
+    return [(statistics.loss, statistics.grad_norm) for statistics in steps_done]
 
 
 def train_and_snapshot(comm: Comm, document: dict[str, Any], folder: str, steps: int) -> Found:
@@ -185,17 +185,17 @@ def load_from_memory(
     messages: list[Message] = []
     trainer = snapshotted(comm, document, folder, messages)
     trainer.restore(Resume("memory", step, paths=paths))
-    found = _look(trainer)
+    state_seen = _look(trainer)
     comm.barrier()
     left = tuple(str(each.path) for each in snapshot_files(folder))
     comm.barrier()
-    found.statistics += _train(trainer, more)
+    state_seen.statistics += _train(trainer, more)
     assert trainer.state.snapshots is not None
     trainer.state.snapshots.wait_for_sums()
     comm.barrier()
     trainer.reporter.close()
     rows = [row["step"] for row in rows_of(messages)]
-    return Resharded(found.loaded, found.computing, found.loss_scale, found.statistics, left, rows)
+    return Resharded(state_seen.loaded, state_seen.computing, state_seen.loss_scale, state_seen.statistics, left, rows)
 
 
 def fail_to_load_from_memory(

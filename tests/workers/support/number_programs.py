@@ -57,9 +57,9 @@ def train(
     trainer.restore(resume, roll_backs)
     run = Run([], {}, [], [], None, [], [], {})
     while trainer.step < (spec.train.steps if until is None else until):
-        before, found = trainer.step, trainer.train_step()
+        before, statistics = trainer.step, trainer.train_step()
         if trainer.step == before + 1:
-            run.statistics[trainer.step] = (found.loss, found.grad_norm)
+            run.statistics[trainer.step] = (statistics.loss, statistics.grad_norm)
         run.steps.append(trainer.step)
         if snapshots is not None:
             trainer.state.snapshots.finish()

@@ -121,9 +121,9 @@ def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.
     losses, norms = [], []
     for number, windows in enumerate(batches, start=1):
         batch = micro_batches(spec, comm.index("data"), windows, number)
-        found = engine.step(batch, len(windows), learning_rate(spec.train.optimizer, number, spec.train.steps), 0)
-        losses.append(found.loss)
-        norms.append(found.grad_norm)
+        statistics = engine.step(batch, len(windows), learning_rate(spec.train.optimizer, number, spec.train.steps), 0)
+        losses.append(statistics.loss)
+        norms.append(statistics.grad_norm)
     part = rectangles_of(flat, optimizer.held, optimizer.held, owned_only=False, tensor_index=comm.index("tensor"))
     return Steps(
         losses,
@@ -190,8 +190,8 @@ def train_job(
     trainer.restore(resume)
     statistics = []
     while trainer.step < (spec.train.steps if until is None else until):
-        found = trainer.train_step()
-        statistics.append((found.loss, found.grad_norm))
+        step_statistics = trainer.train_step()
+        statistics.append((step_statistics.loss, step_statistics.grad_norm))
     if trainer.state.checkpoints is not None:
         trainer.state.checkpoints.finish()
     comm.barrier()
@@ -261,20 +261,22 @@ def run_precise(
         engine, everything = _loaded(comm, spec, weights, None)
         if scale is not None:
             engine.loss_scale.state[0] = scale
-        found = Precise([], [], [], [], [], [])
+        precise = Precise([], [], [], [], [], [])
         for number, windows in enumerate(batches, start=1):
             statistics = _step(comm, engine, windows, number)
-            found.losses.append(statistics.loss)
-            found.grad_norms.append(statistics.grad_norm)
-            found.scales.append(engine.loss_scale.value)
+            precise.losses.append(statistics.loss)
+            precise.grad_norms.append(statistics.grad_norm)
+            precise.scales.append(engine.loss_scale.value)
         optimizer = engine.optimizer
         masters = torch.cat(optimizer.parameters)
         for rectangle in rectangles_of(engine.flat, optimizer.held, optimizer.held, False, comm.index("tensor")):
-            found.masters.append((rectangle.name, rectangle.offsets, rectangle.view(masters).clone()))
-            found.gradients.append((rectangle.name, rectangle.offsets, rectangle.view(optimizer.exp_avg).clone()))
+            precise.masters.append((rectangle.name, rectangle.offsets, rectangle.view(masters).clone()))
+            precise.gradients.append((rectangle.name, rectangle.offsets, rectangle.view(optimizer.exp_avg).clone()))
         for rectangle in everything:
-            found.parameters.append((rectangle.name, rectangle.offsets, rectangle.view(engine.flat.parameters).clone()))
-        results.append(found)
+            precise.parameters.append(
+                (rectangle.name, rectangle.offsets, rectangle.view(engine.flat.parameters).clone())
+            )
+        results.append(precise)
     return results
 
 
@@ -355,11 +357,11 @@ def broken_off(comm: Comm, document: dict[str, Any], weights: Weights, windows: 
     engine, everything = _loaded(comm, spec, weights, torch.float32)
     engine.reduction.begin(len(micro_batches(spec, comm.index("data"), windows)), len(windows))
     engine.pipeline.train(micro_batches(spec, comm.index("data"), windows.flip(0)), 1.0)
-    found = _step(comm, engine, windows, 1)
+    statistics = _step(comm, engine, windows, 1)
     parameters = [
         (rectangle.name, rectangle.offsets, rectangle.view(engine.flat.parameters).clone()) for rectangle in everything
     ]
-    return Steps([found.loss], [found.grad_norm], [], parameters)
+    return Steps([statistics.loss], [statistics.grad_norm], [], parameters)
 
 
 def torch_pipeline(

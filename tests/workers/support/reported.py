@@ -15,5 +15,5 @@ def rows_of(messages: Iterable[Message]) -> list[dict[str, Any]]:
 
 def events_of(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """The events: `type`, `step`, `message`, and what comes with them."""
-    found = [message.payload for message in messages if isinstance(message.payload, Event)]
-    return [{"type": each.type, "step": each.step, "message": each.message, **each.data} for each in found]
+    events = [message.payload for message in messages if isinstance(message.payload, Event)]
+    return [{"type": each.type, "step": each.step, "message": each.message, **each.data} for each in events]

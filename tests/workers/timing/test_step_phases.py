@@ -160,12 +160,14 @@ RECORDED = {
 """As what phases of a step are told to whoever looks where a rank stands."""
 
 
-@pytest.mark.parametrize(("told", "phase"), [(told, phase) for told, phases in RECORDED.items() for phase in phases])
-def test_every_phase_of_a_step_is_on_record(watched, told, phase):
+@pytest.mark.parametrize(
+    ("recorded", "phase"), [(recorded, phase) for recorded, phases in RECORDED.items() for phase in phases]
+)
+def test_every_phase_of_a_step_is_on_record(watched, recorded, phase):
     step, reader = watched
     step.enter("resting")
     with step.phase(phase):
-        assert reader.read().phase == told
+        assert reader.read().phase == recorded
 
 
 PARTS_OF_PHASES = {

@@ -21,10 +21,10 @@ def owner(tmp_path, monkeypatch):
 def test_zygote_that_dies_is_started_again_with_the_same_environment(owner, tmp_path, go, gone):
     async def seen():
         child = await fork(tmp_path / "zygote.sock", "echo", {})
-        told = json.loads(await child.control.readline())
+        answer = json.loads(await child.control.readline())
         assert await child.wait() == Exit(0, None)
         child.close()
-        return told["variable"]
+        return answer["variable"]
 
     async def body():
         assert owner.pid is None

@@ -113,11 +113,11 @@ def test_requester_that_is_killed_takes_its_child_along(zygote, gone):
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "asyncio.run(main())\n"
     )
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script, str(zygote.socket)], cwd=ROOT, capture_output=True, text=True, timeout=30
     )
-    assert found.returncode == -signal.SIGKILL
-    assert gone(int(found.stdout))
+    assert process.returncode == -signal.SIGKILL
+    assert gone(int(process.stdout))
 
 
 def test_death_of_the_owner_leaves_no_process_and_no_socket(zygote, go, gone):

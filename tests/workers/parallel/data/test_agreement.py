@@ -66,15 +66,17 @@ def test_with_elastic_sums_a_replica_tells_of_its_micro_batches_and_only_the_fir
         train={"deterministic": "elastic", "micro_batch_size": 2},
         parallel={"tensor": 2, "pipeline": 2, "data": 2},
     )
-    comm, told = lone_rank(job, rank), []
+    comm, agreed_sums = lone_rank(job, rank), []
     engine = Engine(job, comm)
     engine.reduction.begin(2, 8)
     sums = engine.optimizer.sums
     monkeypatch.setattr(sums.norm, "square", lambda gradient: torch.tensor(9.0))
-    monkeypatch.setattr(Agreement, "sum", lambda agreed: told.append((agreed.rank_squares, agreed.micro_batch_losses)))
+    monkeypatch.setattr(
+        Agreement, "sum", lambda agreed: agreed_sums.append((agreed.rank_squares, agreed.micro_batch_losses))
+    )
     loss = Loss(torch.tensor([6.0, 2.0], dtype=torch.float64), torch.tensor(3.0), 1.0)
     agreed = sums.agree(torch.zeros(1), loss, memory_bytes=7)
-    ((squares, losses),) = told
+    ((squares, losses),) = agreed_sums
     assert squares.tolist() == [9.0 if each == rank else 0.0 for each in range(4)]
     assert losses.tolist() == ([6.0, 2.0, 0.0, 0.0] if rank < 4 else [0.0, 0.0, 6.0, 2.0])
     assert (agreed.loss.item(), agreed.square.item()) == (8.0, 9.0 if rank < 4 else 0.0)
@@ -83,15 +85,15 @@ def test_with_elastic_sums_a_replica_tells_of_its_micro_batches_and_only_the_fir
 
 @pytest.mark.parametrize(("clip_norm", "scale", "factor"), [(0.0, 1.0, 1 / 3), (4.0, 1.0, 1 / 3), (0.5, 1.0, 1 / 12)])
 def test_gradients_become_the_mean_over_tokens_and_no_longer_than_the_limit(clip_norm, scale, factor):
-    found = clip(agreement(), scale, clip_norm, NO_LIMITS)
-    assert found.norm.item() == 2.0
-    assert found.factor.item() == pytest.approx(factor, rel=1e-5)
-    assert not found.refused
+    clipped = clip(agreement(), scale, clip_norm, NO_LIMITS)
+    assert clipped.norm.item() == 2.0
+    assert clipped.factor.item() == pytest.approx(factor, rel=1e-5)
+    assert not clipped.refused
 
 
 def test_the_loss_scale_is_taken_out():
-    found = clip(agreement(square=36.0 * 2.0**20), 2.0**10, 0.0, NO_LIMITS)
-    assert (found.norm.item(), found.factor.item()) == (2.0, 1 / 3 / 2**10)
+    clipped = clip(agreement(square=36.0 * 2.0**20), 2.0**10, 0.0, NO_LIMITS)
+    assert (clipped.norm.item(), clipped.factor.item()) == (2.0, 1 / 3 / 2**10)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +107,9 @@ def test_the_loss_scale_is_taken_out():
     ],
 )
 def test_bad_numbers_refuse_the_update_and_leave_no_gradient(agreed, limits):
-    found = clip(agreed, 1.0, 1.0, limits)
-    assert found.refused
-    assert found.factor.item() == 0.0
+    clipped = clip(agreed, 1.0, 1.0, limits)
+    assert clipped.refused
+    assert clipped.factor.item() == 0.0
 
 
 def test_numbers_at_their_limits_are_not_refused():

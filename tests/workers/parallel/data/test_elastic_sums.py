@@ -103,18 +103,18 @@ Outcome = tuple[list[Any], dict[str, torch.Tensor]]
 """Numbers of each step, and all weights and moments in layout-free form."""
 
 
-def outcome(found: list[Trained], document: dict[str, Any]) -> Outcome:
+def outcome(trained: list[Trained], document: dict[str, Any]) -> Outcome:
     """What a run came to. All ranks must say the same, and hold the same where they hold the same element."""
-    assert all(rank.statistics == found[0].statistics for rank in found)
+    assert all(rank.statistics == trained[0].statistics for rank in trained)
     shapes = {name: tuple(values.shape) for name, values in random_weights(parse_job_spec(document)).items()}
     state = {}
     for kind in ("model", "exp_avg", "exp_avg_sq"):
         placed = [
-            (name, where, values) for rank in found for each, name, where, values in rank.rectangles if each == kind
+            (name, where, values) for rank in trained for each, name, where, values in rank.rectangles if each == kind
         ]
         state |= {f"{kind}.{name}": values for name, values in assemble(shapes, placed).items()}
-    validation = [row.get("validation_loss") for row in found[0].rows]
-    return [*found[0].statistics, *validation], state
+    validation = [row.get("validation_loss") for row in trained[0].rows]
+    return [*trained[0].statistics, *validation], state
 
 
 def train(ranks: Any, document: dict[str, Any], *arguments: Any) -> Outcome:
@@ -181,8 +181,8 @@ def test_replicas_that_come_and_go_change_no_bit(ranks, corpus, tmp_path, name):
     for step, replicas in enumerate((most, most - 1, most), start=1):
         document = job(corpus, case, replicas, zero=step % 2)
         document["checkpoint"] = {"every_steps": 1}
-        found, state = train(ranks, document, str(tmp_path), None, resume, step)
-        numbers += found[:1]
+        curve, state = train(ranks, document, str(tmp_path), None, resume, step)
+        numbers += curve[:1]
         resume = Resume("checkpoint", step, str(whole_checkpoints(tmp_path)[-1][0]))
     assert numbers == clean[0][:STEPS]
     assert same((numbers, state), (clean[0][:STEPS], clean[1]))
@@ -196,8 +196,8 @@ def test_a_step_after_one_that_broke_off_is_a_step_like_any(ranks, corpus, repli
     windows = torch.randint(256, (16, 9), generator=torch.Generator().manual_seed(5))
     layout = parse_job_spec(document).layout
     clean = ranks.run(layout, run_steps, [document], [weights], [[windows]], torch.float32)
-    found = ranks.run(layout, broken_off, document, weights, windows)
-    for rank, (expected,) in zip(found, clean, strict=True):
+    broken = ranks.run(layout, broken_off, document, weights, windows)
+    for rank, (expected,) in zip(broken, clean, strict=True):
         assert rank.losses == expected.losses
         assert rank.grad_norms == expected.grad_norms
         for (_, _, a), (_, _, b) in zip(rank.parameters, expected.parameters, strict=True):
@@ -225,8 +225,8 @@ def test_schedules_finish_the_micro_batches_of_a_chunk_in_order(kind):
             for actions in schedule(kind, stages, virtual_stages, count):
                 for half in ("backward", "backward_input", "backward_weight"):
                     for chunk in range(virtual_stages):
-                        found = [a.micro_batch for a in actions if (a.kind, a.chunk) == (half, chunk)]
-                        assert found in ([], list(range(count)))
+                        order = [a.micro_batch for a in actions if (a.kind, a.chunk) == (half, chunk)]
+                        assert order in ([], list(range(count)))
 
 
 @pytest.mark.parametrize("size", [2, 4, 14, 16, 30])

@@ -75,8 +75,8 @@ def test_each_element_is_one_replicas_and_of_one_bucket():
 
 def test_one_replica_needs_no_buckets_and_a_stage_without_a_head_has_one():
     assert len(flat_of(1, 4.0, first=SPLIT, norm=NORM).buckets) == 1
-    found = flat_of(2, 4.0, norm=NORM)
-    assert [end - start for start, end in found.buckets if end > start] == [found.size]
+    flat = flat_of(2, 4.0, norm=NORM)
+    assert [end - start for start, end in flat.buckets if end > start] == [flat.size]
 
 
 @pytest.mark.parametrize(

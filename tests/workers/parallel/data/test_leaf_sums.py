@@ -38,16 +38,16 @@ def total_of(leaves: int) -> torch.Tensor:
 def test_the_last_leaf_ends_with_the_trees_sum_in_the_flat_buffer(leaves):
     flat = torch.zeros(8)
     waiting = WaitingBuffers(flat)
-    found = LeafSum(RANGES, 1, flat, waiting)
+    leaf_sum = LeafSum(RANGES, 1, flat, waiting)
     for _ in range(2):
         flat.zero_()
-        found.begin(leaves, range(leaves))
+        leaf_sum.begin(leaves, range(leaves))
         for number in range(leaves):
-            assert not found.complete
+            assert not leaf_sum.complete
             flat += leaf(number)
-            found.finished(number)
+            leaf_sum.finished(number)
             flat[3:5] = 0.0  # of no range
-        assert found.complete
+        assert leaf_sum.complete
         for start, end in RANGES:
             assert torch.equal(flat[start:end], total_of(leaves)[start:end])
     assert len(waiting) == buffers(leaves, 0, leaves)
@@ -57,12 +57,12 @@ def test_a_replica_adds_its_own_leaves_at_their_places_in_the_tree():
     """Leaves 3 to 5 of 6: 3 stands alone, and waits for who has 2; 4 and 5 are a pair."""
     flat = torch.zeros(8)
     waiting = WaitingBuffers(flat)
-    found = LeafSum([(0, 8)], 1, flat, waiting)
-    found.begin(6, range(3, 6))
+    leaf_sum = LeafSum([(0, 8)], 1, flat, waiting)
+    leaf_sum.begin(6, range(3, 6))
     for number in range(3):
         flat += leaf(3 + number)
-        found.finished(number)
-    assert found.complete
+        leaf_sum.finished(number)
+    assert leaf_sum.complete
     assert torch.equal(waiting[0], leaf(3))
     assert torch.equal(flat, leaf(4) + leaf(5))
 
@@ -77,14 +77,14 @@ def test_another_number_of_micro_batches_than_the_replicas_share_is_refused():
 def test_buffers_are_freed_without_the_garbage_collector():
     flat = torch.zeros(8)
     waiting = WaitingBuffers(flat)
-    found = LeafSum(RANGES, 1, flat, waiting)
-    found.begin(4, range(4))
+    leaf_sum = LeafSum(RANGES, 1, flat, waiting)
+    leaf_sum.begin(4, range(4))
     for number in range(3):
-        found.finished(number)
+        leaf_sum.finished(number)
     freed = weakref.ref(waiting)
     gc.disable()
     try:
-        del found, waiting
+        del leaf_sum, waiting
         assert freed() is None
     finally:
         gc.enable()
@@ -93,19 +93,19 @@ def test_buffers_are_freed_without_the_garbage_collector():
 def test_halves_of_a_step_that_broke_off_are_forgotten():
     """Two passes add to the parameter; the step ends between them."""
     flat = torch.zeros(8)
-    found = LeafSum([(0, 8)], 2, flat, WaitingBuffers(flat))
-    found.begin(2, range(2))
+    leaf_sum = LeafSum([(0, 8)], 2, flat, WaitingBuffers(flat))
+    leaf_sum.begin(2, range(2))
     flat += 100.0
-    found.finished(0)
+    leaf_sum.finished(0)
     flat.zero_()
-    found.begin(2, range(2))
+    leaf_sum.begin(2, range(2))
     for number in (0, 1):
         flat += 0.5 * leaf(number)
-        found.finished(number)
-        assert not found.complete
+        leaf_sum.finished(number)
+        assert not leaf_sum.complete
     for number in (0, 1):
         flat += 0.5 * leaf(number)
-        found.finished(number)
+        leaf_sum.finished(number)
     assert torch.equal(flat, total_of(2))
 
 
@@ -129,15 +129,15 @@ def test_a_step_after_one_that_broke_off_in_backward_has_the_same_gradients():
     expected = gradients(engine())
     actions = schedule("zb-v", 1, 2, 4)[0]
     for broken in (index for index, action in enumerate(actions) if action.kind == "backward_weight"):
-        found = engine()
+        interrupted = engine()
         left = iter(range(broken))
 
         def leave(left=left):
             if next(left, None) is None:
                 raise PeerLost("a peer is gone")
 
-        usual, found.comm.raise_if_over = found.comm.raise_if_over, leave
+        usual, interrupted.comm.raise_if_over = interrupted.comm.raise_if_over, leave
         with pytest.raises(PeerLost):
-            gradients(found)
-        found.comm.raise_if_over = usual
-        assert torch.equal(gradients(found), expected), broken
+            gradients(interrupted)
+        interrupted.comm.raise_if_over = usual
+        assert torch.equal(gradients(interrupted), expected), broken

@@ -78,9 +78,9 @@ def job(corpus, layout, every=1, **train):
 @pytest.mark.parametrize(("layout", "precision"), [((2, 2, 2), "fp32"), ((1, 2, 2), "bf16"), ((2, 1, 1), "fp32")])
 def test_nobody_is_named_while_nothing_happens(ranks, corpus, tmp_path, layout, precision):
     spec = job(corpus, layout, precision=precision)
-    found = ranks.run(ParallelConfig(**axes(layout)), train, spec, None, None, Resume(), (), str(tmp_path))
-    assert found[0].steps == [1, 2, 3, 4, 5]
-    assert found[0].events == []
+    by_rank = ranks.run(ParallelConfig(**axes(layout)), train, spec, None, None, Resume(), (), str(tmp_path))
+    assert by_rank[0].steps == [1, 2, 3, 4, 5]
+    assert by_rank[0].events == []
 
 
 FLIPS = [
@@ -101,12 +101,12 @@ FLIPS = [
 def test_rank_with_a_flipped_bit_is_named(ranks, corpus, tmp_path, layout, precision, kept, culprit, named, certain):
     spec = job(corpus, layout, precision=precision, global_batch_size=12)
     snapshots = str(tmp_path) if kept else None
-    found = ranks.run(ParallelConfig(**axes(layout)), flip, spec, culprit, "final_norm.weight", STEP, snapshots)
-    (event,) = found[0][1]
+    by_rank = ranks.run(ParallelConfig(**axes(layout)), flip, spec, culprit, "final_norm.weight", STEP, snapshots)
+    (event,) = by_rank[0][1]
     assert (event["type"], event["step"], event["ranks"], event["certain"]) == (
         "replica_differs", STEP - 1, named, certain,
     )  # fmt: skip
-    for rank, (raised, _, step, settled) in enumerate(found):
+    for rank, (raised, _, step, settled) in enumerate(by_rank):
         assert raised[0] == ("ReplicaDiffers" if rank in named else "PeerLost")
         assert "since step 2 parameters of rank" in raised[1]
         assert (step, settled) == (STEP - 1, STEP - 1), "the step was given up before it changed anything"
@@ -114,5 +114,5 @@ def test_rank_with_a_flipped_bit_is_named(ranks, corpus, tmp_path, layout, preci
 
 def test_between_comparisons_nobody_looks(ranks, corpus):
     spec = job(corpus, (1, 1, 2), every=2)
-    found = ranks.run(ParallelConfig(data=2), flip, spec, 1, "final_norm.weight", STEP, None)
-    assert [(raised, step) for raised, _, step, _ in found] == [(None, 5)] * 2
+    by_rank = ranks.run(ParallelConfig(data=2), flip, spec, 1, "final_norm.weight", STEP, None)
+    assert [(raised, step) for raised, _, step, _ in by_rank] == [(None, 5)] * 2

@@ -54,7 +54,7 @@ def compare(engine: list[Any], oracle: list[Any], weights: dict[str, torch.Tenso
         {name: tuple(tensor.shape) for name, tensor in weights.items()},
         [placed for rank in engine for placed in rank.gradients],
     )
-    for name, found in gradients.items():
+    for name, gradient in gradients.items():
         # A tied embedding has a part of its gradient on each end of the pipeline.
         expected = torch.stack([part[name] for _, part in oracle if name in part]).sum(0) / tokens
-        assert (found - expected).norm() <= 1e-10 * expected.norm(), name
+        assert (gradient - expected).norm() <= 1e-10 * expected.norm(), name

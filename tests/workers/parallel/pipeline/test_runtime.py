@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 WINDOWS = torch.randint(256, (8, 9), generator=torch.Generator().manual_seed(3))
 
 
-def told(rank: int = 0, **sections) -> tuple[Engine, list[MicroBatch], list[ForwardPass]]:
+def recorded_engine(rank: int = 0, **sections) -> tuple[Engine, list[MicroBatch], list[ForwardPass]]:
     """An engine, the four micro-batches of its step, and what its only chunk is told of each, in order."""
     model = {"layers": 2, "hidden_size": 16, **sections.pop("model", {})}
     job = spec(model=model, train={"micro_batch_size": 2, "seed": 5}, **sections)
@@ -32,7 +32,7 @@ def told(rank: int = 0, **sections) -> tuple[Engine, list[MicroBatch], list[Forw
 
 def test_what_does_not_fit_into_the_window_is_recomputed_and_nothing_in_an_evaluation():
     policy = {"recompute": "selective", "recompute_modules": ["norm"], "recompute_keep": 1}
-    engine, batch, passes = told(parallel={"schedule": "gpipe", **policy})
+    engine, batch, passes = recorded_engine(parallel={"schedule": "gpipe", **policy})
     engine.pipeline.train(batch, 1.0)
     assert [each.recompute for each in passes] == [NOTHING, *[Recompute(norm=True)] * 3]
     passes.clear()
@@ -41,7 +41,7 @@ def test_what_does_not_fit_into_the_window_is_recomputed_and_nothing_in_an_evalu
 
 
 def test_training_drops_out_by_the_keys_of_its_samples_and_evaluation_nothing():
-    engine, batch, passes = told(model={"dropout": 0.1})
+    engine, batch, passes = recorded_engine(model={"dropout": 0.1})
     engine.pipeline.train(batch, 1.0)
     expected = sample_keys(5, range(8), CPU).split(2)
     assert all(torch.equal(each.keys_b, keys) for each, keys in zip(passes, expected, strict=True))
@@ -51,7 +51,7 @@ def test_training_drops_out_by_the_keys_of_its_samples_and_evaluation_nothing():
 
 
 def test_an_evaluation_is_one_whatever_ran_before_and_leaves_no_gradient():
-    engine, batch, _ = told()
+    engine, batch, _ = recorded_engine()
     phases, gradients = [], engine.flat.gradients.fill_(7.0).clone()
     engine.comm.step.on_phase = lambda step, phase: phases.append(phase)
     alone, _ = engine.pipeline.evaluate(batch)
@@ -65,21 +65,21 @@ def test_an_evaluation_is_one_whatever_ran_before_and_leaves_no_gradient():
 
 
 def test_losses_are_of_each_micro_batch_and_positions_without_a_target_are_no_tokens():
-    engine, batch, _ = told()
+    engine, batch, _ = recorded_engine()
     whole, tokens = engine.pipeline.evaluate(batch)
     assert (len(whole), tokens.item()) == (4, 64)
     assert 2 * 8 * 5.0 < whole.min().item() <= whole.max().item() < 2 * 8 * 6.0, "a sum of some ln 256 a token"
     masked = batch[1].targets_sb.clone()
     masked[:, 0] = NO_TARGET
-    found, tokens = engine.pipeline.evaluate([batch[0], MicroBatch(batch[1].samples, batch[1].inputs_sb, masked)])
+    evaluated, tokens = engine.pipeline.evaluate([batch[0], MicroBatch(batch[1].samples, batch[1].inputs_sb, masked)])
     assert tokens.item() == 24
-    assert found[0] == whole[0]
-    assert found[1].item() < 8 * 6.0
+    assert evaluated[0] == whole[0]
+    assert evaluated[1].item() < 8 * 6.0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_the_ranks_that_know_the_loss_one_tells_it(rank):
-    engine, batch, _ = told(rank, parallel={"tensor": 2})
+    engine, batch, _ = recorded_engine(rank, parallel={"tensor": 2})
     losses, tokens = engine.pipeline.evaluate(batch)
     assert tokens.item() == (64 if rank == 0 else 0)
     assert rank == 0 or losses.tolist() == [0.0] * 4
@@ -95,7 +95,7 @@ def test_of_the_ranks_that_know_the_loss_one_tells_it(rank):
     ids=["none", "norm", "core attention"],
 )
 def test_what_is_computed_again_in_backward_is_timed_as_recomputation(parallel, again):
-    engine, batch, _ = told(parallel=parallel)
+    engine, batch, _ = recorded_engine(parallel=parallel)
     engine.comm.step.begin(1, measure=True)
     engine.pipeline.train(batch, 1.0)
     seconds = engine.comm.step.parts.end()
@@ -104,7 +104,7 @@ def test_what_is_computed_again_in_backward_is_timed_as_recomputation(parallel, 
 
 
 def test_the_record_follows_each_action_with_its_micro_batch():
-    engine, batch, _ = told(parallel={"schedule": "gpipe"})
+    engine, batch, _ = recorded_engine(parallel={"schedule": "gpipe"})
     phase, passed = engine.comm.step.phase, []
 
     def noting(name, micro_batch=-1):
@@ -131,7 +131,7 @@ class Sent:
 @pytest.mark.parametrize("done", [True, False])
 def test_a_step_ends_when_all_its_messages_have_left(done):
     """Their memory is used again by the next one."""
-    engine, batch, _ = told(parallel={"pipeline": 2})
+    engine, batch, _ = recorded_engine(parallel={"pipeline": 2})
     sent = []
 
     def send(stage, tensor):

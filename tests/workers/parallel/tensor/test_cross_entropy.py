@@ -35,9 +35,9 @@ def test_losses_and_gradients_are_torchs(ranks, tensor, vocabulary):
     real = logits[:, :vocabulary].clone().requires_grad_()
     expected = F.cross_entropy(real, targets, reduction="none")
     expected.backward(torch.arange(1, TOKENS + 1, dtype=torch.float64))
-    found = ranks.run(layout_of(tensor=tensor), cross_entropy, logits, targets, vocabulary)
-    gradient = torch.cat([grad for _, grad in found], dim=1)
-    for losses, _ in found:
+    by_rank = ranks.run(layout_of(tensor=tensor), cross_entropy, logits, targets, vocabulary)
+    gradient = torch.cat([grad for _, grad in by_rank], dim=1)
+    for losses, _ in by_rank:
         torch.testing.assert_close(losses, expected.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient[:, :vocabulary], real.grad, rtol=1e-12, atol=1e-12)
     assert (gradient[:, vocabulary:] == 0).all(), "padding of the vocabulary learns nothing"
@@ -73,8 +73,8 @@ def test_16_bit_logits_are_summed_over_ranks_whose_own_largest_ones_differ(ranks
     exact = logits[:, :vocabulary].double().requires_grad_()
     expected = F.cross_entropy(exact, targets, reduction="none")
     expected.backward(torch.arange(1, TOKENS + 1, dtype=torch.float64))
-    found = ranks.run(layout_of(tensor=tensor), cross_entropy, logits, targets, vocabulary)
-    for losses, _ in found:
+    by_rank = ranks.run(layout_of(tensor=tensor), cross_entropy, logits, targets, vocabulary)
+    for losses, _ in by_rank:
         torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-6, atol=1e-6)
-    gradient = torch.cat([grad for _, grad in found], dim=1)[:, :vocabulary]
+    gradient = torch.cat([grad for _, grad in by_rank], dim=1)[:, :vocabulary]
     torch.testing.assert_close(gradient.double(), exact.grad, rtol=2.0**-7, atol=2.0**-10)

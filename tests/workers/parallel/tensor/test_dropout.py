@@ -30,9 +30,9 @@ def masks(samples: int = 4, rows: int = 64, columns: int = 256, rate: float = 0.
     return kept(derived_keys(keys.unsqueeze(1), torch.arange(rows, dtype=torch.int32)), columns, rate)
 
 
-def near(found: float, expected: float, count: int) -> bool:
+def near(share: float, expected: float, count: int) -> bool:
     """Whether a mean of `count` independent zeros and ones lies within five standard deviations."""
-    return abs(found - expected) <= 5 * math.sqrt(expected * (1 - expected) / count)
+    return abs(share - expected) <= 5 * math.sqrt(expected * (1 - expected) / count)
 
 
 def mixed(bits: int) -> int:
@@ -65,8 +65,8 @@ def test_an_element_is_kept_where_its_hash_is_not_below_the_rate():
 
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.9, 0.999])
 def test_as_many_elements_are_kept_as_the_rate_says(rate):
-    found = masks(rate=rate)
-    assert near(found.double().mean().item(), 1 - rate, found.numel())
+    mask = masks(rate=rate)
+    assert near(mask.double().mean().item(), 1 - rate, mask.numel())
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1025, 512), (2050, 513), (3, 2**19)], ids=str)
@@ -84,10 +84,10 @@ def test_at_rate_zero_everything_is_kept():
 
 
 def test_every_row_and_every_column_is_dropped_at_the_rate():
-    found = masks(samples=1, rows=512, columns=512)[0].double()
+    mask = masks(samples=1, rows=512, columns=512)[0].double()
     for dimension in (0, 1):
         # Over 512 means of 512 the squared deviations add up to a chi-squared with 512 degrees of freedom.
-        deviations = (found.mean(dimension) - 0.8) / math.sqrt(0.16 / 512)
+        deviations = (mask.mean(dimension) - 0.8) / math.sqrt(0.16 / 512)
         assert deviations.square().sum().item() == pytest.approx(512, abs=5 * math.sqrt(2 * 512))
 
 
@@ -204,8 +204,8 @@ def jobs_of(layout: tuple[int, int, int]) -> list[tuple[int, dict]]:
         variants.append({"schedule": "interleaved", "virtual_stages": 2, "micro_batch_size": 1})
         if tensor > 1:
             variants[0]["sequence_parallel"] = False
-    found = [(number % 2, job(MODELS[number % 2], layout, **each)) for number, each in enumerate(variants)]
-    return found + [(1, job(MODELS[1], layout, **each)) for each in RECOMPUTE]
+    jobs = [(number % 2, job(MODELS[number % 2], layout, **each)) for number, each in enumerate(variants)]
+    return jobs + [(1, job(MODELS[1], layout, **each)) for each in RECOMPUTE]
 
 
 @functools.cache
@@ -263,17 +263,17 @@ def test_the_plain_model_drops_at_the_places_of_the_engine():
 def test_every_layout_drops_what_a_plain_model_with_the_same_masks_drops(ranks, layout):
     described = jobs_of(layout)
     models, jobs = [model for model, _ in described], [each for _, each in described]
-    found = ranks.run(
+    by_rank = ranks.run(
         parse_job_spec(jobs[0]).layout, run_steps, jobs, [light(weights(m)) for m in models], [batches()] * len(jobs),
         torch.float64,
     )  # fmt: skip
     for number, model in enumerate(models):
         losses, norms, gradients = reference(model)
-        for rank in found:
+        for rank in by_rank:
             assert rank[number].losses == pytest.approx(losses, rel=1e-10), jobs[number]
             assert rank[number].grad_norms == pytest.approx(norms, rel=1e-10), jobs[number]
         shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
-        whole = assemble(shapes, [placed for rank in found for placed in rank[number].gradients])
+        whole = assemble(shapes, [placed for rank in by_rank for placed in rank[number].gradients])
         for name, expected in gradients.items():
             error = (whole[name] - expected).norm()
             assert error <= 1e-10 * expected.norm() + 1e-13 * norms[-1], (name, jobs[number])
@@ -281,10 +281,10 @@ def test_every_layout_drops_what_a_plain_model_with_the_same_masks_drops(ranks, 
 
 def test_zb_v_drops_the_same(ranks):
     one = job(MODELS[1], (1, 2, 2), micro_batch_size=1, schedule="zb-v", virtual_stages=2)
-    found = ranks.run(parse_job_spec(one).layout, run_steps, [one], [weights(1)], [batches()], torch.float64)
+    by_rank = ranks.run(parse_job_spec(one).layout, run_steps, [one], [weights(1)], [batches()], torch.float64)
     losses, norms, _ = reference(1)
-    assert found[0][0].losses == pytest.approx(losses, rel=1e-10)
-    assert found[0][0].grad_norms == pytest.approx(norms, rel=1e-10)
+    assert by_rank[0][0].losses == pytest.approx(losses, rel=1e-10)
+    assert by_rank[0][0].grad_norms == pytest.approx(norms, rel=1e-10)
 
 
 def test_every_step_drops_other_elements():
@@ -301,5 +301,5 @@ def test_evaluation_drops_nothing(ranks, layout):
     one = job({}, layout)
     plain = PlainGPT(parse_job_spec(one)).double().load(weights(0))
     expected = plain.loss(batches()[0]).item()
-    for found in ranks.run(parse_job_spec(one).layout, evaluate, one, weights(0), batches()[0]):
-        assert found == pytest.approx(expected, rel=1e-12)
+    for loss in ranks.run(parse_job_spec(one).layout, evaluate, one, weights(0), batches()[0]):
+        assert loss == pytest.approx(expected, rel=1e-12)

@@ -24,10 +24,10 @@ class Counted(TorchProducts):
         self.calls = Counter()
 
     def __getattribute__(self, name):
-        found = super().__getattribute__(name)
+        attribute = super().__getattribute__(name)
         if name in ("output", "output_added", "input_gradient", "add_weight_gradient", "add_bias_gradient", "gelu"):
             self.calls[name] += 1
-        return found
+        return attribute
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -79,5 +79,5 @@ def test_a_residual_is_added_and_not_changed():
 def test_the_gradient_of_gelu_is_autograds():
     x = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(4), requires_grad=True)
     F.gelu(x).backward(torch.ones_like(x))
-    found = TorchProducts().gelu_gradient(torch.ones(20, dtype=torch.float64), x.detach())
-    torch.testing.assert_close(found, x.grad, rtol=1e-12, atol=1e-12)
+    gradient = TorchProducts().gelu_gradient(torch.ones(20, dtype=torch.float64), x.detach())
+    torch.testing.assert_close(gradient, x.grad, rtol=1e-12, atol=1e-12)

@@ -21,15 +21,15 @@ WHOLE = filled(ParameterShard((10, 6), std=0.5), (10, 6))
 
 @pytest.mark.parametrize(("dim", "start", "shape"), [(0, 0, (4, 6)), (0, 4, (4, 6)), (1, 3, (10, 3)), (0, 9, (1, 6))])
 def test_a_part_is_cut_out_of_the_whole(dim, start, shape):
-    found = filled(ParameterShard((10, 6), dim, start, std=0.5), shape)
-    assert torch.equal(found, WHOLE.narrow(dim, start, shape[dim]))
+    values = filled(ParameterShard((10, 6), dim, start, std=0.5), shape)
+    assert torch.equal(values, WHOLE.narrow(dim, start, shape[dim]))
 
 
 @pytest.mark.parametrize(("start", "real"), [(8, 2), (10, 0), (12, 0)])
 def test_what_reaches_past_the_vocabulary_is_zero(start, real):
-    found = filled(ParameterShard((10, 6), 0, start, std=0.5), (4, 6))
-    assert torch.equal(found[:real], WHOLE[start : start + real])
-    assert not found[real:].any()
+    values = filled(ParameterShard((10, 6), 0, start, std=0.5), (4, 6))
+    assert torch.equal(values[:real], WHOLE[start : start + real])
+    assert not values[real:].any()
 
 
 def test_values_depend_on_seed_and_name_and_have_the_deviation_that_is_said():

@@ -24,11 +24,11 @@ def timeline(kind: str, stages: int, virtual_stages: int, micro_batches: int, pa
 
 def bubble(kind: str, stages: int, virtual_stages: int, micro_batches: int, passes: PassTimes) -> float:
     """Seconds of the cost in which the costliest rank does not compute."""
-    found = timeline(kind, stages, virtual_stages, micro_batches, passes)
+    simulated = timeline(kind, stages, virtual_stages, micro_batches, passes)
     work = micro_batches * (passes.forward + passes.backward_input + passes.backward_weight)
-    assert found.work == pytest.approx(work)
-    assert found.bubble_ratio == pytest.approx((found.cost - work) / found.cost)
-    return found.cost - work
+    assert simulated.work == pytest.approx(work)
+    assert simulated.bubble_ratio == pytest.approx((simulated.cost - work) / simulated.cost)
+    return simulated.cost - work
 
 
 @pytest.mark.parametrize(("column", "kind"), [("1F1B", "1f1b"), ("ZB-H1", "zb-h1")])
@@ -47,8 +47,8 @@ def test_bubble_rates_of_the_zero_bubble_paper(row, column, kind):
 def test_bubble_of_gpipe_and_1f1b(kind, stages, micro_batches, forward, backward, weight):
     """(p - 1) / m of the work (arXiv:2104.04473, section 2.2.1)."""
     work = micro_batches * (forward + backward + weight)
-    found = bubble(kind, stages, 1, micro_batches, PassTimes(forward, backward, weight))
-    assert found == pytest.approx((stages - 1) / micro_batches * work, abs=1e-9 * work)
+    idle_time = bubble(kind, stages, 1, micro_batches, PassTimes(forward, backward, weight))
+    assert idle_time == pytest.approx((stages - 1) / micro_batches * work, abs=1e-9 * work)
 
 
 @settings(deadline=None)
@@ -57,8 +57,8 @@ def test_bubble_of_interleaved(stages, virtual_stages, groups, forward, backward
     """(p - 1) / (m v) of the work (arXiv:2104.04473, section 2.2.2), also where m = p."""
     micro_batches = stages * groups
     work = micro_batches * (forward + backward + weight)
-    found = bubble("interleaved", stages, virtual_stages, micro_batches, PassTimes(forward, backward, weight))
-    assert found == pytest.approx((stages - 1) / (micro_batches * virtual_stages) * work, abs=1e-9 * work)
+    idle_time = bubble("interleaved", stages, virtual_stages, micro_batches, PassTimes(forward, backward, weight))
+    assert idle_time == pytest.approx((stages - 1) / (micro_batches * virtual_stages) * work, abs=1e-9 * work)
 
 
 @settings(deadline=None)
@@ -66,8 +66,8 @@ def test_bubble_of_interleaved(stages, virtual_stages, groups, forward, backward
 def test_bubble_of_zb_h1(stages, more, forward, backward, part):
     """(p - 1) (TF + TB - TW) where weights take no longer than the rest (arXiv:2401.10241, table 2)."""
     weight = part * min(forward, backward)
-    found = bubble("zb-h1", stages, 1, stages + more, PassTimes(forward, backward, weight))
-    assert found == pytest.approx((stages - 1) * (forward + backward - weight), abs=1e-6)
+    idle_time = bubble("zb-h1", stages, 1, stages + more, PassTimes(forward, backward, weight))
+    assert idle_time == pytest.approx((stages - 1) * (forward + backward - weight), abs=1e-6)
 
 
 @settings(deadline=None)
@@ -76,39 +76,39 @@ def test_zb_h1_with_few_micro_batches(stages, data, forward, backward, part):
     """(m + p - 1) (TF + TB) + TW where m <= p (arXiv:2401.10241, table 2)."""
     micro_batches = data.draw(st.integers(1, stages))
     weight = part * min(forward, backward)
-    found = timeline("zb-h1", stages, 1, micro_batches, PassTimes(forward, backward, weight))
-    assert found.cost == pytest.approx((micro_batches + stages - 1) * (forward + backward) + weight)
+    simulated = timeline("zb-h1", stages, 1, micro_batches, PassTimes(forward, backward, weight))
+    assert simulated.cost == pytest.approx((micro_batches + stages - 1) * (forward + backward) + weight)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 16), st.integers(1, 64), times)
 def test_zb_v_has_no_bubble_once_the_pipeline_is_full(stages, micro_batches, unit):
     """Where all passes take equally long (arXiv:2401.10241, section 6); a pass for every micro-batch below 2 p - 1."""
-    found = bubble("zb-v", stages, 2, micro_batches, PassTimes(unit, unit, unit))
-    assert found == pytest.approx(unit * max(0, 2 * stages - 1 - micro_batches), abs=1e-6)
+    idle_time = bubble("zb-v", stages, 2, micro_batches, PassTimes(unit, unit, unit))
+    assert idle_time == pytest.approx(unit * max(0, 2 * stages - 1 - micro_batches), abs=1e-6)
 
 
 def test_a_message_delays_only_who_waits_for_it():
-    found = timeline("1f1b", 2, 1, 2, PassTimes(1.0, 2.0, 1.0, communication=0.5))
-    assert found.passes[0] == [
+    simulated = timeline("1f1b", 2, 1, 2, PassTimes(1.0, 2.0, 1.0, communication=0.5))
+    assert simulated.passes[0] == [
         (Action("forward", 0), 0.0, 1.0),
         (Action("forward", 1), 1.0, 2.0),
         (Action("backward", 0), 6.0, 9.0),
         (Action("backward", 1), 10.0, 13.0),
     ]
-    assert found.passes[1] == [
+    assert simulated.passes[1] == [
         (Action("forward", 0), 1.5, 2.5),
         (Action("backward", 0), 2.5, 5.5),
         (Action("forward", 1), 5.5, 6.5),
         (Action("backward", 1), 6.5, 9.5),
     ]
-    assert (found.makespan, found.cost, found.work) == (13.0, 13.0, 8.0)
-    assert (found.idle(0), found.idle(1)) == (5.0, 0.0)
+    assert (simulated.makespan, simulated.cost, simulated.work) == (13.0, 13.0, 8.0)
+    assert (simulated.idle(0), simulated.idle(1)) == (5.0, 0.0)
 
 
 def test_the_cost_is_a_ranks_and_the_makespan_all_ranks_time():
-    found = timeline("zb-h1", 2, 1, 2, UNIT)
-    assert (found.makespan, found.cost) == (7.0, 7.0)
+    simulated = timeline("zb-h1", 2, 1, 2, UNIT)
+    assert (simulated.makespan, simulated.cost) == (7.0, 7.0)
     full = timeline("zb-v", 2, 2, 3, UNIT)
     assert (full.makespan, full.cost) == (9.5, 9.0)
 
@@ -120,8 +120,8 @@ def test_chunks_of_one_rank_hand_over_at_no_cost(kind):
 
 
 def test_zb_v_turns_on_the_last_rank_without_a_message():
-    found = timeline("zb-v", 2, 2, 1, PassTimes(2.0, 2.0, 2.0, communication=10.0))
-    ends = {(rank, action): end for rank, passes in enumerate(found.passes) for action, _, end in passes}
+    simulated = timeline("zb-v", 2, 2, 1, PassTimes(2.0, 2.0, 2.0, communication=10.0))
+    ends = {(rank, action): end for rank, passes in enumerate(simulated.passes) for action, _, end in passes}
     assert ends[0, Action("forward", 0, 0)] == 1.0
     assert ends[1, Action("forward", 0, 0)] == 12.0
     assert ends[1, Action("forward", 0, 1)] == 13.0
@@ -130,21 +130,21 @@ def test_zb_v_turns_on_the_last_rank_without_a_message():
 
 def test_a_message_takes_as_long_with_more_chunks():
     """So interleaving sends v times as much (arXiv:2104.04473, section 2.2.2)."""
-    found = simulate(
+    simulated = simulate(
         forward_only("interleaved", 2, 2, 1), "interleaved", 2, PassTimes(2.0, 2.0, 2.0, communication=0.5)
     )
-    assert found.makespan == 4 * 1.0 + 3 * 0.5
+    assert simulated.makespan == 4 * 1.0 + 3 * 0.5
 
 
 def test_virtual_stages_take_as_long_as_their_share():
     layers = [len(stage_layers(10, 4, index)) for index in range(4)]
     share = tuple(count / 2.5 for count in layers)
-    found = timeline("zb-v", 2, 2, 4, PassTimes(1.0, 2.0, 3.0, share=share))
-    work = [sum(end - start for _, start, end in passes) for passes in found.passes]
+    simulated = timeline("zb-v", 2, 2, 4, PassTimes(1.0, 2.0, 3.0, share=share))
+    work = [sum(end - start for _, start, end in passes) for passes in simulated.passes]
     assert layers == [2, 3, 3, 2]
     assert work == pytest.approx([4 * 6.0 * 4 / 5, 4 * 6.0 * 6 / 5])
-    assert found.work == pytest.approx(4 * 6.0)
-    assert found.cost >= max(work) - 1e-9
+    assert simulated.work == pytest.approx(4 * 6.0)
+    assert simulated.cost >= max(work) - 1e-9
     with pytest.raises(ValueError, match="share has 3 values for 4 virtual stages"):
         timeline("zb-v", 2, 2, 4, PassTimes(1.0, 1.0, 1.0, share=(1.0, 1.0, 1.0)))
 
@@ -153,12 +153,12 @@ def test_virtual_stages_take_as_long_as_their_share():
 @given(st.integers(1, 8), st.integers(1, 24), times, times, times, st.floats(0.0, 1.0))
 def test_passes_keep_their_order_and_wait_for_their_input(stages, micro_batches, forward, backward, weight, wire):
     lists = schedule("zb-v", stages, 2, micro_batches)
-    found = simulate(lists, "zb-v", 2, PassTimes(forward, backward, weight, wire))
+    simulated = simulate(lists, "zb-v", 2, PassTimes(forward, backward, weight, wire))
     ends: dict[tuple[int, int], list[float]] = {}
-    for actions, passes in zip(lists, found.passes, strict=True):
+    for actions, passes in zip(lists, simulated.passes, strict=True):
         assert [action for action, _, _ in passes] == [action for action in actions if action.kind in COMPUTE]
         assert all(before[2] <= after[1] for before, after in pairwise(passes))
-    for rank, passes in enumerate(found.passes):
+    for rank, passes in enumerate(simulated.passes):
         for action, start, end in passes:
             if action.kind == "forward":
                 index = rank if action.chunk == 0 else 2 * stages - 1 - rank
