@@ -217,6 +217,16 @@ def test_what_is_left_of_jobs_that_are_over_is_released_at_the_start(start, clus
     assert over.id not in {job_of(name) for name in cluster.groups.held}
 
 
+def test_what_a_paused_job_still_holds_is_released_but_for_its_snapshots(start, cluster, submit, store):
+    job = submit()
+    hold(cluster, job)
+    store.write(lambda session: pauses.request_pause(session, job.id))
+    (agent,) = cluster.agents.living.values()
+    agent.memory[job.id, "layout", 0] = [3]
+    start()._call(reached(lambda: not cluster.agents.living and not cluster.groups.held))
+    assert agent.memory == {(job.id, "layout", 0): [3]}
+
+
 @pytest.mark.parametrize("state", ["QUEUED", "PAUSED", "RUNNING"])
 def test_job_that_runs_though_a_restored_database_does_not_say_so_runs_on(start, cluster, submit, store, state):
     first = start()

@@ -8,6 +8,7 @@ import pytest
 from service import data_roots
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
+from service.leases.held import Leases
 from service.scheduler import Scheduler
 from service.states import JobState
 from service.store import generations, jobs, pauses
@@ -222,6 +223,26 @@ def test_job_whose_placement_fails_for_any_reason_goes_on_waiting(store, submit,
     job = submit()
     assert look() == []
     assert job_now(store, job).state == "QUEUED"
+
+
+def test_lease_of_a_job_that_got_no_placement_is_given_back_so_that_it_is_placed_later(store, submit, cluster):
+    held = Leases(store, "me")
+    placed = []
+    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append((job.id, generation)), leases=held)
+
+    def refuse():
+        raise NotPlaced("not in time")
+
+    async def two_rounds():
+        cluster.groups.refuse = refuse
+        await scheduler._round()
+        assert held.of(job.id) is None and placed == []
+        cluster.groups.refuse = lambda: None
+        await scheduler._round()
+
+    job = submit()
+    asyncio.run(two_rounds())
+    assert placed == [(job.id, 1)] and held.of(job.id) is not None
 
 
 @pytest.mark.parametrize("refused", [False, True])

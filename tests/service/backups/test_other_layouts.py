@@ -83,3 +83,11 @@ def test_a_fetch_that_fails_or_brings_another_step_says_so():
 
 def test_a_host_that_is_left_gives_and_needs_nothing():
     assert brought([5], ["one"]) == (True, [(1, "aaaa", None)], [])
+
+
+def test_a_host_that_has_an_older_step_of_a_rank_fetches_the_one_that_counts():
+    kept = {"one": [file(0, 4, 5)], "two": [file(0, 4)]}
+    (state,) = whole_states(kept, {"aaaa": alone(1)})
+    agents = {"one": agent_with([5]), "two": agent_with([5])}
+    assert asyncio.run(spread(state, agents, kept, 7, ["one", "two"]))
+    assert (agents["one"].fetched, agents["two"].fetched) == ([], [(0, "aaaa", None)])

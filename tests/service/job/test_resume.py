@@ -9,7 +9,7 @@ import pytest
 from service.job import resume
 from service.job.context import JobContext
 from service.job.gang import AgentSet
-from service.job.resume import newest_state
+from service.job.resume import known_checkpoints, newest_state
 from service.recovery.durable_state import CheckpointsUnreadable
 from service.store import checkpoints, generations
 from tests.service.support.fake_cluster import FakeCluster
@@ -110,6 +110,27 @@ def test_generation_that_has_left_a_checkpoint_is_over_also_where_the_database_h
     path = saved(job, 4, generation=7)
     assert found(job) == (Resume("checkpoint", 4, path), "checkpoint")
     assert asyncio.run(job.record.job()).generation == 7, "the next one is above it"
+
+
+def test_of_all_generations_that_have_left_checkpoints_the_newest_counts(job):
+    saved(job, 2, generation=7)
+    saved(job, 4, generation=5)
+    asyncio.run(known_checkpoints(job))
+    assert asyncio.run(job.record.job()).generation == 7
+
+
+@pytest.mark.parametrize(
+    ("taken", "from_memory", "said"),
+    [
+        (set(), False, "snapshot"),
+        ({"snapshot", "peer"}, False, "peer"),
+        ({"snapshot", "peer", "replica"}, False, "replica"),
+        ({"snapshot"}, True, "memory and snapshot"),
+    ],
+)
+def test_source_that_is_named_is_the_farthest_that_any_rank_needed(taken, from_memory, said):
+    assert resume._source(Resume("snapshot", 3), taken, from_memory) == said
+    assert resume._source(Resume("checkpoint", 3, "path"), taken, from_memory) == "checkpoint"
 
 
 def test_rows_of_checkpoints_follow_what_the_folder_holds(job, store):
