@@ -222,7 +222,7 @@ def test_what_a_paused_job_still_holds_is_released_but_for_its_snapshots(start, 
     hold(cluster, job)
     store.write(lambda session: pauses.request_pause(session, job.id))
     (agent,) = cluster.agents.living.values()
-    agent.memory[job.id, "layout", 0] = [3]
+    agent.layout, agent.steps = "layout", [3]
     start()._call(reached(lambda: not cluster.agents.living and not cluster.groups.held))
     assert agent.memory == {(job.id, "layout", 0): [3]}
 
