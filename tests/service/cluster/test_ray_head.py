@@ -14,8 +14,9 @@ import pytest
 
 from service.cluster import ray_head as module
 from service.cluster.processes import same_process, start_of, wait_until_ended
-from service.cluster.ray_head import ExistingRay, HeadRecord, RayHead, RayUnavailable
+from service.cluster.ray_head import MARK, ExistingRay, HeadRecord, RayHead, RayUnavailable
 from service.cluster.ray_private import NO_AUTOSCALER
+from service.settings import SECRETS
 from workers.paths import Paths
 
 ROOT = Path(__file__).parents[3]
@@ -28,6 +29,22 @@ def second_home(tmp_path):
     yield home
     RayHead(home).stop()
     Paths.of(home).remove_runtime_folder()
+
+
+def test_what_ray_starts_knows_no_password_and_no_key_and_starts_agents_at_once(tmp_path, monkeypatch):
+    given = {}
+    for name in SECRETS:
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setattr(module.subprocess, "Popen", lambda command, env, **options: given.update(env))
+    head = RayHead(tmp_path / "home", slots=3)
+    head._prepare()
+    head._spawn()
+    Paths.of(tmp_path / "home").remove_runtime_folder()
+    assert "secret" not in given.values() and not given.keys() & set(SECRETS)
+    assert given["RAY_AUTH_MODE"] == "token"
+    assert Path(given["RAY_AUTH_TOKEN_PATH"]).read_text()
+    assert given[MARK] == Paths.of(tmp_path / "home").tag
+    assert int(given[module.STARTS_AT_ONCE]) >= 3
 
 
 def test_second_head_beside_the_first(ray_head, second_home):
