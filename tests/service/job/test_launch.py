@@ -87,6 +87,20 @@ def test_ranks_of_a_generation_get_a_secret_of_its_own(job):
     story(body)
 
 
+def test_order_says_with_which_generation_the_state_began(job):
+    async def body():
+        began = []
+        for _ in range(2):
+            await (await launch_generation(job, Launch("submitted", counts=False))).close()
+            (order, *_) = [agent.orders[-1] for agent in job.gang.agents]
+            began.append((order.generation, order.resume.source, order.resume.began))
+            for agent in job.gang.agents:
+                agent.steps = [3]
+        assert began == [(1, "start", 0), (2, "snapshot", 1)]
+
+    story(body)
+
+
 def test_ranks_on_one_machine_meet_where_no_other_reaches(store, submit, tmp_path):
     cluster = FakeCluster(tmp_path, one=4)
     context = JobContext.of(store, cluster, submit(parallel={"tensor": 2, "data": 2}))
