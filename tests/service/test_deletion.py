@@ -5,7 +5,8 @@ import pytest
 from service import deletion
 from service.deletion import FilesNotRemoved, RemovedFiles, delete_job, remove_files
 from service.states import JobState
-from service.store import JobNotFound, events, jobs
+from service.store import JobNotFound, events, jobs, leases
+from service.store.tables import Metric
 from workers.paths import Paths
 
 
@@ -86,3 +87,23 @@ def test_job_without_files_is_deleted_too(store, paths, submit):
     store.write(lambda session: jobs.request_cancel(session, job_id))
     assert delete_job(store, paths, job_id, lambda: None).files == RemovedFiles()
     assert remove_files(paths, job_id) == RemovedFiles()
+
+
+def test_rows_that_go_in_several_transactions_are_all_counted_and_all_gone(store, paths, job, monkeypatch):
+    monkeypatch.setattr(deletion.deletion, "METRICS_AT_ONCE", 2)
+
+    def fill(session):
+        session.add_all(Metric(job_id=job, step=step, generation=1, time=1.0, extra={}) for step in range(1, 6))
+        jobs.get(session, job).step = 5
+
+    store.write(fill)
+    assert delete_job(store, paths, job, lambda: None).rows["metrics"] == 5
+    with store.read() as session:
+        assert session.query(Metric).count() == 0
+
+
+def test_nobody_looks_after_a_job_that_was_deleted(store, paths, job):
+    store.write(lambda session: leases.claim(session, job, "me"))
+    delete_job(store, paths, job, lambda: None)
+    with store.read() as session:
+        assert leases.owned(session, "me") == set()
