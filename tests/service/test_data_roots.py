@@ -77,3 +77,8 @@ def test_standard_library_may_always_be_read(make_spec):
 )
 def test_without_a_setting_it_is_everything_on_loopback_and_nothing_elsewhere(set_to, host, folders):
     assert DataRoots.of(set_to, host).folders == folders
+
+
+def test_where_no_folder_is_set_the_sentence_says_so(make_spec):
+    (problem,) = DataRoots(()).problems(spec_of(make_spec, "/data"))
+    assert problem.rule.endswith("(MANTA_DATA_ROOTS: none is set)")

@@ -5,7 +5,8 @@ import pytest
 from service import deletion
 from service.deletion import FilesNotRemoved, RemovedFiles, delete_job, remove_files
 from service.states import JobState
-from service.store import JobNotFound, events, jobs
+from service.store import JobNotFound, events, jobs, leases
+from service.store.tables import Metric
 from workers.paths import Paths
 
 
@@ -99,3 +100,23 @@ def test_measurements_are_deleted_until_none_is_left_and_counted_by_table(store,
 def test_link_that_leads_nowhere_does_not_keep_a_job(store, paths, job):
     (paths.log_folder(job) / "newest").symlink_to("gone")
     assert delete_job(store, paths, job, lambda: None).files.logs == 2
+
+
+def test_rows_that_go_in_several_transactions_are_all_counted_and_all_gone(store, paths, job, monkeypatch):
+    monkeypatch.setattr(deletion.deletion, "METRICS_AT_ONCE", 2)
+
+    def fill(session):
+        session.add_all(Metric(job_id=job, step=step, generation=1, time=1.0, extra={}) for step in range(1, 6))
+        jobs.get(session, job).step = 5
+
+    store.write(fill)
+    assert delete_job(store, paths, job, lambda: None).rows["metrics"] == 5
+    with store.read() as session:
+        assert session.query(Metric).count() == 0
+
+
+def test_nobody_looks_after_a_job_that_was_deleted(store, paths, job):
+    store.write(lambda session: leases.claim(session, job, "me"))
+    delete_job(store, paths, job, lambda: None)
+    with store.read() as session:
+        assert leases.owned(session, "me") == set()

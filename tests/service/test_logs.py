@@ -122,3 +122,9 @@ def test_cursor_of_another_job_or_rank_is_refused(job_id, rank):
 def test_only_job_ids_become_folders(tmp_path, job_id):
     with pytest.raises(ValueError, match="no job id"):
         log_folder(tmp_path, job_id)
+
+
+def test_line_that_does_not_tell_its_generation_or_stream_is_shown_all_the_same(tmp_path):
+    write(tmp_path, 0, '{"time": 1, "text": "bare"}')
+    (line,) = read_page(tmp_path, {}).lines
+    assert (line.text, line.generation, line.stream) == ("bare", 0, "stdout")

@@ -8,10 +8,11 @@ import pytest
 from service import data_roots
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
+from service.leases.errors import LeaseLost
 from service.leases.held import Leases
 from service.scheduler import Scheduler
 from service.states import JobState
-from service.store import generations, jobs, pauses
+from service.store import generations, jobs, leases, pauses
 from tests.service.support.fake_cluster import FakeCluster
 
 
@@ -290,3 +291,113 @@ def test_queue_is_looked_at_again_after_ray_failed(store, cluster, nodes, submit
     nodes.error = ClusterUnavailable(OSError())
     submit()
     asyncio.run(asyncio.wait_for(body(), 10))
+
+
+def test_failure_to_place_says_why_the_job_waits(store, submit, look, cluster):
+    def refuse():
+        raise NotPlaced("not in time")
+
+    cluster.groups.refuse = refuse
+    job = submit()
+    look()
+    found = job_now(store, job)
+    assert (found.reason, found.message) == ("insufficient_slots", "not in time")
+
+
+def test_shortage_of_gpus_is_called_one(store, submit, look, nodes, monkeypatch):
+    async def yes():
+        return True
+
+    has(nodes, 8, free=1)
+    monkeypatch.setattr(nodes, "has_gpus", yes)
+    job = submit(parallel={"tensor": 2}, resources={"accelerator": "gpu"})
+    assert look() == []
+    found = job_now(store, job)
+    assert (found.reason, found.waiting_for["unit"]) == ("insufficient_gpus", "gpus")
+
+
+@pytest.fixture
+def held(store):
+    """The leases of this control plane."""
+    mine = Leases(store, "me")
+    mine.join("host:one", "ray-1")
+    store.write(lambda session: leases.join(session, "other", "host:two", "ray-1", False))
+    return mine
+
+
+@pytest.fixture
+def look_holding(store, cluster, held):
+    """As `look`, of a control plane that holds the jobs that it places."""
+
+    def once():
+        placed = []
+        scheduler = Scheduler(
+            store,
+            cluster,
+            lambda job, generation: placed.append((job.id, generation, held.of(job.id) is not None)),
+            leases=held,
+        )
+        asyncio.run(scheduler._round())
+        return placed
+
+    return once
+
+
+def owned_by(store, plane):
+    with store.read() as session:
+        return leases.owned(session, plane)
+
+
+def test_job_that_is_placed_is_held_before_it_is_handed_over(store, submit, look_holding, held):
+    job = submit()
+    assert look_holding() == [(job.id, 1, True)]
+    assert (held.of(job.id).epoch, owned_by(store, "me")) == (1, {job.id})
+
+
+def test_job_that_got_no_placement_is_free_for_others(store, submit, look_holding, held, cluster):
+    def refuse():
+        raise NotPlaced("not in time")
+
+    cluster.groups.refuse = refuse
+    job = submit()
+    assert look_holding() == []
+    assert held.of(job.id) is None
+    assert owned_by(store, "me") == set()
+
+
+def test_job_cancelled_while_it_is_placed_in_vain_stays_held_for_its_owner(store, submit, look_holding, cluster):
+    job = submit()
+
+    def cancel_meanwhile():
+        cancel(store, job)
+        raise NotPlaced("not in time")
+
+    cluster.groups.refuse = cancel_meanwhile
+    assert look_holding() == [(job.id, 1, True)]
+    assert owned_by(store, "me") == {job.id}
+
+
+@pytest.mark.parametrize("holder", ["other", "me"])
+def test_job_that_somebody_has_not_quite_left_waits_as_it_was(store, submit, look_holding, held, cluster, holder):
+    job = submit()
+    if holder == "me":
+        asyncio.run(held.claim(job.id))
+    else:
+        store.write(lambda session: leases.claim(session, job.id, "other"))
+    assert look_holding() == []
+    assert (job_now(store, job).state, owned_by(store, holder)) == ("QUEUED", {job.id})
+    assert cluster.groups.acquired == []
+    again = Scheduler(store, cluster, lambda job, generation: None, leases=held)
+    assert asyncio.run(again._round()), "it is looked at again"
+
+
+def test_scheduler_whose_lease_is_lost_ends(store, submit, cluster, monkeypatch):
+    scheduler = Scheduler(store, cluster, lambda job, generation: None)
+
+    async def lost():
+        raise LeaseLost("housekeeping")
+
+    monkeypatch.setattr(store, "until_certain", lost)
+    submit()
+    with pytest.raises(LeaseLost):
+        asyncio.run(asyncio.wait_for(scheduler.run(), 10))

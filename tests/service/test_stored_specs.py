@@ -96,3 +96,9 @@ def test_edits_are_what_the_user_wrote(store, submit):
     job = store.write(lambda s: edits.edit(s, job_id, name="other", priority=0))
     assert job.submitted["name"] == job.not_default["name"] == job.spec["name"] == "other"
     assert "priority" not in job.submitted
+
+
+def test_problems_after_the_first_are_counted(stored):
+    job = stored(spec={"train": {"attention": "newest", "steps": "many"}, "model": {"heads": "many"}})
+    with pytest.raises(SpecNotUnderstood, match=r": model\.heads: .* and 2 more problems; a release that does"):
+        stored_spec(job)

@@ -92,3 +92,10 @@ def test_many_jobs_are_not_all_named(cluster):
     agents_of(cluster, *names, protocol=1)
     with pytest.raises(CannotTakeOver, match="job_a, job_b, job_c, job_d, job_e and 2 more: "):
         look(cluster, **dict.fromkeys(names, "RUNNING"))
+
+
+def test_as_many_jobs_as_are_named_are_all_there_are(cluster):
+    names = [f"job_{letter}" for letter in "abcde"]
+    agents_of(cluster, *names, protocol=1)
+    with pytest.raises(CannotTakeOver, match="job_a, job_b, job_c, job_d, job_e: their agents"):
+        look(cluster, **dict.fromkeys(names, "RUNNING"))

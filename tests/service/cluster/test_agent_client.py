@@ -19,6 +19,7 @@ from service.cluster.agent_client import (
     RayNodeDaemon,
     within,
 )
+from service.leases.errors import LeaseLost, LeaseUncertain
 from tests.service.support.fake_agents import FakeAgent
 from workers.node.daemon import NodeDaemon
 from workers.protocol import messages
@@ -31,6 +32,7 @@ from workers.protocol.messages import (
     NodeDescription,
     ProtocolMismatch,
 )
+from workers.protocol.ownership import EPOCH, StaleOwner
 from workers.protocol.remote_call import serve
 from workers.rank.agent import Agent
 
@@ -172,3 +174,51 @@ def test_orders_are_in_the_protocol_of_the_agent_that_gets_them(monkeypatch):
         assert there.orders[-1].protocol == messages.PROTOCOL
 
     asyncio.run(body())
+
+
+class _RaysStaleOwner(RayTaskError, StaleOwner):
+    """As Ray makes an error that the actor raised: one of both kinds."""
+
+    def __init__(self):
+        Exception.__init__(self, "an owner of a later epoch gives orders")
+
+
+def owned_agent(epoch, error=None):
+    """A client of an agent of job_1 that is owned with `epoch`, and the calls that arrive there."""
+    calls, asked = [], []
+
+    async def carry(method, arguments):
+        calls.append((method, arguments))
+        if error is not None:
+            raise error
+
+    def of(job, method):
+        asked.append((job, method))
+        if isinstance(epoch, Exception):
+            raise epoch
+        return epoch
+
+    return RayAgent(RAY, SimpleNamespace(call=SimpleNamespace(remote=carry)), "job_1", of), calls, asked
+
+
+def test_calls_carry_the_epoch_of_the_owner_and_none_where_there_is_none():
+    for epoch, carried in ((7, {EPOCH: 7}), (None, {})):
+        agent, calls, asked = owned_agent(epoch)
+        asyncio.run(agent.stop_backups())
+        assert (calls, asked) == ([("stop_backups", carried)], [("job_1", "stop_backups")])
+
+
+def test_order_that_may_not_be_given_is_not_sent():
+    agent, calls, asked = owned_agent(LeaseUncertain("job_1"))
+    with pytest.raises(LeaseUncertain):
+        asyncio.run(agent.stop_backups())
+    with pytest.raises(LeaseUncertain):
+        agent.check_order()
+    assert (calls, asked[-1]) == ([], ("job_1", None)), "which ends what a job has by other ways"
+
+
+@pytest.mark.parametrize("error", [StaleOwner("refused"), _RaysStaleOwner()])
+def test_agent_that_knows_a_later_owner_tells_this_one_that_it_is_none(error):
+    agent, _, _ = owned_agent(7, error)
+    with pytest.raises(LeaseLost, match="job_1"):
+        asyncio.run(agent.stop_backups())

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from service.cluster import agents as agents_module
+from service.cluster.agent_client import AgentError
 from service.cluster.agents import Agents
 from service.cluster.connection import RayConnection
 from service.cluster.nodes import Nodes
@@ -124,3 +125,18 @@ def test_agent_that_does_not_answer_is_killed(agents, monkeypatch):
         return agent.actor.dead
 
     assert asyncio.run(body())
+
+
+def test_answers_and_silences_are_told_by_rank_and_what_is_no_silence_is_raised():
+    async def question(rank, agent):
+        if agent is None:
+            raise AgentError("gone")
+        if agent == "broken":
+            raise ValueError("our own mistake")
+        return f"{agent} of {rank}"
+
+    answers, silent = asyncio.run(agents_module.ask({5: "a", 3: None, 1: "b"}, question, 10))
+    assert (answers, list(silent)) == ({5: "a of 5", 1: "b of 1"}, [3])
+    assert "gone" in silent[3]
+    with pytest.raises(ValueError, match="our own mistake"):
+        asyncio.run(agents_module.ask({0: None, 1: "broken"}, question, 10))

@@ -111,3 +111,8 @@ def test_whatever_is_avoided_the_layout_could_still_be_placed(free, avoided, dat
 def test_selector_names_the_nodes_as_ray_wants_it():
     assert anywhere_but({"b", "a"}) == {"ray.io/node-id": "!in(a,b)"}
     assert anywhere_but(()) == {}
+
+
+def test_shortage_of_gpus_says_so_and_a_rank_alone_needs_no_group():
+    one = Capacity("GPU", 4, 1, {"node0": (4, 1)})
+    assert str(missing(ParallelConfig(data=2), one)) == "needs 2 GPUs, 1 of 4 are free"

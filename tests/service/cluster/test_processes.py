@@ -121,3 +121,14 @@ def test_start_in_a_file_of_a_release_before_is_unix_time():
     assert not same_process(me, started_in({"pid": me, "created": created - 100}))
     with pytest.raises(KeyError):
         started_in({"pid": me})
+
+
+def test_waiting_leaves_no_handle_open():
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        assert not wait_until_ended([psutil.Process(process.pid)], 0.0)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+    finally:
+        process.kill()
+        process.wait()

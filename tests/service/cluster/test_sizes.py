@@ -1,5 +1,7 @@
 """With how many replicas a job may run, and for how many there is room."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from service.cluster.sizes import (
     fitting,
     given_back,
     in_use,
+    layout_in_use,
     resized,
     room_for,
     shapes_of,
@@ -159,3 +162,14 @@ def test_layout_that_was_never_changed_is_the_submitted_one_to_the_letter(sequen
         parallel={"tensor": 1 if sequence_parallel is False else 2, "sequence_parallel": sequence_parallel}
     )
     assert in_use(submitted, Stored) == submitted
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "kept"),
+    [(2, 4, ("interleaved", 2, True)), (4, 1, ("1f1b", 1, True)), (1, 4, ("interleaved", 2, None))],
+)
+def test_reshaped_layout_keeps_what_still_has_a_meaning(tensor, pipeline, kept):
+    submitted = ParallelConfig(tensor=4, pipeline=4, schedule="interleaved", virtual_stages=2, sequence_parallel=True)
+    found = layout_in_use(submitted, SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=3))
+    assert (found.tensor, found.pipeline, found.data) == (tensor, pipeline, 3)
+    assert (found.schedule, found.virtual_stages, found.sequence_parallel) == kept

@@ -156,3 +156,13 @@ def test_one_that_was_stopped_within_a_transaction_holds_nobody_up(postgres):
         goes_on.set()
         stale.close()
         other.close()
+
+
+def test_restored_database_has_no_owners_and_goes_on_counting_epochs(store):
+    join(store, "a")
+    assert claim(store, "job_1", "a") == 1
+    store.write(leases.forget_owners)
+    with store.read() as session:
+        assert (leases.living(session), leases.owned(session, "a")) == ([], set())
+    join(store, "b")
+    assert claim(store, "job_1", "b") == 2

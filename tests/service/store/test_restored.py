@@ -2,7 +2,8 @@
 
 import pytest
 
-from service.store import events, restored
+from service.states import JobState
+from service.store import events, generations, jobs, ranks, restored
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,85 @@ def test_job_is_settled_once_something_of_it_was_seen_to_run(store, submit, sinc
     for kind in (restored.RESTORED, *since):
         store.write(lambda s, kind=kind: events.append(s, job.id, kind, "it happened"))
     assert store.write(lambda s: restored.unsettled(s, job.id)) is unsettled
+
+
+@pytest.mark.parametrize(
+    ("path", "paused"),
+    [
+        ((), False),
+        ((JobState.STARTING,), True),
+        ((JobState.STARTING, JobState.RUNNING), True),
+        ((JobState.STARTING, JobState.PAUSING), True),
+        ((JobState.STARTING, JobState.SUCCEEDED), False),
+        ((JobState.STARTING, JobState.CANCELLING), False),
+    ],
+)
+def test_only_what_can_be_paused_waits_for_its_user(store, submit, path, paused):
+    job = submit()
+    for state in path:
+        store.write(lambda s, state=state: jobs.transition(s, job.id, state))
+    assert store.write(lambda s: restored.pause(s, job.id)) is paused
+    with store.read() as session:
+        found = jobs.get(session, job.id)
+    before = path[-1] if path else JobState.QUEUED
+    assert found.state == (JobState.PAUSED if paused else before)
+    assert not paused or (found.reason, found.message.count("manta resume " + job.id)) == (restored.RESTORED, 1)
+
+
+def test_generation_that_left_a_checkpoint_is_known_and_none_is_forgotten(store, submit):
+    job = submit()
+    for known, number in ((3, 3), (2, 3), (5, 5)):
+        store.write(lambda s, known=known: restored.know_generation(s, job.id, known))
+        with store.read() as session:
+            assert jobs.get(session, job.id).generation == number
+
+
+def test_gang_that_the_database_does_not_know_is_written_down_rank_by_rank(store, submit):
+    job = submit(parallel={"tensor": 2, "data": 2}, elastic={"min_data": 1, "max_data": 4})
+
+    def run(session):
+        jobs.transition(session, job.id, JobState.STARTING)
+        row = jobs.transition(session, job.id, JobState.RUNNING)
+        row.generation, row.step, row.report_cursor = 1, 7, {"0": 4}
+
+    store.write(run)
+    agents = {rank: {"actor": f"a{rank}", "node": "n", "device": "cpu", "pid": 10 + rank} for rank in (0, 2)}
+    gang = restored.NewerGang(4, 2, 1, 2, agents)
+    assert store.write(lambda s: restored.take_over(s, job.id, gang)) is True
+    with store.read() as session:
+        row, life = jobs.get(session, job.id), generations.of_job(session, job.id)[-1]
+        known = [(r.rank, r.generation, r.state, r.tensor, r.data, r.pid) for r in ranks.of_job(session, job.id)]
+        last = events.page(session, job.id, limit=100).items[-1]
+    assert (row.generation, row.report_cursor, row.tensor, row.pipeline, row.replicas) == (4, {}, 2, 1, 2)
+    assert (life.generation, life.cause, life.resume_step) == (4, "found running", 7)
+    assert known == [(0, 4, "running", 0, 0, 10), (1, 4, "exited", 1, 0, None), (2, 4, "running", 0, 1, 12),
+                     (3, 4, "exited", 1, 1, None)]  # fmt: skip
+    assert (last.type, last.generation, last.data) == ("database_older", 4, {"known": 1, "running": 4})
+    assert store.write(lambda s: restored.take_over(s, job.id, gang)) is False, "it is known by now"
+
+
+@pytest.mark.parametrize(
+    ("known", "becomes"),
+    [
+        ("QUEUED", "STARTING"),
+        ("PAUSING", "STARTING"),
+        ("PAUSED", "STARTING"),
+        ("FAILED", "STARTING"),
+        ("RESIZING", "RECOVERING"),
+        ("RUNNING", "RUNNING"),
+        ("SUCCEEDED", None),
+        ("CANCELLED", None),
+    ],
+)
+def test_state_from_which_a_newer_gang_is_adopted(store, submit, known, becomes):
+    job = submit()
+
+    def remember(session):
+        row = jobs.get(session, job.id)
+        row.state, row.generation = known, 1
+
+    store.write(remember)
+    gang = restored.NewerGang(2, 1, 1, 1, {})
+    assert store.write(lambda s: restored.take_over(s, job.id, gang)) is (becomes is not None)
+    with store.read() as session:
+        assert jobs.get(session, job.id).state == (becomes or known)
