@@ -11,6 +11,7 @@ def test_no_more_threads_than_allowed_are_started_and_each_call_is_answered():
     threads = RayThreads(2)
     calls = [threads.submit(threading.current_thread) for _ in range(5)]
     assert {call.result(SECONDS).name for call in calls} <= {"ray-0", "ray-1"}
+    assert len(threads._started) == 2
 
 
 def test_threads_hang_once_all_of_their_calls_are_given_up_and_until_one_returns():
