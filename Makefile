@@ -41,7 +41,7 @@ types: setup
 test: lint
 	@types=$$(mktemp) && trap 'rm -f $$types' EXIT; \
 	$(BIN)/mypy >$$types 2>&1 & checker=$$!; \
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_OPTIONS); tests=$$?; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_OPTIONS); tests=$$?; \
 	wait $$checker; checked=$$?; test $$checked = 0 || cat $$types; test $$tests = 0 -a $$checked = 0
 
 # What is exhaustive and takes long: every layout with every other, many seeds, 60 drawn schedules of faults.
