@@ -10,8 +10,9 @@ import pytest
 
 from service.cluster.cluster import Cluster
 from service.cluster.ray_head import RayHead
+from service.leases.held import Leases
 from service.states import JobState
-from service.store import Job, Store, jobs
+from service.store import Job, Store, jobs, leases
 from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
 
@@ -79,3 +80,12 @@ def started(store: Store, submit) -> Job:
     """A STARTING job."""
     job_id = submit().id
     return store.write(lambda session: jobs.transition(session, job_id, JobState.STARTING))
+
+
+@pytest.fixture
+def own_leases(store: Store) -> Leases:
+    """The leases of a control plane beside another one, on any database."""
+    held = Leases(store, "me")
+    held.join("host:one", "ray-1")
+    store.write(lambda session: leases.join(session, "other", "host:two", "ray-1", False))
+    return held

@@ -9,7 +9,6 @@ from service import data_roots
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.leases.errors import LeaseLost
-from service.leases.held import Leases
 from service.scheduler import Scheduler
 from service.states import JobState
 from service.store import generations, jobs, leases, pauses
@@ -226,26 +225,6 @@ def test_job_whose_placement_fails_for_any_reason_goes_on_waiting(store, submit,
     assert job_now(store, job).state == "QUEUED"
 
 
-def test_lease_of_a_job_that_got_no_placement_is_given_back_so_that_it_is_placed_later(store, submit, cluster):
-    held = Leases(store, "me")
-    placed = []
-    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append((job.id, generation)), leases=held)
-
-    def refuse():
-        raise NotPlaced("not in time")
-
-    async def two_rounds():
-        cluster.groups.refuse = refuse
-        await scheduler._round()
-        assert held.of(job.id) is None and placed == []
-        cluster.groups.refuse = lambda: None
-        await scheduler._round()
-
-    job = submit()
-    asyncio.run(two_rounds())
-    assert placed == [(job.id, 1)] and held.of(job.id) is not None
-
-
 @pytest.mark.parametrize("refused", [False, True])
 def test_job_cancelled_while_it_is_placed_gets_an_owner_that_ends_it(store, submit, look, refused, cluster):
     job = submit()
@@ -317,16 +296,7 @@ def test_shortage_of_gpus_is_called_one(store, submit, look, nodes, monkeypatch)
 
 
 @pytest.fixture
-def held(store):
-    """The leases of this control plane."""
-    mine = Leases(store, "me")
-    mine.join("host:one", "ray-1")
-    store.write(lambda session: leases.join(session, "other", "host:two", "ray-1", False))
-    return mine
-
-
-@pytest.fixture
-def look_holding(store, cluster, held):
+def look_holding(store, cluster, own_leases):
     """As `look`, of a control plane that holds the jobs that it places."""
 
     def once():
@@ -334,8 +304,8 @@ def look_holding(store, cluster, held):
         scheduler = Scheduler(
             store,
             cluster,
-            lambda job, generation: placed.append((job.id, generation, held.of(job.id) is not None)),
-            leases=held,
+            lambda job, generation: placed.append((job.id, generation, own_leases.of(job.id) is not None)),
+            leases=own_leases,
         )
         asyncio.run(scheduler._round())
         return placed
@@ -348,21 +318,23 @@ def owned_by(store, plane):
         return leases.owned(session, plane)
 
 
-def test_job_that_is_placed_is_held_before_it_is_handed_over(store, submit, look_holding, held):
+def test_job_that_is_placed_is_held_before_it_is_handed_over(store, submit, look_holding, own_leases):
     job = submit()
     assert look_holding() == [(job.id, 1, True)]
-    assert (held.of(job.id).epoch, owned_by(store, "me")) == (1, {job.id})
+    assert (own_leases.of(job.id).epoch, owned_by(store, "me")) == (1, {job.id})
 
 
-def test_job_that_got_no_placement_is_free_for_others(store, submit, look_holding, held, cluster):
+def test_job_that_got_no_placement_is_free_for_others(store, submit, look_holding, own_leases, cluster):
     def refuse():
         raise NotPlaced("not in time")
 
     cluster.groups.refuse = refuse
     job = submit()
     assert look_holding() == []
-    assert held.of(job.id) is None
+    assert own_leases.of(job.id) is None
     assert owned_by(store, "me") == set()
+    cluster.groups.refuse = lambda: None
+    assert look_holding() == [(job.id, 1, True)], "and placed when there is room"
 
 
 def test_job_cancelled_while_it_is_placed_in_vain_stays_held_for_its_owner(store, submit, look_holding, cluster):
@@ -378,16 +350,16 @@ def test_job_cancelled_while_it_is_placed_in_vain_stays_held_for_its_owner(store
 
 
 @pytest.mark.parametrize("holder", ["other", "me"])
-def test_job_that_somebody_has_not_quite_left_waits_as_it_was(store, submit, look_holding, held, cluster, holder):
+def test_job_that_somebody_has_not_quite_left_waits_as_it_was(store, submit, look_holding, own_leases, cluster, holder):
     job = submit()
     if holder == "me":
-        asyncio.run(held.claim(job.id))
+        asyncio.run(own_leases.claim(job.id))
     else:
         store.write(lambda session: leases.claim(session, job.id, "other"))
     assert look_holding() == []
     assert (job_now(store, job).state, owned_by(store, holder)) == ("QUEUED", {job.id})
     assert cluster.groups.acquired == []
-    again = Scheduler(store, cluster, lambda job, generation: None, leases=held)
+    again = Scheduler(store, cluster, lambda job, generation: None, leases=own_leases)
     assert asyncio.run(again._round()), "it is looked at again"
 
 

@@ -202,84 +202,75 @@ def test_epoch_rises_above_what_agents_know_from_before_a_restore(planes, job):
     story(body)
 
 
-@pytest.fixture
-def mine(store):
-    """The leases of a control plane beside another one, on any database."""
-    held = Leases(store, "me")
-    held.join("host:one", "ray-1")
-    store.write(lambda session: leases.join(session, "other", "host:two", "ray-1", False))
-    return held
-
-
 def owned(store, plane):
     with store.read() as session:
         return leases.owned(session, plane)
 
 
-def test_lease_is_borrowed_for_a_moment_and_given_back_whatever_happens(store, mine):
+def test_lease_is_borrowed_for_a_moment_and_given_back_whatever_happens(store, own_leases):
     async def body():
-        assert not mine.is_borrowed("job_1")
+        assert not own_leases.is_borrowed("job_1")
         with pytest.raises(ValueError):
-            async with mine.borrowed("job_1") as lease:
-                assert (lease.name, lease.epoch, mine.of("job_1")) == ("job_1", 1, lease)
-                assert mine.is_borrowed("job_1") and not mine.is_borrowed("job_2")
-                assert owned(store, "me") == {"job_1"} and not mine.changed.is_set()
+            async with own_leases.borrowed("job_1") as lease:
+                assert (lease.name, lease.epoch, own_leases.of("job_1")) == ("job_1", 1, lease)
+                assert own_leases.is_borrowed("job_1") and not own_leases.is_borrowed("job_2")
+                assert owned(store, "me") == {"job_1"} and not own_leases.changed.is_set()
                 raise ValueError
-        assert mine.of("job_1") is None and not mine.is_borrowed("job_1")
-        assert owned(store, "me") == set() and mine.changed.is_set(), "whoever waits for it looks again"
+        assert own_leases.of("job_1") is None and not own_leases.is_borrowed("job_1")
+        assert owned(store, "me") == set() and own_leases.changed.is_set(), "whoever waits for it looks again"
 
     story(body)
 
 
-def test_what_somebody_looks_after_is_not_borrowed(store, mine):
+def test_what_somebody_looks_after_is_not_borrowed(store, own_leases):
     async def body():
         store.write(lambda session: leases.claim(session, "theirs", "other"))
-        async with mine.borrowed("theirs") as lease:
+        async with own_leases.borrowed("theirs") as lease:
             assert lease is None
         assert owned(store, "other") == {"theirs"}
-        ours = await mine.claim("ours")
-        async with mine.borrowed("ours") as lease:
+        ours = await own_leases.claim("ours")
+        async with own_leases.borrowed("ours") as lease:
             assert lease is None
-        assert mine.of("ours") is ours and owned(store, "me") == {"ours"}
+        assert own_leases.of("ours") is ours and owned(store, "me") == {"ours"}
 
     story(body)
 
 
-def test_what_is_held_stays_as_it_is_when_it_is_claimed_again(store, mine):
+def test_what_is_held_stays_as_it_is_when_it_is_claimed_again(store, own_leases):
     async def body():
-        first = await mine.claim("job_1")
-        assert await mine.claim("job_1") is first and first.epoch == 1
-        assert store.write(lambda session: mine.claim_within(session, "job_1")) is None
-        mine.drop("job_1")
-        assert mine.of("job_1") is None and owned(store, "me") == {"job_1"}
-        assert (await mine.claim("job_1")).epoch == 2, "it is looked after again"
-        await mine.release("job_1")
-        assert mine.of("job_1") is None and owned(store, "me") == set()
+        first = await own_leases.claim("job_1")
+        assert await own_leases.claim("job_1") is first and first.epoch == 1
+        assert store.write(lambda session: own_leases.claim_within(session, "job_1")) is None
+        own_leases.drop("job_1")
+        assert own_leases.of("job_1") is None and owned(store, "me") == {"job_1"}
+        assert (await own_leases.claim("job_1")).epoch == 2, "it is looked after again"
+        await own_leases.release("job_1")
+        assert own_leases.of("job_1") is None and owned(store, "me") == set()
 
     story(body)
 
 
-def test_what_is_given_back_or_handed_over_is_not_waited_for(mine):
+def test_what_is_given_back_or_handed_over_is_not_waited_for(own_leases):
     async def body():
         for name in ("job_1", "job_2"):
-            await mine.claim(name)
-            await mine.until_certain(name)
-        await mine.release("job_1")
-        await mine.hand_over("job_2", 1, "other")
+            await own_leases.claim(name)
+            await own_leases.until_certain(name)
+        await own_leases.release("job_1")
+        await own_leases.hand_over("job_2", 1, "other")
         for name in ("job_1", "job_2"):
             with pytest.raises(LeaseLost):
-                await mine.until_certain(name)
+                await own_leases.until_certain(name)
             with pytest.raises(LeaseLost):
-                await mine.raise_epoch(name, 5)
+                await own_leases.raise_epoch(name, 5)
 
     story(body)
 
 
-def test_end_leaves_nothing_held_here_or_in_the_database(store, mine):
+def test_end_leaves_nothing_held_here_or_in_the_database(store, own_leases):
     async def body():
-        await mine.claim("job_1")
-        await mine.leave()
-        assert mine.of("job_1") is None and owned(store, "me") == set()
+        await own_leases.claim("job_1")
+        await own_leases.leave()
+        assert own_leases.of("job_1") is None and owned(store, "me") == set()
         with store.read() as session:
             assert leases.living(session) == ["other"]
 
