@@ -97,7 +97,7 @@ async def is_still_welcome(request: Request) -> bool:
         return True
 
 
-def authorize(request: Request) -> None:
+async def authorize(request: Request) -> None:
     """Let a request through to its route. Raises Unauthenticated, Forbidden."""
     if is_anonymous(request.url.path):
         return
@@ -141,7 +141,11 @@ async def own_job_id(request: Request, job_id: Annotated[str, Path(description="
     return job_id
 
 
-Caller = Annotated[Identity, Depends(caller_of)]
+async def _caller(request: Request) -> Identity:
+    return caller_of(request)
+
+
+Caller = Annotated[Identity, Depends(_caller)]
 """Who asks, as a parameter of a route."""
 JobId = Annotated[str, Depends(own_job_id)]
 """The id of a job of the caller's, as a parameter of a route."""

@@ -16,6 +16,7 @@ from api.credentials import Identities
 from api.identification import Identification
 from api.openapi import describe, operation_id
 from api.rate_limits import CallerLimits
+from api.rendered_jobs import RenderedJobs
 from api.request_guard import RequestGuard, TellVersion
 from api.routes import (
     all_events,
@@ -92,6 +93,7 @@ def create_app(
     app.state.waits = StateWaits(lambda job_ids: _states(control, job_ids))
     app.state.changes = Changes(StoredVersions(lambda: control.store))
     app.state.long_reads = LongReads()
+    app.state.rendered_jobs = RenderedJobs()
     app.state.limits = CallerLimits(limits or RequestLimits())
     app.state.identities = Identities(lambda: control.store)
     app.state.job_projects = JobProjects(lambda: control.store)

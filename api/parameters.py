@@ -22,7 +22,7 @@ _LARGEST_INTEGER = 2**63 - 1
 _LONGEST_CURSOR = 60_000  # the HTTP server takes no address of more than 64 KiB
 
 
-def control_of(request: Request) -> ControlPlane:
+async def control_of(request: Request) -> ControlPlane:
     """The control plane that the app was made with."""
     return cast(ControlPlane, request.app.state.control)
 

@@ -29,5 +29,9 @@ def long_reads_of(request: Request) -> LongReads:
     return cast(LongReads, request.app.state.long_reads)
 
 
-Threads = Annotated[LongReads, Depends(long_reads_of)]
+async def _long_reads(request: Request) -> LongReads:
+    return long_reads_of(request)
+
+
+Threads = Annotated[LongReads, Depends(_long_reads)]
 """The threads for what may take long, as a parameter of a route."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from api.parameters import (
     versions_in,
 )
 from api.problem_codes import OF_A_JOB, changes, reads
+from api.rendered_jobs import rendered_jobs_of
 from api.threads import Threads
 from service.states import STATE_NAMES
 from service.store import edits, failed_jobs, jobs, pauses
@@ -96,8 +98,9 @@ def submit_job(
     return job
 
 
-@router.get("", responses=reads("invalid_parameter", "database_unavailable"))
+@router.get("", response_model=schemas.Items[schemas.Job], responses=reads("invalid_parameter", "database_unavailable"))
 async def list_jobs(
+    request: Request,
     control: Control,
     threads: Threads,
     caller: Caller,
@@ -105,38 +108,29 @@ async def list_jobs(
     name: Annotated[str | None, Query(max_length=100, description="Only jobs of this name")] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
-) -> schemas.Items[schemas.Job]:
+) -> Response:
     """Jobs, newest first."""
-
-    def read() -> schemas.Items[schemas.Job]:
-        with control.store.read() as session:
-            page = jobs.page(session, state, name, limit, cursor, caller.bound)
-            return schemas.Items(items=views.job_views(session, page.items), next_cursor=page.next_cursor)
-
-    return await threads.run(read)
+    rendered, filters = rendered_jobs_of(request), (state, name, limit, cursor, caller.bound)
+    page = await threads.run(lambda: rendered.page(control.store, *filters))
+    items = b",".join(job.body for job in page.items)
+    next_cursor = json.dumps(page.next_cursor).encode()
+    return Response(b'{"items":[%b],"next_cursor":%b}' % (items, next_cursor), media_type="application/json")
 
 
-@router.get("/{job_id}", responses={200: {"headers": _ETAG}, **reads(*OF_A_JOB, "invalid_parameter")})
+@router.get(
+    "/{job_id}",
+    response_model=schemas.Job,
+    responses={200: {"headers": _ETAG}, **reads(*OF_A_JOB, "invalid_parameter")},
+)
 async def get_job(
-    request: Request,
-    response: Response,
-    control: Control,
-    job_id: JobId,
-    wait: WaitSeconds = 0.0,
-    state: KnownState = None,
-) -> schemas.Job:
+    request: Request, control: Control, job_id: JobId, wait: WaitSeconds = 0.0, state: KnownState = None
+) -> Response:
     """One job; with `wait` as soon as its state is another than `state` (default: than it is now) or final, and after
     `wait` seconds whatever it is."""
     if wait:
         await request.app.state.waits.until_changed(job_id, state, wait)
-    job = await run_in_threadpool(_read, control, job_id)
-    response.headers["ETag"] = job.etag or ""
-    return job
-
-
-def _read(control: ControlPlane, job_id: str) -> schemas.Job:
-    with control.store.read() as session:
-        return views.job_view(session, jobs.get(session, job_id))
+    job = await run_in_threadpool(rendered_jobs_of(request).one, control.store, job_id)
+    return Response(job.body, media_type="application/json", headers={"ETag": job.etag})
 
 
 @router.patch(

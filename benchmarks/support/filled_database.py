@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, text
 from sqlalchemy.orm import Session
 
-from service.store import Store, jobs, metric_bins
+from service.store import Store, job_rows, jobs, metric_bins
 from service.store.tables import Job
 from workers.spec.reading import parse_job_spec
 
@@ -68,7 +68,7 @@ def fill(store: Store, count: int, points: int, longest: int) -> Filled:
     _add_bins(store, max(share, longest))
     _in_transaction(store, "ANALYZE")
     with store.read() as session:
-        running = [each.id for each in jobs.page(session, state="RUNNING", limit=RUNNING).items]
+        running = [each.id for each in job_rows.page(session, state="RUNNING", limit=RUNNING).items]
     return Filled(job.id, running[0] if running else job.id, running or [job.id])
 
 

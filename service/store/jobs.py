@@ -15,15 +15,15 @@ from service.cluster.sizes import SizeOutOfBounds, sizes_of
 from service.identity import DEFAULT_PROJECT, digest_of
 from service.states import FINAL, JobState, after_action, can, is_final
 from service.store import events, state_changes
-from service.store.errors import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound
+from service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
 from service.store.ids import is_job_id, next_job_id
-from service.store.paging import Cursors, Page
+from service.store.job_rows import NOT_SHOWN
 from service.store.tables import Job
 from service.stored_specs import as_written, not_default, stored_spec
 from workers.config import JobSpec, ParallelConfig
 
 _CREATE_ATTEMPTS = 5
-_NOT_LISTED = [defer(column, raiseload=True) for column in (Job.submitted, Job.not_default, Job.report_cursor)]
+_NOT_LISTED = [defer(getattr(Job, name), raiseload=True) for name in sorted(NOT_SHOWN)]
 
 
 def create(
@@ -67,30 +67,9 @@ def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
     return job
 
 
-def page(
-    session: Session,
-    state: str | None = None,
-    name: str | None = None,
-    limit: int = 50,
-    cursor: str | None = None,
-    bound: str | None = None,
-) -> Page[Job]:
-    """Jobs, newest first, optionally only those in `state`, called `name`, or of the project `bound`; without what no
-    list shows of them. Raises InvalidCursor."""
-    cursors = Cursors("jobs", state=state, name=name, project=bound)
-    query = select(Job).options(*_NOT_LISTED).order_by(Job.id.desc()).limit(limit + 1)
-    if bound is not None:
-        query = query.where(Job.project == bound)
-    if state is not None:
-        query = query.where(Job.state == state)
-    if name is not None:
-        query = query.where(Job.name == name)
-    if cursor is not None:
-        last = cursors.decode(cursor)
-        if not is_job_id(last):
-            raise InvalidCursor
-        query = query.where(Job.id < last)
-    return Page.of(list(session.scalars(query)), limit, cursors, lambda job: job.id)
+def listed(session: Session, job_ids: Collection[str]) -> list[Job]:
+    """Those of these jobs that the database knows, newest first; without what no list shows of them."""
+    return list(session.scalars(select(Job).options(*_NOT_LISTED).where(Job.id.in_(job_ids)).order_by(Job.id.desc())))
 
 
 def states(session: Session, job_ids: Collection[str]) -> dict[str, JobState]:

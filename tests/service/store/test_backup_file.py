@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select
 
 from service.states import JobState
-from service.store import Store, StoreOfNewerRelease, events, generations, health, jobs, metrics
+from service.store import Store, StoreOfNewerRelease, events, generations, health, job_rows, jobs, metrics
 from service.store.backup_file import (
     EVENT_IDS_SKIPPED,
     DatabaseInUse,
@@ -129,7 +129,7 @@ def test_jobs_make_room_only_where_that_is_asked_for(store, jobs_of_all_kinds, t
         restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
     restore(elsewhere, tmp_path / "backup.db", replace=True, now=NOW + 1)
     with opened(elsewhere) as other, other.read() as session:
-        assert len(jobs.page(session).items) == 3
+        assert len(job_rows.page(session).items) == 3
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no database at all" * 100, "another"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from service.states import JobState
-from service.store import IdempotencyConflict, IllegalTransition, InvalidCursor, JobNotFound, events, generations, jobs
+from service.store import IdempotencyConflict, IllegalTransition, JobNotFound, events, generations, jobs
 from service.store.ids import is_job_id, next_job_id
 
 times = st.floats(min_value=1_800_000_000, max_value=3_000_000_000)
@@ -61,42 +61,6 @@ def test_concurrent_requests_with_one_key_make_one_job(store, make_spec):
         )
     assert len({job.id for job, _ in results}) == 1
     assert sum(created for _, created in results) == 1
-
-
-def test_pages_are_newest_first_and_complete_while_jobs_arrive(store, submit):
-    ids = [submit().id for _ in range(5)]
-    seen, cursor = [], None
-    while True:
-        with store.read() as session:
-            page = jobs.page(session, limit=2, cursor=cursor)
-        seen += [job.id for job in page.items]
-        submit()  # must neither shift nor repeat anything
-        cursor = page.next_cursor
-        if cursor is None:
-            break
-    assert seen == ids[::-1]
-
-
-def test_a_page_that_holds_the_rest_has_no_successor(store, submit):
-    submit(), submit()
-    with store.read() as session:
-        assert jobs.page(session, limit=2).next_cursor is None
-        assert jobs.page(session, limit=1).next_cursor is not None
-
-
-def test_pages_filter_by_state_and_name(store, submit):
-    first, second = submit(name="a"), submit(name="b")
-    store.write(lambda session: jobs.transition(session, first.id, JobState.STARTING))
-    with store.read() as session:
-        assert [job.id for job in jobs.page(session, state="STARTING").items] == [first.id]
-        assert [job.id for job in jobs.page(session, name="b").items] == [second.id]
-        assert jobs.page(session, state="PAUSED").items == []
-
-
-@pytest.mark.parametrize("cursor", ["?", "AAAA", "é", "am9iXw", "a"])
-def test_a_foreign_cursor_is_refused(store, cursor):
-    with store.read() as session, pytest.raises(InvalidCursor):
-        jobs.page(session, cursor=cursor)
 
 
 def test_transitions_follow_the_edges_and_leave_times_and_events(store, submit):

@@ -14,6 +14,7 @@ from service.store import (
     ProjectNotFound,
     audit,
     browser_tokens,
+    job_rows,
     jobs,
     keys,
     projects,
@@ -35,8 +36,8 @@ def test_job_of_a_release_that_knows_no_projects_is_of_the_default_one(store, su
     store.write(lambda session: session.execute(text(copy)))
     with store.read() as session:
         assert jobs.project_of(session, "job_zzzzzzzzzzzz") == jobs.project_of(session, job.id) == "default"
-        assert len(jobs.page(session, bound="default").items) == 2
-        assert jobs.page(session, bound="other").items == []
+        assert len(job_rows.page(session, bound="default").items) == 2
+        assert job_rows.page(session, bound="other").items == []
 
 
 def test_idempotency_key_of_a_project_cannot_be_one_of_the_default_project():

@@ -1,0 +1,91 @@
+"""Jobs as JSON, kept for a moment: whoever watches a job or a list asks for the same again and again.
+
+Every answer is checked against the jobs' rows, so that what a job's row says is never old; what is computed from other
+tables (goodput, expected end, place in the queue) may be `FRESH_SECONDS` old.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fastapi import Request
+from sqlalchemy.orm import Session
+
+from api import views
+from service.store import Store, job_rows, jobs
+from service.store.job_rows import JobRow
+from service.store.paging import Page
+
+FRESH_SECONDS = 1.0
+MOST_KEPT = 5_000
+
+
+@dataclass(frozen=True)
+class RenderedJob:
+    """A job as it is answered."""
+
+    row: JobRow
+    """Its row in the database at that time."""
+    rendered_at: float
+    """When, by the monotonic clock."""
+    etag: str
+    """Its `etag`."""
+    body: bytes
+    """The job as JSON."""
+
+
+class RenderedJobs:
+    """The jobs that were asked for last. May be used by many threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._kept: OrderedDict[str, RenderedJob] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def one(self, store: Store, job_id: str) -> RenderedJob:
+        """A job. Raises JobNotFound."""
+        with store.read() as session:
+            return self._rendered(session, [job_rows.one(session, job_id)])[0]
+
+    def page(self, store: Store, *filters: Any) -> Page[RenderedJob]:
+        """Jobs, newest first. `filters` are those of `job_rows.page`, which says what it raises."""
+        with store.read() as session:
+            page = job_rows.page(session, *filters)
+            return Page(self._rendered(session, page.items), page.next_cursor)
+
+    def _rendered(self, session: Session, rows: Sequence[JobRow]) -> list[RenderedJob]:
+        now = self._clock()
+        with self._lock:
+            kept = [self._kept.get(row.id) for row in rows]
+        good = {
+            row.id: job
+            for row, job in zip(rows, kept, strict=True)
+            if job is not None and job.row == row and now - job.rendered_at < FRESH_SECONDS
+        }
+        stale = {row.id: row for row in rows if row.id not in good}
+        if stale:
+            new = {
+                job.id: RenderedJob(stale[job.id], now, job.etag or "", job.model_dump_json().encode())
+                for job in views.job_views(session, jobs.listed(session, stale))
+            }
+            self._keep(new)
+            good |= new
+        return [good[row.id] for row in rows]
+
+    def _keep(self, new: dict[str, RenderedJob]) -> None:
+        with self._lock:
+            self._kept |= new
+            for job_id in new:
+                self._kept.move_to_end(job_id)
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+
+
+def rendered_jobs_of(request: Request) -> RenderedJobs:
+    """Of the app that the request is for."""
+    return cast(RenderedJobs, request.app.state.rendered_jobs)

@@ -1,0 +1,139 @@
+"""Jobs that are asked for again are not put together again, and no answer is older than the job's row."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from api import rendered_jobs, schemas, views
+from api.rendered_jobs import FRESH_SECONDS, RenderedJobs
+from service.states import JobState
+from service.store import JobNotFound, edits, jobs, tables
+from workers.config import JobSpec
+
+
+class Clock:
+    """Seconds that only a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def submit(store, document) -> Callable[..., tables.Job]:
+    """Stores a job."""
+
+    def submit(**fields: Any) -> tables.Job:
+        spec = JobSpec.model_validate(document | fields)
+        return store.write(lambda session: jobs.create(session, spec)[0])
+
+    return submit
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def rendered(clock) -> RenderedJobs:
+    return RenderedJobs(clock)
+
+
+@pytest.fixture
+def put_together(monkeypatch) -> list[str]:
+    """The jobs that were put together, in order."""
+    ids: list[str] = []
+
+    def job_views(session, some):
+        ids.extend(job.id for job in some)
+        return original(session, some)
+
+    original = views.job_views
+    monkeypatch.setattr(rendered_jobs.views, "job_views", job_views)
+    return ids
+
+
+def test_answer_is_the_job_with_all_its_fields(store, submit, rendered):
+    job = submit()
+    store.write(lambda session: setattr(jobs.get(session, job.id), "metrics", {"loss": float("nan"), "step": 1}))
+    answer = rendered.one(store, job.id)
+    with store.read() as session:
+        view = views.job_view(session, jobs.get(session, job.id))
+    assert json.loads(answer.body) == view.model_dump(mode="json")
+    assert set(json.loads(answer.body)) == set(schemas.Job.model_fields)
+    assert answer.etag == view.etag
+
+
+def test_job_that_is_as_it_was_is_put_together_once_a_second(store, submit, rendered, clock, put_together):
+    job_id = submit().id
+    first = rendered.one(store, job_id)
+    clock.now += FRESH_SECONDS / 2
+    assert rendered.one(store, job_id) is first
+    assert rendered.page(store).items == [first]
+    assert put_together == [job_id]
+    clock.now += FRESH_SECONDS / 2
+    assert rendered.one(store, job_id) is not first
+    assert put_together == [job_id] * 2
+
+
+def test_change_of_a_job_is_seen_at_once_and_the_others_are_not_put_together_again(
+    store, submit, rendered, put_together
+):
+    ids = [submit().id for _ in range(3)]
+    rendered.page(store)
+    assert put_together == ids[::-1]
+    store.write(lambda session: jobs.transition(session, ids[1], JobState.STARTING))
+    states = [json.loads(job.body)["state"] for job in rendered.page(store).items]
+    assert states == ["QUEUED", "STARTING", "QUEUED"]
+    assert put_together[3:] == [ids[1]]
+    before = rendered.one(store, ids[0]).etag
+    store.write(lambda session: edits.edit(session, ids[0], name="new"))
+    after = rendered.one(store, ids[0])
+    assert (json.loads(after.body)["name"], json.loads(after.body)["spec"]["name"]) == ("new", "new")
+    assert after.etag != before
+
+
+def test_page_is_newest_first_with_its_filters_and_its_cursor(store, submit, rendered):
+    ids = [submit(name=name).id for name in ("a", "b", "a")]
+    page = rendered.page(store, None, "a", 1)
+    assert [json.loads(job.body)["id"] for job in page.items] == [ids[2]]
+    rest = rendered.page(store, None, "a", 1, page.next_cursor)
+    assert [json.loads(job.body)["id"] for job in rest.items] == [ids[0]]
+    assert rest.next_cursor is None
+
+
+def test_what_nobody_asks_for_any_more_is_forgotten(store, submit, rendered, put_together, monkeypatch):
+    monkeypatch.setattr(rendered_jobs, "MOST_KEPT", 2)
+    ids = [submit().id for _ in range(3)]
+    for job_id in ids:
+        rendered.one(store, job_id)
+    del put_together[:]
+    rendered.one(store, ids[2]), rendered.one(store, ids[1])
+    assert put_together == []
+    rendered.one(store, ids[0])
+    assert put_together == [ids[0]]
+
+
+def test_job_that_is_gone_is_not_found_though_it_is_known(store, submit, rendered):
+    job = submit()
+    rendered.one(store, job.id)
+    store.write(lambda session: session.delete(jobs.get(session, job.id)))
+    assert rendered.page(store).items == []
+    with pytest.raises(JobNotFound):
+        rendered.one(store, job.id)
+
+
+def test_jobs_that_are_known_cost_one_query_however_many_they_are(store, submit, rendered):
+    for _ in range(4):
+        submit()
+    rendered.page(store)
+    statements: list[str] = []
+    event.listen(store.database.readers, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
+    rendered.page(store)
+    assert len([each for each in statements if each.startswith("SELECT")]) == 1

@@ -1,0 +1,77 @@
+"""Jobs in lists: newest first, and another row whenever anything that is shown of a job is another."""
+
+import pytest
+from sqlalchemy import String
+
+from service.states import JobState
+from service.store import InvalidCursor, JobNotFound, job_rows, jobs
+from service.store.tables import Job
+from service.store.types import AnyText, Document, Numbers, ShortText
+
+
+def test_pages_are_newest_first_and_complete_while_jobs_arrive(store, submit):
+    ids = [submit().id for _ in range(5)]
+    seen, cursor = [], None
+    while True:
+        with store.read() as session:
+            page = job_rows.page(session, limit=2, cursor=cursor)
+        seen += [job.id for job in page.items]
+        submit()  # must neither shift nor repeat anything
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    assert seen == ids[::-1]
+
+
+def test_a_page_that_holds_the_rest_has_no_successor(store, submit):
+    submit(), submit()
+    with store.read() as session:
+        assert job_rows.page(session, limit=2).next_cursor is None
+        assert job_rows.page(session, limit=1).next_cursor is not None
+
+
+def test_pages_filter_by_state_and_name(store, submit):
+    first, second = submit(name="a"), submit(name="b")
+    store.write(lambda session: jobs.transition(session, first.id, JobState.STARTING))
+    with store.read() as session:
+        assert [job.id for job in job_rows.page(session, state="STARTING").items] == [first.id]
+        assert [job.id for job in job_rows.page(session, name="b").items] == [second.id]
+        assert job_rows.page(session, state="PAUSED").items == []
+
+
+@pytest.mark.parametrize("cursor", ["?", "AAAA", "é", "am9iXw", "a"])
+def test_a_foreign_cursor_is_refused(store, cursor):
+    with store.read() as session, pytest.raises(InvalidCursor):
+        job_rows.page(session, cursor=cursor)
+
+
+def test_a_row_is_equal_as_long_as_nothing_that_is_shown_has_changed(store, submit):
+    job_id = submit().id
+
+    def row():
+        with store.read() as session:
+            return job_rows.one(session, job_id)
+
+    def store_as(name, value):
+        store.write(lambda session: setattr(jobs.get(session, job_id), name, value))
+
+    assert row() == row()
+    for column in Job.__table__.columns:
+        if column.key in {"id", "project", "idempotency_key"}:
+            continue
+        before = row()
+        store_as(column.key, _another(column.type))
+        assert (row() == before) is (column.key in job_rows.NOT_SHOWN), column.key
+
+
+def _another(kind):
+    if isinstance(kind, Document | Numbers):
+        return {"changed": 1}
+    return "CHANGED" if isinstance(kind, String | ShortText | AnyText) else 7
+
+
+def test_a_row_of_no_job_is_not_found(store):
+    with store.read() as session:
+        for job_id in ("job_000000000000", "../../etc/passwd", ""):
+            with pytest.raises(JobNotFound):
+                job_rows.one(session, job_id)
