@@ -59,6 +59,8 @@ class RequestOfCaller:
     """What it turned out to be about, for the audit, where that is not in its path."""
     changes_nothing: bool = False
     """Whether it turned out to change nothing whatever its method says, so that the audit needs no line for it."""
+    audited: bool = False
+    """Whether the audit's line was stored with the change itself."""
     streams: bool = False
     """Whether it is counted as a stream."""
 

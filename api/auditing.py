@@ -7,9 +7,11 @@ import json
 import logging
 from collections.abc import Callable
 
+from fastapi import Request
+from sqlalchemy.orm import Session
 from starlette.types import Message, Scope, Send
 
-from api.access import RequestOfCaller
+from api.access import RequestOfCaller, caller_of, request_of_caller
 from api.permissions import DASHBOARD_PATH, shown
 from api.problem_codes import MEDIA_TYPE
 from service.identity import Identity
@@ -59,7 +61,7 @@ class Audit:
 
     async def _note(self, who: Identity, about: RequestOfCaller, deed: Deed) -> None:
         # Who is refused for asking too often must not fill the database by that.
-        if about.changes_nothing or deed.status == _TOO_MANY:
+        if about.changes_nothing or about.audited or deed.status == _TOO_MANY:
             return
         write = asyncio.create_task(self._write(who, deed))
         self._writes.add(write)
@@ -71,6 +73,14 @@ class Audit:
             await self._store().write_async(lambda session: audit.append(session, who, deed))
         except Exception:  # the answer stands, whatever the database says to its row
             log.exception("the audit of %s by %s could not be stored: %s", deed.operation, who.key_id, deed)
+
+
+def append_with_change(session: Session, request: Request, target: str, status: int) -> None:
+    """The row of a request that changes `target`, in the transaction of the change: one commit for both. When it is
+    stored, set `audited` of the request."""
+    about = request_of_caller(request)
+    deed = Deed(_operation(request.scope), target, about.address, status)
+    audit.append(session, caller_of(request), deed)
 
 
 def _may_change(scope: Scope) -> bool:

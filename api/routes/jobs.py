@@ -8,9 +8,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from pydantic import BaseModel
 
 from api import requests, schemas, views
 from api.access import Caller, JobId, request_of_caller
+from api.auditing import append_with_change
 from api.control import ControlPlane
 from api.openapi import json_request
 from api.parameters import (
@@ -67,35 +69,34 @@ KnownState = Annotated[str | None, Query(pattern=_STATE, description="With `wait
 )
 def submit_job(
     request: Request,
-    response: Response,
     control: Control,
     caller: Caller,
     document: Body,
     idempotency_key: IdempotencyKey = None,
     dry_run: Annotated[bool, Query(description="Only check the spec")] = False,
-) -> schemas.Job | schemas.DryRun:
+) -> Response:
     """Check a JobSpec and store it as a QUEUED job of the key's project; with `dry_run` only check it and show its
     layout."""
     about = request_of_caller(request)
     spec = _checked(document, control)
     if dry_run:
-        about.changes_nothing, response.status_code = True, 200
-        return views.dry_run_view(spec)
+        about.changes_nothing = True
+        return _json(views.dry_run_view(spec), 200)
     digest = digest_of(document)
 
     def operation(session: Any) -> tuple[schemas.Job, bool]:
         job, created = jobs.create(session, spec, idempotency_key, digest, caller.project)
+        if created:
+            append_with_change(session, request, job.id, 201)
         session.flush()
         return views.job_view(session, job), created
 
     job, created = control.store.write(operation)
-    about.target, about.changes_nothing = job.id, not created
-    if created:
-        control.submitted(job.id)
-        response.headers["Location"] = f"/v1/jobs/{job.id}"
-    else:
-        response.status_code = 200
-    return job
+    about.audited, about.changes_nothing = created, not created
+    if not created:
+        return _json(job, 200)
+    control.submitted(job.id)
+    return _json(job, 201, Location=f"/v1/jobs/{job.id}")
 
 
 @router.get("", response_model=schemas.Items[schemas.Job], responses=reads("invalid_parameter", "database_unavailable"))
@@ -219,6 +220,10 @@ def resize_job(
     job = _changed(control, lambda session: jobs.request_resize(session, job_id, wish.data))
     control.resize(job_id)
     return job
+
+
+def _json(answer: BaseModel, status: int, **headers: str) -> Response:
+    return Response(answer.model_dump_json(), status, headers, media_type="application/json")
 
 
 def _changed(control: ControlPlane, change: Callable[[Any], Job]) -> schemas.Job:

@@ -49,6 +49,7 @@ class Job(Base):
     __tablename__ = "jobs"
     __table_args__ = (
         Index(None, "state", "id"),
+        Index(None, "state", "priority", "id"),
         Index(None, "name", "id"),
         Index(None, "project", "id"),
         Index(None, "project", "state", "id"),

@@ -90,14 +90,27 @@ def test_service_that_fails_notes_that_too(service, monkeypatch):
     assert (entry["operation"], entry["status"], entry["code"]) == ("cancel_job", 500, "internal_error")
 
 
-def test_answer_stands_and_the_log_has_it_where_the_audit_cannot_be_stored(service, monkeypatch, caplog):
-    def full(session, who, deed):
-        raise OperationalError("INSERT", {}, Exception("database or disk is full"))
+def full(session, who, deed):
+    raise OperationalError("INSERT", {}, Exception("database or disk is full"))
 
+
+def test_answer_stands_and_the_log_has_it_where_the_audit_cannot_be_stored(service, monkeypatch, caplog):
+    job = service.submit()["id"]
     monkeypatch.setattr(audit, "append", full)
     with caplog.at_level(logging.ERROR, logger=auditing.__name__):
-        job = service.submit()["id"]
+        assert service.http.post(f"/v1/jobs/{job}/cancel").status_code == 202
     assert job in caplog.text and "could not be stored" in caplog.text
+
+
+def test_job_is_stored_with_its_line_of_the_audit_or_not_at_all(service, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(audit, "append", full)
+        assert service.http.post("/v1/jobs", json=DOCUMENT).status_code == 503
+    assert service.http.get("/v1/jobs").json()["items"] == []
+    job = service.submit()["id"]
+    assert [(entry["operation"], entry["target"], entry["status"]) for entry in listed(service, target=job)] == [
+        ("submit_job", job, 201)
+    ]
 
 
 def test_no_secret_is_in_the_database_the_log_or_an_answer(tmp_path, store, caplog):

@@ -1,6 +1,7 @@
 """How a database becomes one of a release before."""
 
 UNDO_0012 = (
+    "DROP INDEX ix_jobs_state_priority_id",
     "DROP TABLE metric_bins",
     "ALTER TABLE jobs DROP COLUMN binned_until",
     "ALTER TABLE jobs DROP COLUMN binned_generation",
