@@ -191,6 +191,12 @@ def test_all_problems_are_told_at_once():
     assert paths == {"model.layers", "model.head", "train.steps"}
 
 
+def test_an_error_says_all_of_it_in_one_line():
+    error = SpecError([Problem("a.b", "is wrong", "4"), Problem("c", "is bad"), Problem("", "is no spec")])
+    assert str(error) == "a.b: is wrong (try: 4); c: is bad; is no spec"
+    assert not error.problems[0].unsupported
+
+
 @pytest.mark.parametrize("value", [None, [], "text", 5, 1.5, True])
 def test_a_spec_is_a_mapping(value):
     (problem,) = problems_of(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -249,3 +250,69 @@ def test_a_file_of_another_layout_goes_when_a_generation_has_begun(tmp_path):
     rank.trainer.restore(Resume())
     assert not other.exists()
     rank.end()
+
+
+def test_a_rank_that_has_the_step_already_reads_nothing_and_keeps_its_rows(tmp_path):
+    """Rank 0 may die soon after, and its successor knows what lies in its snapshot."""
+    rank = Rank(tmp_path)
+    rank.trainer.restore(Resume())
+    rank.train(2)
+    with patch.object(rank.trainer.state.snapshots, "load", side_effect=AssertionError("its state is there")):
+        rank.trainer.restore(Resume("snapshot", 2))
+    rank.train(1)
+    assert rank.end() == [1, 2, 3]
+    successor = Rank(tmp_path)
+    successor.trainer.restore(Resume("snapshot", 3))
+    assert successor.end() == [1, 2, 3]
+
+
+def test_a_measurement_that_a_failure_broke_off_is_over_when_the_next_generation_begins(tmp_path):
+    rank = Rank(tmp_path)
+    rank.trainer.restore(Resume())
+    rank.trainer.comm.step.begin(10, measure=True)
+    rank.trainer.restore(Resume())
+    assert not rank.trainer.comm.step.parts.measuring
+    rank.end()
+
+
+def test_what_a_roll_back_undoes_is_forgotten_only_once_all_ranks_have_what_they_go_back_to(tmp_path, monkeypatch):
+    """Whatever dies in between, all of them have a step in common."""
+    rank = Rank(tmp_path, {"nonfinite": "roll_back", "roll_back_steps": 2}, every_steps=1)
+    rank.trainer.restore(Resume())
+    rank.train(3)
+    done, state = [], rank.trainer.state
+    for owner, name in (
+        (state.snapshots, "save"), (state.snapshots, "forget_after"), (state.checkpoints, "finish"),
+        (state.checkpoints, "undo_after"), (state.comm, "barrier"),
+    ):  # fmt: skip
+        real = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda *given, name=name, real=real: (done.append((name, *given)), real(*given))
+        )
+    rank.trainer.engine.flat.parameters.fill_(float("inf"))
+    rank.trainer.train_step()
+    back_to = rank.trainer.step
+    (_, saved, _), *others = done
+    assert (done[0][0], saved) == ("save", back_to)
+    assert others == [("finish",), ("barrier",), ("forget_after", back_to), ("undo_after", back_to)]
+    assert [manifest.step for _, manifest in whole_checkpoints(tmp_path / "durable")] == list(range(1, back_to + 1))
+    rank.end()
+
+
+def test_a_row_says_by_which_generation_its_step_was_committed(tmp_path):
+    rank = Rank(tmp_path)
+    rank.trainer.comm.generation = 7
+    rank.trainer.restore(Resume())
+    rank.train(1)
+    assert rank.end() == [1]
+    assert [row["generation"] for row in rows_of(rank._messages)] == [7]
+
+
+@pytest.mark.parametrize("recovery", [{}, {"nonfinite": "roll_back"}])
+def test_nothing_goes_on_beside_a_rank_that_was_closed(tmp_path, recovery):
+    before = set(threading.enumerate())
+    rank = Rank(tmp_path, recovery, every_steps=1)
+    rank.trainer.restore(Resume())
+    rank.train(1)
+    rank.end()
+    assert set(threading.enumerate()) <= before

@@ -84,6 +84,18 @@ def test_a_second_run_goes_on_where_the_first_one_ended(tmp_path):
     assert run.main([str(first), "--checkpoints", str(folder), "--metrics", str(again)]) == 0
     kept = [(row["step"], row["loss"], row["grad_norm"]) for row in rows_of(whole)]
     assert [(row["step"], row["loss"], row["grad_norm"]) for row in rows_of(again)] == kept[2:]
+    saved = [(manifest.generation, manifest.step) for _, manifest in whole_checkpoints(folder)]
+    assert saved == [(1, 2), (2, 4)], "each run is a generation of its own"
+
+
+def test_a_run_does_not_go_on_with_another_corpus_than_it_began_with(tmp_path, capsys):
+    config = [str(job_file(tmp_path, checkpoint={"every_steps": 2})), "--checkpoints", str(tmp_path / "checkpoints")]
+    assert run.main([*config, "--stop-after-step", "2"]) == 0
+    (tmp_path / "corpus.txt").write_text("the lazy dog sleeps on while the quick brown fox jumps\n" * 40)
+    capsys.readouterr()
+    assert run.main(config) == 1
+    assert capsys.readouterr().err.startswith("DataError: ")
+    assert run.main([config[0]]) == 0, "without checkpoints there is nothing to go on from"
 
 
 def test_a_run_that_stops_early_computes_what_the_whole_one_does(tmp_path):

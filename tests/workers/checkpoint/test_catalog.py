@@ -185,6 +185,27 @@ def test_a_name_says_which_generation_made_it_and_the_next_one_is_above_all(tmp_
     assert next_generation(tmp_path) == 8, "also of one that was interrupted"
 
 
+def test_names_are_ordered_by_their_numbers_not_by_their_letters(tmp_path):
+    made = [saved(tmp_path, *each) for each in ((100_000_000, 9), (99_999_999, 10), (100_000_000, 10), (5, 11))]
+    assert [path for path, _ in whole_checkpoints(tmp_path)] == made
+    assert newest_usable(tmp_path) == (made[-1], [])
+    assert next_generation(tmp_path) == 12
+
+
+def test_nothing_stays_open_of_what_was_sealed_looked_at_or_read(tmp_path):
+    """A control plane looks at all folders again and again for as long as it runs."""
+
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = open_files()
+    saved(tmp_path, 10)
+    (saved(tmp_path, 20) / "data").write_bytes(b"1234")
+    assert conditions(tmp_path) == [WHOLE, NOT_WHOLE]
+    assert newest_usable(tmp_path)[0] == checkpoint_path(tmp_path, 10, 1)
+    assert open_files() == before
+
+
 @pytest.mark.parametrize("content", [None, b"1234"])
 def test_what_is_not_here_as_it_was_written_is_not_sealed(tmp_path, content):
     path = checkpoint_path(tmp_path, 10, 1)

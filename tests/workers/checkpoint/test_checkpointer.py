@@ -12,7 +12,8 @@ from unittest.mock import patch
 import pytest
 from checkpoint_programs import bits, is_still, job, lone
 
-from workers.checkpoint.catalog import whole_checkpoints
+from workers.checkpoint import checkpointer as module
+from workers.checkpoint.catalog import checkpoint_path, whole_checkpoints
 from workers.checkpoint.checksums import SummingFile
 from workers.protocol.messages import Resume
 from workers.trainer import Trainer
@@ -161,6 +162,13 @@ def test_only_rank_0_tells_and_deletes(trainer, monkeypatch):
     trainer.state.checkpoints.undo_after(0)
     trainer.state.checkpoints._report("checkpoint_saving", 1, "saving", {})
     assert (noted, steps_on_disk(trainer)) == ([], [1])
+    with patch.object(SummingFile, "write", full):
+        save(trainer, 2)
+    path = checkpoint_path(trainer.state.checkpoints.folder, 2, trainer.comm.generation)
+    assert (noted, path.is_dir()) == ([], True), "rank 0 may still be writing there"
+    with patch.object(module.pruning, "prune") as prune:
+        save(trainer, 3)
+    prune.assert_not_called()
 
 
 def test_a_save_that_failed_leaves_nothing_that_would_keep_a_full_disk_full(trainer, monkeypatch):
@@ -171,3 +179,46 @@ def test_a_save_that_failed_leaves_nothing_that_would_keep_a_full_disk_full(trai
         save(trainer, trainer.spec.train.steps)
     failed = [message for kind, message in noted if kind == "checkpoint_failed"]
     assert [message.rpartition("; ")[2] for message in failed] == ["training goes on", "it is tried again"]
+
+
+def test_what_a_later_generation_saves_takes_the_place_of_what_was_interrupted_before_it(trainer):
+    folder, trainer.comm.generation = trainer.state.checkpoints.folder, 2
+    interrupted, under_way = checkpoint_path(folder, 3, 1), checkpoint_path(folder, 4, 2)
+    for path in (interrupted, under_way):
+        path.mkdir(parents=True)
+    save(trainer, 2)
+    assert (interrupted.exists(), under_way.exists()) == (False, True)
+    assert [manifest.generation for _, manifest in whole_checkpoints(folder)] == [2]
+
+
+def test_a_manifest_says_whose_state_it_is_and_gives_the_numbers_back(trainer):
+    checkpoints, numbers = trainer.state.checkpoints, {"recent": [[1.0, 2.0]]}
+    trainer.comm.generation = 3
+    checkpoints.start(2, numbers)
+    checkpoints.finish()
+    ((path, manifest),) = whole_checkpoints(checkpoints.folder)
+    assert (manifest.job, manifest.generation, manifest.step) == (checkpoints.job, 3, 2)
+    assert manifest.spec == trainer.spec.model_dump(mode="json")
+    assert manifest.loss_scale is None, "only fp16 has one"
+    assert checkpoints.restore(str(path)) == numbers
+
+
+def test_a_save_that_succeeds_at_last_is_waited_for_no_longer(trainer, monkeypatch):
+    waited, refused, real = [], [], SummingFile.write
+
+    def full_at_first(file, data):
+        if len(waited) < 3:
+            refused.append(len(waited))
+            return full()
+        return real(file, data)
+
+    monkeypatch.setattr(module.time, "sleep", waited.append)
+    monkeypatch.setattr(SummingFile, "write", full_at_first)
+    assert trainer.state.checkpoints.save_now(1, waits=(0.0, 1.0, 2.0, 4.0))
+    assert waited == [0.0, 1.0, 2.0]
+    assert set(refused) == {1, 2}
+    assert trainer.state.checkpoints.failure is None
+    assert steps_on_disk(trainer) == [1]
+    waited.clear()
+    assert trainer.state.checkpoints.save_now(1) and waited == []
+    assert sum(module.SAVE_WAITS) >= 10.0, "a file system that is away for a moment"

@@ -23,6 +23,7 @@ from workers.checkpoint.checksums import (
     FileSums,
     SummingFile,
     UnreadableCheckpoint,
+    Window,
     checked,
 )
 from workers.errors import CheckpointError
@@ -159,3 +160,48 @@ def test_sums_of_what_is_written_do_not_depend_on_how_it_is_written(tmp_path, mo
     blocks = tuple(zlib.crc32(content[start : start + 4]) for start in (0, 4, 8))
     assert file.sums == FileSums(10, blocks, 4)
     assert (tmp_path / "file").read_bytes() == content
+
+
+@settings(deadline=None)
+@given(contents, st.data())
+def test_a_window_is_a_file_of_its_own_that_does_not_see_what_lies_around_it(content, data):
+    start = data.draw(st.integers(0, len(content)))
+    size = data.draw(st.integers(0, len(content) - start))
+    seeks = st.tuples(st.just("seek"), st.integers(0, size + 3), st.sampled_from([io.SEEK_SET, io.SEEK_CUR]))
+    reads = st.tuples(st.sampled_from(["read", "readinto"]), st.sampled_from([None, -1, 0, 1, 3, BLOCK, 99]))
+    with written(content, []) as (path, sums), checked(path, sums) as file:
+        window, expected = Window(file, start, size), io.BytesIO(content[start : start + size])
+        assert window.readable() and window.seekable()
+        for name, *arguments in data.draw(st.lists(seeks | reads, max_size=8)):
+            file.seek(len(content) // 2)  # somebody else reads the same file
+            if name == "readinto":
+                buffers = [bytearray(max(0, arguments[0] or 0)) for _ in range(2)]
+                assert window.readinto(buffers[0]) == expected.readinto(buffers[1])
+                assert buffers[0] == buffers[1]
+            else:
+                assert getattr(window, name)(*arguments) == getattr(expected, name)(*arguments)
+            assert window.tell() == expected.tell()
+        assert window.seek(-size, io.SEEK_END) == 0
+        assert window.read() == expected.getvalue()
+        with pytest.raises(ValueError, match="there is no byte -1"):
+            window.seek(-1)
+
+
+def test_of_the_two_blocks_read_last_none_is_read_again(tmp_path, monkeypatch):
+    """Readers of archives go back and forth; each further reading of 4 MiB would cost them its time."""
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 4)
+    with SummingFile(tmp_path / "file") as file:
+        file.write(b"0123456789ab")
+    read: list[int] = []
+    with checked(tmp_path / "file", file.sums) as file:
+        once = file._read
+        monkeypatch.setattr(file, "_read", lambda number, buffer: (read.append(number), once(number, buffer)))
+
+        def byte_of(block: int) -> bytes:
+            file.seek(4 * block)
+            return file.read(1)
+
+        assert [byte_of(block) for block in (0, 1, 0, 1, 1, 0)] == [b"0", b"4", b"0", b"4", b"4", b"0"]
+        assert read == [0, 1]
+        assert [byte_of(block) for block in (2, 0, 2, 1)] == [b"8", b"0", b"8", b"4"]
+        assert read == [0, 1, 2, 1], "what was not needed for longest made room"

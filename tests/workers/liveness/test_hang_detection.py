@@ -196,3 +196,40 @@ def test_a_rank_that_waits_for_another_may_stand_still_for_longer(look_at, peer)
     assert look(0).allowed == WAITING_FACTOR * LEAST_SECONDS
     assert not look(2 * LEAST_SECONDS).overdue
     assert look(2 * LEAST_SECONDS).overdue
+
+
+def test_watch_lets_go_of_the_record_when_its_process_is_gone(tmp_path, go, monkeypatch):
+    Progress.shared(tmp_path, 2).commit(7)
+    watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
+    assert watch.look() and watch.describe().record.committed == 7
+    memory = watch._reader._memory
+    monkeypatch.setattr(hang_detection, "process_state", lambda pid: None)
+    go(watch.run)
+    assert memory.closed and watch._reader is None
+
+
+def test_record_of_the_process_before_is_none_of_the_one_that_is_watched(tmp_path):
+    """Its step may be far from where the new process begins, and it never changes again."""
+    before = Progress.shared(tmp_path, 2)
+    memoryview(before.memory).cast("q")[2] = os.getppid()
+    watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
+    assert watch.look() and watch.describe().record is None
+    Progress.shared(tmp_path, 2).commit(7)
+    assert watch.look() and watch.describe().record.committed == 7
+
+
+def test_commit_that_is_waited_for_is_a_new_one(tmp_path, go, monkeypatch):
+    monkeypatch.setattr(hang_detection, "COMMIT_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(hang_detection, "COMMIT_SECONDS", 0.01)
+    progress = Progress.shared(tmp_path, 2)
+    progress.commit(7)
+    watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
+    watch.look()
+
+    async def body():
+        assert not await watch.next_commit()
+        progress.commit(7)  # the same step, done again
+        monkeypatch.setattr(hang_detection, "COMMIT_SECONDS", 20.0)
+        assert await watch.next_commit()
+
+    go(body)

@@ -113,12 +113,13 @@ def test_the_last_word_about_when_the_node_is_to_be_left_counts(heartbeat):
 
 
 def test_one_that_hangs_up_does_not_disturb_the_others(heartbeat):
-    gone, _ = connected(heartbeat)
-    gone.close()
+    with contextlib.closing(connected(heartbeat)[0]) as gone:
+        gone.shutdown(socket.SHUT_RDWR)
     connection, lines = connected(heartbeat)
     lines.readline()
     ping(connection, heartbeat)
     assert json.loads(lines.readline())["node"] == "n1"
+    assert len(heartbeat._connections) == 1, "who is gone is listened to no longer"
 
 
 PROGRAM = """

@@ -276,6 +276,18 @@ def test_what_it_prints_is_in_the_log_and_the_last_of_its_errors_in_its_end():
     story(body)
 
 
+def test_what_it_prints_as_another_rank_is_in_the_log_of_that_one():
+    async def body(rig):
+        log = FakeLog()
+        rig.trainer.become(1, log)
+        rig.process.stdout.feed_data(b"a line\n")
+        rig.process.end(code=0)
+        await rig.trainer.wait()
+        assert (rig.log.lines, log.lines) == ([], [(1, "stdout", "a line")])
+
+    story(body)
+
+
 def test_a_grandchild_that_holds_on_to_its_output_does_not_hold_up_its_end(monkeypatch):
     monkeypatch.setattr(trainer_handle, "DRAIN_SECONDS", 0.01)
 

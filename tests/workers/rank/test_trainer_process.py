@@ -296,6 +296,40 @@ def test_the_end_of_a_generation_reaches_who_computes_and_who_has_not_begun_yet(
     assert trainer.comm.ended == [-1, 1, 1], "and what is over stays so when it joins the next generation"
 
 
+def test_a_late_word_about_an_older_generation_takes_nothing_back(rig):
+    run = rig(lose_peer, finish)
+    run.start(order(1, in_place=True))
+    run.hear()
+    run.hear()
+    for command in (Rest(3), Rest(2), SaveAndEnd(5), SaveAndEnd(4), Go(order(6, in_place=True))):
+        run.say(command)
+    run.hear()
+    run.hear()
+    comm = run.built[0].comm
+    assert comm.ended == [-1, 3, 2, 3]
+    assert [comm.asked.get(timeout=SECONDS) for _ in range(comm.asked.qsize())] == [-1, 5, 4, 5]
+
+
+def test_a_rank_says_for_each_generation_when_it_met_the_others(rig, monkeypatch):
+    """What a recovery took is measured by that."""
+    now = [100.0]
+    monkeypatch.setattr(trainer_process.time, "time", lambda: now[0])
+    run = rig(lose_peer, finish)
+    run.start(order(1, in_place=True))
+    assert run.hear().payload.connected_at == 100.0
+    run.hear()
+    now[0] = 200.0
+    run.say(Go(order(2, in_place=True)))
+    assert run.hear().payload.connected_at == 200.0
+    run.hear()
+
+
+@pytest.mark.parametrize("change", [{"spec": {"world": 1}}, {"rank": 4}, {"snapshot_folder": "/dev/shm/other"}])
+def test_what_was_built_serves_the_same_place_only(change):
+    assert trainer_process._same_place(order(1), order(2, resume=Resume("snapshot", 4), roll_backs=({},)))
+    assert not trainer_process._same_place(order(1), order(2, **change))
+
+
 def test_a_rank_that_is_asked_ends_early_and_says_so_by_its_status_alone(rig):
     def end_early(trainer):
         assert [trainer.comm.asked.get(timeout=SECONDS) for _ in range(2)] == [-1, 1]

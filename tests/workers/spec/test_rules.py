@@ -17,7 +17,30 @@ from workers.spec.rules import nearest_divisor, nearest_multiple
 
 RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     ("heads", {"model": {"heads": 5}}, "model.heads", "heads (5) must divide hidden_size (32)", "4"),
+    (
+        "heads of a tensor group",
+        {"model": {"heads": 3}, "parallel": {"tensor": 4}},
+        "model.heads", "heads (3) must divide hidden_size (32)", "4",
+    ),
     ("tensor", {"parallel": {"tensor": 3}}, "parallel.tensor", "tensor (3) must divide model.heads (4)", "2"),
+    (
+        "tensor that divides all that is split",
+        {
+            "model": {"heads": 12, "hidden_size": 48, "ffn_hidden_size": 32},
+            "parallel": {"tensor": 9, "sequence_parallel": False},
+        },
+        "parallel.tensor", "tensor (9) must divide model.heads (12)", "4",
+    ),
+    (
+        "tensor and the sequence",
+        {"model": {"heads": 12, "hidden_size": 48}, "parallel": {"tensor": 8}},
+        "parallel.tensor", "tensor (8) must divide model.heads (12)", "4",
+    ),
+    (
+        "tensor without sequence parallelism",
+        {"model": {"heads": 12, "hidden_size": 48}, "parallel": {"tensor": 8, "sequence_parallel": False}},
+        "parallel.tensor", "tensor (8) must divide model.heads (12)", "6",
+    ),
     (
         "ffn",
         {"model": {"ffn_hidden_size": 71}, "parallel": {"tensor": 2}},
@@ -49,6 +72,11 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "parallel.pipeline", "pipeline (5) x virtual_stages (1) must be at most model.layers (4)", "4",
     ),
     (
+        "stages of zb-v",
+        {"parallel": {"schedule": "zb-v", "virtual_stages": 2, "pipeline": 3}},
+        "model.layers", "layers (4) must be at least parallel.pipeline x virtual_stages (3 x 2)", "6",
+    ),
+    (
         "virtual stages of zb-v",
         {"parallel": {"schedule": "zb-v", "pipeline": 2}},
         "parallel.virtual_stages", "zb-v has 2 virtual stages, not 1", "2",
@@ -74,6 +102,18 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "train.batch_ramp.start", "a batch of 2 leaves some of parallel.data (5) replicas without", "5",
     ),
     (
+        "ramp without whole micro-batches",
+        {
+            "train": {
+                "deterministic": "elastic",
+                "micro_batch_size": 2,
+                "batch_ramp": {"start": 4, "increment": 2, "samples": 100},
+            },
+            "elastic": {"max_data": 3},
+        },
+        "elastic.max_data", "3 is more than the 2 of the smallest batch (train.batch_ramp.start)", "2",
+    ),
+    (
         "ramp from above",
         {"train": {"batch_ramp": {"start": 9, "increment": 1, "samples": 100}}},
         "train.batch_ramp.start", "the ramp starts at 9, above global_batch_size (8)", "8",
@@ -92,6 +132,14 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "interleaving",
         {"parallel": {"schedule": "interleaved", "pipeline": 2}, "train": {"global_batch_size": 7}},
         "train.global_batch_size", "7 must be a multiple of data x pipeline x micro_batch_size (1 x 2 x 1)", "6",
+    ),
+    (
+        "interleaving on the way up",
+        {
+            "parallel": {"schedule": "interleaved", "pipeline": 2},
+            "train": {"batch_ramp": {"start": 2, "increment": 3, "samples": 100}},
+        },
+        "train.batch_ramp.increment", "3 must be a multiple of data x pipeline x micro_batch_size (1 x 2 x 1)", "2",
     ),
     (
         "replicas without whole micro-batches",
@@ -122,6 +170,16 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "elastic.max_data", "5 is more than the 4 of the smallest batch (train.global_batch_size)", "4",
     ),
     (
+        "more replicas than samples",
+        {"elastic": {"max_data": 12}},
+        "elastic.max_data", "9 replicas do not work: a batch of 8 leaves some of parallel.data (9)", "8",
+    ),
+    (
+        "more replicas than interleaving takes",
+        {"parallel": {"schedule": "interleaved", "pipeline": 2}, "elastic": {"max_data": 4}},
+        "elastic.max_data", "3 replicas do not work: 8 must be a multiple of data x pipeline x micro_batch_size", "2",
+    ),
+    (
         "elastic sums and the compiler",
         {"train": {"deterministic": "elastic", "compile": True}},
         "train.compile", "with train.deterministic elastic blocks are not compiled", "false",
@@ -135,6 +193,19 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "compiled dropout",
         {"train": {"compile": True}, "model": {"dropout": 0.1}},
         "train.compile", "compiled blocks know sdpa attention without dropout alone", "false",
+    ),
+    (
+        "compiled attention",
+        {"train": {"compile": True, "attention": "explicit"}},
+        "train.compile", "compiled blocks know sdpa attention without dropout alone", "false",
+    ),
+    (
+        "compiled recomputation of activations",
+        {
+            "train": {"compile": True},
+            "parallel": {"recompute": "selective", "recompute_modules": ["core_attention", "mlp_activation"]},
+        },
+        "parallel.recompute_modules", "the compiler itself chooses", "[core_attention]",
     ),
     (
         "compiled recomputation",
@@ -188,6 +259,11 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "spikes that nobody sees",
         {"recovery": {"spike": {"policy": "skip", "window": 40}}},
         "recovery.spike.window", "window (40) must be below train.steps (30), else no step is ever judged", "29",
+    ),
+    (
+        "spikes of a job just long enough",
+        {"recovery": {"spike": {"policy": "report"}}, "train": {"steps": 6}},
+        "recovery.spike.window", "window (50) must be below train.steps (6), else no step is ever judged", "5",
     ),
     (
         "spikes of a short job",
@@ -260,6 +336,34 @@ def test_a_layout_that_is_to_be_planned_is_not_built():
     (problem,) = problems_of({**document(), "parallel": "auto"})
     assert (problem.path, problem.unsupported) == ("parallel", True)
     assert problems_of(follow({**document(), "parallel": "auto"}, problem)) == []
+
+
+RAMP = {"start": 2, "increment": 3, "samples": 100}
+LONG_RAMP = {"start": 1, "increment": 1, "samples": 100}
+ALLOWED: list[tuple[str, dict[str, Any]]] = [
+    ("the most increments", {"train": {"global_batch_size": 10_001, "batch_ramp": LONG_RAMP}}),
+    ("spikes judged once", {"recovery": {"spike": {"policy": "skip", "window": 29}}}),
+    ("as many replicas as samples", {"parallel": {"data": 8}, "elastic": {"min_data": 8, "max_data": 8}}),
+    ("as many stages as layers", {"parallel": {"pipeline": 2, "schedule": "zb-v", "virtual_stages": 2}}),
+    ("a ramp from the whole batch", {"train": {"batch_ramp": {**RAMP, "start": 8}}, "parallel": {"data": 8}}),
+    ("explicit attention with dropout", {"train": {"attention": "explicit"}, "model": {"dropout": 0.1}}),
+    ("sequences kept whole", {"model": {"sequence_length": 9}, "parallel": {"tensor": 2, "sequence_parallel": False}}),
+    ("fewer key-value heads than tensor ranks", {"model": {"kv_heads": 2}, "parallel": {"tensor": 4}}),
+    ("compiled blocks that are computed again", {"train": {"compile": True}, "parallel": {"recompute": "selective"}}),
+    ("interleaved on one", {"parallel": {"schedule": "interleaved", "data": 2}, "train": {"global_batch_size": 7}}),
+    ("one warm-up to the end", {"train": {"optimizer": {"warmup_steps": 30}}}),
+    ("one learning rate throughout", {"train": {"optimizer": {"learning_rate": 1e-4}}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sections", [case[1] for case in ALLOWED], ids=[case[0] for case in ALLOWED])
+def test_what_just_fits_is_allowed(sections):
+    assert problems_of(document(**sections)) == []
+
+
+def test_interleaving_needs_whole_turns_at_the_start_of_a_ramp_as_well():
+    spec = document(parallel={"schedule": "interleaved", "pipeline": 2}, train={"batch_ramp": {**RAMP, "start": 5}})
+    assert [problem.path for problem in problems_of(spec)] == ["train.batch_ramp.start", "train.batch_ramp.increment"]
 
 
 small = st.integers(1, 24)

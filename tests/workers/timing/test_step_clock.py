@@ -52,6 +52,17 @@ def test_wait_that_goes_on_is_cut_in_two(hands):
     assert clock.lap() == {"wall": 1, "data_wait": 0, "snapshot_stall": 1, "checkpoint_stall": 0}
 
 
+def test_wait_within_another_one_counts_as_that(hands):
+    clock = StepClock(hands)
+    with waiting(clock, "checkpoint_stall"):
+        hands.now += 1
+        with waiting(clock, "snapshot_stall"):
+            hands.now += 2
+        hands.now += 4
+    hands.now += 8
+    assert clock.lap() == {"wall": 15, "data_wait": 0, "snapshot_stall": 0, "checkpoint_stall": 7}
+
+
 def test_wait_that_raises_is_over(hands):
     clock = StepClock(hands)
     with pytest.raises(ValueError, match="no data"), waiting(clock, "data_wait"):

@@ -94,3 +94,45 @@ def test_a_measurement_that_was_broken_off_inside_of_a_part_leaves_nothing_to_th
     parts.begin()
     clock.now += 1
     assert {name: spent for name, spent in parts.end().items() if spent} == {"other": 1}
+
+
+class Event:
+    """An event on a GPU's stream, which passes it when it is recorded."""
+
+    clock: Clock
+    waited_for: list["Event"]
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing, "else it has no time"
+
+    def record(self):
+        self.at = self.clock.now
+
+    def synchronize(self):
+        self.waited_for.append(self)
+
+    def elapsed_time(self, later):
+        return 1000.0 * (later.at - self.at)  # torch says milliseconds
+
+
+def test_on_a_gpu_parts_are_what_its_stream_spent_on_them_and_nobody_waits_before_the_end(clock, monkeypatch):
+    monkeypatch.setattr(Event, "clock", clock, raising=False)
+    monkeypatch.setattr(Event, "waited_for", [], raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    parts = StepParts(torch.device("cuda"), lambda: 0.0)
+    for _ in range(2):  # nothing of the first step is left in the second
+        parts.begin()
+        clock.now += 1
+        with part(parts, "forward"):
+            clock.now += 2
+            with part(parts, "tensor_communication"):
+                clock.now += 4
+            clock.now += 8
+        clock.now += 16
+        assert Event.waited_for == []
+        seconds = parts.end()
+        assert (seconds["forward"], seconds["tensor_communication"], seconds["other"]) == (10, 4, 17)
+        assert sum(seconds.values()) == 31
+        (last,) = Event.waited_for
+        assert last.at == clock.now
+        Event.waited_for.clear()

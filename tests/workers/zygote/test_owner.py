@@ -1,8 +1,11 @@
 """Whoever owns a zygote sees to it that there is one, and takes it along."""
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,15 @@ def owner(tmp_path, monkeypatch):
     return ZygoteOwner(tmp_path / "zygote.sock", tmp_path / "logs" / "zygote.log", options, {"MANTA_TEST": "set"})
 
 
+def pipes():
+    """How many ends of pipes this process has open."""
+    ends = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            ends += str(descriptor.readlink()).startswith("pipe:")
+    return ends
+
+
 def test_zygote_that_dies_is_started_again_with_the_same_environment(owner, tmp_path, go, gone):
     async def seen():
         child = await fork(tmp_path / "zygote.sock", "echo", {})
@@ -28,6 +40,7 @@ def test_zygote_that_dies_is_started_again_with_the_same_environment(owner, tmp_
 
     async def body():
         assert owner.pid is None
+        before = pipes()
         await owner.start()
         first = owner.pid
         await owner.start()
@@ -41,5 +54,7 @@ def test_zygote_that_dies_is_started_again_with_the_same_environment(owner, tmp_
         assert second != first
         await owner.close()
         assert gone(second) and not (tmp_path / "zygote.sock").exists()
+        await asyncio.sleep(0)  # what the children wrote into is let go of then
+        assert pipes() == before, "none of a zygote that died is kept"
 
     go(body)
