@@ -11,8 +11,8 @@ NON_FINITE = ("nan", "inf", "-inf")
 
 def spell(value: Any) -> Any:
     """`value` with every non-finite number in it, at any depth, as one of "nan", "inf", "-inf"."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, float):
+        return value if math.isfinite(value) else "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
         return {str(key): spell(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

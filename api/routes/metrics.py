@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, BackgroundTasks, Query, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic_core import to_json
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -45,13 +45,12 @@ async def get_metrics(
     return Response(body, media_type="application/json", background=afterwards)
 
 
-def _read(store: Store, job_id: str, names: Sequence[str], after_step: int, max_points: int) -> tuple[str, bool]:
+def _read(store: Store, job_id: str, names: Sequence[str], after_step: int, max_points: int) -> tuple[bytes, bool]:
     """The series, and whether bins are missing. Ten thousand numbers are not worth a look at each by Pydantic."""
     with store.read() as session:
         behind = metric_bins.is_behind(session, jobs.get(session, job_id))
         points = metrics.series(session, job_id, names, after_step, max_points)
-    document = {"steps": points.steps, "series": spell(points.series)}
-    return json.dumps(document, allow_nan=False, separators=(",", ":")), behind
+    return to_json({"steps": points.steps, "series": spell(points.series)}), behind
 
 
 async def _catch_up(store: Store, job_id: str) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import CompoundSelect, Select, func, literal, select, text, union_all
+from sqlalchemy import CompoundSelect, Select, func, literal, select, text, type_coerce, union_all
 from sqlalchemy.orm import Session
+from sqlalchemy.types import NullType
 
 from service.store import generations, jobs, metric_bins
 from service.store.generations import TrainedStep
@@ -68,19 +69,16 @@ def series(
     ranges in between the one with the highest loss, so that a spike is never smoothed away. A loss that is not finite
     counts as highest. However many steps there are, a few rows are read for each point (`metric_bins`).
     """
-    columns = [getattr(Metric, name) for name in names if name in METRIC_NAMES]
-    more = any(name not in METRIC_NAMES for name in names)
-    query = select(Metric.step, *columns, *([Metric.extra] if more else [])).where(
-        Metric.job_id == job_id, Metric.step > after_step
-    )
+    known = [name for name in names if name in METRIC_NAMES]
+    others = [name for name in names if name not in METRIC_NAMES]
+    # As the database has them: a look of SQLAlchemy at each of ten thousand numbers takes longer than to fetch them.
+    columns = [type_coerce(getattr(Metric, name), NullType()) for name in known]
+    query = select(Metric.step, *columns, *([Metric.extra] if others else [])).where(Metric.job_id == job_id)
     kept = _downsampled(session, query, job_id, after_step, max_points).order_by(Metric.step)
-    steps: list[int] = []
-    values: dict[str, list[float | None]] = {name: [] for name in names}
-    for row in session.execute(kept).mappings():
-        steps.append(row["step"])
-        for name, column in values.items():
-            column.append(row[name] if name in METRIC_NAMES else row["extra"].get(name))
-    return Series(steps, values)
+    rows = session.execute(kept).all()
+    values = {name: [number(row[at]) for row in rows] for at, name in enumerate(known, start=1)}
+    values |= {name: [row[-1].get(name) for row in rows] for name in others}
+    return Series([row[0] for row in rows], {name: values[name] for name in names})
 
 
 def recent_step_seconds(session: Session, some: Collection[Job]) -> dict[str, float]:
@@ -147,11 +145,11 @@ def _emptied(row: Metric) -> Metric:
 
 
 def _downsampled(session: Session, query: Select[Any], job_id: str, after_step: int, max_points: int) -> Select[Any]:
-    """`query` narrowed to at most `max_points` rows, as `series` describes."""
-    above = (Metric.job_id == job_id, Metric.step > after_step)
+    """`query`, which is for all of the job's rows, narrowed to at most `max_points`, as `series` describes."""
+    above = (Metric.job_id == job_id, Metric.step > after_step)  # not beside IN: SQLite would look at all of them
     some = select(Metric.step).where(*above).limit(max_points + 1).subquery()
     if (session.scalar(select(func.count()).select_from(some)) or 0) <= max_points:
-        return query
+        return query.where(*above)
     first = session.scalar(select(func.min(Metric.step)).where(*above)) or 0
     last = session.scalar(select(func.max(Metric.step)).where(*above)) or 0
     ends = (last,) if max_points == 1 else (first, last)
