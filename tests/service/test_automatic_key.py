@@ -26,12 +26,12 @@ def test_first_start_makes_a_key_for_everything_that_only_its_user_can_read(stor
     ensure(store, home)
     key = read_key(home)
     assert stat.S_IMODE((home / "api.key").stat().st_mode) == 0o600
-    found = row_of(store, key)
-    assert (found.name, found.scope, found.installation, found.project) == ("automatic", Scope.ADMIN, True, "default")
+    row = row_of(store, key)
+    assert (row.name, row.scope, row.installation, row.project) == ("automatic", Scope.ADMIN, True, "default")
     assert [path.name for path in home.iterdir()] == ["api.key"]
     with store.read() as session:
         (entry,) = audit.page(session, None).items
-    assert (entry.operation, entry.target, entry.user) == ("create_key", found.id, "the service")
+    assert (entry.operation, entry.target, entry.user) == ("create_key", row.id, "the service")
 
 
 def test_next_start_keeps_it(store, home):

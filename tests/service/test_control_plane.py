@@ -100,8 +100,8 @@ def until(plane, job, *states):
 
 def log(store, job):
     with store.read() as session:
-        found = events.page(session, job.id, limit=1000).items
-    return [event.data["to"] if event.type == "state_changed" else event.type for event in found[1:]]
+        listed = events.page(session, job.id, limit=1000).items
+    return [event.data["to"] if event.type == "state_changed" else event.type for event in listed[1:]]
 
 
 def test_submitted_job_is_scheduled_supervised_and_over(start, cluster, submit, store):
@@ -174,8 +174,8 @@ def test_database_stays_as_it_is_where_jobs_run_that_this_release_cannot_take_ov
         with pytest.raises(CannotTakeOver, match=f"cannot take over {job.id}: "):
             start()
     with store.read() as session:
-        found = session.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
-        assert found == (newest_revision() if understood else "0006")
+        revision = session.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
+        assert revision == (newest_revision() if understood else "0006")
         assert session.execute(text("SELECT state FROM jobs")).scalars().all() == ["RUNNING"]
     assert all(agent.running for agent in agents)
 
@@ -584,9 +584,9 @@ def test_cluster_shows_nodes_slots_and_ranks(start, cluster, submit):
     job = submit(parallel={"tensor": 2})
     plane.submitted(job.id)
     until(plane, job, "RUNNING")
-    found = plane.cluster()
-    assert found["totals"] == {"total": 8, "free": 6}
-    assert [(node["id"], node["free"], len(node["ranks"])) for node in found["nodes"]] == [
+    view = plane.cluster()
+    assert view["totals"] == {"total": 8, "free": 6}
+    assert [(node["id"], node["free"], len(node["ranks"])) for node in view["nodes"]] == [
         ("node_a", 2, 2), ("node_b", 4, 0)
     ]  # fmt: skip
 

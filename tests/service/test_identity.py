@@ -17,9 +17,9 @@ def test_scope_covers_what_is_less(held, covered):
 
 
 def test_secrets_have_256_random_bits_and_say_what_they_are():
-    found = {new_key() for _ in range(100)} | {new_browser_token() for _ in range(100)}
-    assert len(found) == 200
-    assert all(re.fullmatch(r"manta_(browser_)?[\w-]{43}", each) for each in found)
+    drawn = {new_key() for _ in range(100)} | {new_browser_token() for _ in range(100)}
+    assert len(drawn) == 200
+    assert all(re.fullmatch(r"manta_(browser_)?[\w-]{43}", each) for each in drawn)
 
 
 def test_digest_is_sha_256():

@@ -18,9 +18,9 @@ def states(**times):
 
 def spent(changes, trainings, now=NOW):
     """The classes that have any time."""
-    found = ledger(changes, trainings, now)
-    assert sum(found.seconds.values()) == pytest.approx(found.wall_seconds)
-    return {name: pytest.approx(seconds) for name, seconds in found.seconds.items() if seconds}
+    book = ledger(changes, trainings, now)
+    assert sum(book.seconds.values()) == pytest.approx(book.wall_seconds)
+    return {name: pytest.approx(seconds) for name, seconds in book.seconds.items() if seconds}
 
 
 def steps(began, start, end, ended=None, **more):
@@ -31,10 +31,10 @@ def steps(began, start, end, ended=None, **more):
 
 def test_undisturbed_job_waits_starts_computes_and_gives_back():
     changes = states(QUEUED=0, STARTING=10, RUNNING=17, SUCCEEDED=101)
-    found = ledger(changes, [steps(11, 16, 100, 100.5, outcome="SUCCEEDED")], NOW)
-    assert found.closed
-    assert {name: value for name, value in found.seconds.items() if value} == {"queue": 10, "start": 7, "compute": 84}
-    assert found.goodput == 84 / 91
+    book = ledger(changes, [steps(11, 16, 100, 100.5, outcome="SUCCEEDED")], NOW)
+    assert book.closed
+    assert {name: value for name, value in book.seconds.items() if value} == {"queue": 10, "start": 7, "compute": 84}
+    assert book.goodput == 84 / 91
 
 
 def test_steps_are_shared_out_by_what_they_waited_for():
@@ -82,9 +82,9 @@ def test_job_that_lost_its_places_waits_without_capacity_and_forms_anew():
 
 def test_pause_and_what_follows_a_cancel_do_not_count_against_goodput():
     changes = states(QUEUED=0, STARTING=0, RUNNING=10, CANCELLING=50, CANCELLED=60)
-    found = ledger(changes, [steps(0, 10, 50, 60, outcome="CANCELLED")], NOW)
-    assert found.seconds["pause"] == 10
-    assert found.goodput == 40 / 50
+    book = ledger(changes, [steps(0, 10, 50, 60, outcome="CANCELLED")], NOW)
+    assert book.seconds["pause"] == 10
+    assert book.goodput == 40 / 50
 
 
 def test_a_paused_job_loses_nothing_but_the_time_to_start_again():
@@ -113,8 +113,8 @@ def test_step_under_way_is_lost_as_soon_as_a_failure_is_noticed():
 
 
 def test_nothing_is_known_of_a_job_that_waits_but_that_it_waits():
-    found = ledger(states(QUEUED=100), [], 130)
-    assert (found.seconds["queue"], found.goodput, found.closed) == (30, None, False)
+    book = ledger(states(QUEUED=100), [], 130)
+    assert (book.seconds["queue"], book.goodput, book.closed) == (30, None, False)
 
 
 def test_clock_of_a_rank_that_is_ahead_makes_nothing_negative():
@@ -158,11 +158,11 @@ def histories(draw):
 
 @given(histories())
 def test_classes_sum_to_the_wall_time_and_none_is_negative(history):
-    found = ledger(*history)
-    assert set(found.seconds) == set(CLASSES)
-    assert all(seconds >= 0 for seconds in found.seconds.values())
-    assert sum(found.seconds.values()) == pytest.approx(found.wall_seconds, rel=1e-9, abs=1e-6)
-    assert found.goodput is None or 0 <= found.goodput <= 1
+    book = ledger(*history)
+    assert set(book.seconds) == set(CLASSES)
+    assert all(seconds >= 0 for seconds in book.seconds.values())
+    assert sum(book.seconds.values()) == pytest.approx(book.wall_seconds, rel=1e-9, abs=1e-6)
+    assert book.goodput is None or 0 <= book.goodput <= 1
 
 
 lengths = st.floats(0.01, 30, allow_nan=False)
@@ -189,6 +189,6 @@ def test_orderly_history_is_told_to_the_second(queue, start, lives, share):
                  "re_form": rest + order + connect, "restore": restore}  # fmt: skip
         expected = {name: expected.get(name, 0.0) + parts.get(name, 0.0) for name in (*expected, *parts)}
     trainings.append(Training(began, None, None, None, recovery=timeline))
-    found = ledger(changes, trainings, now)
-    assert {name: seconds for name, seconds in found.seconds.items() if name in expected} == pytest.approx(expected)
-    assert sum(expected.values()) == pytest.approx(found.wall_seconds)
+    book = ledger(changes, trainings, now)
+    assert {name: seconds for name, seconds in book.seconds.items() if name in expected} == pytest.approx(expected)
+    assert sum(expected.values()) == pytest.approx(book.wall_seconds)

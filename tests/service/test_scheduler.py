@@ -62,9 +62,9 @@ def test_job_that_fits_is_starting_and_handed_over(store, submit, look, cluster)
 def test_bad_data_fails_the_job_before_it_is_placed_and_names_the_path(store, submit, look, cluster):
     job = submit(data={"source": "text", "paths": ["/nowhere/to/be/found.txt"]})
     assert look() == []
-    found = job_now(store, job)
-    assert (found.state, found.reason) == ("FAILED", "bad_data")
-    assert "/nowhere/to/be/found.txt" in found.message
+    stored = job_now(store, job)
+    assert (stored.state, stored.reason) == ("FAILED", "bad_data")
+    assert "/nowhere/to/be/found.txt" in stored.message
     assert cluster.groups.acquired == []
 
 
@@ -77,9 +77,9 @@ def test_stored_spec_that_this_release_does_not_take_waits_for_one_that_does_and
 
     store.write(spoil)
     assert [job for job, _ in look()] == [fine.id]
-    found = job_now(store, old)
-    assert (found.state, found.reason) == ("QUEUED", "invalid_spec")
-    assert "model.heads" in found.message and "a release that does goes on with the job" in found.message
+    stored = job_now(store, old)
+    assert (stored.state, stored.reason) == ("QUEUED", "invalid_spec")
+    assert "model.heads" in stored.message and "a release that does goes on with the job" in stored.message
 
 
 def test_job_that_cannot_be_looked_at_holds_up_no_other(store, submit, look, monkeypatch):
@@ -116,9 +116,9 @@ def test_job_that_does_not_fit_now_says_what_is_missing(store, submit, look, nod
     has(nodes, 8, free=1)
     job = submit(parallel={"tensor": 2})
     assert look() == []
-    found = job_now(store, job)
-    assert (found.state, found.reason) == ("QUEUED", "insufficient_slots")
-    assert (found.waiting_for["needed"], found.waiting_for["available"]) == (2, 0)
+    stored = job_now(store, job)
+    assert (stored.state, stored.reason) == ("QUEUED", "insufficient_slots")
+    assert (stored.waiting_for["needed"], stored.waiting_for["available"]) == (2, 0)
 
 
 def test_small_job_does_not_overtake_a_large_one_that_will_fit(submit, look, nodes):
@@ -176,8 +176,8 @@ def test_job_that_may_be_reshaped_starts_in_the_largest_layout_that_there_is_roo
     has(nodes, 8, free=3)
     job = submit(parallel={"tensor": 2, "pipeline": 2}, elastic={"reshape": True})
     assert look() == [(job.id, 1)]
-    found = job_now(store, job)
-    assert (found.tensor, found.pipeline, found.replicas) == (2, 1, 1)
+    stored = job_now(store, job)
+    assert (stored.tensor, stored.pipeline, stored.replicas) == (2, 1, 1)
 
 
 def test_elastic_job_of_which_the_smallest_size_would_fit_keeps_its_turn(submit, look, nodes):
@@ -279,8 +279,8 @@ def test_failure_to_place_says_why_the_job_waits(store, submit, look, cluster):
     cluster.groups.refuse = refuse
     job = submit()
     look()
-    found = job_now(store, job)
-    assert (found.reason, found.message) == ("insufficient_slots", "not in time")
+    stored = job_now(store, job)
+    assert (stored.reason, stored.message) == ("insufficient_slots", "not in time")
 
 
 def test_shortage_of_gpus_is_called_one(store, submit, look, nodes, monkeypatch):
@@ -291,8 +291,8 @@ def test_shortage_of_gpus_is_called_one(store, submit, look, nodes, monkeypatch)
     monkeypatch.setattr(nodes, "has_gpus", yes)
     job = submit(parallel={"tensor": 2}, resources={"accelerator": "gpu"})
     assert look() == []
-    found = job_now(store, job)
-    assert (found.reason, found.waiting_for["unit"]) == ("insufficient_gpus", "gpus")
+    stored = job_now(store, job)
+    assert (stored.reason, stored.waiting_for["unit"]) == ("insufficient_gpus", "gpus")
 
 
 @pytest.fixture

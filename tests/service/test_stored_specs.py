@@ -58,9 +58,9 @@ def test_spec_that_is_understood_is_read_as_it_is_stored(stored):
 )
 def test_unknown_key_with_the_default_of_its_release_is_done_without(stored, newer, path):
     job = stored(spec=newer, parallel={"tensor": 2})
-    found = stored_spec(job)
-    assert found.left_out == (path,)
-    assert found.spec.layout.tensor == 2 and found.spec.train.steps == 10
+    understood = stored_spec(job)
+    assert understood.left_out == (path,)
+    assert understood.spec.layout.tensor == 2 and understood.spec.train.steps == 10
 
 
 def test_several_unknown_keys_are_done_without(stored):

@@ -13,21 +13,21 @@ steps = st.sets(st.integers(0, 5), max_size=2)
 
 @given(nodes)
 def test_every_rank_has_a_partner_on_another_node_when_there_is_one(node_of_rank):
-    found = partners(node_of_rank)
+    partner_of = partners(node_of_rank)
     if len(set(node_of_rank)) == 1:
-        assert found == {}
+        assert partner_of == {}
         return
-    assert found.keys() == set(range(len(node_of_rank)))
-    assert all(node_of_rank[rank] != node_of_rank[partner] for rank, partner in found.items())
+    assert partner_of.keys() == set(range(len(node_of_rank)))
+    assert all(node_of_rank[rank] != node_of_rank[partner] for rank, partner in partner_of.items())
 
 
 @given(nodes)
 def test_no_rank_holds_more_backups_than_it_must(node_of_rank):
-    found = partners(node_of_rank)
-    if found:
+    partner_of = partners(node_of_rank)
+    if partner_of:
         largest = max(Counter(node_of_rank).values())
         others = len(node_of_rank) - largest
-        assert max(Counter(found.values()).values()) == max(1, -(-largest // others))
+        assert max(Counter(partner_of.values()).values()) == max(1, -(-largest // others))
 
 
 @given(nodes)
@@ -38,12 +38,12 @@ def test_the_answer_depends_on_nothing_but_the_question(node_of_rank):
 @given(st.lists(st.tuples(steps, steps), min_size=1, max_size=5))
 def test_memory_reaches_the_newest_step_that_every_rank_has_or_can_fetch(held):
     own, backups = [mine for mine, _ in held], {rank: kept for rank, (_, kept) in enumerate(held)}
-    found = reachable(own, backups)
+    start = reachable(own, backups)
     common = set.intersection(*(mine | kept for mine, kept in held))
-    assert (found.step if found else None) == max(common, default=None)
-    if found:
-        assert set(found.fetched) == {rank for rank, mine in enumerate(own) if found.step not in mine}
-        assert all(found.step in backups[rank] for rank in found.fetched)
+    assert (start.step if start else None) == max(common, default=None)
+    if start:
+        assert set(start.fetched) == {rank for rank, mine in enumerate(own) if start.step not in mine}
+        assert all(start.step in backups[rank] for rank in start.fetched)
 
 
 def test_a_lost_node_costs_no_more_than_its_backups_are_behind():

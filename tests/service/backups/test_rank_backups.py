@@ -151,8 +151,8 @@ def test_where_the_nearest_cannot_be_fetched_the_next_is(tmp_path, caplog):
         kept = {"a": await job.agents[1].snapshot_files(), "b": await job.agents[2].snapshot_files()}
         own = [await handle.snapshot_steps() for handle in job.agents]
         holders = {"a": gone, "b": job.agents[2]}
-        found = await bring_back(job.agents, own, [0], 1, LAYOUT, holders, kept, job.peers)
-        assert found == Brought([[1]] * 4, {0: "peer"})
+        outcome = await bring_back(job.agents, own, [0], 1, LAYOUT, holders, kept, job.peers)
+        assert outcome == Brought([[1]] * 4, {0: "peer"})
         assert "rank 0 could not be fetched from a: the actor is dead" in caplog.text
         await job.close()
 
@@ -171,9 +171,9 @@ def test_peers_on_the_same_node_do_not_save_the_backup(tmp_path):
 def test_a_partner_that_fails_costs_its_rank_the_backup_and_nobody_else(job, caplog):
     async def body():
         job.agents[3].lost = True
-        found = await job.keep(job.nodes)
-        assert len(found) == 2
-        assert 3 not in found and 3 not in found.values()
+        partner_of = await job.keep(job.nodes)
+        assert len(partner_of) == 2
+        assert 3 not in partner_of and 3 not in partner_of.values()
         assert "2 of 4 ranks have no backup: the actor is dead" in caplog.text
         job.agents[3].lost = False
         assert await job.brought_back([[1], [1], [1], []]) == Brought([[1], [1], [1], []], {})
@@ -220,8 +220,8 @@ def test_what_all_can_have_is_fetched_and_not_what_one_rank_could_have_alone(job
         holders = {"b": job.agents[3]}
         kept = {"b": [file for file in await job.agents[3].snapshot_files() if file.rank == 2]}
         assert kept["b"]
-        found = await bring_back(job.agents, steps, range(4), 1, LAYOUT, holders, kept, job.peers)
-        assert found == Brought(steps, {})
+        outcome = await bring_back(job.agents, steps, range(4), 1, LAYOUT, holders, kept, job.peers)
+        assert outcome == Brought(steps, {})
         await job.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))

@@ -87,17 +87,17 @@ def test_agents_are_started_in_their_seats_with_what_a_rank_takes(agents, tmp_pa
     assert snapshots.endswith("/job_1")
 
 
-@pytest.mark.parametrize(("wanted", "lost", "found"), [
+@pytest.mark.parametrize(("wanted", "lost", "used"), [
     ((), set(), ["a", "b", "c"]),
     (("c", "a", "gone"), set(), ["a", "c"]),
     (("c", "a"), {"a"}, ["c"]),
     ((), {"a", "b"}, []),
 ])  # fmt: skip
-def test_snapshots_are_handed_out_on_the_nodes_that_live(agents, wanted, lost, found):
+def test_snapshots_are_handed_out_on_the_nodes_that_live(agents, wanted, lost, used):
     """Where there is one node, all that was left is there already."""
     agents._nodes.lost = lost
     holders = actors(agents.start_snapshot_holders("job_1", wanted))
-    assert [holder.options.scheduling_strategy for holder in holders] == [(node, False) for node in found]
+    assert [holder.options.scheduling_strategy for holder in holders] == [(node, False) for node in used]
     assert not any(hasattr(holder.options, "name") for holder in holders), "they end with who started them"
 
 

@@ -116,17 +116,17 @@ def test_node_that_goes_before_it_has_answered_is_waited_for_no_more(cluster, mo
 
 
 def test_whoever_places_jobs_is_told_when_a_node_answers_again(cluster):
-    told = []
+    calls = []
     cluster.daemons.silent.add("b")
 
     async def story(care, until):
         await until(lambda: cluster.nodes.silent == {"b"} and "a" in cluster.peak_flops)
-        assert told == [], "the other one has answered all along"
+        assert calls == [], "the other one has answered all along"
         cluster.daemons.silent.discard("b")
         await until(lambda: "b" in cluster.peak_flops)
-        assert told == ["again"]
+        assert calls == ["again"]
 
-    cared(cluster, story, answered=lambda: told.append("again"))
+    cared(cluster, story, answered=lambda: calls.append("again"))
 
 
 def test_node_that_could_not_say_what_is_left_is_swept_when_it_can(cluster):

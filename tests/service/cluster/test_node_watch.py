@@ -71,15 +71,15 @@ def frequent_looks(monkeypatch):
 
 
 def watched(cluster, story):
-    """What the watch tells while `story(told)` happens."""
+    """What the watch tells while `story(reports)` happens."""
 
     async def run():
-        told = asyncio.Queue()
-        watch = NodeWatch(cluster, lambda *lost: told.put_nowait(lost), lambda *drain: told.put_nowait(drain))
+        reports = asyncio.Queue()
+        watch = NodeWatch(cluster, lambda *lost: reports.put_nowait(lost), lambda *drain: reports.put_nowait(drain))
         task = asyncio.create_task(watch.run())
         try:
             async with asyncio.timeout(SECONDS):
-                return await story(told)
+                return await story(reports)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -93,10 +93,10 @@ async def until(condition):
 
 
 def test_node_of_which_nothing_answers_is_lost_and_calls_to_it_fail(cluster):
-    async def story(told):
+    async def story(reports):
         await until(lambda: cluster.asked)
         cluster.fall_silent()
-        node, why = await told.get()
+        node, why = await reports.get()
         await until(lambda: cluster.failed)
         return node, why
 
@@ -149,13 +149,13 @@ def test_nodes_are_looked_for_again_where_ray_does_not_tell_them(cluster, freque
 
 
 def test_daemon_that_was_restarted_is_no_loss(cluster):
-    async def story(told):
+    async def story(reports):
         await until(lambda: cluster.asked)
         cluster.heartbeat.close()
         cluster.heartbeat = HeartbeatServer("127.0.0.1", "n1")
         await until(lambda: cluster.asked >= 2)
         cluster.heartbeat.drain(60)  # heard: the new one is listened to
-        node, seconds = await told.get()
+        node, seconds = await reports.get()
         return node, 0 < seconds <= 60
 
     assert watched(cluster, story) == ("n1", True)
@@ -166,8 +166,8 @@ def test_daemon_that_was_restarted_is_no_loss(cluster):
 def test_node_that_is_to_be_left_is_told_however_little_time_is_left(cluster, seconds):
     cluster.heartbeat.drain(seconds)
 
-    async def story(told):
-        return await told.get()
+    async def story(reports):
+        return await reports.get()
 
     node, left = watched(cluster, story)
     assert node == "n1"
@@ -181,9 +181,9 @@ def test_node_of_which_nobody_has_said_that_it_ends_is_not_left(cluster):
         heard.append(heartbeat)
         hear(self, heartbeat)
 
-    async def story(told):
+    async def story(reports):
         await until(lambda: len(heard) >= 2)
-        return told.empty()
+        return reports.empty()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NodeWatch, "_hear", note)
@@ -214,12 +214,12 @@ def test_process_too_busy_to_accept_still_takes_connections():
 
 
 def test_stranger_at_the_old_port_is_not_taken_for_the_node(cluster):
-    async def story(told):
+    async def story(reports):
         await until(lambda: cluster.asked)
         cluster.heartbeat.close()
         cluster.heartbeat = HeartbeatServer("127.0.0.1", "somebody else")
         await until(lambda: cluster.asked >= 3)  # it hangs up and asks again
-        return told.empty()
+        return reports.empty()
 
     assert watched(cluster, story)
 

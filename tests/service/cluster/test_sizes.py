@@ -60,13 +60,13 @@ def test_room_counts_whole_replicas_of_whole_tensor_groups(free, room):
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 8), st.integers(0, 6), st.integers(0, 6))
 def test_size_is_the_wanted_one_or_as_near_as_there_is_room(least, more, wanted, held, room):
     sizes = range(least, least + more + 1)
-    found = size_within(sizes, wanted, held, room)
-    if found is None:
+    replicas = size_within(sizes, wanted, held, room)
+    if replicas is None:
         assert min(wanted, held + room) not in sizes
     else:
-        assert found in sizes
-        assert found <= held + room
-        assert found == wanted or found == held + room < wanted
+        assert replicas in sizes
+        assert replicas <= held + room
+        assert replicas == wanted or replicas == held + room < wanted
 
 
 def test_a_size_that_some_batch_cannot_feed_is_refused_when_the_spec_is_read():
@@ -99,8 +99,8 @@ def test_shape_is_fixed_unless_elastic_says_otherwise():
 
 
 def test_smaller_shapes_divide_the_own_one_and_come_after_larger_ones():
-    found = [sizes(shape)[:2] for shape in shapes_of(reshaping(tensor=4, pipeline=2))]
-    assert found == [(4, 2), (4, 1), (2, 2), (2, 1), (1, 2), (1, 1)]
+    smaller = [sizes(shape)[:2] for shape in shapes_of(reshaping(tensor=4, pipeline=2))]
+    assert smaller == [(4, 2), (4, 1), (2, 2), (2, 1), (1, 2), (1, 1)]
 
 
 @pytest.mark.parametrize("parallel", [
@@ -109,9 +109,9 @@ def test_smaller_shapes_divide_the_own_one_and_come_after_larger_ones():
     {"tensor": 4, "pipeline": 1, "sequence_parallel": True},
 ])  # fmt: skip
 def test_every_shape_is_a_spec_that_would_be_taken(parallel):
-    found = shapes_of(reshaping(**parallel))
-    assert sizes(found[-1])[:2] == (1, 1)
-    assert all(find_problems(shape) == [] for shape in found)
+    smaller = shapes_of(reshaping(**parallel))
+    assert sizes(smaller[-1])[:2] == (1, 1)
+    assert all(find_problems(shape) == [] for shape in smaller)
 
 
 def on(**free):
@@ -122,7 +122,7 @@ def on(**free):
 def test_largest_layout_that_fits_is_taken():
     shapes = shapes_of(spec(parallel={"tensor": 2, "pipeline": 2, "data": 2}, elastic={"min_data": 1, "reshape": True}))
     chosen = {free: fitting(shapes, 2, on(a=free)) for free in range(1, 5)}
-    assert {free: sizes(found) for free, found in chosen.items()} == {
+    assert {free: sizes(one) for free, one in chosen.items()} == {
         1: (1, 1, 1),
         2: (2, 1, 1),
         3: (2, 1, 1),
@@ -134,8 +134,8 @@ def test_largest_layout_that_fits_is_taken():
 
 
 def test_what_a_job_gives_back_is_free_on_its_node():
-    found = given_back(on(a=1, b=0), ["a", "b", "b", None, "left"])
-    assert (found.nodes, found.free) == ({"a": (4, 2), "b": (4, 2)}, 4)
+    places = given_back(on(a=1, b=0), ["a", "b", "b", None, "left"])
+    assert (places.nodes, places.free) == ({"a": (4, 2), "b": (4, 2)}, 4)
 
 
 def test_layout_in_use_is_the_submitted_one_with_what_is_stored():
@@ -170,6 +170,6 @@ def test_layout_that_was_never_changed_is_the_submitted_one_to_the_letter(sequen
 )
 def test_reshaped_layout_keeps_what_still_has_a_meaning(tensor, pipeline, kept):
     submitted = ParallelConfig(tensor=4, pipeline=4, schedule="interleaved", virtual_stages=2, sequence_parallel=True)
-    found = layout_in_use(submitted, SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=3))
-    assert (found.tensor, found.pipeline, found.data) == (tensor, pipeline, 3)
-    assert (found.schedule, found.virtual_stages, found.sequence_parallel) == kept
+    running = layout_in_use(submitted, SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=3))
+    assert (running.tensor, running.pipeline, running.data) == (tensor, pipeline, 3)
+    assert (running.schedule, running.virtual_stages, running.sequence_parallel) == kept

@@ -82,8 +82,8 @@ def test_where_there_is_no_room_the_others_go_on_alone_if_they_may(placed, store
     job.cluster.lose_node("two")
     assert replace(job, lost=(2, 3)) is elastic
     with store.read() as session:
-        told = [event.type for event in events.page(session, job.id).items]
-    assert ("shrunk" in told) is elastic
+        types = [event.type for event in events.page(session, job.id).items]
+    assert ("shrunk" in types) is elastic
     if elastic:
         assert (job.gang.layout.data, nodes_of(job)) == (1, ["one", "one"])
 

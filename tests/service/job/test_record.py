@@ -138,9 +138,9 @@ def test_launch_tells_who_kept_its_process_and_who_was_started(record):
         (recovery,) = recoveries.of_job(session, record.id)
     assert (recovery.launched_at, recovery.forked, recovery.kept) == (105.0, [1], 2)
     assert [pid for _, pid, _ in ranks_of(record)] == [300, 301, 302]
-    (told,) = events_of(record, "ranks_replaced")
-    assert (told.generation, told.data) == (number, {"kept": [0, 2], "started": [1]})
-    assert told.message == "generation 1 goes on with 2 of 3 processes"
+    (entry,) = events_of(record, "ranks_replaced")
+    assert (entry.generation, entry.data) == (number, {"kept": [0, 2], "started": [1]})
+    assert entry.message == "generation 1 goes on with 2 of 3 processes"
 
 
 def test_launch_that_kept_nobody_says_nothing_of_it(record):
@@ -222,5 +222,5 @@ def test_state_to_which_no_way_leads_is_not_noted(record):
 
 def test_event_has_all_that_is_said_with_it(record):
     asyncio.run(record.event("note", "hello", rank=3, step=0, data={"x": 1}, generation=2))
-    (told,) = events_of(record, "note")
-    assert (told.message, told.rank, told.step, told.data, told.generation) == ("hello", 3, 0, {"x": 1}, 2)
+    (entry,) = events_of(record, "note")
+    assert (entry.message, entry.rank, entry.step, entry.data, entry.generation) == ("hello", 3, 0, {"x": 1}, 2)

@@ -58,8 +58,8 @@ def test_report_counts_once(store, started, take):
     take("metrics", 1, rows=[row(5, loss=9.0)])
     take("event", 2, type="note", step=6, message="hello")
     take("event", 2, type="note", step=6, message="hello")
-    found = read(store, lambda s: metrics.series(s, started.id, names=["loss"]))
-    assert (found.steps, found.series["loss"]) == ([5, 6], [1.0, 1.0])
+    points = read(store, lambda s: metrics.series(s, started.id, names=["loss"]))
+    assert (points.steps, points.series["loss"]) == ([5, 6], [1.0, 1.0])
     assert kinds(store, started).count("note") == 1
 
 
@@ -107,14 +107,14 @@ def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_pha
 
     tell("started", 1, 104.0, pid=7, connected_at=102.5)
     tell("metrics", 2, 105.0, rows=[{**row(step), "time": 100.0 + step} for step in (5, 6)])
-    (told,) = [e for e in read(store, lambda s: events.page(s, started.id)).items if e.type == "recovered"]
+    (entry,) = [e for e in read(store, lambda s: events.page(s, started.id)).items if e.type == "recovered"]
     phases = {"detect": 1, "rest": 1, "re_form": 0.5, "restore": 1.5, "redo": 1}
-    assert (told.data["seconds"], told.data["total_seconds"]) == (phases, 5)
-    assert (told.data["steps_redone"], told.data["forked"], told.generation, told.step) == (2, [0], number, 5)
-    assert (told.rank, told.data["source"], told.data["resume_step"], told.data["kept"]) == (0, "snapshot", 4, 0)
-    assert "recovered in 5.00 s (detect 1.00, rest 1.00, re-form 0.50" in told.message
-    (found,) = read(store, lambda s: recoveries.of_job(s, started.id))
-    assert (found.steps_redone, found.first_step_at) == (2, 105.0)
+    assert (entry.data["seconds"], entry.data["total_seconds"]) == (phases, 5)
+    assert (entry.data["steps_redone"], entry.data["forked"], entry.generation, entry.step) == (2, [0], number, 5)
+    assert (entry.rank, entry.data["source"], entry.data["resume_step"], entry.data["kept"]) == (0, "snapshot", 4, 0)
+    assert "recovered in 5.00 s (detect 1.00, rest 1.00, re-form 0.50" in entry.message
+    (stored,) = read(store, lambda s: recoveries.of_job(s, started.id))
+    assert (stored.steps_redone, stored.first_step_at) == (2, 105.0)
 
 
 def test_first_step_after_a_change_of_size_ends_the_change(store, started, take):
@@ -160,8 +160,8 @@ def test_what_follows_the_last_step_belongs_to_the_training_once(store, started,
     take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
     for _ in range(2):
         take("finished", 2, step=5, seconds={"wall": 1.5, "checkpoint_stall": 1.0})
-    (found,) = read(store, lambda s: generations.of_job(s, started.id))
-    assert (found.committed_steps, found.compute_seconds, found.checkpoint_stall_seconds) == (1, 2.5, 1.0)
+    (ledger,) = read(store, lambda s: generations.of_job(s, started.id))
+    assert (ledger.committed_steps, ledger.compute_seconds, ledger.checkpoint_stall_seconds) == (1, 2.5, 1.0)
 
 
 def test_rank_is_running_with_its_pid_until_it_has_exited(store, started, take):

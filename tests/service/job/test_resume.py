@@ -67,33 +67,33 @@ def unreadable(monkeypatch, path):
     monkeypatch.setattr(Path, "read_bytes", read)
 
 
-def found(job, last_kind=None):
+def resume_of(job, last_kind=None):
     start = asyncio.run(newest_state(job, last_kind))
     return start.resume, start.source
 
 
 def test_job_of_which_nothing_is_left_begins_at_the_start(job):
-    assert found(job) == (Resume(), "start")
+    assert resume_of(job) == (Resume(), "start")
 
 
 def test_newest_step_that_all_ranks_have_in_shared_memory(job):
     holds(job, 0, 3, 4)
     holds(job, 1, 2, 3)
-    assert found(job) == (Resume("snapshot", 3), "snapshot")
+    assert resume_of(job) == (Resume("snapshot", 3), "snapshot")
 
 
 def test_step_that_a_process_still_holds_counts_as_its_own(job):
     holds(job, 0, 3, 4)
     holds(job, 1, 2, 3)
     job.gang.held_steps = {1: 4}
-    assert found(job) == (Resume("snapshot", 4), "memory and snapshot")
+    assert resume_of(job) == (Resume("snapshot", 4), "memory and snapshot")
 
 
 def test_process_at_rest_without_a_state_adds_nothing(job):
     holds(job, 0, 3)
     holds(job, 1, 3)
     job.gang.held_steps = {1: None}
-    assert found(job) == (Resume("snapshot", 3), "snapshot")
+    assert resume_of(job) == (Resume("snapshot", 3), "snapshot")
 
 
 @pytest.mark.parametrize(("step", "source"), [(4, "checkpoint"), (3, "snapshot"), (2, "snapshot")])
@@ -103,12 +103,12 @@ def test_checkpoint_is_used_only_where_it_is_newer_than_what_is_in_memory(job, s
     holds(job, 0, 3)
     holds(job, 1, 3)
     expected = Resume("checkpoint", step, newest) if source == "checkpoint" else Resume("snapshot", 3)
-    assert found(job) == (expected, source)
+    assert resume_of(job) == (expected, source)
 
 
 def test_generation_that_has_left_a_checkpoint_is_over_also_where_the_database_has_forgotten_it(job):
     path = saved(job, 4, generation=7)
-    assert found(job) == (Resume("checkpoint", 4, path), "checkpoint")
+    assert resume_of(job) == (Resume("checkpoint", 4, path), "checkpoint")
     assert asyncio.run(job.record.job()).generation == 7, "the next one is above it"
 
 
@@ -138,23 +138,23 @@ def test_rows_of_checkpoints_follow_what_the_folder_holds(job, store):
     for step, path in zip((2, 1), paths, strict=True):
         row = store.write(lambda s, step=step, path=path: checkpoints.begin(s, job.id, 1, step, path).id)
         store.write(lambda s, row=row: checkpoints.complete(s, row, 100))
-    found(job)
+    resume_of(job)
     with store.read() as session:
         assert [row.path for row in checkpoints.complete_ones(session, job.id)] == paths[:1]
 
 
 def test_rank_that_lost_its_snapshots_fetches_those_of_a_peer(job):
     holds(job, 0, 2, 3)
-    assert found(job) == (Resume("snapshot", 3), "peer")
+    assert resume_of(job) == (Resume("snapshot", 3), "peer")
     assert job.gang.agents[1].fetched == [(1, job.gang.tag, 0)]
 
 
 def test_what_a_departing_agent_holds_is_brought_from_its_node(job, cluster):
     cluster.agents.memory["three"] = {(job.id, job.gang.tag, rank): [5] for rank in (0, 1)}
     (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
-    assert found(job) == (Resume(), "start"), "nobody asks it"
+    assert resume_of(job) == (Resume(), "start"), "nobody asks it"
     job.departing.append(AgentSet([holder]))
-    assert found(job) == (Resume("snapshot", 5), "snapshot")
+    assert resume_of(job) == (Resume("snapshot", 5), "snapshot")
 
 
 def test_newer_state_on_the_node_that_was_left_is_brought_in_the_place_of_older_files(job, cluster):
@@ -162,7 +162,7 @@ def test_newer_state_on_the_node_that_was_left_is_brought_in_the_place_of_older_
     holds(job, 1, 3)
     cluster.agents.memory["three"] = {(job.id, job.gang.tag, rank): [5] for rank in (0, 1)}
     job.departing.append(AgentSet(asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))))
-    assert found(job) == (Resume("snapshot", 5), "snapshot")
+    assert resume_of(job) == (Resume("snapshot", 5), "snapshot")
 
 
 @pytest.mark.parametrize("trouble", ["silence", "lose"])
@@ -173,13 +173,13 @@ def test_departing_agent_that_does_not_answer_is_done_without(job, cluster, monk
     job.departing.append(AgentSet([holder]))
     holds(job, 0, 2)
     holds(job, 1, 2)
-    assert found(job) == (Resume("snapshot", 2), "snapshot")
+    assert resume_of(job) == (Resume("snapshot", 2), "snapshot")
 
 
 def test_state_that_ranks_of_another_layout_left_is_as_good(job, cluster):
     alone = job.submitted.model_copy(update={"parallel": job.submitted.parallel.model_copy(update={"data": 1})})
     cluster.agents.memory["one"] = {(job.id, layout_tag(alone.model_dump(mode="json")), 0): [6]}
-    start, source = found(job)
+    start, source = resume_of(job)
     assert (start.source, start.step, source) == ("memory", 6, "memory")
     assert len(start.paths) == 1
     assert 6 in cluster.agents.memory["two"].popitem()[1], "it is on every node of the gang"
@@ -191,28 +191,28 @@ def test_state_that_could_not_be_read_is_not_tried_again(job):
     job.record.store.write(
         lambda s: generations.begin(s, job.id, "test", False, "checkpoint", 5, {"resume_path": newest})
     )
-    assert found(job) == (Resume("checkpoint", 5, newest), "checkpoint")
-    assert found(job, "bad_checkpoint") == (Resume("checkpoint", 4, older), "checkpoint")
+    assert resume_of(job) == (Resume("checkpoint", 5, newest), "checkpoint")
+    assert resume_of(job, "bad_checkpoint") == (Resume("checkpoint", 4, older), "checkpoint")
 
 
 def test_newest_checkpoint_that_cannot_be_read_is_not_gone_back_behind(job, monkeypatch):
     older, newest = completed(job, 4), completed(job, 5)
     unreadable(monkeypatch, newest)
     with pytest.raises(CheckpointsUnreadable, match=r"of step 5, which cannot be read now: .*Input/output error"):
-        found(job)
+        resume_of(job)
     holds(job, 0, 4)
     holds(job, 1, 4)
     with pytest.raises(CheckpointsUnreadable, match="to go on from an older checkpoint instead, delete its folder"):
-        found(job)
+        resume_of(job)
     holds(job, 0, 5)
     holds(job, 1, 5)
-    assert found(job) == (Resume("snapshot", 5), "snapshot"), "what is in memory is as new"
+    assert resume_of(job) == (Resume("snapshot", 5), "snapshot"), "what is in memory is as new"
     monkeypatch.undo()
     holds(job, 0)
     holds(job, 1)
-    assert found(job) == (Resume("checkpoint", 5, newest), "checkpoint")
+    assert resume_of(job) == (Resume("checkpoint", 5, newest), "checkpoint")
     unreadable(monkeypatch, older)
-    assert found(job) == (Resume("checkpoint", 5, newest), "checkpoint"), "nobody needs the older one"
+    assert resume_of(job) == (Resume("checkpoint", 5, newest), "checkpoint"), "nobody needs the older one"
 
 
 def test_checkpoint_that_is_known_to_be_damaged_is_not_waited_for(job, monkeypatch):
@@ -221,9 +221,11 @@ def test_checkpoint_that_is_known_to_be_damaged_is_not_waited_for(job, monkeypat
         lambda s: generations.begin(s, job.id, "test", False, "checkpoint", 5, {"resume_path": newest})
     )
     unreadable(monkeypatch, newest)
-    assert found(job, "bad_checkpoint") == (Resume("checkpoint", 4, older), "checkpoint")
+    assert resume_of(job, "bad_checkpoint") == (Resume("checkpoint", 4, older), "checkpoint")
     monkeypatch.undo()
-    assert found(job, "unreadable_checkpoint") == (Resume("checkpoint", 5, newest), "checkpoint"), "it can be read now"
+    assert resume_of(job, "unreadable_checkpoint") == (Resume("checkpoint", 5, newest), "checkpoint"), (
+        "it can be read now"
+    )
 
 
 def test_folder_that_is_gone_though_checkpoints_are_complete_is_waited_for(job):
@@ -231,5 +233,5 @@ def test_folder_that_is_gone_though_checkpoints_are_complete_is_waited_for(job):
     job.checkpoint_folder.rename(job.checkpoint_folder.parent / "elsewhere")
     for _ in range(2):
         with pytest.raises(CheckpointsUnreadable, match=f"the folder {job.checkpoint_folder} "):
-            found(job)
+            resume_of(job)
         job.checkpoint_folder.mkdir(exist_ok=True)

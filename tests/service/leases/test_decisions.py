@@ -65,8 +65,8 @@ def test_only_own_jobs_that_train_and_have_nothing_else_going_on_are_handed_over
 
 
 @given(st.sets(st.text()), st.sets(st.text()))
-def test_what_the_database_does_not_confirm_is_lost(held, found):
-    assert lost(held, found) == held - found
+def test_what_the_database_does_not_confirm_is_lost(held, confirmed):
+    assert lost(held, confirmed) == held - confirmed
 
 
 def test_a_few_renewals_may_fail_before_anything_is_taken():
@@ -80,8 +80,8 @@ def test_nothing_is_handed_over_to_one_that_has_missed_a_renewal_or_two():
 
 @given(briefs, st.sets(st.sampled_from("abc")))
 def test_stray_is_what_nobody_here_knows_and_no_job_that_must_have_an_owner(jobs, others):
-    found = strays({job.id for job in jobs} | others, others, jobs)
-    assert found == {job.id for job in jobs if job.state not in SUPERVISED}
+    stray = strays({job.id for job in jobs} | others, others, jobs)
+    assert stray == {job.id for job in jobs if job.state not in SUPERVISED}
 
 
 class OneOrderingOwner(RuleBasedStateMachine):

@@ -150,8 +150,8 @@ def test_faults_are_read_from_the_generations_that_they_led_to():
     second = Life(10.0, data={"failure": raised(node="a", committed=6, rank=3).to_json() | {"at": 9.5}})
     resized = Life(20.0, data={})
     older = Life(30.0, data={"failure": {"kind": "killed", "step": None, "exception": None}})
-    found = past_failures([first, second, resized, older])
-    assert found == [
+    past = past_failures([first, second, resized, older])
+    assert past == [
         PastFailure("exception", 9.5, 7, "ValueError", 3, "a", 6, progressed=True),
         PastFailure("killed", 30.0, progressed=False),
     ]

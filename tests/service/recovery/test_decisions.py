@@ -63,10 +63,10 @@ def test_ranks_one_commit_apart_meet_at_the_older_step():
 
 
 @given(deaths)
-def test_culprit_is_the_first_that_is_neither_a_consequence_nor_our_doing(found):
-    culprit = culprit_of(found)
-    guilty = [death for death in found if death.kind not in ("peer_lost", "stopped")]
-    assert culprit == (guilty[0] if guilty else found[0])
+def test_culprit_is_the_first_that_is_neither_a_consequence_nor_our_doing(gang_deaths):
+    culprit = culprit_of(gang_deaths)
+    guilty = [death for death in gang_deaths if death.kind not in ("peer_lost", "stopped")]
+    assert culprit == (guilty[0] if guilty else gang_deaths[0])
 
 
 def died(**changes):

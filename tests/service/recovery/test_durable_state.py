@@ -29,14 +29,14 @@ def row(step, generation=1):
     return SimpleNamespace(step=step, generation=generation, path=path_of(step, generation))
 
 
-def found(step, condition, generation=1):
+def stored(step, condition, generation=1):
     manifest = Manifest("j", generation, step, {}, {}) if condition is Condition.WHOLE else None
     return ListedCheckpoint(Path(path_of(step, generation)), step, generation, condition, manifest, "a problem")
 
 
 @given(st.sets(st.integers(0, 9), max_size=6), st.data())
 def test_what_is_whole_or_cannot_be_read_counts(steps, data):
-    there = [found(step, data.draw(st.sampled_from(Condition))) for step in sorted(steps)]
+    there = [stored(step, data.draw(st.sampled_from(Condition))) for step in sorted(steps)]
     state = durable_state(Listing(FOLDER, tuple(there)), [row(step) for step in steps])
     counted = [each for each in there if each.condition is not Condition.NOT_WHOLE]
     assert state.checkpoints == tuple((each.step, str(each.path)) for each in counted)

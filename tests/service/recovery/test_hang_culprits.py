@@ -64,21 +64,21 @@ class Gang:
             if not (self.done[peer] > number or (self.done[peer] == number and self.inside[peer]))
         ]
 
-    def looks(self, told=True, **culprit):
-        """What the agents see; `told`: the backend tells who waits for whom."""
-        found = []
+    def looks(self, knows_peers=True, **culprit):
+        """What the agents see; `knows_peers`: the backend tells who waits for whom."""
+        seen = []
         for rank in range(self.size):
             waits_for = self.choice.choice(self._missing(rank)) if self.inside[rank] else None
-            found.append(Look(rank, True, True, False, waits_for if told else None, 1, self.entered[rank], 7))
-        found[self.hung] = replace(found[self.hung], **culprit)
-        return found
+            seen.append(Look(rank, True, True, False, waits_for if knows_peers else None, 1, self.entered[rank], 7))
+        seen[self.hung] = replace(seen[self.hung], **culprit)
+        return seen
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**32), st.booleans())
-def test_the_rank_that_did_not_enter_is_found_wherever_it_hangs(layout, seed, told):
+def test_the_rank_that_did_not_enter_is_found_wherever_it_hangs(layout, seed, knows_peers):
     gang = Gang(layout, seed)
-    verdict = find_culprits(gang.looks(told), gang.group)
+    verdict = find_culprits(gang.looks(knows_peers), gang.group)
     assert (verdict.kind, verdict.ranks) == ("ranks", (gang.hung,))
 
 

@@ -74,7 +74,7 @@ def test_a_checkpoint_is_found_by_what_a_worker_knows_of_it(store, started):
 FOLDER = Path("/x")
 
 
-def found(step, condition=Condition.WHOLE):
+def on_disk(step, condition=Condition.WHOLE):
     manifest = Manifest("j", 1, step, {"data": 7}, {}) if condition is Condition.WHOLE else None
     return ListedCheckpoint(FOLDER / str(step), step, 1, condition, manifest)
 
@@ -101,20 +101,20 @@ def test_folder_that_says_nothing_changes_no_row(store, started, rows, answer):
 
 
 def test_only_what_cannot_be_read_stays_as_it_was(store, started, rows):
-    assert reconciled(store, started, found(100, Condition.UNKNOWN)) == rows
-    there = [found(100), found(150, Condition.UNKNOWN)]
+    assert reconciled(store, started, on_disk(100, Condition.UNKNOWN)) == rows
+    there = [on_disk(100), on_disk(150, Condition.UNKNOWN)]
     assert reconciled(store, started, *there) == {**rows, 50: "deleted"}
-    assert reconciled(store, started, found(100), found(150)) == {**rows, 50: "deleted", 150: "complete"}
+    assert reconciled(store, started, on_disk(100), on_disk(150)) == {**rows, 50: "deleted", 150: "complete"}
 
 
 def test_what_is_known_to_be_gone_or_damaged_is_deleted_or_failed(store, started, rows):
-    there = [found(50), found(100, Condition.NOT_WHOLE)]
+    there = [on_disk(50), on_disk(100, Condition.NOT_WHOLE)]
     assert reconciled(store, started, *there) == {50: "complete", 100: "deleted", 150: "failed"}
 
 
 def test_what_was_brought_back_is_complete_again(store, started, rows):
-    assert reconciled(store, started, found(100))[50] == "deleted"
-    assert reconciled(store, started, found(50), found(100))[50] == "complete"
+    assert reconciled(store, started, on_disk(100))[50] == "deleted"
+    assert reconciled(store, started, on_disk(50), on_disk(100))[50] == "complete"
 
 
 def test_job_that_was_never_checkpointed_needs_no_folder(store, started):
@@ -141,6 +141,6 @@ def test_checkpoints_of_one_job_are_no_other_job_s(store, started, submit):
     with store.read() as session:
         assert checkpoints.page(session, other.id).items == checkpoints.complete_ones(session, other.id) == []
         assert checkpoints.find(session, other.id, 1, 50) is None
-    assert reconciled(store, other, found(100)) == {}
+    assert reconciled(store, other, on_disk(100)) == {}
     with store.read() as session:
         assert [row.state for row in checkpoints.page(session, started.id).items] == ["saving", "complete"]

@@ -73,9 +73,9 @@ def test_jobs_of_an_older_manta_keep_their_ledger(store, submit):
         values = f"'{job.id}', 'old', 'RUNNING', '{{}}', 3, 9, 2, 1, 0, '{{}}', 4.0, '{{}}', {at}, {at + 5}, {at}"
         session.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
         for state, later in (("STARTING", 5), ("RUNNING", 8)):
-            told = f"'{job.id}', {at + later}, 'state_changed', 'told', '{{\"to\": \"{state}\"}}'"
+            row_values = f"'{job.id}', {at + later}, 'state_changed', 'told', '{{\"to\": \"{state}\"}}'"
             session.connection().exec_driver_sql(
-                f"INSERT INTO events (job_id, time, type, message, data) VALUES ({told})"
+                f"INSERT INTO events (job_id, time, type, message, data) VALUES ({row_values})"
             )
         for number, began in ((1, 5), (2, 20)):
             row = f"'{job.id}', {number}, 'c', 'start', 0, {at + began}, '{{}}'"
@@ -90,11 +90,11 @@ def test_jobs_of_an_older_manta_keep_their_ledger(store, submit):
     store.write(old_rows)
     store.migrate()
     with store.read() as session:
-        found = ledgers.of_job(session, job.id, at + 26)
-    assert found.seconds["queue"] == pytest.approx(5)
-    assert found.seconds["start"] == pytest.approx(3)
-    assert found.seconds["compute"] == pytest.approx(4 + 4)
-    assert sum(found.seconds.values()) == pytest.approx(26)
+        book = ledgers.of_job(session, job.id, at + 26)
+    assert book.seconds["queue"] == pytest.approx(5)
+    assert book.seconds["start"] == pytest.approx(3)
+    assert book.seconds["compute"] == pytest.approx(4 + 4)
+    assert sum(book.seconds.values()) == pytest.approx(26)
 
 
 def namespace(store, ray_is_new=False):
@@ -102,12 +102,12 @@ def namespace(store, ray_is_new=False):
 
 
 def test_each_database_is_an_installation_of_its_own_for_good(store, tmp_path):
-    found = namespace(store)
+    first_name = namespace(store)
     store.migrate()
-    assert namespace(store) == namespace(store, ray_is_new=True) == found
+    assert namespace(store) == namespace(store, ray_is_new=True) == first_name
     other = Store(f"sqlite:///{tmp_path}/other.db")
     other.migrate()
-    assert found.startswith("manta-") and namespace(other) != found
+    assert first_name.startswith("manta-") and namespace(other) != first_name
     other.close()
 
 

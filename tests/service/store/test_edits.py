@@ -16,11 +16,11 @@ def test_name_and_priority_change_in_the_spec_too(store, submit):
     assert (changed.name, changed.spec["name"]) == ("better", "better")
     assert (changed.priority, changed.spec["priority"]) == (7, 7)
     with store.read() as session:
-        told = events.page(session, job.id).items[-1]
-    assert (told.type, told.message) == (
+        entry = events.page(session, job.id).items[-1]
+    assert (entry.type, entry.message) == (
         "edited", "the user changed name from 'small' to 'better' and priority from 0 to 7"
     )  # fmt: skip
-    assert told.data == {"name": {"from": "small", "to": "better"}, "priority": {"from": 0, "to": 7}}
+    assert entry.data == {"name": {"from": "small", "to": "better"}, "priority": {"from": 0, "to": 7}}
 
 
 def test_what_is_left_out_or_the_same_stays_and_is_no_event(store, submit):
@@ -78,8 +78,8 @@ def test_change_is_kept_in_what_the_user_wrote_too_and_told_where_the_job_was(st
     assert (changed.submitted, changed.not_default) == ({"name": "better", "more": 1}, {"name": "better"})
     assert changed.updated_at > job.updated_at
     with store.read() as session:
-        told = events.page(session, job.id).items[-1]
-    assert (told.generation, told.step) == (3, 7)
+        entry = events.page(session, job.id).items[-1]
+    assert (entry.generation, entry.step) == (3, 7)
 
 
 def test_job_of_a_release_that_kept_no_such_thing_has_none_after_a_change_either(store, submit):

@@ -71,13 +71,13 @@ def test_transitions_follow_the_edges_and_leave_times_and_events(store, submit):
     assert (ended.state, ended.reason, ended.message) == ("FAILED", "user_error", "boom")
     assert job.created_at <= ended.started_at <= ended.finished_at
     with store.read() as session:
-        told = [(event.type, event.data.get("to")) for event in events.page(session, job.id).items]
+        changes_seen = [(event.type, event.data.get("to")) for event in events.page(session, job.id).items]
         last = events.page(session, job.id).items[-1]
     assert (last.message, last.data) == (
         "RUNNING -> FAILED: boom", {"from": "RUNNING", "to": "FAILED", "reason": "user_error"}
     )  # fmt: skip
     changes = [("state_changed", state) for state in ("STARTING", "RUNNING", "FAILED")]
-    assert told == [("submitted", None), *changes]
+    assert changes_seen == [("submitted", None), *changes]
 
 
 def test_change_of_state_says_where_the_job_was(store, started):
@@ -166,8 +166,8 @@ def test_what_is_not_over_can_be_read_from_the_database_of_another_release(store
     for column in ("submitted", "not_default", "deletion_began_at"):
         store.write(lambda session, column=column: session.execute(text(f"ALTER TABLE jobs DROP COLUMN {column}")))
     with store.read() as session:
-        found = jobs.unfinished_in_brief(session)
-    assert [(job.id, job.name, job.state, job.step, job.steps) for job in found] == [
+        in_brief = jobs.unfinished_in_brief(session)
+    assert [(job.id, job.name, job.state, job.step, job.steps) for job in in_brief] == [
         (second.id, "small", "QUEUED", 0, 10),
         (first.id, "small", "QUEUED", 0, 10),
     ]

@@ -87,8 +87,8 @@ def test_lists_go_on_where_a_page_ended(store):
         ):
             first = page_of(None)
             rest = page_of(first.next_cursor)
-            found = [getattr(item, "id", None) or item.name for item in first.items + rest.items]
-            assert (found, rest.next_cursor) == (expected, None)
+            names = [getattr(item, "id", None) or item.name for item in first.items + rest.items]
+            assert (names, rest.next_cursor) == (expected, None)
 
 
 @pytest.mark.parametrize("held", ["", "\0", "key", "A"])
@@ -103,8 +103,8 @@ def test_cursor_that_nobody_gave_out_is_refused(store, held):
 def test_link_begins_one_session_that_lasts_no_longer_than_its_key(store):
     key = make(store, expires_at=time.time() + 60)
     store.write(lambda session: browser_tokens.add_link(session, key.id, "link"))
-    found, begun = store.write(lambda session: browser_tokens.open_link(session, "link", "session"))
-    assert (found.id, begun.expires_at) == (key.id, key.expires_at)
+    opened, begun = store.write(lambda session: browser_tokens.open_link(session, "link", "session"))
+    assert (opened.id, begun.expires_at) == (key.id, key.expires_at)
     for digest in ("link", "session", "other"):
         with pytest.raises(LinkNotGood, match="manta link"):
             store.write(lambda session, digest=digest: browser_tokens.open_link(session, digest, "next"))

@@ -27,8 +27,8 @@ def let_time_pass(store, me, seconds=LEASE_SECONDS + 1):
 
 def owner_of(store, job):
     with store.read() as session:
-        (found,) = [each for each in leases.overview(session) if each.id == job.id]
-    return found.owner, found.epoch
+        (lease,) = [each for each in leases.overview(session) if each.id == job.id]
+    return lease.owner, lease.epoch
 
 
 def test_one_that_lives_keeps_what_it_has_and_each_claim_has_an_epoch_of_its_own(store):

@@ -31,10 +31,10 @@ def test_every_state_is_noted_when_it_is_entered(store, started):
     with store.read() as session:
         changes = state_changes.of_job(session, started.id)
         job = jobs.get(session, started.id)
-        told = events.page(session, started.id).items
+        listed = events.page(session, started.id).items
     assert [change.state for change in changes] == ["QUEUED", "STARTING", "RUNNING", "SUCCEEDED"]
     assert (changes[0].time, changes[1].time, changes[-1].time) == (job.created_at, job.started_at, job.finished_at)
-    assert [event.time for event in told if event.type == "state_changed"] == [change.time for change in changes[1:]]
+    assert [event.time for event in listed if event.type == "state_changed"] == [change.time for change in changes[1:]]
 
 
 def test_ledger_of_a_job_closes_with_it(store, started):
@@ -44,14 +44,14 @@ def test_ledger_of_a_job_closes_with_it(store, started):
     row = {"step": 1, "time": at, "generation": 1, "seconds": {"wall": 0.001, "data_wait": 0.0004}}
     store.write(lambda session: metrics.record(session, started.id, 1, 0, 1, [row]))
     move(store, started, JobState.RUNNING, JobState.SUCCEEDED)
-    found = book(store, started, at + 1000)
+    account = book(store, started, at + 1000)
     with store.read() as session:
         job = jobs.get(session, started.id)
-    assert found.closed
-    assert (found.began_at, found.until) == (job.created_at, job.finished_at)
-    assert sum(found.seconds.values()) == pytest.approx(found.wall_seconds)
-    assert found.seconds["data_wait"] == pytest.approx(0.0004, rel=0.05)
-    assert 0 < found.goodput < 1
+    assert account.closed
+    assert (account.began_at, account.until) == (job.created_at, job.finished_at)
+    assert sum(account.seconds.values()) == pytest.approx(account.wall_seconds)
+    assert account.seconds["data_wait"] == pytest.approx(0.0004, rel=0.05)
+    assert 0 < account.goodput < 1
 
 
 @pytest.fixture

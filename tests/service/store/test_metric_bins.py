@@ -129,16 +129,16 @@ def test_series_is_what_its_rows_promise_whatever_was_done_again(store, running,
 @given(st.integers(0, 5000), st.integers(0, 5000), st.integers(0, 700), st.integers(0, 5))
 def test_segments_hold_each_step_once_and_only_complete_bins(begin, steps, complete, highest):
     binned_until = complete * metric_bins.SMALLEST
-    found = segments(begin, begin + steps, binned_until, highest)
-    held = [step for each in found for step in range(each.begin * width(each.level), each.end * width(each.level))]
+    parts = segments(begin, begin + steps, binned_until, highest)
+    held = [step for each in parts for step in range(each.begin * width(each.level), each.end * width(each.level))]
     assert held == list(range(begin, begin + steps))
-    assert all(each.level == 0 or each.end * width(each.level) <= binned_until for each in found)
+    assert all(each.level == 0 or each.end * width(each.level) <= binned_until for each in parts)
 
 
 def test_a_long_range_is_few_segments_of_few_bins():
-    found = segments(2, 1_000_000, 1_000_000, metric_bins.widest(1001))
-    assert Segment(4, 1, 1953) in found
-    assert sum(each.end - each.begin for each in found) < 2000
+    parts = segments(2, 1_000_000, 1_000_000, metric_bins.widest(1001))
+    assert Segment(4, 1, 1953) in parts
+    assert sum(each.end - each.begin for each in parts) < 2000
 
 
 def bins_of(store, job):

@@ -35,9 +35,9 @@ def read(store, job, *arguments, **options):
 
 def test_rows_become_series_and_the_jobs_step(store, running, record):
     assert record(1, [{"step": 1, "loss": 3.0, "tokens": 10}, {"step": 2, "loss": 2.0, "tokens": 20}]) == 2
-    found = read(store, running, ["loss", "tokens", "grad_norm"])
-    assert found.steps == [1, 2]
-    assert found.series == {"loss": [3.0, 2.0], "tokens": [10.0, 20.0], "grad_norm": [None, None]}
+    drawn = read(store, running, ["loss", "tokens", "grad_norm"])
+    assert drawn.steps == [1, 2]
+    assert drawn.series == {"loss": [3.0, 2.0], "tokens": [10.0, 20.0], "grad_norm": [None, None]}
     with store.read() as session:
         job = jobs.get(session, running.id)
     assert (job.step, job.metrics, job.report_cursor) == (2, {"step": 2, "loss": 2.0, "tokens": 20}, {"0": 1})
@@ -153,10 +153,10 @@ def test_going_back_to_an_older_checkpoint_does_not_take_steps_back(store, runni
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "nan", "inf", "-inf"])
 def test_non_finite_numbers_survive(store, running, record, value):
     record(1, [{"step": 1, "loss": value, "mine": value}])
-    found = read(store, running, ["loss", "mine"]).series
+    drawn = read(store, running, ["loss", "mine"]).series
     with store.read() as session:
         latest = jobs.get(session, running.id).metrics["loss"]
-    for number in (found["loss"][0], found["mine"][0], latest):
+    for number in (drawn["loss"][0], drawn["mine"][0], latest):
         assert isinstance(number, float)
         assert math.isnan(number) if math.isnan(float(value)) else number == float(value)
 
@@ -198,9 +198,9 @@ def test_downsampling_keeps_a_spike(store, running, record, spike):
 
 def test_downsampling_works_without_losses(store, running, record):
     record(1, [{"step": step, "tokens": step} for step in range(1, 101)])
-    found = read(store, running, ["tokens"], max_points=10)
-    assert (found.steps[0], found.steps[-1]) == (1, 100)
-    assert 5 <= len(found.steps) <= 10
+    drawn = read(store, running, ["tokens"], max_points=10)
+    assert (drawn.steps[0], drawn.steps[-1]) == (1, 100)
+    assert 5 <= len(drawn.steps) <= 10
 
 
 def test_recent_steps_say_how_long_one_takes(store, running, record):

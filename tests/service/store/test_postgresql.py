@@ -125,10 +125,8 @@ def test_writes_that_get_into_each_others_way_are_done_again(open_store, job, ma
 
 def backends(postgres, url):
     name = url.partition("@/")[2].partition("?")[0]
-    found = postgres.execute(
-        f"SELECT pid FROM pg_stat_activity WHERE datname = '{name}' AND application_name = 'manta'"
-    )
-    return [pid for (pid,) in found]
+    rows = postgres.execute(f"SELECT pid FROM pg_stat_activity WHERE datname = '{name}' AND application_name = 'manta'")
+    return [pid for (pid,) in rows]
 
 
 def commit_and_lose_the_answer(monkeypatch, committed=True):

@@ -42,10 +42,13 @@ def test_only_what_can_be_paused_waits_for_its_user(store, submit, path, paused)
         store.write(lambda s, state=state: jobs.transition(s, job.id, state))
     assert store.write(lambda s: restored.pause(s, job.id)) is paused
     with store.read() as session:
-        found = jobs.get(session, job.id)
+        restored_job = jobs.get(session, job.id)
     before = path[-1] if path else JobState.QUEUED
-    assert found.state == (JobState.PAUSED if paused else before)
-    assert not paused or (found.reason, found.message.count("manta resume " + job.id)) == (restored.RESTORED, 1)
+    assert restored_job.state == (JobState.PAUSED if paused else before)
+    assert not paused or (restored_job.reason, restored_job.message.count("manta resume " + job.id)) == (
+        restored.RESTORED,
+        1,
+    )
 
 
 def test_generation_that_left_a_checkpoint_is_known_and_none_is_forgotten(store, submit):

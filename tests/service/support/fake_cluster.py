@@ -158,9 +158,9 @@ class SimulatedAgent(FakeAgent):
         return await super().rest(generation, grace, patience)
 
     async def save_and_end(self, generation: int) -> bool:
-        told = await super().save_and_end(generation)
+        outcome = await super().save_and_end(generation)
         self._agents.changed()
-        return told
+        return outcome
 
     async def launch(self, order: LaunchOrder) -> Launched:
         self.layout = layout_tag(order.spec)

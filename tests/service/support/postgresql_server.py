@@ -29,17 +29,17 @@ _TEMPLATE = "manta_template"
 
 def programs() -> Path | None:
     """The folder of the newest server's programs; None where none is installed."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parents[1].name))
+    installed = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parents[1].name))
     on_path = shutil.which("initdb")
-    return found[-1].parent if found else Path(on_path).resolve().parent if on_path else None
+    return installed[-1].parent if installed else Path(on_path).resolve().parent if on_path else None
 
 
 class PostgresServer:
     """A running server, whose databases are copies of one that was migrated."""
 
-    def __init__(self, found: Path):
-        """`found`: folder of its programs."""
-        self._programs = found
+    def __init__(self, bin_folder: Path):
+        """`bin_folder`: of its programs."""
+        self._programs = bin_folder
         self.folder = Path(tempfile.mkdtemp(prefix="manta-pg-"))
         # It refuses to run as root; and it goes when this process is killed.
         self._as_user = ["setpriv"]
@@ -47,7 +47,17 @@ class PostgresServer:
             shutil.chown(self.folder, "nobody", "nogroup")
             self._as_user += ["--reuid=nobody", "--regid=nogroup", "--clear-groups"]
         data = str(self.folder / "data")
-        initdb = [str(found / "initdb"), "-D", data, "-U", "manta", "-A", "trust", "--no-sync", "--no-instructions"]
+        initdb = [
+            str(bin_folder / "initdb"),
+            "-D",
+            data,
+            "-U",
+            "manta",
+            "-A",
+            "trust",
+            "--no-sync",
+            "--no-instructions",
+        ]
         self._call([*self._as_user, *initdb, "--locale=C", "--encoding=UTF8"])
         self._data = data
         self._numbers = itertools.count(1)
