@@ -73,7 +73,8 @@ def series(
     others = [name for name in names if name not in METRIC_NAMES]
     # As the database has them: a look of SQLAlchemy at each of ten thousand numbers takes longer than to fetch them.
     columns = [type_coerce(getattr(Metric, name), NullType()) for name in known]
-    query = select(Metric.step, *columns, *([Metric.extra] if others else [])).where(Metric.job_id == job_id)
+    shown: list[Any] = [Metric.step, *columns, *([Metric.extra] if others else [])]
+    query = select(*shown).where(Metric.job_id == job_id)
     kept = _downsampled(session, query, job_id, after_step, max_points).order_by(Metric.step)
     rows = session.execute(kept).all()
     values = {name: [number(row[at]) for row in rows] for at, name in enumerate(known, start=1)}

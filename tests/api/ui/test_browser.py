@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from service.states import JobState
-from service.store import Store, jobs, keys, metrics, ranks
+from service.store import Store, events, jobs, keys, metrics, ranks
 
 CHROMIUM = shutil.which("chromium")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -144,6 +144,9 @@ def test_a_job_is_followed_live(serve, browser):
     sample.store.write(lambda session: jobs.transition(session, sample.job, JobState.CANCELLED))
     expect(page.locator("h1 + .badge")).to_have_text("CANCELLED")
     expect(page.get_by_role("button", name="Cancel job")).to_be_hidden()
+    with sample.store.read() as session:
+        happened = len(events.page(session, sample.job).items)
+    expect(page.locator(".events tbody tr")).to_have_count(happened)
     assert page.evaluate("window.sameDocument"), "the page was never loaded again"
 
     page.get_by_role("link", name="Jobs").click()

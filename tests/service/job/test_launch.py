@@ -9,7 +9,7 @@ from service.job import hangs_and_stragglers
 from service.job.actions import Launch, launch_after
 from service.job.context import JobContext
 from service.job.incident import Incident
-from service.job.launch import LaunchFailed, launch_generation, order_for, watch_generation
+from service.job.launch import LaunchFailed, finish_launch, launch_generation, order_for, watch_generation
 from service.recovery.budgets import PastFailure
 from service.recovery.decisions import Death
 from service.recovery.timeline import RecoveryTimeline
@@ -68,6 +68,24 @@ def test_launch_writes_who_runs_where(job, cluster):
     assert [row.actor for row in rows] == job.gang.names
     assert all(row.pid and row.state == "running" for row in rows)
     assert cluster.daemons._daemon("one").stores == [(job.id, 1, False)], "on the node of rank 0"
+    assert all(agent.backs_up_to is not None for agent in job.gang.agents)
+
+
+def test_launch_that_another_control_plane_began_is_noted_and_backed_up(job, cluster):
+    async def body():
+        running = await launch_generation(job, Launch("submitted", counts=False))
+        await running.close()
+        for agent in job.gang.agents:
+            agent.backs_up_to = None
+        job.record.store.write(lambda session: ranks.replace(session, job.id, []))
+        where = {rank: await agent.describe() for rank, agent in enumerate(job.gang.agents)}
+        await finish_launch(job, 1, where)
+
+    story(body)
+    rows = read(job, lambda s: ranks.of_job(s, job.id))
+    assert [(row.rank, row.node, row.generation, row.state) for row in rows] == [
+        (0, "one", 1, "running"), (1, "one", 1, "running"), (2, "two", 1, "running"), (3, "two", 1, "running")
+    ]  # fmt: skip
     assert all(agent.backs_up_to is not None for agent in job.gang.agents)
 
 

@@ -1,9 +1,11 @@
 """A database that was restored from a backup: what runs is neither swept nor fought."""
 
+from dataclasses import replace
+
 import pytest
 
 from service.job.older_database import newer_gang
-from service.store import events, generations, jobs, pauses, ranks, restored
+from service.store import Store, events, generations, jobs, pauses, ranks, restored
 from tests.service.support.supervised_job import story
 from workers.protocol.messages import AgentDescription
 
@@ -66,6 +68,28 @@ def test_gang_of_a_later_generation_is_taken_over_as_it_is(two_replicas, cluster
     assert job.log[-4:] == ["database_older", "adopted", "first_step", "SUCCEEDED"]
     assert job.message("database_older").startswith("generation 2 runs, and the database knows 1: ")
     assert cluster.nothing_held
+
+
+def test_owner_goes_on_above_the_highest_epoch_that_an_agent_knows(two_replicas, cluster, monkeypatch):
+    """Else the agents would take its orders for those of one that was replaced."""
+    job, epochs = two_replicas(cluster), []
+
+    async def exceed(store, epoch):
+        epochs.append(epoch)
+
+    monkeypatch.setattr(Store, "exceed", exceed)
+
+    async def body():
+        await at_generation_two(job)
+        forget(job, 1)
+        for epoch, agent in enumerate(cluster.agents.living.values(), start=40):
+            agent.description = replace(agent.description, owner_epoch=epoch)
+        await job.own()
+        await job.watched(2)
+        assert epochs == [43]
+        await job.finish()
+
+    story(body)
 
 
 def test_ranks_that_do_not_answer_are_replaced_and_the_others_stay(two_replicas, cluster):

@@ -1,6 +1,7 @@
 """The thread that says that a control plane lives, on a real server."""
 
 import threading
+import time
 
 import pytest
 from sqlalchemy import text
@@ -58,6 +59,22 @@ def test_renews_again_and_again_by_the_databases_clock(kept):
     assert lease_until(store) > before
     asked = [asked_at for asked_at, _ in heard.renewals]
     assert asked == sorted(asked) and all(in_time for _, in_time in heard.renewals)
+
+
+def test_renewal_counts_from_when_it_was_asked_for_however_late_the_answer(kept, monkeypatch):
+    _, heard = kept
+    heard.until(lambda: heard.renewals)
+    begun, renew = [], leases.renew
+
+    def renew_late(session, me):
+        begun.append(time.monotonic())
+        return renew(session, me)
+
+    monkeypatch.setattr(leases, "renew", renew_late)
+    count = len(heard.renewals)
+    heard.until(lambda: begun and len(heard.renewals) > count + 1)
+    asked_at, _ = heard.renewals[-1]
+    assert asked_at <= begun[-1]
 
 
 def test_says_that_it_was_too_late_once_its_row_is_gone(kept):

@@ -54,6 +54,17 @@ def test_where_the_kernel_does_not_count_waits_there_are_none(monkeypatch):
     assert state.cpu_seconds > 0.0
 
 
+def test_times_that_the_kernel_counts_in_nanoseconds_are_seconds(monkeypatch):
+    read = Path.read_text
+
+    def counted(path, **options):
+        return "2500000000 750000000 42\n" if path.name == "schedstat" else read(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    state = process_state(os.getpid())
+    assert (state.main_cpu_seconds, state.delay_seconds) == (2.5, 0.75)
+
+
 def test_what_is_told_of_a_process_is_its_time_and_what_it_waited_for_a_processor():
     assert ProcessUse.of(ProcessState("S", 1.234, 9.0, 5.678)) == ProcessUse("S", 1.23, 5.68)
 

@@ -7,6 +7,8 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
+
 from workers.node import rendezvous
 
 ROOT = Path(__file__).parents[3]
@@ -27,6 +29,8 @@ def test_store_serves_until_its_control_socket_closes():
     serving.start()
     with ours, theirs:
         port = json.loads(ours.makefile().readline())["port"]
+        sockets = [each for each in psutil.Process().net_connections("tcp") if each.laddr.port == port]
+        assert {each.laddr.ip for each in sockets} == {"127.0.0.1"}, "no other machine reaches it"
         process = subprocess.run(
             [sys.executable, "-c", CLIENT, str(port)], cwd=ROOT, capture_output=True, text=True, timeout=60
         )
