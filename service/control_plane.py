@@ -23,8 +23,8 @@ from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.node_care import NodeCare
 from service.cluster.node_watch import NodeWatch
-from service.cluster.placement import unit_of
 from service.cluster.ray_head import ExistingRay, RayHead
+from service.cluster_view import cluster_view
 from service.data_roots import ANYWHERE, DataRoots
 from service.deletion import Deletion, delete_job
 from service.faults import FaultNotPossible, FaultsNotAllowed
@@ -35,7 +35,7 @@ from service.leases.decisions import LEASE_SECONDS, JobInBrief
 from service.leases.errors import LeaseLost, OtherRay
 from service.leases.held import Leases, new_id
 from service.states import SUPERVISED, JobState
-from service.store import Store, installation, jobs, ranks
+from service.store import Store, installation, jobs
 from service.store.leases import connection_name
 from service.store.location import url_in
 from service.store.tables import Job
@@ -219,7 +219,9 @@ class ControlPlane:
 
     async def _drain(self, node: str, seconds: float) -> dict[str, Any]:
         assert self._cluster is not None
-        matching = [each for each in (await self._describe_cluster())["nodes"] if each["id"].startswith(node)]
+        matching = [
+            each for each in (await cluster_view(self._cluster, self._store))["nodes"] if each["id"].startswith(node)
+        ]
         if len(matching) != 1:
             raise NodeNotFound(node, len(matching))
         if not await self._cluster.daemons.drain(matching[0]["id"], seconds):
@@ -407,38 +409,8 @@ class ControlPlane:
 
     def cluster(self) -> dict[str, Any]:
         """Nodes, slots and which ranks run where, in the form of `api.schemas.Cluster`. Raises ClusterUnavailable."""
-        return self._call(self._describe_cluster())
-
-    async def _describe_cluster(self) -> dict[str, Any]:
         assert self._cluster is not None
-        gpus = await self._cluster.nodes.has_gpus()
-        unit = unit_of("auto", gpus)
-        capacity = await self._cluster.nodes.capacity(unit, all_living=True)
-        known = {node.id: node for node in await self._cluster.nodes.known()}
-        placed = await asyncio.to_thread(self._placed_ranks)
-        nodes = [
-            {
-                "id": node,
-                "address": known[node].raylet[0],
-                "alive": True,
-                "draining": node in self._cluster.nodes.draining,
-                "accelerator": "gpu" if gpus else "cpu",
-                "total": total,
-                "free": free,
-                "ranks": placed.get(known[node].host, []),
-            }
-            for node, (total, free) in capacity.nodes.items()
-        ]
-        return {"nodes": nodes, "totals": {"total": capacity.total, "free": capacity.free}}
-
-    def _placed_ranks(self) -> dict[str, list[dict[str, Any]]]:
-        by_host: dict[str, list[dict[str, Any]]] = {}
-        with self._store.read() as session:
-            for job in jobs.unfinished(session):
-                for rank in ranks.of_job(session, job.id):
-                    if rank.pid is not None and rank.node is not None:
-                        by_host.setdefault(rank.node, []).append({"job": job.id, "rank": rank.rank})
-        return by_host
+        return self._call(cluster_view(self._cluster, self._store))
 
     def ready(self) -> list[str]:
         """Why jobs cannot run right now; empty when they can."""

@@ -628,7 +628,7 @@ def test_ray_that_hangs_is_said_to_and_nothing_waits_for_it_without_end(start, c
 
     monkeypatch.setattr(cluster.nodes, "has_gpus", hangs)
     with pytest.raises(ClusterUnavailable, match=r"no answer in 0\.01 s; try again"):
-        plane._call(plane._describe_cluster(), 0.01)
+        plane._call(cluster.nodes.has_gpus(), 0.01)
     assert ended.wait(SECONDS), "it is given up"
 
 
