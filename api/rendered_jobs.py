@@ -22,7 +22,7 @@ from service.store.job_rows import JobRow
 from service.store.paging import Page
 
 FRESH_SECONDS = 1.0
-MOST_KEPT = 5_000
+MOST_KEPT = 2_000
 
 
 @dataclass(frozen=True)
