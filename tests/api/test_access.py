@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from datetime import datetime
 
 import pytest
 from fastapi.testclient import TestClient
@@ -260,7 +261,9 @@ def test_key_that_was_made_works_until_it_is_revoked_and_is_never_shown_again(th
     assert service.http.get(f"/v1/jobs/{theirs.job}", headers=bearer(key)).status_code == 200
     listed = service.http.get("/v1/keys", headers=admin)
     (shown,) = [each for each in listed.json()["items"] if each["name"] == "of ada"]
-    assert shown["user"] == "ada" and shown["expires_at"] > shown["created_at"] and key not in listed.text
+    assert shown["user"] == "ada" and key not in listed.text
+    lasts = datetime.fromisoformat(shown["expires_at"]) - datetime.fromisoformat(shown["created_at"])
+    assert lasts.total_seconds() == pytest.approx(2 * 86400, abs=60)
     with service.http.stream("GET", f"/v1/jobs/{theirs.job}/events?follow=true", headers=bearer(key)) as stream:
         lines = stream.iter_lines()
         next(lines)

@@ -85,13 +85,13 @@ def test_a_dry_run_shows_the_layout_and_submits_nothing(manta, spec_file):
     assert json.loads(manta("ps", "--json").stdout)["items"] == []
 
 
-@pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1)])
+@pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("CANCELLED", 1)])
 def test_following_a_submission_ends_as_the_job_does(manta, service, spec_file, state, code):
     def live():
         while not service.control.asked:
             threading.Event().wait(0.01)
         job_id = service.control.asked[0][1]
-        service.move(job_id, "STARTING", "RUNNING", state)
+        service.move(job_id, "STARTING", "RUNNING", *(["CANCELLING"] if state == "CANCELLED" else []), state)
 
     thread = threading.Thread(target=live)
     thread.start()

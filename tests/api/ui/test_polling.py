@@ -88,9 +88,13 @@ def test_events_ranks_and_the_end(service):
         service.store.write(lambda session: ranks.replace(session, job_id, [place]))
         service.move(job_id, "STARTING", "RUNNING", "RECOVERING")
 
+    def happen():
+        service.store.write(lambda session: events.append(session, job_id, "note", "something happened"))
+
     feed, client = follow(service, job_id, crash)
     assert [event.data.get("to") for event in feed.events] == [None, "STARTING", "RUNNING", "RECOVERING"]
     assert feed.restarts == [0]
+    assert follow(service, job_id, happen)[0].restarts == [0], "news of something else takes no mark away"
     assert [rank.state for rank in feed.ranks] == ["running"], "an event makes the feed look at the ranks"
     assert client.last("/events")["cursor"] is not None
     assert not feed.done

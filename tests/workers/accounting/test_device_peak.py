@@ -2,6 +2,7 @@
 
 import json
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,12 @@ def test_cpu_is_measured():
         answer = json.loads(ours.makefile().readline())
     assert answer["source"] == "measured"
     assert 1e8 < answer["peak_flops"] < 1e13
+
+
+def test_rate_is_two_operations_for_each_product_of_two_numbers_in_the_best_time(monkeypatch):
+    times = iter([0.0, 0.0, 1.0, 5.0, device_peak.MEASURE_SECONDS / 2, 2.0, 2.5, 9.0])
+    monkeypatch.setattr(device_peak, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    assert device_peak._best_product_rate("cpu", torch.float32, 4) == 2 * 4**3 / 0.5
 
 
 def test_a_gpu_of_the_table_is_not_measured_and_another_is(monkeypatch):

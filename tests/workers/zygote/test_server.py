@@ -268,6 +268,18 @@ def test_absent_zygote_is_one_clear_error(tmp_path, go):
     go(body)
 
 
+def test_socket_that_a_dead_zygote_left_is_as_good_as_none(tmp_path, go):
+    path = tmp_path / "zygote.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+
+    async def body():
+        with pytest.raises(ZygoteUnavailable, match="did not answer within"):
+            await fork(path, "echo", {}, timeout=0.1)
+
+    go(body)
+
+
 def test_warm_zygote_has_one_thread_and_forks_fast(tmp_path, go, start_zygote):
     running = start_zygote(tmp_path)
 
