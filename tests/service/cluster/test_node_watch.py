@@ -213,6 +213,17 @@ def test_process_too_busy_to_accept_still_takes_connections():
     assert not any_listens([address])
 
 
+@pytest.mark.parametrize("place", [0, 1], ids=["first", "last"])
+def test_one_address_that_takes_connections_is_enough_whichever_it_is(place):
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        nobody = gone.getsockname()
+        with socket.create_server(("127.0.0.1", 0)) as listens:
+            addresses = [nobody]
+            addresses.insert(place, listens.getsockname())
+            gone.close()
+            assert any_listens(addresses)
+
+
 def test_stranger_at_the_old_port_is_not_taken_for_the_node(cluster):
     async def story(reports):
         await until(lambda: cluster.asked)
