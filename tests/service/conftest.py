@@ -4,15 +4,20 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from service import control_plane
 from service.cluster.cluster import Cluster
 from service.cluster.ray_head import RayHead
+from service.control_plane import ControlPlane
 from service.leases.held import Leases
 from service.states import JobState
 from service.store import Job, Store, jobs, leases
+from tests.service.support.control_planes import IdleNodeWatch
+from tests.service.support.fake_cluster import FakeCluster
 from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
 
@@ -89,3 +94,29 @@ def own_leases(store: Store) -> Leases:
     held.join("host:one", "ray-1")
     store.write(lambda session: leases.join(session, "other", "host:two", "ray-1", False))
     return held
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """Two simulated nodes, to which control planes of this process connect."""
+    made = FakeCluster(tmp_path, node_a=4, node_b=4)
+    monkeypatch.setattr(control_plane.Cluster, "connected", classmethod(lambda cls, ray, home: made))
+    monkeypatch.setattr(control_plane, "NodeWatch", IdleNodeWatch)
+    return made
+
+
+@pytest.fixture
+def start(cluster, tmp_path, database_url):
+    """Starts a control plane on the database of `store`."""
+    started = []
+
+    def make(**options):
+        head = SimpleNamespace(connect=lambda namespace: None)
+        plane = ControlPlane(tmp_path, head, database_url=database_url, **options)
+        started.append(plane)
+        plane.start()
+        return plane
+
+    yield make
+    for plane in started:
+        plane.stop()

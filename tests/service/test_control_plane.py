@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,97 +10,27 @@ from sqlalchemy import text
 from service import control_plane, housekeeping, scheduler
 from service.cluster import node_care
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
-from service.cluster.placement import agent_name, job_of, placement_group_name, seats_of
 from service.control_plane import ControlPlane
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.supervisor import Supervisor
 from service.states import JobState
-from service.store import JobNotFinal, JobNotFound, events, jobs, pauses
+from service.store import JobNotFinal, JobNotFound, jobs, pauses
 from service.store.database import newest_revision
 from service.takeover import CannotTakeOver
+from tests.service.support.control_planes import (
+    SECONDS,
+    behave,
+    hold,
+    log,
+    reached,
+    start_training,
+    train_to_the_end,
+    until,
+)
 from tests.service.support.fake_agents import FakeAgent
-from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.older_databases import UNDO_0010
-from workers.config import JobSpec
 from workers.paths import Paths
 from workers.protocol.messages import Fault, ProtocolMismatch
-
-SECONDS = 20.0
-
-
-class IdleNodeWatch:
-    """Says nothing of its own accord."""
-
-    def __init__(self, cluster, lost, draining):
-        self.lost, self.draining = lost, draining
-
-    async def run(self):
-        await asyncio.Event().wait()
-
-
-@pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    made = FakeCluster(tmp_path, node_a=4, node_b=4)
-    monkeypatch.setattr(control_plane.Cluster, "connected", classmethod(lambda cls, ray, home: made))
-    monkeypatch.setattr(control_plane, "NodeWatch", IdleNodeWatch)
-    return made
-
-
-@pytest.fixture
-def start(cluster, tmp_path, database_url):
-    """Starts a control plane on the database of `store`."""
-    started = []
-
-    def make(**options):
-        head = SimpleNamespace(connect=lambda namespace: None)
-        plane = ControlPlane(tmp_path, head, database_url=database_url, **options)
-        started.append(plane)
-        plane.start()
-        return plane
-
-    yield make
-    for plane in started:
-        plane.stop()
-
-
-def train_to_the_end(agent):
-    """What a trainer does that nothing happens to."""
-    agent.begin()
-    if agent.rank == 0:
-        agent.commit(*range(1, 11))
-    agent.finish(10)
-
-
-def start_training(agent):
-    """What a trainer does that goes on for ever."""
-    agent.begin()
-    if agent.rank == 0:
-        agent.commit(1)
-
-
-def behave(cluster, how):
-    """All trainers that are launched from now on do this."""
-    cluster.agents.on_start = lambda agent: setattr(agent, "on_launch", how)
-
-
-def until(plane, job, *states):
-    """The job, once it is in one of these states and, where that is final, has no supervisor any more."""
-
-    async def reached():
-        async with asyncio.timeout(SECONDS):
-            while (row := plane._job(job.id)).state not in states or (
-                row.state != "RUNNING" and job.id in plane._owners
-            ):
-                await asyncio.sleep(0)
-            return row
-
-    return plane._call(reached())
-
-
-def log(store, job):
-    with store.read() as session:
-        listed = events.page(session, job.id, limit=1000).items
-    return [event.data["to"] if event.type == "state_changed" else event.type for event in listed[1:]]
 
 
 def test_submitted_job_is_scheduled_supervised_and_over(start, cluster, submit, store):
@@ -178,102 +107,6 @@ def test_database_stays_as_it_is_where_jobs_run_that_this_release_cannot_take_ov
         assert revision == (newest_revision() if understood else "0006")
         assert session.execute(text("SELECT state FROM jobs")).scalars().all() == ["RUNNING"]
     assert all(agent.running for agent in agents)
-
-
-def hold(cluster, job):
-    """Places and agents of a job that nobody looks after."""
-
-    async def placed():
-        layout = JobSpec.model_validate(job.spec).layout
-        await cluster.groups.acquire(job.id, 1, layout, "manta_slot")
-        groups = [placement_group_name(job.id, 1, replica) for replica in range(layout.data)]
-        await cluster.agents.start(job.id, 1, seats_of(layout, groups), "manta_slot")
-
-    asyncio.run(placed())
-
-
-def finish(store, job):
-    store.write(lambda s: jobs.request_cancel(s, job.id))
-
-
-async def reached(condition):
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0)
-
-
-def test_what_is_left_of_jobs_that_are_over_is_released_at_the_start(start, cluster, submit, store):
-    over, waiting = submit(), submit(parallel={"tensor": 2, "data": 4})
-    hold(cluster, over)
-    finish(store, over)
-    daemon = cluster.daemons._daemon("node_b")
-    daemon.left = [over.id, waiting.id]
-    plane = start()
-
-    def gone():
-        return over.id not in {agent.job for agent in cluster.agents.living.values()}
-
-    plane._call(reached(lambda: daemon.left == [waiting.id] and gone()))
-    assert over.id not in {job_of(name) for name in cluster.groups.held}
-
-
-def test_what_a_paused_job_still_holds_is_released_but_for_its_snapshots(start, cluster, submit, store):
-    job = submit()
-    hold(cluster, job)
-    store.write(lambda session: pauses.request_pause(session, job.id))
-    (agent,) = cluster.agents.living.values()
-    agent.layout, agent.steps = "layout", [3]
-    start()._call(reached(lambda: not cluster.agents.living and not cluster.groups.held))
-    assert agent.memory == {(job.id, "layout", 0): [3]}
-
-
-@pytest.mark.parametrize("state", ["QUEUED", "PAUSED", "RUNNING"])
-def test_job_that_runs_though_a_restored_database_does_not_say_so_runs_on(start, cluster, submit, store, state):
-    first = start()
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    first.submitted(job.id)
-    until(first, job, "RUNNING")
-    first.stop()
-    agents = list(cluster.agents.living.values())
-    for agent in agents:
-        agent._changed = asyncio.Event()  # for the loop of the next one
-
-    def forget(session):
-        row = jobs.get(session, job.id)
-        row.generation, row.report_cursor, row.state = 0, {}, state
-        session.execute(text("DELETE FROM generations"))
-        session.execute(text("DELETE FROM ranks"))
-
-    store.write(forget)
-    second = start()
-
-    async def train_on():
-        await reached(lambda: job.id in second._owners)
-        agents[0].commit(2)
-
-    second._call(train_on())
-    second._call(reached(lambda: second._job(job.id).step == 2))
-    assert until(second, job, "RUNNING").generation == 1
-    assert list(cluster.agents.living.values()) == agents
-    assert [len(agent.orders) for agent in agents] == [1, 1]
-    assert "database_older" in log(store, job)
-
-
-def test_job_that_the_database_does_not_know_is_left_running_and_reported(start, cluster, submit, store, caplog):
-    unknown = submit()
-    hold(cluster, unknown)
-    daemon = cluster.daemons._daemon("node_b")
-    daemon.left = [unknown.id]
-    store.write(lambda s: s.delete(jobs.get(s, unknown.id)))  # restored from a backup that is older than the job
-    plane = start()
-    behave(cluster, train_to_the_end)
-    other = submit()
-    plane.submitted(other.id)
-    until(plane, other, "SUCCEEDED")
-    assert [agent.name for agent in cluster.agents.living.values()] == [agent_name(unknown.id, 1, 0)]
-    assert daemon.left == [unknown.id]
-    assert f"{unknown.id} are there, but the database does not know that job" in caplog.text
 
 
 def test_daemon_that_hangs_holds_up_neither_the_start_nor_other_nodes(start, cluster, submit, monkeypatch):
@@ -357,33 +190,6 @@ def test_running_job_is_paused_stays_so_with_the_next_control_plane_and_is_resum
     store.write(lambda s: pauses.request_resume(s, job.id))
     second.submitted(job.id)
     assert until(second, job, "SUCCEEDED").restarts == 0
-
-
-def test_what_a_job_cancelled_in_a_pause_has_left_is_removed(start, cluster, submit, store):
-    plane = start()
-    job = submit()
-    store.write(lambda s: pauses.request_pause(s, job.id))
-    plane.pause(job.id)
-    cluster.agents.memory["node_a"] = {(job.id, "layout", 0): [3]}
-    store.write(lambda s: jobs.request_cancel(s, job.id))
-    plane.cancel(job.id)
-    plane._call(reached(lambda: cluster.nothing_held))
-
-
-def test_what_a_job_cancelled_in_the_queue_has_left_is_removed(start, cluster, submit, store):
-    plane = start()
-    job = submit(parallel={"tensor": 2, "data": 2})
-    cluster.agents.memory["node_a"] = {(job.id, "layout", 0): [3]}
-    store.write(lambda s: jobs.request_cancel(s, job.id))
-    plane.cancel(job.id)
-
-    async def idle():
-        while plane._background_tasks:
-            await asyncio.sleep(0)
-
-    plane._call(idle())
-    assert cluster.daemons._daemon("node_a").ended_jobs == [job.id]
-    assert cluster.nothing_held
 
 
 def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, store):
@@ -632,24 +438,6 @@ def test_ray_that_hangs_is_said_to_and_nothing_waits_for_it_without_end(start, c
     assert ended.wait(SECONDS), "it is given up"
 
 
-def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
-    start, cluster, submit, store, monkeypatch
-):
-    monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
-    job = submit()
-    store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
-    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() + 1000))
-    daemon = cluster.daemons._daemon("node_a")
-    daemon.left = [job.id]
-    plane = start()
-    plane._call(reached(lambda: "node_a" in cluster.peak_flops))  # which is asked for after the sweep
-    assert (daemon.left, daemon.ended_jobs) == ([job.id], [])
-    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() - 1))
-
-    plane._call(reached(lambda: daemon.ended_jobs == [job.id]))
-    assert plane._job(job.id).memory_kept_until is None
-
-
 def test_peaks_are_asked_for_until_all_nodes_know_them(start, cluster, monkeypatch):
     monkeypatch.setattr(node_care, "LOOK_SECONDS", 0.0)
     daemon = cluster.daemons._daemon("node_b")
@@ -682,36 +470,6 @@ def test_deleted_job_leaves_nothing_on_the_nodes_that_answer(start, cluster, sub
     assert all(cluster.daemons._daemon(node).ended_jobs[-1] == job.id for node in ("node_a", "node_b"))
     with pytest.raises(JobNotFound):
         plane.delete(job.id)
-
-
-def test_deletion_lets_the_snapshots_of_a_failed_job_go(start, cluster, submit, store):
-    job = submit()
-    store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
-    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() + 1000))
-    daemon = cluster.daemons._daemon("node_a")
-    daemon.left = [job.id]
-    plane = start()
-    plane._call(reached(lambda: "node_a" in cluster.peak_flops))
-    assert daemon.left == [job.id], "kept for a retry until then"
-    plane.delete(job.id)
-    assert daemon.left == []
-
-
-def test_what_is_left_of_a_deleted_job_goes_when_its_node_comes_back(start, cluster, submit, store):
-    """What belongs to a job that the database never knew would be left alone."""
-    first, second = submit(), submit()
-    for job in (first, second):
-        store.write(lambda s, job=job: jobs.request_cancel(s, job.id))
-    plane = start()
-    for job in (first, second):
-        plane.delete(job.id)
-    plane.stop()
-    hold(cluster, first)
-    daemon = cluster.daemons._daemon("node_b")
-    daemon.left = [second.id, "job_000000000000"]
-    plane = start()
-    plane._call(reached(lambda: daemon.left == ["job_000000000000"] and not cluster.agents.living))
-    assert cluster.groups.held == {}
 
 
 def test_job_whose_agents_cannot_be_reached_is_not_deleted(start, cluster, submit, store, monkeypatch):

@@ -1,0 +1,81 @@
+"""A control plane on simulated nodes, and what its jobs do there."""
+
+import asyncio
+
+from service.cluster.placement import placement_group_name, seats_of
+from service.store import events, jobs
+from workers.config import JobSpec
+
+SECONDS = 20.0
+
+
+class IdleNodeWatch:
+    """Says nothing of its own accord."""
+
+    def __init__(self, cluster, lost, draining):
+        self.lost, self.draining = lost, draining
+
+    async def run(self):
+        await asyncio.Event().wait()
+
+
+def train_to_the_end(agent):
+    """What a trainer does that nothing happens to."""
+    agent.begin()
+    if agent.rank == 0:
+        agent.commit(*range(1, 11))
+    agent.finish(10)
+
+
+def start_training(agent):
+    """What a trainer does that goes on for ever."""
+    agent.begin()
+    if agent.rank == 0:
+        agent.commit(1)
+
+
+def behave(cluster, how):
+    """All trainers that are launched from now on do this."""
+    cluster.agents.on_start = lambda agent: setattr(agent, "on_launch", how)
+
+
+def until(plane, job, *states):
+    """The job, once it is in one of these states and, where that is final, has no supervisor any more."""
+
+    async def reached():
+        async with asyncio.timeout(SECONDS):
+            while (row := plane._job(job.id)).state not in states or (
+                row.state != "RUNNING" and job.id in plane._owners
+            ):
+                await asyncio.sleep(0)
+            return row
+
+    return plane._call(reached())
+
+
+def log(store, job):
+    with store.read() as session:
+        listed = events.page(session, job.id, limit=1000).items
+    return [event.data["to"] if event.type == "state_changed" else event.type for event in listed[1:]]
+
+
+def hold(cluster, job):
+    """Places and agents of a job that nobody looks after."""
+
+    async def placed():
+        layout = JobSpec.model_validate(job.spec).layout
+        await cluster.groups.acquire(job.id, 1, layout, "manta_slot")
+        groups = [placement_group_name(job.id, 1, replica) for replica in range(layout.data)]
+        await cluster.agents.start(job.id, 1, seats_of(layout, groups), "manta_slot")
+
+    asyncio.run(placed())
+
+
+def finish(store, job):
+    store.write(lambda s: jobs.request_cancel(s, job.id))
+
+
+async def reached(condition):
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0)

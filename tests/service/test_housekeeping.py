@@ -1,0 +1,171 @@
+"""What jobs have left on the nodes is removed, and nothing that somebody may still need."""
+
+import asyncio
+import time
+
+import pytest
+from sqlalchemy import text
+
+from service import housekeeping
+from service.cluster.placement import agent_name, job_of
+from service.states import JobState
+from service.store import jobs, pauses
+from tests.service.support.control_planes import (
+    behave,
+    finish,
+    hold,
+    log,
+    reached,
+    start_training,
+    train_to_the_end,
+    until,
+)
+
+
+def test_what_is_left_of_jobs_that_are_over_is_released_at_the_start(start, cluster, submit, store):
+    over, waiting = submit(), submit(parallel={"tensor": 2, "data": 4})
+    hold(cluster, over)
+    finish(store, over)
+    daemon = cluster.daemons._daemon("node_b")
+    daemon.left = [over.id, waiting.id]
+    plane = start()
+
+    def gone():
+        return over.id not in {agent.job for agent in cluster.agents.living.values()}
+
+    plane._call(reached(lambda: daemon.left == [waiting.id] and gone()))
+    assert over.id not in {job_of(name) for name in cluster.groups.held}
+
+
+def test_what_a_paused_job_still_holds_is_released_but_for_its_snapshots(start, cluster, submit, store):
+    job = submit()
+    hold(cluster, job)
+    store.write(lambda session: pauses.request_pause(session, job.id))
+    (agent,) = cluster.agents.living.values()
+    agent.layout, agent.steps = "layout", [3]
+    start()._call(reached(lambda: not cluster.agents.living and not cluster.groups.held))
+    assert agent.memory == {(job.id, "layout", 0): [3]}
+
+
+@pytest.mark.parametrize("state", ["QUEUED", "PAUSED", "RUNNING"])
+def test_job_that_runs_though_a_restored_database_does_not_say_so_runs_on(start, cluster, submit, store, state):
+    first = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    first.submitted(job.id)
+    until(first, job, "RUNNING")
+    first.stop()
+    agents = list(cluster.agents.living.values())
+    for agent in agents:
+        agent._changed = asyncio.Event()  # for the loop of the next one
+
+    def forget(session):
+        row = jobs.get(session, job.id)
+        row.generation, row.report_cursor, row.state = 0, {}, state
+        session.execute(text("DELETE FROM generations"))
+        session.execute(text("DELETE FROM ranks"))
+
+    store.write(forget)
+    second = start()
+
+    async def train_on():
+        await reached(lambda: job.id in second._owners)
+        agents[0].commit(2)
+
+    second._call(train_on())
+    second._call(reached(lambda: second._job(job.id).step == 2))
+    assert until(second, job, "RUNNING").generation == 1
+    assert list(cluster.agents.living.values()) == agents
+    assert [len(agent.orders) for agent in agents] == [1, 1]
+    assert "database_older" in log(store, job)
+
+
+def test_job_that_the_database_does_not_know_is_left_running_and_reported(start, cluster, submit, store, caplog):
+    unknown = submit()
+    hold(cluster, unknown)
+    daemon = cluster.daemons._daemon("node_b")
+    daemon.left = [unknown.id]
+    store.write(lambda s: s.delete(jobs.get(s, unknown.id)))  # restored from a backup that is older than the job
+    plane = start()
+    behave(cluster, train_to_the_end)
+    other = submit()
+    plane.submitted(other.id)
+    until(plane, other, "SUCCEEDED")
+    assert [agent.name for agent in cluster.agents.living.values()] == [agent_name(unknown.id, 1, 0)]
+    assert daemon.left == [unknown.id]
+    assert f"{unknown.id} are there, but the database does not know that job" in caplog.text
+
+
+def test_what_a_job_cancelled_in_a_pause_has_left_is_removed(start, cluster, submit, store):
+    plane = start()
+    job = submit()
+    store.write(lambda s: pauses.request_pause(s, job.id))
+    plane.pause(job.id)
+    cluster.agents.memory["node_a"] = {(job.id, "layout", 0): [3]}
+    store.write(lambda s: jobs.request_cancel(s, job.id))
+    plane.cancel(job.id)
+    plane._call(reached(lambda: cluster.nothing_held))
+
+
+def test_what_a_job_cancelled_in_the_queue_has_left_is_removed(start, cluster, submit, store):
+    plane = start()
+    job = submit(parallel={"tensor": 2, "data": 2})
+    cluster.agents.memory["node_a"] = {(job.id, "layout", 0): [3]}
+    store.write(lambda s: jobs.request_cancel(s, job.id))
+    plane.cancel(job.id)
+
+    async def idle():
+        while plane._background_tasks:
+            await asyncio.sleep(0)
+
+    plane._call(idle())
+    assert cluster.daemons._daemon("node_a").ended_jobs == [job.id]
+    assert cluster.nothing_held
+
+
+def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
+    start, cluster, submit, store, monkeypatch
+):
+    monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
+    job = submit()
+    store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
+    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() + 1000))
+    daemon = cluster.daemons._daemon("node_a")
+    daemon.left = [job.id]
+    plane = start()
+    plane._call(reached(lambda: "node_a" in cluster.peak_flops))  # which is asked for after the sweep
+    assert (daemon.left, daemon.ended_jobs) == ([job.id], [])
+    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() - 1))
+
+    plane._call(reached(lambda: daemon.ended_jobs == [job.id]))
+    assert plane._job(job.id).memory_kept_until is None
+
+
+def test_deletion_lets_the_snapshots_of_a_failed_job_go(start, cluster, submit, store):
+    job = submit()
+    store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))
+    store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() + 1000))
+    daemon = cluster.daemons._daemon("node_a")
+    daemon.left = [job.id]
+    plane = start()
+    plane._call(reached(lambda: "node_a" in cluster.peak_flops))
+    assert daemon.left == [job.id], "kept for a retry until then"
+    plane.delete(job.id)
+    assert daemon.left == []
+
+
+def test_what_is_left_of_a_deleted_job_goes_when_its_node_comes_back(start, cluster, submit, store):
+    """What belongs to a job that the database never knew would be left alone."""
+    first, second = submit(), submit()
+    for job in (first, second):
+        store.write(lambda s, job=job: jobs.request_cancel(s, job.id))
+    plane = start()
+    for job in (first, second):
+        plane.delete(job.id)
+    plane.stop()
+    hold(cluster, first)
+    daemon = cluster.daemons._daemon("node_b")
+    daemon.left = [second.id, "job_000000000000"]
+    plane = start()
+    plane._call(reached(lambda: daemon.left == ["job_000000000000"] and not cluster.agents.living))
+    assert cluster.groups.held == {}
