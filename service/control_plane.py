@@ -219,9 +219,8 @@ class ControlPlane:
 
     async def _drain(self, node: str, seconds: float) -> dict[str, Any]:
         assert self._cluster is not None
-        matching = [
-            each for each in (await cluster_view(self._cluster, self._store))["nodes"] if each["id"].startswith(node)
-        ]
+        nodes = (await cluster_view(self._cluster, self._store))["nodes"]
+        matching = [each for each in nodes if each["id"].startswith(node)]
         if len(matching) != 1:
             raise NodeNotFound(node, len(matching))
         if not await self._cluster.daemons.drain(matching[0]["id"], seconds):

@@ -35,7 +35,8 @@ def part(parts, name):
     parts.leave()
 
 
-def test_an_inner_part_stops_the_outer_one(clock, parts):
+def step(clock, parts):
+    """A step of 31 seconds: 10 forward, and 4 of communication within that."""
     parts.begin()
     clock.now += 1
     with part(parts, "forward"):
@@ -44,6 +45,10 @@ def test_an_inner_part_stops_the_outer_one(clock, parts):
             clock.now += 4
         clock.now += 8
     clock.now += 16
+
+
+def test_an_inner_part_stops_the_outer_one(clock, parts):
+    step(clock, parts)
     seconds = parts.end()
     assert (seconds["forward"], seconds["tensor_communication"], seconds["other"]) == (10, 4, 17)
     assert set(seconds) == set(PARTS)
@@ -121,14 +126,7 @@ def test_on_a_gpu_parts_are_what_its_stream_spent_on_them_and_nobody_waits_befor
     monkeypatch.setattr(torch.cuda, "Event", Event)
     parts = StepParts(torch.device("cuda"), lambda: 0.0)
     for _ in range(2):  # nothing of the first step is left in the second
-        parts.begin()
-        clock.now += 1
-        with part(parts, "forward"):
-            clock.now += 2
-            with part(parts, "tensor_communication"):
-                clock.now += 4
-            clock.now += 8
-        clock.now += 16
+        step(clock, parts)
         assert Event.waited_for == []
         seconds = parts.end()
         assert (seconds["forward"], seconds["tensor_communication"], seconds["other"]) == (10, 4, 17)
