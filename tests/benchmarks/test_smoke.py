@@ -85,6 +85,6 @@ def test_jobs_end_though_the_control_plane_is_killed() -> None:
 def test_requests_are_timed_beside_a_filled_database() -> None:
     options = {"jobs": 120, "points": 4000, "longest": 2100, "seconds": 0.05, "streams": 3, "database": None}
     report = api.measure(argparse.Namespace(seed=1, **options))
-    for name in ("read_job", "list_50", "series", "submit", "streams"):
+    for name in ("read_job", "read_job_again", "list_50", "list_50_again", "series", "submit", "streams"):
         assert report.figures[f"{name}_multiple"].value > 0
     assert report.figures["memory_of_the_service"].met is not None
