@@ -1,0 +1,194 @@
+"""Places are asked of Ray in the right words, given back when they do not come, and taken by their owner only."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from service.cluster import placement_groups
+from service.cluster.nodes import Nodes
+from service.cluster.placement_groups import AVOIDING_SECONDS, LONGEST_LOOK_SECONDS, NotPlaced, PlacementGroups
+from service.leases.errors import LeaseLost
+from tests.service.support.virtual_time import VirtualTimeLoop
+from workers.config import ParallelConfig
+
+SLOT = "manta_slot"
+TWO = ParallelConfig(tensor=2, pipeline=3, data=2)
+
+
+class FakeConnection:
+    """A Ray that answers at once."""
+
+    def __init__(self, module):
+        self.module = module
+
+    async def read(self, function):
+        return function()
+
+    async def run(self, function, *arguments):
+        return function(*arguments)
+
+
+class FakeRay:
+    """Groups by name, and what was asked for. Three nodes with twelve slots each."""
+
+    def __init__(self):
+        self.util = self
+        self.states, self.made, self.removed, self.looks = {}, [], [], 0
+        self.state_of = lambda name, selector: "CREATED"
+        """By name and selector of its bundles the state that a new group has."""
+
+    def nodes(self):
+        about = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1, "NodeManagerHostname": "h"}
+        return [{"NodeID": node, "Alive": True, "Resources": {SLOT: 12.0}, **about} for node in "abc"]
+
+    def placement_group(self, bundles, **options):
+        selectors = options["bundle_label_selector"]
+        self.made.append(SimpleNamespace(bundles=bundles, **options))
+        self.states[options["name"]] = self.state_of(options["name"], selectors)
+
+    def get_placement_group(self, name):
+        if name not in self.states:
+            raise ValueError(name)
+        return name
+
+    def remove_placement_group(self, name):
+        self.removed.append(name)
+        del self.states[name]
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    made = FakeRay()
+
+    def states(module):
+        made.looks += 1
+        return dict(made.states)
+
+    monkeypatch.setattr(placement_groups, "placement_group_states", states)
+    monkeypatch.setattr("service.cluster.nodes.free_resources", lambda module: {})
+    return made
+
+
+@pytest.fixture
+def groups(ray):
+    connection = FakeConnection(ray)
+    return PlacementGroups(connection, Nodes(connection))
+
+
+def go(body):
+    """What `body` answers, and after how many virtual seconds."""
+    loop = VirtualTimeLoop()
+    try:
+        return loop.run_until_complete(body), loop.time()
+    finally:
+        loop.close()
+
+
+def test_each_replica_has_a_detached_group_with_a_bundle_for_each_tensor_group(ray, groups):
+    _, seconds = go(groups.acquire("job", 3, TWO, SLOT))
+    assert [made.name for made in ray.made] == ["replica/job/3/0", "replica/job/3/1"]
+    assert [made.bundles for made in ray.made] == [[{SLOT: 2.0}] * 3] * 2
+    assert {(made.lifetime, made.strategy, made.bundle_label_selector) for made in ray.made} == {
+        ("detached", "PACK", None)
+    }
+    assert (seconds, ray.removed) == (0, [])
+
+
+def test_only_the_replicas_that_were_asked_for_are_placed(ray, groups):
+    go(groups.acquire("job", 3, TWO, SLOT, replicas=[1]))
+    assert list(ray.states) == ["replica/job/3/1"]
+    go(groups.acquire("job", 4, TWO, SLOT, replicas=[]))
+    assert list(ray.states) == ["replica/job/3/1"], "none is not all"
+
+
+def test_every_bundle_keeps_off_the_nodes_that_are_avoided_and_closed(ray, groups):
+    groups._nodes.draining.add("b")
+    go(groups.acquire("job", 1, ParallelConfig(pipeline=3), SLOT, avoid=["a"]))
+    (made,) = ray.made
+    assert made.bundle_label_selector == [{"ray.io/node-id": "!in(a,b)"}] * 3
+
+
+def test_nodes_that_are_avoided_are_used_after_all_where_the_others_are_not_free_in_a_moment(ray, groups):
+    ray.state_of = lambda name, selectors: "PENDING" if selectors else "CREATED"
+    _, seconds = go(groups.acquire("job", 1, TWO, SLOT, avoid=["a"]))
+    assert [made.bundle_label_selector is None for made in ray.made] == [False, False, True, True]
+    assert ray.states == dict.fromkeys(["replica/job/1/0", "replica/job/1/1"], "CREATED")
+    assert ray.removed == ["replica/job/1/0", "replica/job/1/1"], "what nobody waits for is given back once"
+    assert seconds == pytest.approx(AVOIDING_SECONDS, abs=0.01)
+
+
+def test_nodes_that_the_layout_cannot_do_without_are_used_at_once(ray, groups):
+    _, seconds = go(groups.acquire("job", 1, ParallelConfig(tensor=12, data=3), SLOT, avoid=["a"]))
+    assert [made.bundle_label_selector for made in ray.made] == [None] * 3
+    assert seconds == 0
+
+
+def test_all_groups_have_to_hold_their_places_not_any(ray, groups):
+    """And both are given back when one does not come, after the time that was asked for."""
+    ray.state_of = lambda name, selectors: "CREATED" if name.endswith("/0") else "PENDING"
+    with pytest.raises(NotPlaced, match=r"job did not get 12 slots or GPUs within 7 s; it goes on waiting"):
+        go(groups.acquire("job", 1, TWO, SLOT, timeout=7.0))
+    assert ray.states == {}
+    assert ray.removed == ["replica/job/1/0", "replica/job/1/1"]
+    assert 7.0 / LONGEST_LOOK_SECONDS <= ray.looks <= 7.0 / LONGEST_LOOK_SECONDS + 10, "looks become rare"
+
+
+def test_places_that_come_later_are_noticed(ray, groups):
+    ray.state_of = lambda name, selectors: "PENDING"
+
+    async def body():
+        loop = asyncio.get_running_loop()
+        loop.call_later(10.0, ray.states.update, dict.fromkeys(["replica/job/1/0", "replica/job/1/1"], "CREATED"))
+        await groups.acquire("job", 1, TWO, SLOT)
+
+    _, seconds = go(body())
+    assert seconds == pytest.approx(10.0, abs=LONGEST_LOOK_SECONDS)
+    assert ray.removed == []
+
+
+def test_what_an_earlier_try_left_makes_room_and_what_others_hold_stays(ray, groups):
+    ray.states = {"replica/job/1/0": "PENDING", "replica/job/0/0": "CREATED", "replica/other/1/0": "CREATED"}
+    go(groups.acquire("job", 1, ParallelConfig(), SLOT))
+    assert ray.removed == ["replica/job/1/0"]
+    assert ray.states == dict.fromkeys(["replica/job/0/0", "replica/other/1/0", "replica/job/1/0"], "CREATED")
+
+
+def test_error_while_groups_are_made_gives_back_those_that_were(ray, groups):
+    def fails_at_the_second(name, selectors):
+        if name.endswith("/1"):
+            raise RuntimeError("Ray is restarting")
+        return "CREATED"
+
+    ray.state_of = fails_at_the_second
+    with pytest.raises(RuntimeError, match="Ray is restarting"):
+        go(groups.acquire("job", 1, ParallelConfig(data=3), SLOT))
+    assert ray.states == {}
+
+
+def test_group_that_is_gone_keeps_no_other_from_being_removed(ray, groups):
+    ray.states = dict.fromkeys(["replica/job/1/1", "replica/job/1/2"], "CREATED")
+    go(groups.remove(f"replica/job/1/{replica}" for replica in range(3)))
+    assert ray.states == {}
+
+
+def test_only_the_owner_of_a_job_takes_places_for_it_or_gives_them_back(ray, groups):
+    asked = []
+
+    def epoch(job, method):
+        asked.append((job, method))
+        if job == "theirs":
+            raise LeaseLost(job)
+        return 1
+
+    groups.epoch = epoch
+    go(groups.acquire("ours", 1, ParallelConfig(), SLOT))
+    assert asked[0] == ("ours", None)
+    ray.states["replica/theirs/1/0"] = "CREATED"
+    with pytest.raises(LeaseLost):
+        go(groups.acquire("theirs", 2, ParallelConfig(), SLOT))
+    with pytest.raises(LeaseLost):
+        go(groups.remove(["replica/ours/1/0", "replica/theirs/1/0"]))
+    assert sorted(ray.states) == ["replica/ours/1/0", "replica/theirs/1/0"], "nothing of either has gone"
+    go(groups.remove(["replica/ours/1/0", "of nobody"]))
+    assert list(ray.states) == ["replica/theirs/1/0"]
