@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from service.cluster import placement_groups
-from service.cluster.connection import RayConnection
+from service.cluster.connection import RayConnection, detached
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.node_daemons import NodeDaemons
 from service.cluster.nodes import Nodes
@@ -161,6 +161,44 @@ def test_daemon_that_ray_does_not_tell_of_closes_no_node(ray):
     with pytest.raises(ClusterUnavailable):
         go(lambda: NodeDaemons(connection, nodes, Paths.of("/nowhere")).of("n1"))
     assert nodes.closed == set()
+
+
+def test_actor_that_is_killed_is_not_started_again(ray):
+    killed = []
+    ray.kill = lambda actor, no_restart: killed.append((actor, no_restart))
+    go(lambda: RayConnection(ray).kill("an actor"))
+    assert killed == [("an actor", True)]
+
+
+def test_actors_outlive_the_control_plane_and_are_never_started_again_by_ray():
+    """One that Ray started again would know nothing of its trainer. It takes none of the units of ranks."""
+    assert detached("node-a", 7) == {
+        "name": "node-a", "lifetime": "detached", "num_cpus": 0, "max_restarts": 0, "max_concurrency": 7
+    }  # fmt: skip
+
+
+def test_next_who_asks_gets_an_answer_of_its_own(ray):
+    nodes = Nodes(RayConnection(ray))
+
+    async def body():
+        before = await nodes.living()
+        ray.nodes = lambda: [{**NODE, "NodeID": "n2"}]
+        return before, await nodes.living()
+
+    assert go(body) == (["n1"], ["n2"])
+
+
+def test_look_that_failed_is_made_again(ray):
+    nodes, answer = Nodes(RayConnection(ray)), ray.nodes
+
+    async def body():
+        ray.nodes = list
+        with pytest.raises(ClusterUnavailable):
+            await nodes.living()
+        ray.nodes = answer
+        return await nodes.living()
+
+    assert go(body) == ["n1"]
 
 
 def acquire(ray, nodes, **options):

@@ -268,3 +268,43 @@ def test_watch_that_is_ended_while_a_heartbeat_arrives_ends(cluster, monkeypatch
         return bool(done) and listening.cancelled()
 
     assert asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"no heartbeat\n", b'{"node": "another"}\n'], ids=["end", "no_json", "stranger"]
+)
+def test_daemon_that_is_listened_to_no_more_is_asked_no_more_and_hung_up_on(cluster, monkeypatch, answer):
+    """Each look makes a connection of its own: those that are left would add up. A request has the daemon's secret."""
+    written, closed = [], []
+
+    async def body():
+        reader, asked = asyncio.StreamReader(), asyncio.Event()
+
+        class Writer:
+            def write(self, data):
+                written.append(data)
+                asked.set()
+
+            async def drain(self):
+                """All is sent."""
+
+            def close(self):
+                closed.append(True)
+
+        async def open_connection(host, port):
+            assert (host, port) == ("192.0.2.1", 7)
+            return reader, Writer()
+
+        monkeypatch.setattr(asyncio, "open_connection", open_connection)
+        source = HeartbeatSource("192.0.2.1", 7, "secret")
+        listening = asyncio.create_task(NodeWatch(cluster, lambda *lost: None)._listen("n1", source))
+        await asked.wait()
+        reader.feed_data(answer)
+        if not answer:
+            reader.feed_eof()
+        await listening
+        await asyncio.sleep(0)
+        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    assert asyncio.run(body()) == []
+    assert (written, closed) == ([b"secret\n"], [True])

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.ray_private import placement_group_states
+from service.cluster.ray_private import node_of_actor, placement_group_states, session_name
 
 
 def ray_with(*groups):
@@ -33,3 +33,24 @@ def test_group_that_was_removed_hides_no_other_of_its_name(order):
 def test_groups_of_other_namespaces_are_not_ours():
     groups = [("a", "ours", "PENDING"), ("b", "theirs", "CREATED"), ("c", "ours", "REMOVED")]
     assert placement_group_states(ray_with(*groups)) == {"a": "PENDING"}
+
+
+@pytest.mark.parametrize(
+    ("about", "node"),
+    [
+        ({"Address": {"NodeID": "n1"}}, "n1"),
+        ({"Address": {}}, None),
+        ({"Address": None}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_node_of_an_actor_is_unknown_until_it_was_put_on_one(about, node):
+    state = SimpleNamespace(actors=lambda actor_id: about if actor_id == "ab12" else {"Address": {"NodeID": "another"}})
+    actor = SimpleNamespace(_actor_id=bytes.fromhex("ab12"))
+    assert node_of_actor(SimpleNamespace(_private=SimpleNamespace(state=state)), actor) == node
+
+
+def test_cluster_is_known_by_the_name_of_its_session():
+    worker = SimpleNamespace(global_worker=SimpleNamespace(node=SimpleNamespace(session_name="session_1")))
+    assert session_name(SimpleNamespace(_private=SimpleNamespace(worker=worker))) == "session_1"
