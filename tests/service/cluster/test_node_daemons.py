@@ -19,7 +19,6 @@ NODES = [
      "NodeManagerHostname": node, "Resources": {"manta_slot": 4}}
     for node in ("sick", "well")
 ]  # fmt: skip
-NAMES = [node_daemon_name("sick"), node_daemon_name("well")]
 
 
 class ActorError(Exception):
@@ -45,8 +44,9 @@ class FakeDaemonActor:
 
 @pytest.fixture
 def others():
-    """What else is in Ray: the node of each agent, the nodes whose daemon was killed, the protocol of new daemons."""
-    return SimpleNamespace(agents={}, killed=[], protocol=PROTOCOL)
+    """What else is in Ray: the node of each agent, the nodes whose daemon was killed, the protocol of new daemons,
+    and (name, options, arguments) of each that was started."""
+    return SimpleNamespace(agents={}, killed=[], protocol=PROTOCOL, started=[])
 
 
 @pytest.fixture
@@ -71,12 +71,17 @@ def made(monkeypatch, others):
     def options(name, **more):
         node = name.removeprefix(node_daemon_name(""))
         actors[node] = FakeDaemonActor(node, protocol=others.protocol)
-        return SimpleNamespace(remote=lambda *arguments: actors[node])
+
+        def remote(*arguments):
+            others.started.append((name, more, arguments))
+            return actors[node]
+
+        return SimpleNamespace(remote=remote)
 
     ray = SimpleNamespace(
         exceptions=SimpleNamespace(RayError=ActorError, RayTaskError=ValueError),
         util=SimpleNamespace(
-            list_named_actors=lambda: [*NAMES, *others.agents],
+            list_named_actors=lambda: [*map(node_daemon_name, actors), *others.agents],
             scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=lambda **where: where),
         ),
         nodes=lambda: NODES,
@@ -204,3 +209,77 @@ def test_daemons_of_all_nodes_but_lost_ones_are_shut_down(made):
     assert (actors["sick"].calls, actors["sick"].killed) == ([], False)
     asyncio.run(daemons.kill("sick"))
     assert actors["sick"].killed
+
+
+def test_daemon_is_started_on_its_node_alone_with_all_that_it_needs(made, others, tmp_path):
+    daemons, nodes, actors = made
+    del actors["sick"]
+    assert list(asyncio.run(daemons.ensure(["-X", "frozen"], {"A": "b"}))) == ["sick", "well"]
+    ((name, options, arguments),) = others.started
+    assert name == node_daemon_name("sick")
+    assert arguments == ("sick", "/nowhere", ["-X", "frozen"], {"A": "b"})
+    assert options["scheduling_strategy"] == {"node_id": "sick", "soft": False}
+    assert options["get_if_exists"], "another control plane may start it at the same time"
+    assert (options["lifetime"], options["max_concurrency"]) == ("detached", node_daemons.CONCURRENCY)
+    assert nodes.closed == set()
+
+
+def test_daemon_that_died_since_its_name_was_looked_up_is_started_again_once(made, others):
+    daemons, nodes, actors = made
+    actors["sick"].answer = ActorError("died")
+    assert list(asyncio.run(daemons.ensure())) == ["sick", "well"]
+    assert [name for name, _, _ in others.started] == [node_daemon_name("sick")]
+    assert (nodes.closed, nodes.unswept) == (set(), set())
+
+
+def test_new_daemon_is_given_longer_than_one_that_stands_or_has_not_answered(made, monkeypatch):
+    """A node that is known to be sick does not hold up what asks all nodes."""
+    daemons, nodes, actors = made
+    limits = []
+
+    async def within(seconds, answer):
+        limits.append(seconds)
+        return await answer
+
+    monkeypatch.setattr(node_daemons, "within", within)
+
+    async def body():
+        await daemons.of("sick")
+        del actors["sick"]
+        await daemons.of("sick")
+        del actors["sick"]
+        nodes.silent.add("sick")
+        await daemons.of("sick")
+
+    asyncio.run(body())
+    assert limits == [node_daemons.ANSWER_SECONDS, node_daemons.START_SECONDS, node_daemons.ANSWER_SECONDS]
+
+
+def test_snapshots_stay_where_a_job_may_go_on_from_them(made):
+    daemons, _, actors = made
+    given = []
+
+    async def note(method, arguments):
+        given.append((method, arguments))
+        return actors["well"].answer if method == "start" else None
+
+    actors["well"].call.remote = note
+
+    async def body():
+        await daemons.end_job("job_1", keep_snapshots=True)
+        await daemons.end_job("job_2")
+        await daemons.drain("well", 45.0)
+
+    asyncio.run(body())
+    assert [each for each in given if each[0] != "start"] == [
+        ("end_job", {"job": "job_1", "keep_snapshots": True}),
+        ("end_job", {"job": "job_2", "keep_snapshots": False}),
+        ("drain", {"seconds": 45.0}),
+    ]
+
+
+def test_daemon_that_does_not_end_in_time_is_killed(made):
+    daemons, _, actors = made
+    actors["sick"].answer = None
+    asyncio.run(daemons.end_all())
+    assert actors["sick"].killed and actors["well"].killed

@@ -1,6 +1,7 @@
 """A job database becomes a file and comes back, also on another kind of database, and nothing starts by itself then."""
 
 import math
+import os
 import sqlite3
 from contextlib import closing
 
@@ -8,7 +9,19 @@ import pytest
 from sqlalchemy import select
 
 from service.states import JobState
-from service.store import Store, StoreOfNewerRelease, events, generations, health, job_rows, jobs, metrics
+from service.store import (
+    Store,
+    StoreOfNewerRelease,
+    StoreUnusable,
+    backup_file,
+    events,
+    generations,
+    health,
+    job_rows,
+    jobs,
+    metrics,
+    pauses,
+)
 from service.store.backup_file import (
     EVENT_IDS_SKIPPED,
     DatabaseInUse,
@@ -17,7 +30,7 @@ from service.store.backup_file import (
     back_up,
     restore,
 )
-from service.store.tables import Base
+from service.store.tables import Base, ControlPlaneRow, Job, Lease
 
 NOW = 1_800_000_000.0
 
@@ -79,15 +92,42 @@ def test_everything_is_in_the_file(store, jobs_of_all_kinds, tmp_path):
     assert not list(tmp_path.glob(".backup*"))
 
 
+def test_backup_is_one_file_that_can_be_read_where_nothing_can_be_written(store, jobs_of_all_kinds, tmp_path):
+    """A log beside it would be forgotten by whoever carries it away."""
+    (tmp_path / "kept").mkdir()
+    back_up(store, tmp_path / "kept" / "backup.db")
+    assert [file.name for file in (tmp_path / "kept").iterdir()] == ["backup.db"]
+    assert journal_of(tmp_path / "kept" / "backup.db") == "delete"
+
+
+def journal_of(file):
+    with closing(sqlite3.connect(file)) as connection:
+        return connection.execute("PRAGMA journal_mode").fetchone()[0]
+
+
+def test_backup_that_fails_leaves_no_file(store, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    (tmp_path / "kept").mkdir()
+    for name in ("copy_to", "_copy_rows"):
+        monkeypatch.setattr(backup_file, name, full)
+    with pytest.raises(StoreUnusable, match="disk is full"):
+        back_up(store, tmp_path / "kept" / "backup.db")
+    assert not list((tmp_path / "kept").iterdir())
+
+
 def test_no_file_is_overwritten(store, tmp_path):
     (tmp_path / "backup.db").write_text("something else")
     with pytest.raises(FileExistsError, match=r"backup\.db is there already"):
         back_up(store, tmp_path / "backup.db")
 
 
-def test_a_backup_is_restored_into_another_kind_of_database(store, jobs_of_all_kinds, tmp_path, elsewhere):
+def test_a_backup_is_restored_into_another_kind_of_database(store, jobs_of_all_kinds, tmp_path, elsewhere, monkeypatch):
     running, queued, over = jobs_of_all_kinds
+    monkeypatch.setattr(backup_file, "ROWS_AT_ONCE", 2)  # there are more than that
     back_up(store, tmp_path / "backup.db")
+    os.utime(tmp_path / "backup.db", (NOW, NOW - 86_400))
     assert restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW) == 2
     with opened(elsewhere) as other:
         assert health.problems(other) == []
@@ -99,7 +139,15 @@ def test_a_backup_is_restored_into_another_kind_of_database(store, jobs_of_all_k
             assert jobs.get(session, queued.id).reason == "restored"
             assert math.isnan(metrics.series(session, running.id).series["loss"][0])
             last = events.page(session, running.id).items[-1]
-            assert (last.type, last.time) == ("restored", NOW)
+            assert (last.type, last.time, last.generation, last.step) == (
+                "restored",
+                NOW,
+                1,
+                jobs.get(session, running.id).step,
+            )
+            assert "from a backup of 2027-01-14 08:00 UTC;" in last.message, "when it was made, not when it was read"
+            assert "restored" not in [event.type for event in events.page(session, over.id).items], "it is over"
+        other.write(lambda session: pauses.request_resume(session, queued.id))  # the next number of a change of state
         assert other.write(lambda session: events.append(session, over.id, "told", "later")).id > EVENT_IDS_SKIPPED
 
 
@@ -110,6 +158,25 @@ def test_numbers_of_events_that_are_gone_are_not_given_again_where_nothing_runs(
     restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
     with opened(elsewhere) as other:
         assert other.write(lambda session: events.append(session, job.id, "told", "later")).id > EVENT_IDS_SKIPPED
+
+
+def test_nobody_looks_after_jobs_of_a_database_that_was_restored_and_no_epoch_is_given_again(
+    store, submit, tmp_path, elsewhere
+):
+    job = submit()
+    store.write(lambda s: s.add_all([
+        ControlPlaneRow(id="cp_1", place="here", ray="its Ray", lease_until=NOW + 1e6),
+        Lease(name=job.id, owner="cp_1", epoch=7),
+    ]))  # fmt: skip
+    back_up(store, tmp_path / "backup.db")
+    restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
+    with opened(elsewhere) as other, other.read() as session:
+        assert session.scalars(select(ControlPlaneRow)).all() == []
+        lease = session.get(Lease, job.id)
+        assert (lease.owner, lease.epoch) == (None, 7)
+    with opened(f"sqlite:///{tmp_path}/backup.db") as backup, backup.read() as session:
+        assert session.get(Lease, job.id).owner == "cp_1", "the backup stays as it is"
+        assert session.get(Job, job.id).state == "QUEUED"
 
 
 def test_a_database_that_is_in_use_is_left_alone(store, jobs_of_all_kinds, tmp_path, elsewhere):
@@ -159,8 +226,12 @@ def test_a_database_that_cannot_be_read_any_more_makes_room(store, submit, tmp_p
     back_up(store, tmp_path / "backup.db")
     damaged = tmp_path / "damaged" / "manta.db"
     damaged.parent.mkdir()
+    (damaged.parent / "manta.db.0006").write_text("a copy for those who want to go back")
     for name in ("manta.db", "manta.db-wal", "manta.db-shm"):
         (damaged.parent / name).write_bytes(b"nothing that anybody can read " * 1000)
     restore(f"sqlite:///{damaged}", tmp_path / "backup.db", replace=False, now=NOW)
+    assert sorted(file.name for file in damaged.parent.iterdir()) == ["manta.db", "manta.db.0006"]
+    assert damaged.stat().st_mode & 0o777 == 0o600
+    assert journal_of(damaged) == "delete"
     with opened(f"sqlite:///{damaged}") as other, other.read() as session:
         assert jobs.get(session, job.id).state == "PAUSED"
