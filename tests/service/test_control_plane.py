@@ -1,6 +1,7 @@
 """The control plane on its thread: jobs go through it, are taken over by the next one, and fail alone."""
 
 import asyncio
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -10,9 +11,11 @@ from sqlalchemy import text
 from service import control_plane, housekeeping, scheduler
 from service.cluster import node_care
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
-from service.control_plane import ControlPlane
+from service.cluster.ray_head import RayHead
+from service.control_plane import ControlPlane, JobsElsewhere
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.job.supervisor import Supervisor
+from service.leases.errors import OtherRay
 from service.states import JobState
 from service.store import JobNotFinal, JobNotFound, jobs, pauses
 from service.store.database import newest_revision
@@ -486,3 +489,93 @@ def test_job_whose_agents_cannot_be_reached_is_not_deleted(start, cluster, submi
             plane.delete(job.id)
     assert plane._job(job.id).deletion_began_at is not None
     assert plane.delete(job.id).rows["jobs"] == 1
+
+
+class OwnRay(RayHead):
+    """A Ray of our own on paper: which one was there before, and which is there now."""
+
+    def __init__(self, before, now):
+        self.before, self.now, self.namespaces = before, now, []
+
+    def record(self):
+        return self.before
+
+    def ensure(self):
+        return self.now
+
+    def connect(self, namespace="manta"):
+        self.namespaces.append(namespace)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_process_starts_over_when_its_own_ray_has_died(cluster, store, database_url, tmp_path, monkeypatch, same):
+    """Jobs of a release before stay in its namespace for as long as its Ray lives."""
+    store.write(lambda session: session.execute(text("UPDATE installation SET ray_namespace = 'manta'")))
+    died, over, watched = threading.Event(), threading.Event(), []
+
+    async def ended(pid):
+        watched.append(pid)
+        await asyncio.to_thread(died.wait, SECONDS)
+
+    monkeypatch.setattr(control_plane, "ended", ended)
+    now = SimpleNamespace(pid=77)
+    head = OwnRay(now if same else None, now)
+    plane = ControlPlane(tmp_path, head, start_over=over.set, database_url=database_url)
+    try:
+        plane.start()
+        plane._call(reached(lambda: watched))
+        assert (watched, over.is_set()) == ([77], False)
+        died.set()
+        assert over.wait(SECONDS)
+    finally:
+        died.set()
+        plane.stop()
+    (namespace,) = head.namespaces
+    assert namespace == "manta" if same else namespace.startswith("manta-")
+
+
+def test_control_plane_that_uses_another_ray_may_be_dead_and_is_waited_for(tmp_path, monkeypatch):
+    plane, asked = ControlPlane(tmp_path, SimpleNamespace()), []
+    monkeypatch.setattr(control_plane, "RETRY_SECONDS", 0.0)
+
+    def join(place, ray):
+        asked.append((place, ray))
+        if len(asked) < 3:
+            raise OtherRay("there", "its Ray", ray)
+
+    monkeypatch.setattr(plane._leases, "join", join)
+    plane._join("our Ray")
+    assert asked == [(f"{socket.gethostname()}:{Paths.of(tmp_path).home}", "our Ray")] * 3
+    asked.clear()
+    monkeypatch.setattr(control_plane, "LEASE_SECONDS", -1.0)
+    with pytest.raises(OtherRay, match="its Ray, here our Ray"):
+        plane._join("our Ray")
+    plane.stop()
+
+
+def test_files_of_jobs_are_where_the_first_control_plane_has_them_or_it_does_not_start(store, database_url, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    def found(home, alone=False):
+        home.mkdir(exist_ok=True)
+        plane = ControlPlane(home, SimpleNamespace(), database_url=database_url)
+        plane._leases = SimpleNamespace(alone=alone)
+        try:
+            plane._find_home_of_jobs()
+        finally:
+            plane.stop()
+        return plane.home
+
+    assert found(second, alone=True) == second, "nothing is shared"
+    assert found(first) == found(second) == Paths.of(first).home
+    first.rmdir()
+    with pytest.raises(JobsElsewhere, match=r"are in .*first, which is not there"):
+        found(second)
+
+
+def test_it_is_not_ready_when_its_scheduler_has_stopped(start, cluster):
+    plane = start()
+    (scheduling,) = [task for task in plane._tasks if task.get_name() == "scheduler"]
+    plane._loop.call_soon_threadsafe(scheduling.cancel)
+    plane._call(asyncio.wait({scheduling}))
+    assert plane.ready() == ["the scheduler has stopped; see the service's log"]

@@ -11,6 +11,7 @@ from service.cluster.agents import Agents
 from service.cluster.connection import RayConnection
 from service.cluster.nodes import Nodes
 from service.cluster.placement import Seat
+from service.leases.errors import LeaseLost
 from workers.paths import Paths
 
 NODES = [
@@ -82,7 +83,9 @@ def test_agents_are_started_in_their_seats_with_what_a_rank_takes(agents, tmp_pa
     assert (first.options.name, first.options.lifetime) == ("agent/job_1/4/2", "detached")
     assert first.options.num_gpus == (1 if unit == "GPU" else 0)
     assert unit == "GPU" or first.options.resources == {"manta_slot": 1}
-    job, rank, home, _, snapshots, group = second.arguments
+    assert first.options.max_concurrency == agents_module.CONCURRENCY
+    job, rank, home, runtime, snapshots, group = second.arguments
+    assert runtime == str(Paths.of(tmp_path).runtime_folder)
     assert (job, rank, home, group) == ("job_1", 3, str(tmp_path.resolve()), "two")
     assert snapshots.endswith("/job_1")
 
@@ -98,6 +101,9 @@ def test_snapshots_are_handed_out_on_the_nodes_that_live(agents, wanted, lost, u
     agents._nodes.lost = lost
     holders = actors(agents.start_snapshot_holders("job_1", wanted))
     assert [holder.options.scheduling_strategy for holder in holders] == [(node, False) for node in used]
+    assert {(holder.options.num_cpus, holder.options.max_concurrency) for holder in holders} <= {
+        (0, agents_module.CONCURRENCY)
+    }, "they take nothing that a rank needs, and answer many at a time"
     assert not any(hasattr(holder.options, "name") for holder in holders), "they end with who started them"
 
 
@@ -140,3 +146,50 @@ def test_answers_and_silences_are_told_by_rank_and_what_is_no_silence_is_raised(
     assert "gone" in silent[3]
     with pytest.raises(ValueError, match="our own mistake"):
         asyncio.run(agents_module.ask({0: None, 1: "broken"}, question, 10))
+
+
+def test_agents_are_found_in_the_order_of_their_names_with_none_for_one_that_is_gone(agents):
+    ray = agents._ray.module
+    ray.util.list_named_actors = lambda: ["agent/job_2/1/0", "agent/job_1/1/0", "node-a"]
+    ray.get_actor = lambda name: f"actor of {name}"
+    found = asyncio.run(agents.find(["agent/job_1/1/0", "agent/job_1/1/1", "agent/job_2/1/0"]))
+    assert [agent and agent.actor for agent in found] == [
+        "actor of agent/job_1/1/0", None, "actor of agent/job_2/1/0"
+    ]  # fmt: skip
+    assert found[0]._job == "job_1" and found[2]._job == "job_2"
+    assert asyncio.run(agents.names()) == ["agent/job_2/1/0", "agent/job_1/1/0"]
+
+
+def test_agents_are_killed_by_the_owner_of_their_job_alone(agents):
+    asked = []
+
+    def epoch(job, method):
+        asked.append((job, method))
+        raise LeaseLost(job)
+
+    async def body():
+        (ours,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
+        await agents.kill([None, ours])
+        agents.epoch = epoch
+        (theirs,) = await agents.start("job_2", 1, {0: Seat("one", 0)}, "manta_slot")
+        with pytest.raises(LeaseLost):
+            await agents.kill([theirs])
+        return ours.actor.dead, theirs.actor.dead
+
+    assert asyncio.run(body()) == (True, False)
+    assert asked == [("job_2", None)]
+
+
+def test_agents_describe_themselves_all_or_not_at_all():
+    def agent(name, error=None):
+        async def describe():
+            if error is not None:
+                raise error
+            return f"about {name}"
+
+        return SimpleNamespace(describe=describe)
+
+    assert asyncio.run(agents_module.describe([agent("a"), agent("b")])) == ["about a", "about b"]
+    gone = agent("c", AgentError("gone"))
+    assert asyncio.run(agents_module.describe([agent("a"), gone])) is None
+    assert asyncio.run(agents_module.describe_each({4: agent("a"), 2: gone})) == {4: "about a"}

@@ -209,6 +209,7 @@ def test_daemons_of_all_nodes_but_lost_ones_are_shut_down(made):
     assert (actors["sick"].calls, actors["sick"].killed) == ([], False)
     asyncio.run(daemons.kill("sick"))
     assert actors["sick"].killed
+    asyncio.run(daemons.kill("gone"))  # there is nothing to be done
 
 
 def test_daemon_is_started_on_its_node_alone_with_all_that_it_needs(made, others, tmp_path):

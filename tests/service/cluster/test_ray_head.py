@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -144,3 +145,40 @@ def test_record_of_another_process_is_not_believed(tmp_path):
     assert head.record() is None
     head.stop()
     assert not Paths.of(tmp_path).ray_record.exists()
+
+
+def test_head_that_refuses_is_about_to_end_and_another_is_started(tmp_path, monkeypatch):
+    """One that takes connections is used as it is."""
+    head = RayHead(tmp_path)
+    monkeypatch.setattr(head, "start", lambda: "another")
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        address = f"127.0.0.1:{listens.getsockname()[1]}"
+        record = HeadRecord(address, os.getpid(), start_of(os.getpid()), "x")
+        Paths.of(tmp_path).ray_record.write_text(record_text(record))
+        assert head.ensure() == record
+    assert head.ensure() == "another"
+    Paths.of(tmp_path).ray_record.unlink()
+    assert head.ensure() == "another", "there is none"
+
+
+@pytest.mark.parametrize(("slots", "gpus", "warm"), [(3, 0, 4), (0, 2, 3), (2, 5, 6), (100, 0, 9)])
+def test_ray_keeps_as_many_workers_ready_as_there_may_be_agents_and_one_for_the_daemon(
+    tmp_path, monkeypatch, slots, gpus, warm
+):
+    monkeypatch.setattr(module, "count_gpus", lambda: gpus)
+    command = RayHead(tmp_path, slots)._command()
+    assert f"--num-cpus={warm}" in command
+    assert f'--resources={{"manta_slot": {slots}}}' in command
+    assert "--object-store-memory=104857600" in command, "the rest of /dev/shm is for snapshots"
+    assert {"--head", "--block", "--disable-usage-stats", "--port=0", "--include-dashboard=false"} <= set(command)
+
+
+def test_token_stays_the_same_for_all_heads_of_a_home(tmp_path):
+    """Else whoever is connected would be shut out."""
+    head, token = RayHead(tmp_path / "home"), Paths.of(tmp_path / "home").ray_token
+    head._prepare()
+    before = token.read_text()
+    head._prepare()
+    assert token.read_text() == before and len(before) == 64
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    Paths.of(tmp_path / "home").remove_runtime_folder()

@@ -3,6 +3,7 @@
 import math
 import os
 import sqlite3
+import time
 from contextlib import closing
 
 import pytest
