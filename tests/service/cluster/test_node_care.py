@@ -186,3 +186,69 @@ def test_node_that_joins_later_is_looked_after_too(cluster):
         await until(lambda: "c" in cluster.peak_flops)
 
     cared(cluster, story)
+
+
+def test_start_goes_on_as_soon_as_every_node_has_answered(cluster, monkeypatch):
+    monkeypatch.setattr(node_care, "FIRST_SECONDS", 10 * SECONDS)
+
+    async def story(care, until):
+        await care.first_answers()
+        return set(care._tasks), cluster.nodes.silent
+
+    assert cared(cluster, story) == ({"a", "b"}, set())
+
+
+def test_node_that_was_swept_and_knows_its_peak_is_left_in_peace(cluster):
+    """A look costs a call to its daemon, and there are many nodes."""
+    of, asked = cluster.daemons.of, []
+
+    async def count(node):
+        asked.append(node)
+        return await of(node)
+
+    cluster.daemons.of = count
+
+    async def story(care, until):
+        await until(lambda: len(cluster.peak_flops) == 2)
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    cared(cluster, story)
+    assert sorted(asked) == ["a", "b"]
+
+
+def test_operator_is_told_once_of_each_time_that_a_node_falls_silent(cluster, caplog):
+    cluster.daemons.silent.add("b")
+
+    async def story(care, until):
+        for times in (1, 2):
+            cluster.daemons.silent.add("b")
+            cluster.nodes.unswept.add("b")
+            await until(lambda: "b" in cluster.nodes.silent)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert caplog.text.count("nothing is placed on node b until its daemon answers") == times
+            cluster.daemons.silent.discard("b")
+            await until(lambda: not cluster.nodes.silent and not cluster.nodes.unswept)
+            assert caplog.text.count("the daemon of node b answers again") == times
+        assert "node a" not in caplog.text
+
+    cared(cluster, story)
+
+
+def test_sweep_that_fails_on_the_nodes_disk_is_no_reason_to_leave_it_alone(cluster):
+    daemon, tried = cluster.daemons._daemon("a"), []
+
+    async def broken(job, keep_snapshots=False):
+        tried.append((job, keep_snapshots))
+        raise AgentFailed("disk I/O error")
+
+    daemon.left, daemon.end_job = ["over"], broken
+
+    async def story(care, until):
+        await until(lambda: len(cluster.peak_flops) == 2)
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    cared(cluster, story)
+    assert tried == [("over", False)] and cluster.nodes.unswept == set()

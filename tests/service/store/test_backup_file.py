@@ -124,7 +124,19 @@ def test_no_file_is_overwritten(store, tmp_path):
         back_up(store, tmp_path / "backup.db")
 
 
-def test_a_backup_is_restored_into_another_kind_of_database(store, jobs_of_all_kinds, tmp_path, elsewhere, monkeypatch):
+@pytest.fixture
+def far_from_utc(monkeypatch):
+    """The machine's clock shows another zone's time."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "XXX-9")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+def test_a_backup_is_restored_into_another_kind_of_database(
+    store, jobs_of_all_kinds, tmp_path, elsewhere, monkeypatch, far_from_utc
+):
     running, queued, over = jobs_of_all_kinds
     monkeypatch.setattr(backup_file, "ROWS_AT_ONCE", 2)  # there are more than that
     back_up(store, tmp_path / "backup.db")
