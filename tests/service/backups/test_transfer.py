@@ -1,6 +1,7 @@
 """Snapshots of a rank go where the rank goes."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,3 +37,30 @@ def test_rank_whose_snapshots_cannot_be_had_does_not_hold_up_the_others():
     lost.lose()
     asyncio.run(hand_over({0: (lost, alone), 1: (old, new)}, 1, "layout"))
     assert (alone.fetched, new.fetched) == ([], [(1, "layout", None)])
+
+
+def test_only_snapshots_of_the_layout_are_asked_for_with_one_secret_of_this_generation():
+    asked, wanted = [], []
+
+    def stub(name, steps):
+        async def snapshot_steps(layout=None):
+            asked.append((name, layout))
+            return steps
+
+        async def receive_backups(token, generation):
+            wanted.append((name, token, generation))
+            return f"address of {name}"
+
+        async def fetch_snapshot(rank, holder, token, generation, layout, of=None):
+            wanted.append((name, token, generation, rank, holder, layout, of))
+            return steps
+
+        return SimpleNamespace(
+            snapshot_steps=snapshot_steps, receive_backups=receive_backups, fetch_snapshot=fetch_snapshot
+        )
+
+    asyncio.run(hand_over({5: (stub("old", [4]), stub("new", [3]))}, 9, "layout"))
+    assert sorted(asked) == [("new", "layout"), ("old", "layout")]
+    secret = wanted[0][1]
+    assert len(secret) >= 32, "nobody guesses it"
+    assert wanted == [("old", secret, 9), ("new", secret, 9, 5, "address of old", "layout", None)]

@@ -153,9 +153,8 @@ def test_agents_are_found_in_the_order_of_their_names_with_none_for_one_that_is_
     ray.util.list_named_actors = lambda: ["agent/job_2/1/0", "agent/job_1/1/0", "node-a"]
     ray.get_actor = lambda name: f"actor of {name}"
     found = asyncio.run(agents.find(["agent/job_1/1/0", "agent/job_1/1/1", "agent/job_2/1/0"]))
-    assert [agent and agent.actor for agent in found] == [
-        "actor of agent/job_1/1/0", None, "actor of agent/job_2/1/0"
-    ]  # fmt: skip
+    assert found[1] is None
+    assert [found[at].actor for at in (0, 2)] == ["actor of agent/job_1/1/0", "actor of agent/job_2/1/0"]
     assert found[0]._job == "job_1" and found[2]._job == "job_2"
     assert asyncio.run(agents.names()) == ["agent/job_2/1/0", "agent/job_1/1/0"]
 
