@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from service.backups.rank_backups import Brought, begin, bring_back, without_state
 from service.cluster.agent_client import AgentLost
+from workers.protocol.messages import StoredSnapshot
 from workers.rank.agent import Agent
 from workers.snapshot.files import backup_path, snapshot_path
 from workers.snapshot.snapshot_file import committed_steps
@@ -225,3 +227,35 @@ def test_what_all_can_have_is_fetched_and_not_what_one_rank_could_have_alone(job
         await job.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_the_nearest_that_goes_far_enough_is_fetched_once_and_nothing_of_another_layout():
+    asked, fetched = [], []
+
+    def holder(host):
+        async def receive_backups(token, generation):
+            asked.append((host, token, generation))
+            return f"address of {host}"
+
+        return SimpleNamespace(receive_backups=receive_backups)
+
+    async def fetch_snapshot(rank, address, token, generation, layout, of):
+        fetched.append((rank, address, token, generation, layout, of))
+        return [3, 4]
+
+    def stored(rank, *steps, layout=LAYOUT, is_backup=False):
+        return StoredSnapshot("any", rank, layout, is_backup, steps)
+
+    files = {
+        "a": [stored(1, 3, 4, is_backup=True), stored(1, 4, 5, layout="another0")],
+        "b": [stored(0, 3, 4)],
+        "c": [stored(1, 2, 3)],
+        "d": [stored(1, 2), stored(1, 3, 4)],
+    }
+    agents = [SimpleNamespace(), SimpleNamespace(fetch_snapshot=fetch_snapshot)]
+    holders, peers = {host: holder(host) for host in files}, {0: [0, 1], 1: [0, 1]}
+    brought = asyncio.run(bring_back(agents, [[3, 4], []], [1], 7, LAYOUT, holders, files, peers))
+    assert brought == Brought([[3, 4], [3, 4]], {1: "snapshot"})
+    ((host, secret, generation),) = asked
+    assert (host, generation) == ("d", 7) and len(secret) >= 32
+    assert fetched == [(1, "address of d", secret, 7, LAYOUT, 1)]
