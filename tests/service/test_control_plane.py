@@ -21,17 +21,16 @@ from service.store import JobNotFinal, JobNotFound, jobs, pauses
 from service.store.database import newest_revision
 from service.takeover import CannotTakeOver
 from tests.service.support.control_planes import (
-    SECONDS,
     behave,
     hold,
     log,
-    reached,
     start_training,
     train_to_the_end,
     until,
 )
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.older_databases import UNDO_0010
+from tests.service.support.waiting import SECONDS, reached
 from workers.paths import Paths
 from workers.protocol.messages import Fault, ProtocolMismatch
 
@@ -232,8 +231,7 @@ def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(
 
     async def slow(*arguments, **options):
         monkeypatch.setattr(plane._leases, "look", look)
-        while len(looks) < 5:
-            await asyncio.sleep(0)
+        await reached(lambda: len(looks) >= 5)
         assert plane._owners == {}
         await acquire(*arguments, **options)
 
@@ -341,9 +339,7 @@ def test_error_of_our_own_costs_a_job_nothing(start, cluster, submit, store, mon
     plane._call(stumble())
 
     async def end():
-        async with asyncio.timeout(SECONDS):
-            while "supervision_failed" not in log(store, job) or "adopted" not in log(store, job):
-                await asyncio.sleep(0)
+        await reached(lambda: {"supervision_failed", "adopted"} <= set(log(store, job)))
         assert list(cluster.agents.living.values()) == trainers
         for agent in trainers:
             agent.finish(10)
@@ -448,11 +444,9 @@ def test_peaks_are_asked_for_until_all_nodes_know_them(start, cluster, monkeypat
     plane = start()
 
     async def learned():
-        while "node_a" not in cluster.peak_flops:
-            await asyncio.sleep(0)
+        await reached(lambda: "node_a" in cluster.peak_flops)
         daemon.peak_flops = 2e12
-        while "node_b" not in cluster.peak_flops:
-            await asyncio.sleep(0)
+        await reached(lambda: "node_b" in cluster.peak_flops)
 
     plane._call(learned())
     assert cluster.peak_flops == {"node_a": 1e12, "node_b": 2e12}

@@ -15,11 +15,11 @@ from tests.service.support.control_planes import (
     finish,
     hold,
     log,
-    reached,
     start_training,
     train_to_the_end,
     until,
 )
+from tests.service.support.waiting import reached
 
 
 def test_what_is_left_of_jobs_that_are_over_is_released_at_the_start(start, cluster, submit, store):
@@ -115,8 +115,7 @@ def test_what_a_job_cancelled_in_the_queue_has_left_is_removed(start, cluster, s
     plane.cancel(job.id)
 
     async def idle():
-        while plane._background_tasks:
-            await asyncio.sleep(0)
+        await reached(lambda: not plane._background_tasks)
 
     plane._call(idle())
     assert cluster.daemons._daemon("node_a").ended_jobs == [job.id]

@@ -12,6 +12,7 @@ from service.cluster.errors import ClusterUnavailable
 from service.cluster.node_daemons import NodeDaemons
 from service.cluster.nodes import Nodes
 from service.cluster.placement_groups import NotPlaced, PlacementGroups
+from tests.service.support.waiting import reached
 from workers.config import ParallelConfig
 from workers.paths import Paths
 
@@ -236,8 +237,7 @@ def test_places_that_ray_makes_after_they_were_given_up_are_given_back(ray):
         acquiring.cancel()
         await asyncio.wait({acquiring})
         may_make.set()
-        while nodes._ray._threads._given_up:
-            await asyncio.sleep(0)
+        await reached(lambda: not nodes._ray._threads._given_up)
 
     go(body)
     assert made.is_set() and ray.groups == {}

@@ -8,6 +8,7 @@ from service.job.changes import Stay, standby_of
 from service.store import generations
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
+from tests.service.support.waiting import reached
 
 UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
 CHANGED = ["RESIZING", "generation_started", "ranks_replaced", "RUNNING", "first_step"]
@@ -70,8 +71,7 @@ def test_resize_that_there_is_no_room_for_is_said_and_changes_nothing(two_replic
     job = two_replicas(cluster, **ELASTIC)
 
     async def waiting():
-        while "resize_waiting" not in job.log:
-            await asyncio.sleep(0)
+        await reached(lambda: "resize_waiting" in job.log)
 
     async def body():
         await job.start()
@@ -102,8 +102,7 @@ def test_resize_before_the_first_step_waits_for_it(two_replicas, cluster):
         await job.watched(1)
         job.supervisor._planner.plan = noted(job.supervisor._planner.plan)
         job.resize(1)
-        while not planned:
-            await asyncio.sleep(0)
+        await reached(lambda: planned)
         assert planned == [None], "ranks may still read what others left"
         await job.commit(1)
         job.resize(1)
@@ -314,8 +313,7 @@ def test_job_that_finds_no_room_elsewhere_stays_and_says_so_once(two_replicas, t
 
     async def looked():
         job.supervisor.resize()
-        while job.supervisor._job.change_possible.is_set():
-            await asyncio.sleep(0)
+        await reached(lambda: not job.supervisor._job.change_possible.is_set())
 
     async def body():
         await job.start()
@@ -323,8 +321,7 @@ def test_job_that_finds_no_room_elsewhere_stays_and_says_so_once(two_replicas, t
         await job.commit(1)
         cluster.nodes.draining.add("two")
         job.supervisor.node_draining("two", 60.0)
-        while "drain_waiting" not in job.log:
-            await asyncio.sleep(0)
+        await reached(lambda: "drain_waiting" in job.log)
         await looked()
         await looked()
         await job.finish()

@@ -5,6 +5,7 @@ import asyncio
 from service.job import generation
 from service.job.generation import RunningGeneration
 from tests.service.support.fake_agents import FakeAgent
+from tests.service.support.waiting import reached
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.reports import Exited, Failure, Finished, KillReason, Metrics, Resting
 
@@ -100,8 +101,7 @@ def test_death_is_as_old_as_what_its_agent_saw():
         agents[2].say(stalled(False, 0.0), at=31.0)
         agents[2].say(stalled(True, 3.0), at=38.0)
         agents[2].say(Exited(signal=9, killed_for=KillReason("hung", "hung")), at=45.0)
-        while not running.all_ended:
-            await asyncio.sleep(0)
+        await reached(lambda: running.all_ended)
         assert {death.rank: (death.kind, death.at) for death in running.deaths} == {
             0: ("killed", 40.0), 1: ("exception", 41.0), 2: ("hung", 35.0)
         }  # fmt: skip
@@ -218,8 +218,7 @@ def test_report_is_acknowledged_only_after_it_was_handled():
         await seen.wait()
         assert agent.acknowledged == [0]
         release.set()
-        while len(agent.acknowledged) < 2:
-            await asyncio.sleep(0)
+        await reached(lambda: len(agent.acknowledged) >= 2)
         assert agent.acknowledged == [0, 1]
         await running.close()
 
@@ -378,8 +377,7 @@ def test_once_nobody_runs_any_more_no_culprit_is_waited_for(monkeypatch):
     async def body(running, agents, handled):
         for agent in agents:
             agent.say(failed("peer_lost"))
-        while not running.all_ended:
-            await asyncio.sleep(0)
+        await reached(lambda: running.all_ended)
         await running.wait_for_culprit()
         assert [death.kind for death in running.deaths] == ["peer_lost", "peer_lost"]
 

@@ -16,6 +16,7 @@ from service.recovery.timeline import RecoveryTimeline
 from service.store import events, generations, ranks
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
+from tests.service.support.waiting import reached
 from workers.liveness.trainer_status import TrainerStatus
 from workers.protocol.messages import AgentDescription, Resume
 
@@ -183,8 +184,7 @@ def test_whoever_takes_a_generation_over_looks_whether_it_stands_still(job, monk
 
     async def body():
         running = watch_generation(job, 1, 0, taken_over=True)
-        while not hung.kills:
-            await asyncio.sleep(0)
+        await reached(lambda: hung.kills)
         await running.close()
 
     story(body)
@@ -204,8 +204,7 @@ def test_straggler_that_was_replaced_is_not_replaced_again_in_the_next_generatio
                 agent.generation, agent.status = generation, TrainerStatus(100, overdue=False)
             for straggler in (1, 1 + generation):
                 agents[0].event("straggler", 1, straggler=straggler)
-            while not agents[1 + generation].kills:
-                await asyncio.sleep(0)
+            await reached(lambda second=agents[1 + generation]: second.kills)
             await running.close()
         assert [len(agent.kills) for agent in agents] == [0, 1, 1, 1]
 

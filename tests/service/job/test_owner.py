@@ -17,6 +17,7 @@ from service.recovery import durable_state
 from service.states import JobState
 from service.store import jobs, pauses, retries
 from tests.service.support.supervised_job import story
+from tests.service.support.waiting import reached
 from workers.protocol.messages import ProtocolMismatch
 
 
@@ -104,8 +105,7 @@ def test_cancel_ends_the_pause_after_an_error(owned, monkeypatch):
 
     async def body():
         await owned.start()
-        while "supervision_failed" not in owned.log:
-            await asyncio.sleep(0)
+        await reached(lambda: "supervision_failed" in owned.log)
         owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
         owned.owner.cancel()  # once, and perhaps before the pause has begun
         await owned.task
@@ -154,8 +154,7 @@ def test_spec_of_another_release_leaves_the_ranks_alone_until_the_job_is_cancell
         await owned.die_with_control_plane()
         write_spec_of_another_release(owned)
         owned.supervise(None)
-        while "not_understood" not in owned.log:
-            await asyncio.sleep(0)
+        await reached(lambda: "not_understood" in owned.log)
         assert all(agent.running for agent in cluster.agents.living.values())
         assert owned.row.state == "RUNNING"
         owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
@@ -187,8 +186,7 @@ def test_agents_of_another_release_train_on_until_a_release_that_speaks_to_them_
         for agent in agents:
             other_release(agent)
         owned.supervise(None)
-        while "not_understood" not in owned.log:
-            await asyncio.sleep(0)
+        await reached(lambda: "not_understood" in owned.log)
         await asyncio.sleep(0.05)  # it is tried again and again
         assert owned.row.state == "RUNNING" and all(agent.running for agent in agents)
         assert not owned.task.done() and len(cluster.groups.held) == 2
@@ -214,8 +212,7 @@ def test_job_with_agents_of_another_release_can_be_cancelled(owned, cluster):
         for agent in cluster.agents.living.values():
             other_release(agent)
         owned.supervise(None)
-        while "not_understood" not in owned.log:
-            await asyncio.sleep(0)
+        await reached(lambda: "not_understood" in owned.log)
         owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
         owned.owner.cancel()
         await owned.task

@@ -11,6 +11,7 @@ from service.recovery import budgets
 from service.store import failed_jobs, jobs
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
+from tests.service.support.waiting import reached
 
 LAUNCHED = ["STARTING", "generation_started"]
 UP = [*LAUNCHED, "RUNNING", "first_step"]
@@ -475,8 +476,7 @@ def test_cancel_ends_the_wait_before_the_next_try(two_replicas, cluster, monkeyp
     monkeypatch.setattr(budgets, "LONGEST_WAIT_SECONDS", 1000.0)
 
     async def held_back():
-        while "held_back" not in job.log:
-            await asyncio.sleep(0)
+        await reached(lambda: "held_back" in job.log)
 
     async def body():
         await job.start()

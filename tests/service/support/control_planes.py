@@ -4,9 +4,8 @@ import asyncio
 
 from service.cluster.placement import placement_group_name, seats_of
 from service.store import events, jobs
+from tests.service.support.waiting import reached
 from workers.config import JobSpec
-
-SECONDS = 20.0
 
 
 class IdleNodeWatch:
@@ -42,15 +41,11 @@ def behave(cluster, how):
 def until(plane, job, *states):
     """The job, once it is in one of these states and, where that is final, has no supervisor any more."""
 
-    async def reached():
-        async with asyncio.timeout(SECONDS):
-            while (row := plane._job(job.id)).state not in states or (
-                row.state != "RUNNING" and job.id in plane._owners
-            ):
-                await asyncio.sleep(0)
-            return row
+    def seen():
+        row = plane._job(job.id)
+        return row if row.state in states and (row.state == "RUNNING" or job.id not in plane._owners) else None
 
-    return plane._call(reached())
+    return plane._call(reached(seen))
 
 
 def log(store, job):
@@ -73,9 +68,3 @@ def hold(cluster, job):
 
 def finish(store, job):
     store.write(lambda s: jobs.request_cancel(s, job.id))
-
-
-async def reached(condition):
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0)
