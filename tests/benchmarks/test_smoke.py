@@ -26,6 +26,7 @@ def test_nanogpt_says_which_text_is_missing(capsys: pytest.CaptureFixture[str], 
     assert f"no text to train on at {tmp_path / 'nowhere.txt'}" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_layouts_agree_for_a_step() -> None:
     report = layouts.measure(argparse.Namespace(seed=1, steps=1), [(1, 1, 1), (1, 1, 2)])
     assert report.figures["loss_distance_1x1x2"].met and report.figures["grad_norm_distance_1x1x2"].met
@@ -60,6 +61,7 @@ def test_all_schedules_are_timed_and_take_at_least_what_they_must(monkeypatch: p
         assert report.figures[f"{kind}_m4_step"].value >= report.figures[f"{kind}_m4_simulated"].value
 
 
+@pytest.mark.soak
 def test_a_step_is_timed_beside_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "SIZES", {"tiny": step.Size(1, 32, 2, 8, 2, 256)})
     report = step.measure(argparse.Namespace(seed=1, starts=1, rounds=1, seconds=0.01))

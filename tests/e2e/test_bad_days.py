@@ -1,6 +1,8 @@
-"""Bad days of the machine that the control plane runs on: its clock is set, its disk is full. No job notices."""
+"""Bad days of the machine that the control plane runs on: its clock is set, its disk is full. No job notices. At last
+the service is ended, and another one beside it does not notice either."""
 
 import os
+import struct
 
 import psutil
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from api.cli.service import stop_service
 from tests.e2e.conftest import EVERY_STEP, MIDDLE, PAIR, Manta
 from tests.e2e.small_file_system import small_file_system
+from tests.e2e.traces import traces_of
 from workers.snapshot.files import steps_kept
 
 HOUR = 3600.0
@@ -15,14 +18,15 @@ HOME_KILOBYTES = 64 * 1024
 # Python runs it before anything else in each process of the service, its nodes and its ranks. Their waiting does not go
 # by this clock but by the monotonic one, as it does where a real clock is set.
 SHIFTED = """
-import time
+import mmap, struct, time
 
 _time = time.time
+with open({file!r}) as _file:
+    _ahead = mmap.mmap(_file.fileno(), 8, access=mmap.ACCESS_READ)
 
 
 def _shifted():
-    with open({file!r}) as file:
-        return _time() + float(file.read())
+    return _time() + struct.unpack("d", _ahead)[0]
 
 
 time.time = _shifted
@@ -33,14 +37,14 @@ class Clock:
     """What the processes of a service take for the time."""
 
     def __init__(self, folder):
-        self.folder = folder
-        self.set(0.0)
-        (folder / "sitecustomize.py").write_text(SHIFTED.format(file=str(folder / "ahead")))
+        self.folder, self._file = folder, folder / "ahead"
+        self._file.write_bytes(bytes(8))
+        (folder / "sitecustomize.py").write_text(SHIFTED.format(file=str(self._file)))
 
     def set(self, ahead):
         """So many seconds ahead of the real one."""
-        (self.folder / "new").write_text(str(ahead))
-        (self.folder / "new").replace(self.folder / "ahead")
+        with self._file.open("r+b") as file:
+            file.write(struct.pack("d", ahead))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,6 @@ def service(clock, disk, corpus):
         patch.setenv("PYTHONPATH", str(clock.folder), prepend=os.pathsep)
         running = Manta(disk / "home", corpus, slots=2)
         yield running
-        running.end_all_jobs()
         stop_service(running.home)
 
 
@@ -126,3 +129,14 @@ def test_full_disk_under_the_database_while_a_rank_dies(service, disk, pair_undi
     assert service.curve(job) == pair_undisturbed
     assert (ended.restarts, ended.generation) == (1, 2)
     assert service.leftovers(job) == []
+
+
+def test_down_of_one_service_leaves_nothing_of_it_and_the_other_alone(manta, service):
+    job, its_own = manta.submit(manta.spec(layout=PAIR)), service.submit(service.spec(20_000, layout=PAIR))
+    manta.until_step(job, 1)
+    service.until_step(its_own, 1)
+    assert stop_service(service.home)
+    assert traces_of(service.home) == []
+    assert not stop_service(service.home)
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert ended.restarts == 0

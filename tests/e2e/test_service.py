@@ -1,4 +1,4 @@
-"""The service as a process: kill -9 and back again, taken ports, second homes, and what `down` leaves behind."""
+"""The service as a process: kill -9 and back again, taken ports, and what is left behind."""
 
 import contextlib
 import os
@@ -6,15 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
-import psutil
 import pytest
 
-from api.cli.service import start_service, stop_service
-from service.cluster.ray_head import MARK
 from tests.e2e.conftest import MIDDLE, PAIR
-from workers.paths import Paths
+from tests.e2e.traces import traces_of
 from workers.snapshot.files import steps_kept
 
 
@@ -156,33 +152,4 @@ def test_taken_port_is_one_clear_sentence(tmp_path):
     assert code != 0
     assert f"127.0.0.1:{port}" in said.replace("\n", "")
     assert "Traceback" not in said
-    assert no_trace_of(tmp_path / "home") == []
-
-
-def no_trace_of(home: Path) -> list[str]:
-    """What of a service is left outside of its home."""
-    paths = Paths.of(home)
-    traces = [str(path) for path in (paths.snapshot_root, paths.runtime_folder) if path.exists()]
-    for process in psutil.process_iter():
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            environment = process.environ()
-            if environment.get(MARK) == paths.tag or environment.get("MANTA_HOME") == str(home):
-                traces.append(str(process))
-        except psutil.Error:
-            continue
-    return traces
-
-
-def test_two_services_side_by_side_and_down_of_one_leaves_the_other_alone(manta, tmp_path):
-    other = tmp_path / "other"
-    job = manta.submit(manta.spec(layout=PAIR))
-    url = start_service(other, "127.0.0.1", 0, 1, None)
-    assert url != manta.url
-    manta.until_step(job, 1)
-    assert stop_service(other)
-    assert no_trace_of(other) == []
-    assert not stop_service(other)
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert ended.restarts == 0
+    assert traces_of(tmp_path / "home") == []

@@ -30,7 +30,7 @@ def corpus(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] if name == "tensor-data" else []) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name.startswith("tensor-data") else []) for name in LAYOUTS]
 )
 def test_cut_at_any_message_changes_no_bit(ranks, corpus, tmp_path, name):
     sizes, parallel, model = LAYOUTS[name]
