@@ -107,7 +107,8 @@ def job_page(console: Console, job: schemas.Job) -> None:
 
 def edited(console: Console, job: schemas.Job) -> None:
     """What `manta edit` says."""
-    console.print(f"{job.id} is called {job.name} and has priority {job.spec.get('priority')}", highlight=False)
+    text = f"{job.id} is called {job.name} and has priority {job.spec.get('priority')}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def deletion(console: Console, answer: schemas.DeletedJob) -> None:

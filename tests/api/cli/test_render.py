@@ -1,0 +1,195 @@
+"""What `manta` prints: which value stands under which heading, and in which unit."""
+
+import io
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from rich.console import Console
+
+from api import access_schemas, schemas
+from api.cli import render
+
+MOMENT = datetime(2026, 1, 2, 12, 30, 15, tzinfo=UTC)
+
+
+def later(hours):
+    return MOMENT + timedelta(hours=hours)
+
+
+def printed(show, *arguments):
+    console = Console(file=io.StringIO(), width=300)
+    show(console, *arguments)
+    return console.file.getvalue()
+
+
+def rows(show, *arguments):
+    """The table as one dictionary a row."""
+    lines = printed(show, *arguments).splitlines()
+    starts = [0, *(place + 1 for place in range(1, len(lines[0])) if lines[0][place - 1 : place + 1] == "  ")]
+    starts = [place for place in starts if lines[0][place : place + 1].strip()]
+    ends = [*starts[1:], None]
+    cells = [[line[start:end].strip() for start, end in zip(starts, ends, strict=True)] for line in lines]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[1:]]
+
+
+def make_job(**changes):
+    values = {
+        "id": "job_1", "name": "small [odd]", "state": "FAILED", "reason": "user_error", "message": "boom", "step": 15,
+        "spec": {"priority": 7}, "steps": 60, "eta_seconds": None, "generation": 3, "restarts": 2, "goodput": 0.875,
+        "parallel": {"tensor": 2, "pipeline": 4, "data": 8, "world_size": 64}, "queue": schemas.Queue(),
+        "metrics": schemas.LatestMetrics(latest={
+            "loss": 2.34567, "validation_loss": 2.5, "tokens_per_second": 12345.6, "mfu_full": 0.415,
+            "mfu_causal": 0.305, "memory_bytes": 3.5 * 2**30, "snapshot_every_steps": 4.0,
+        }),
+        "created_at": later(0), "started_at": later(1), "finished_at": later(2),
+    }  # fmt: skip
+    return schemas.Job(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(None, "-"), (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1.5 * 2**20, "1.5 MiB"), (2**30, "1.0 GiB"),
+     (2048 * 2**40, "2048.0 TiB")],
+)  # fmt: skip
+def test_sizes_are_in_binary_units(count, text):
+    assert render.size(count) == text
+
+
+def test_jobs():
+    (row,) = rows(render.job_list, [make_job()])
+    assert row == {
+        "JOB": "job_1", "NAME": "small [odd]", "STATE": "FAILED", "STEP": "15/60", "LOSS": "2.3457",
+        "TOKENS/S": "12,346", "TxPxD": "2x4x8", "RESTARTS": "2", "SUBMITTED": render.moment(later(0)),
+    }  # fmt: skip
+
+
+def test_a_job():
+    job = make_job(memory_kept_until=later(3), queue=schemas.Queue(position=5))
+    lines = dict(line.split("  ", 1) for line in printed(render.job_page, job).splitlines())
+    said = {name.strip(): value.strip() for name, value in lines.items()}
+    assert said.pop("progress").endswith("15/60  loss 2.3457  12,346 tokens/s  MFU 41.5%  ETA -  restarts 2")
+    assert said == {
+        "job": "job_1 (small [odd])", "why": "user_error: boom", "validation loss": "2.5000",
+        "layout": "2x4x8 (tensor x pipeline x data), 64 ranks", "memory of the fullest rank": "3.5 GiB",
+        "MFU, attention in full / causal": "41.5% / 30.5%", "goodput": "87.5%", "generation / restarts": "3 / 2",
+        "steps redone after a crash, at most": "4", "submitted": render.moment(later(0)),
+        "started": render.moment(later(1)), "finished": render.moment(later(2)),
+        "in memory until": render.moment(later(3)), "queue": "place 5",
+    }  # fmt: skip
+    healthy = printed(render.job_page, make_job(reason=None, message=None))
+    assert "in memory until" not in healthy and "queue" not in healthy
+    assert [line.split()[-1] for line in healthy.splitlines() if line.startswith("why ")] == ["-"]
+
+
+def test_what_was_done():
+    assert printed(render.edited, make_job()) == "job_1 is called small [odd] and has priority 7\n"
+    gone = schemas.DeletedJob(id="job_1", rows={"jobs": 1, "events": 4}, checkpoints=1, logs=2, bytes=2048)
+    assert printed(render.deletion, gone) == "job_1 is deleted: 1 checkpoint, 2 log files, 5 rows, 2.0 KiB\n"
+
+
+def test_a_layout():
+    place = schemas.RankPlace(rank=9, tensor=1, pipeline=2, data=3, context=0)
+    layout = schemas.Layout(
+        parallel={"tensor": 2, "pipeline": 4, "data": 8}, world_size=64, micro_batches=16, ranks=[place]
+    )
+    said = printed(render.layout_page, schemas.DryRun(spec={}, layout=layout)).splitlines()
+    assert said[0] == "the spec is fine: 2x4x8 (tensor x pipeline x data), 64 ranks, 16 micro-batches a step"
+    assert (said[1].split(), said[2].split()) == (["RANK", "TENSOR", "PIPELINE", "DATA"], ["9", "1", "2", "3"])
+
+
+def test_events_and_logs():
+    happened = {"id": "1", "time": MOMENT, "type": "rank_lost", "generation": 0, "rank": 0, "step": 0, "data": {},
+                "message": "it died"}  # fmt: skip
+    when = render.moment(MOMENT)
+    assert render.event_line(schemas.Event(**happened)) == f"{when}  rank_lost generation 0 rank 0 step 0  it died"
+    nowhere = {**happened, "generation": None, "rank": None, "step": None}
+    assert render.job_event_line(schemas.JobEvent(**nowhere, job="job_1")) == f"job_1  {when}  rank_lost  it died"
+    line = schemas.LogLine(time=MOMENT, rank=3, generation=2, stream="stdout", text="hello")
+    assert render.log_line(line) == "[3] hello"
+
+
+def test_metrics_of_which_something_is_known():
+    series = {
+        "loss": [2.0, None], "tokens": [64.0, 128.0], "tokens_per_second": [1234.5, 2.0], "mfu_full": [0.5, 0.25],
+        "memory_bytes": [1024.0, None], "learning_rate": [0.0003, None], "validation_loss": [None, None],
+    }  # fmt: skip
+    first, second = rows(render.metric_table, schemas.MetricSeries(steps=[4, 8], series=series))
+    assert first == {
+        "STEP": "4", "LOSS": "2.0000", "TOKENS": "64", "TOKENS_PER_SECOND": "1,234", "MFU_FULL": "50.0%",
+        "MEMORY_BYTES": "1.0 KiB", "LEARNING_RATE": "0.0003",
+    }  # fmt: skip
+    assert (second["STEP"], second["LOSS"], second["MEMORY_BYTES"], second["LEARNING_RATE"]) == ("8", "-", "-", "-")
+
+
+def test_ranks_and_checkpoints():
+    rank = schemas.Rank(rank=5, tensor=1, pipeline=2, data=3, context=0, node="node-a", device="cuda:1", pid=4242,
+                        generation=6, state="running")  # fmt: skip
+    nowhere = rank.model_copy(update={"node": None, "device": None, "pid": None})
+    first, second = rows(render.rank_table, [rank, nowhere])
+    assert list(first.values()) == ["5", "1", "2", "3", "running", "node-a", "cuda:1", "4242", "6"]
+    assert (second["NODE"], second["DEVICE"], second["PID"]) == ("-", "-", "-")
+    saved = schemas.Checkpoint(id="c", step=50, state="complete", path="/somewhere/50", bytes=4096, created_at=MOMENT)
+    (row,) = rows(render.checkpoint_table, [saved])
+    assert list(row.values()) == ["50", "complete", "4.0 KiB", render.moment(MOMENT), "/somewhere/50"]
+
+
+def test_where_the_time_went_largest_first():
+    spent = schemas.Ledger(seconds={"queue": 2.0, "compute": 6.0, "re_form": 0.5, "pause": 0.0}, wall_seconds=8.5,
+                           goodput=0.75, closed=True, began_at=MOMENT, until=MOMENT)  # fmt: skip
+    said = [line.split() for line in printed(render.ledger_page, spent).splitlines()]
+    assert said == [
+        ["CLASS", "SECONDS", "SHARE"], ["compute", "6.00", "70.6%"], ["queue", "2.00", "23.5%"],
+        ["re-form", "0.50", "5.9%"], ["in", "all", "8.50"],
+        ["goodput", "75.0%", "=", "compute", "/", "(wall", "-", "queue", "-", "pause)"],
+    ]  # fmt: skip
+    assert "so far" in printed(render.ledger_page, spent.model_copy(update={"closed": False}))
+
+
+def test_recoveries():
+    phases = {"detect": 0.1, "rest": 0.2, "re_form": 0.3, "restore": 0.4, "redo": None}
+    entry = schemas.Recovery(
+        generation=4, time=MOMENT, kind="killed", rank=3, node=None, cause="rank 3 was killed", forked=[3], kept=7,
+        source="snapshot", resume_step=40, steps_redone=0, wait_seconds=0.0, seconds=phases, total_seconds=1.25,
+    )  # fmt: skip
+    (row,) = rows(render.recovery_table, [entry])
+    assert row == {
+        "GEN": "4", "TIME": render.moment(MOMENT), "CAUSE": "rank 3 was killed", "REPLACED": "1 of 8",
+        "FROM": "snapshot 40", "REDONE": "0", "DETECT": "0.10", "REST": "0.20", "RE-FORM": "0.30", "RESTORE": "0.40",
+        "REDO": "-", "TOTAL": "1.25",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("alive", "draining", "state"), [(True, False, "alive"), (True, True, "draining"), (False, True, "dead")]
+)
+def test_nodes(alive, draining, state):
+    held = [schemas.RunningRank(job=job, rank=rank) for rank, job in enumerate(("job_2", "job_1", "job_2"))]
+    node = schemas.Node(id="n1", address="10.0.0.1", alive=alive, draining=draining, accelerator="slot", total=8.0,
+                        free=5.0, ranks=held)  # fmt: skip
+    (row,) = rows(render.node_table, schemas.Cluster(nodes=[node]))
+    assert list(row.values()) == ["n1", "10.0.0.1", state, "slot", "5", "8", "job_1, job_2"]
+
+
+def test_keys_projects_and_the_audit():
+    key = access_schemas.ApiKey(id="k1", name="laptop", user=None, project="default", scope="read", installation=False,
+                                created_at=MOMENT, expires_at=later(1), revoked_at=None)  # fmt: skip
+    of_all = key.model_copy(update={"user": "ada", "installation": True, "expires_at": None})
+    revoked = key.model_copy(update={"revoked_at": later(2)})
+    shown = rows(render.key_table, [key, of_all, revoked])
+    assert list(shown[0].values())[:6] == ["k1", "laptop", "-", "default", "read", render.moment(MOMENT)]
+    assert [row["STATE"] for row in shown] == [f"until {render.moment(later(1))}", "good", "revoked"]
+    assert (shown[1]["USER"], shown[1]["PROJECT"]) == ("ada", "all")
+    (row,) = rows(render.project_table, [access_schemas.Project(name="vision", created_at=MOMENT)])
+    assert list(row.values()) == ["vision", render.moment(MOMENT)]
+    entry = access_schemas.AuditEntry(
+        id="1", time=MOMENT, project="vision", key="k1", key_name="laptop", user="ada", operation="cancel_job",
+        target="job_1", address="10.0.0.9", status=409, code="wrong_state",
+    )  # fmt: skip
+    (row,) = rows(render.audit_table, [entry])
+    assert list(row.values()) == [render.moment(MOMENT), "ada", "laptop", "vision", "cancel_job", "job_1", "10.0.0.9",
+                                  "409 wrong_state"]  # fmt: skip
+
+
+def test_nothing_is_said_in_a_sentence():
+    assert printed(render.job_list, []) == "no jobs yet; submit one with `manta submit FILE`\n"
+    assert printed(render.table, ["A"], [], "[none]") == "[none]\n"

@@ -1,0 +1,103 @@
+"""Every REST call as it is sent."""
+
+import httpx
+import pytest
+
+from api import calls, requests
+from api.client import ApiError
+
+ADDRESS = "http://manta.test"
+
+
+def sent(call):
+    """Method, target, body and headers of the call's own."""
+    client = httpx.Client(base_url=ADDRESS)
+    request = call.request(client)
+    own = {
+        name: request.headers[name]
+        for name in ("If-Match", "Idempotency-Key", "Last-Event-ID")
+        if name in request.headers
+    }
+    return request.method, request.url.raw_path.decode(), request.content.decode(), own
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (calls.submit({"name": "a"}, "once"), ("POST", "/v1/jobs", '{"name": "a"}', {"Idempotency-Key": "once"})),
+        (calls.submit({}), ("POST", "/v1/jobs", "{}", {})),
+        (calls.dry_run({"name": "a"}), ("POST", "/v1/jobs?dry_run=true", '{"name": "a"}', {})),
+        (calls.jobs("FAILED", "b", 7, "c"), ("GET", "/v1/jobs?state=FAILED&name=b&limit=7&cursor=c", "", {})),
+        (calls.jobs(), ("GET", "/v1/jobs?limit=50", "", {})),
+        (calls.job("j", 5.0, "QUEUED"), ("GET", "/v1/jobs/j?wait=5.0&state=QUEUED", "", {})),
+        (calls.cancel("j"), ("POST", "/v1/jobs/j/cancel", "", {})),
+        (calls.edit("j", "n", 0, "e"), ("PATCH", "/v1/jobs/j", '{"name": "n", "priority": 0}', {"If-Match": "e"})),
+        (calls.edit("j", priority=3), ("PATCH", "/v1/jobs/j", '{"priority": 3}', {})),
+        (calls.delete("j"), ("DELETE", "/v1/jobs/j", "", {})),
+        (calls.pause("j"), ("POST", "/v1/jobs/j/pause", "", {})),
+        (calls.resume("j"), ("POST", "/v1/jobs/j/resume", "", {})),
+        (calls.retry("j"), ("POST", "/v1/jobs/j/retry", "", {})),
+        (calls.resize("j", 4), ("POST", "/v1/jobs/j/resize", '{"data": 4}', {})),
+        (
+            calls.metrics("j", ["loss", "tokens"], 9, 20),
+            ("GET", "/v1/jobs/j/metrics?names=loss%2Ctokens&after_step=9&max_points=20", "", {}),
+        ),
+        (calls.metrics("j"), ("GET", "/v1/jobs/j/metrics?after_step=0&max_points=1000", "", {})),
+        (calls.events("j", "c", 3), ("GET", "/v1/jobs/j/events?cursor=c&limit=3", "", {})),
+        (calls.all_events("j", "t", "c", 3), ("GET", "/v1/events?job=j&type=t&cursor=c&limit=3", "", {})),
+        (calls.logs("j", 0, "c", 3), ("GET", "/v1/jobs/j/logs?rank=0&cursor=c&limit=3", "", {})),
+        (calls.ranks("j"), ("GET", "/v1/jobs/j/ranks", "", {})),
+        (calls.checkpoints("j", 3, "c"), ("GET", "/v1/jobs/j/checkpoints?limit=3&cursor=c", "", {})),
+        (calls.ledger("j"), ("GET", "/v1/jobs/j/ledger", "", {})),
+        (calls.recoveries("j", 3, "c"), ("GET", "/v1/jobs/j/recoveries?limit=3&cursor=c", "", {})),
+        (calls.drain("a/b", 60.0), ("POST", "/v1/nodes/a%2Fb/drain", '{"deadline_seconds": 60.0}', {})),
+        (calls.cluster(), ("GET", "/v1/cluster", "", {})),
+        (calls.create_project("p"), ("POST", "/v1/projects", '{"name": "p"}', {})),
+        (calls.projects(3, "c"), ("GET", "/v1/projects?limit=3&cursor=c", "", {})),
+        (calls.keys(3, "c"), ("GET", "/v1/keys?limit=3&cursor=c", "", {})),
+        (calls.revoke_key("k/1"), ("DELETE", "/v1/keys/k%2F1", "", {})),
+        (calls.audit("k", "t", 3, "c"), ("GET", "/v1/audit?key=k&target=t&limit=3&cursor=c", "", {})),
+        (calls.create_link(), ("POST", "/v1/links", "", {})),
+        (calls.me(), ("GET", "/v1/me", "", {})),
+        (calls.end_session(), ("DELETE", "/v1/session", "", {})),
+        (calls.ready(), ("GET", "/readyz", "", {})),
+        (calls.follow_events("j", "8"), ("GET", "/v1/jobs/j/events?follow=true", "", {"Last-Event-ID": "8"})),
+        (calls.follow_all_events("j", "t"), ("GET", "/v1/events?follow=true&job=j&type=t", "", {})),
+        (calls.follow_logs("j", 2, "p"), ("GET", "/v1/jobs/j/logs?follow=true&rank=2", "", {"Last-Event-ID": "p"})),
+    ],
+    ids=lambda value: value.path if isinstance(value, calls.Call) else "",
+)
+def test_what_was_asked_for_is_sent(call, expected):
+    assert sent(call) == expected
+
+
+def test_a_key_is_asked_for_without_what_was_left_open():
+    _, _, body, _ = sent(calls.create_key(requests.NewKey(name="laptop", scope="read", expires_in_days=2)))
+    assert body == '{"name": "laptop", "scope": "read", "expires_in_days": 2.0, "installation": false}'
+
+
+def test_a_fault_is_sent_whole():
+    fault = requests.FaultRequest(kind="slow", rank=3, at_step=7, phase="backward", seconds=0.5)
+    _, target, body, _ = sent(calls.inject("j", fault))
+    assert target == "/v1/jobs/j/faults"
+    assert requests.FaultRequest.model_validate_json(body) == fault
+
+
+@pytest.mark.parametrize(
+    ("call", "seconds"), [(calls.job("j", 20.0), 30.0), (calls.job("j"), 10.0), (calls.delete("j"), 610.0)]
+)
+def test_what_may_take_long_is_waited_for_so_much_longer(call, seconds):
+    request = call.request(httpx.Client(base_url=ADDRESS, timeout=10.0))
+    assert request.extensions["timeout"]["read"] == seconds
+    assert request.extensions["timeout"]["connect"] == 10.0
+
+
+@pytest.mark.parametrize("job", ["", "../keys", "a?b=c", "job 1"])
+def test_what_is_no_job_id_leads_nowhere(job):
+    with pytest.raises(ApiError, match="is no job id; `manta ps` lists the jobs"):
+        calls.job(job)
+
+
+def test_streams_say_that_they_are_wanted():
+    request = calls.follow_events("j").request(httpx.Client(base_url=ADDRESS))
+    assert request.headers["Accept"] == "text/event-stream"
