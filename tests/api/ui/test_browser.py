@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from service.states import JobState
 from service.store import Store, events, jobs, keys, metrics, ranks
+from tests.api.ui.sample import row
 
 CHROMIUM = shutil.which("chromium")
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -109,6 +110,10 @@ def test_a_job_is_followed_live(serve, browser):
     line = page.locator("tbody tr", has_text="quickstart")
     expect(line).to_contain_text("RUNNING")
     expect(line).to_contain_text("200 / 400")
+    shown = row(200, 0.0)
+    loss, rate = f"{shown['loss']:.4f}", f"{shown['tokens_per_second']:,.0f}"
+    for column, text in (("loss", loss), ("tokens-s", rate), ("mfu", f"{shown['mfu_full']:.1%}"), ("restarts", "1")):
+        expect(line.locator(f".c-{column}")).to_have_text(text)
     expect(page.locator("tbody tr").first).to_contain_text("wide")
     expect(page.get_by_text("1 node, 8 of 16 slots free")).to_be_visible()
 
@@ -119,8 +124,14 @@ def test_a_job_is_followed_live(serve, browser):
         expect(page.locator(chart).first).to_be_visible()
     expect(page.locator(".rank")).to_have_count(8)
     expect(page.locator(".rank").first).to_contain_text("stage 0, tensor 0")
+    expect(page.locator(".rank").nth(1)).to_contain_text("stage 1, tensor 0")
+    expect(page.locator(".rank").nth(1)).to_contain_text("pid 4134")
+    expect(page.locator(".replica").nth(1).locator(".rank")).to_have_count(4)
+    for label, text in (("Train loss", loss), ("Tokens/s", rate), ("Generation", "2"), ("Ranks", "2 × 2 × 2")):
+        expect(page.locator(".figure", has_text=label).locator(".value")).to_have_text(text)
     expect(page.locator(".events tbody tr").first).to_contain_text("RECOVERING -> RUNNING")
     expect(page.locator(".checkpoints tbody tr")).to_have_count(3)
+    expect(page.locator(".checkpoints tbody tr").first.locator("td").nth(1)).to_have_text("complete")
     expect(page.locator(".ledger-name", has_text="compute")).to_be_visible()
     expect(page.locator(".ledger-part")).to_have_count(7)
     expect(page.locator(".recoveries tbody tr")).to_contain_text("rank 5 was killed by signal 9")
