@@ -2,12 +2,15 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import text
 
 from service import housekeeping
+from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement import agent_name, job_of
+from service.leases.decisions import HOUSEKEEPING
 from service.states import JobState
 from service.store import jobs, pauses
 from tests.service.support.control_planes import (
@@ -168,3 +171,51 @@ def test_what_is_left_of_a_deleted_job_goes_when_its_node_comes_back(start, clus
     plane = start()
     plane._call(reached(lambda: daemon.left == ["job_000000000000"] and not cluster.agents.living))
     assert cluster.groups.held == {}
+
+
+@pytest.fixture
+def kept(store, cluster):
+    """Housekeeping of a control plane that is alone or not, and holds its lease or not."""
+
+    def make(alone, done_here):
+        held = SimpleNamespace(alone=alone, of=lambda name: "held" if done_here and name == HOUSEKEEPING else None)
+        return housekeeping.Housekeeping(store, cluster, held, lambda job, generation: None)
+
+    return make
+
+
+@pytest.mark.parametrize(("alone", "done_here"), [(True, False), (False, True), (False, False)])
+def test_what_is_over_is_said_by_one_control_plane(kept, submit, store, alone, done_here):
+    over, waiting = submit(), submit()
+    finish(store, over)
+    said = asyncio.run(kept(alone, done_here).over([over.id, waiting.id, "job_unknown"]))
+    assert said == ({over.id} if alone or done_here else set())
+
+
+@pytest.mark.parametrize(("alone", "unswept"), [(True, set()), (False, {"node_a", "node_b"})])
+def test_who_comes_after_another_has_all_nodes_swept(kept, cluster, alone, unswept):
+    asyncio.run(kept(alone, True)._have_nodes_swept())
+    assert cluster.nodes.unswept == unswept
+
+
+def test_nodes_that_cannot_be_asked_for_are_swept_another_time(kept, cluster, monkeypatch):
+    async def unknown():
+        raise ClusterUnavailable(TimeoutError("no answer"))
+
+    monkeypatch.setattr(cluster.nodes, "living", unknown)
+    asyncio.run(kept(False, True)._have_nodes_swept())
+    assert cluster.nodes.unswept == set()
+
+
+@pytest.mark.parametrize(("done_here", "stopped"), [(True, False), (False, True)])
+def test_what_another_does_by_now_is_stopped_here(kept, done_here, stopped):
+    async def body():
+        keeping = kept(False, done_here)
+        keeping.stop_if_lost()  # nothing is done yet
+        work = keeping._work = asyncio.create_task(asyncio.Event().wait())
+        keeping.stop_if_lost()
+        await asyncio.wait({work}, timeout=0.01)
+        assert work.cancelled() == stopped
+        work.cancel()
+
+    asyncio.run(body())

@@ -68,6 +68,7 @@ def test_launch_writes_who_runs_where(job, cluster):
     ]  # fmt: skip
     assert [row.actor for row in rows] == job.gang.names
     assert all(row.pid and row.state == "running" for row in rows)
+    assert [row.device for row in rows] == ["cpu"] * 4
     assert cluster.daemons._daemon("one").stores == [(job.id, 1, False)], "on the node of rank 0"
     assert all(agent.backs_up_to is not None for agent in job.gang.agents)
 

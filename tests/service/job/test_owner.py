@@ -4,21 +4,25 @@ import asyncio
 import contextlib
 
 import pytest
+from sqlalchemy import select
 from sqlalchemy.exc import OperationalError
 
 from service.cluster.errors import ClusterUnavailable
+from service.faults import FaultNotPossible
 from service.job import launch, resize_and_drain, resume
 from service.job import owner as owning
 from service.job.owner import JobOwner
 from service.job.record import JobRecord
 from service.job.resize_and_drain import ElasticityPlanner
 from service.job.supervisor import Supervisor
+from service.leases.errors import LeaseLost, LeaseUncertain
 from service.recovery import durable_state
 from service.states import JobState
 from service.store import jobs, pauses, retries
+from service.store.tables import Event
 from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached
-from workers.protocol.messages import ProtocolMismatch
+from workers.protocol.messages import Fault, ProtocolMismatch
 
 
 @pytest.fixture(autouse=True)
@@ -361,3 +365,106 @@ def test_ray_that_does_not_answer_during_a_launch_costs_no_agent(owned, cluster,
     assert left == []
     assert owned.log.count("held") == 1 and "Ray does not do what it is asked (no answer)" in owned.message("held")
     assert owned.row.restarts == 1
+
+
+@pytest.fixture
+def tried(store, submit, cluster, monkeypatch):
+    """Has the owner of a job try with these outcomes, each an error or an answer; what each try was asked with and the
+    seconds between them."""
+
+    def run(*outcomes, lived=0.0, placed_generation=7):
+        owner, left, asked, paused = JobOwner(store, cluster, submit().id), list(outcomes), [], []
+        monkeypatch.setattr(owning, "FIRST_PAUSE_SECONDS", 0.5)
+
+        async def supervise(placed):
+            asked.append(placed)
+            outcome = left.pop(0)
+            now[0] += lived[len(asked) - 1] if isinstance(lived, list) else lived
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        async def pause(seconds):
+            paused.append(seconds)
+
+        now = [100.0]
+        monkeypatch.setattr(owner, "_supervise", supervise)
+        monkeypatch.setattr(owner, "_pause", pause)
+        monkeypatch.setattr(owning.time, "monotonic", lambda: now[0])
+        asyncio.run(owner.run(placed_generation))
+        return asked, paused
+
+    return run
+
+
+def log_of(store):
+    with store.read() as session:
+        return list(session.scalars(select(Event.type)))
+
+
+def test_pauses_grow_up_to_half_a_minute_and_only_the_first_try_has_the_places_of_the_queue(tried):
+    asked, paused = tried(*[RuntimeError("again")] * 8, True)
+    assert paused == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert asked == [7] + [None] * 8
+
+
+def test_supervisor_that_lived_for_a_minute_has_failed_for_another_reason(tried):
+    error = RuntimeError("again")
+    _, paused = tried(error, error, error, error, True, lived=[0.0, 60.0, 61.0, 0.0, 0.0])
+    assert paused == [0.5, 1.0, 0.5, 1.0]
+
+
+def test_job_that_is_left_alone_is_looked_at_again(tried):
+    assert tried(False, False, True) == ([7, None, None], [0.5, 1.0])
+
+
+def test_uncertainty_about_the_lease_is_no_failure_of_supervision(tried, store):
+    assert tried(LeaseUncertain("job_1"), True) == ([7, None], [0.5])
+    assert "supervision_failed" not in log_of(store)
+
+
+def test_job_of_another_control_plane_is_let_go(tried, store):
+    with pytest.raises(LeaseLost):
+        tried(LeaseLost("job_1"))
+    assert "supervision_failed" not in log_of(store)
+
+
+@pytest.mark.parametrize("wish", ["cancel", "pause"])
+def test_wish_ends_the_pause_at_hand_and_no_later_one(store, submit, cluster, wish):
+    owner = JobOwner(store, cluster, submit().id)
+
+    async def body():
+        getattr(owner, wish)()
+        async with asyncio.timeout(10):
+            await owner._pause(1000.0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await owner._pause(1000.0)
+
+    asyncio.run(body())
+
+
+def test_fault_is_refused_while_nobody_looks_after_the_job(store, submit, cluster):
+    owner = JobOwner(store, cluster, submit().id)
+    with pytest.raises(FaultNotPossible, match="nobody looks after the job at the moment; try again"):
+        asyncio.run(owner.inject(Fault("fault_1", "kill", 0)))
+
+
+def test_snapshots_of_a_job_that_fails_are_kept_for_as_long_as_its_owner_says(store, started, cluster, monkeypatch):
+    made = []
+
+    class Noted(Supervisor):
+        def __init__(self, store, cluster, job, memory_seconds):
+            super().__init__(store, cluster, job, memory_seconds)
+            made.append((job.id, memory_seconds))
+
+        async def run(self, placed_generation):
+            made.append(placed_generation)
+
+        async def settled(self):
+            pass
+
+    monkeypatch.setattr(owning, "Supervisor", Noted)
+    owner = JobOwner(store, cluster, started.id, 123.0)
+    asyncio.run(owner.run(3))
+    assert made == [(started.id, 123.0), 3]
