@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from service.job import hangs_and_stragglers
+from service.job import hangs_and_stragglers, launch
 from service.job.actions import Launch, launch_after
 from service.job.context import JobContext
 from service.job.incident import Incident
@@ -89,6 +89,40 @@ def test_launch_that_another_control_plane_began_is_noted_and_backed_up(job, clu
         (0, "one", 1, "running"), (1, "one", 1, "running"), (2, "two", 1, "running"), (3, "two", 1, "running")
     ]  # fmt: skip
     assert all(agent.backs_up_to is not None for agent in job.gang.agents)
+
+
+def test_ranks_are_told_what_was_rolled_back(job):
+    undone = {"step": 4, "samples": [1, 2]}
+    job.record.store.write(lambda s: events.append(s, job.id, "rolled_back", "step 4 was undone", data=undone))
+
+    async def body():
+        await (await launch_generation(job, Launch("submitted", counts=False))).close()
+
+    story(body)
+    assert [agent.orders[-1].roll_backs for agent in job.gang.agents] == [(undone,)] * 4
+
+
+def test_rank_is_written_down_with_its_device_and_place(job):
+    at = AgentDescription("machine-b", "10.0.0.2", 1, "two", devices=["3"])
+    row = launch._row(job, 3, at, 5, 4242, "running")
+    assert (row["rank"], row["tensor"], row["pipeline"], row["data"]) == (3, 1, 0, 1)
+    assert (row["node"], row["device"], row["pid"], row["generation"]) == ("machine-b", "GPU 3", 4242, 5)
+    assert (row["state"], row["actor"]) == ("running", job.gang.names[3])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"), [(("n1", "n1", "n2", "n2"), ["n1", "n1", "n2", "n2"]), ((None,) * 4, ["a", "a", "b", "b"])]
+)
+def test_backups_lie_on_other_nodes_or_where_those_are_unknown_on_other_hosts(job, monkeypatch, nodes, expected):
+    asked = []
+
+    async def begin(agents, at, generation, layout, peers):
+        asked.append((list(agents), at, generation, layout, peers))
+
+    monkeypatch.setattr(launch.rank_backups, "begin", begin)
+    where = {rank: AgentDescription("aabb"[rank], "10.0.0.1", 1, node) for rank, node in enumerate(nodes)}
+    asyncio.run(launch._begin_backups(job, where, 6))
+    assert asked == [(list(job.gang.by_rank.values()), expected, 6, job.gang.tag, job.gang.peers)]
 
 
 def test_ranks_of_a_generation_get_a_secret_of_its_own(job):
