@@ -4,9 +4,12 @@ import asyncio
 
 import pytest
 
+from service.cluster.placement import agent_name
 from service.cluster.sizes import resized
 from service.job.context import JobContext
+from service.job.gang import NOWHERE
 from tests.service.support.fake_cluster import FakeCluster
+from workers.protocol.messages import AgentDescription
 
 
 @pytest.fixture
@@ -26,6 +29,11 @@ def gang(store, submit, tmp_path):
 def standby(gang, replica, replicas=3):
     """Agents for one replica of the gang's layout with so many."""
     return asyncio.run(gang.start_standby(2, resized(gang.spec, replicas).layout, [replica], ()))
+
+
+def living(gang, agents):
+    """Those of these agents that nobody has ended."""
+    return [agent for agent in agents if agent in gang._cluster.agents.living.values()]
 
 
 def test_who_stays_keeps_place_and_name_and_what_was_heard_of_it_under_its_new_number(gang):
@@ -62,3 +70,77 @@ def test_snapshots_are_looked_for_on_all_nodes_that_the_job_was_ever_on_and_no_o
     gang.note_nodes(dict.fromkeys(range(6), "four"))
     holders = asyncio.run(gang.release())
     assert sorted(agent.node for agent in holders.agents) == ["four", "one", "three", "two"]
+
+
+def test_ranks_and_replicas_are_named_in_ascending_order(gang):
+    gang.note_nodes({5: "one", 4: "two", 0: "one", 9: "one"})
+    assert gang.on(["one"]) == [0, 5], "of ranks that there are no more nothing is said"
+    assert (gang.on(["one", "two"]), gang.on(["six"])) == ([0, 4, 5], [])
+    assert gang.replicas_of([5, 4, 0]) == [0, 2]
+    assert gang.ranks_in([2, 0]) == [0, 1, 4, 5]
+
+
+def test_agents_that_are_lost_are_replaced_in_their_places(gang):
+    before, groups, names = list(gang.agents), list(gang.groups), list(gang.names)
+    assert asyncio.run(gang.replace(7, [1, 4]))
+    assert [agent is old for agent, old in zip(gang.agents, before, strict=True)] == [
+        True, False, True, True, False, True
+    ]  # fmt: skip
+    assert [name for name in gang.names if name not in names] == [
+        agent_name(gang._job_id, 7, 1), agent_name(gang._job_id, 7, 4)
+    ]  # fmt: skip
+    assert [agent.rank for agent in gang.agents] == list(range(6)) and gang.groups == groups
+    assert not living(gang, [before[1], before[4]]), "one that is only silent would keep the seat"
+    assert set(gang.after) == set(gang.held_steps) == {0, 2, 3, 5}
+
+
+@pytest.mark.parametrize("gone", ["node", "place"])
+def test_nobody_is_replaced_where_the_place_is_gone_too(gang, gone):
+    before = list(gang.agents)
+    if gone == "node":
+        gang._cluster.nodes.lost.add("two")
+    else:
+        gang.groups[1] = NOWHERE
+    assert not asyncio.run(gang.replace(7, [0, 2]))
+    assert gang.agents == before == living(gang, before)
+
+
+def test_replicas_that_are_given_up_leave_room_and_their_snapshots(gang):
+    gang._cluster.agents.memory["two"] = {(gang._job_id, gang.tag, 2): [3]}
+    groups = list(gang.groups)
+    gang.groups[2] = NOWHERE
+    asyncio.run(gang.give_up([1, 2]))
+    assert living(gang, gang.agents) == gang.agents[:2]
+    assert groups[0] in gang._cluster.groups.held and groups[1] not in gang._cluster.groups.held
+    assert gang._cluster.agents.memory["two"] == {(gang._job_id, gang.tag, 2): [3]}
+
+
+def test_snapshots_of_replicas_are_handed_out_on_nodes_that_live(gang):
+    gang._cluster.nodes.lost.add("two")
+    holders = asyncio.run(gang.snapshot_holders_of([1, 2]))
+    assert [agent.node for agent in holders.agents] == ["three"]
+    assert asyncio.run(gang.snapshot_holders_of([1])).agents == []
+
+
+def test_places_of_a_replica_of_which_nobody_is_left_are_not_known(gang):
+    about = {rank: AgentDescription("host", "10.0.0.1", 1, f"n{rank}", group=f"g{rank // 2}") for rank in (0, 4, 5)}
+    gang.note_places(about)
+    assert gang.groups == ["g0", NOWHERE, "g2"]
+    assert gang.nodes == {0: "n0", 4: "n4", 5: "n5"}
+
+
+def test_agents_of_another_number_are_not_taken_over(gang):
+    assert asyncio.run(gang.adopt(gang.names[:5], {})) is None
+    assert asyncio.run(gang.adopt([f"{name}-other" for name in gang.names], {})) is None
+
+
+def test_agents_are_taken_over_with_what_was_heard_of_them_and_others_are_ended(gang):
+    names, held = list(gang.names), list(gang.agents)
+    stray = standby(gang, 1)
+    held[3].lose()
+    gang._cluster.agents.living.pop(names[3])
+    about = asyncio.run(gang.adopt(names, {0: 5}))
+    assert sorted(about) == [0, 1, 2, 4, 5] and gang.after == {0: 5}
+    assert gang.by_rank == {rank: held[rank] for rank in (0, 1, 2, 4, 5)} and gang.names == names
+    assert living(gang, stray.agents) == []
+    assert not set(stray.groups) & gang._cluster.groups.held.keys()
