@@ -37,6 +37,22 @@ def test_a_directory_stands_for_its_text_files_sorted(folder):
     assert names == ["a.md", "b.txt", "sub/UPPER.TXT", "sub/c.py"]
 
 
+def test_the_order_of_files_is_not_the_file_systems(tmp_path, monkeypatch):
+    names = ["a/2.txt", "a/b/1.txt", "c/1.txt", "d/1.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    walk = os.walk
+
+    def backwards(*arguments, **options):
+        for folder, folders, files in walk(*arguments, **options):
+            folders.sort(reverse=True)
+            yield folder, folders, sorted(files, reverse=True)
+
+    monkeypatch.setattr(os, "walk", backwards)
+    assert [str(Path(file.path).relative_to(tmp_path)) for file in corpus_files(text(tmp_path))] == names
+
+
 def test_files_keep_the_order_of_the_spec_and_any_name(folder):
     files = corpus_files(text(folder / "picture.png", folder / "a.md"))
     assert [(Path(file.path).name, file.size) for file in files] == [("picture.png", 4), ("a.md", 12)]
