@@ -1,10 +1,13 @@
 """Whose a credential is, on clocks of the test's own."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
+from sqlalchemy.exc import OperationalError
+from starlette.requests import Request
 
-from api import credentials
+from api import access, credentials
 from api.credentials import KNOWN_SECONDS, Credential, Identities, cookie_name, credential_in
 from service.identity import Identity, Scope, digest_of
 from service.store import browser_tokens, keys
@@ -126,3 +129,19 @@ def test_callers_without_end_take_no_memory_without_end(world, monkeypatch):
         world.revoke(key)
     known = [world.who(key) is not None for key in made]
     assert known == [False, False, True], "those before were forgotten, and the database was asked again"
+
+
+@pytest.mark.parametrize("outcome", ["good", "unknown", "anonymous", "database away"])
+def test_stream_goes_on_while_its_key_is_good_or_nobody_can_say(world, monkeypatch, outcome):
+    key = add_key(world.store, "read") if outcome != "unknown" else "manta_unknown"
+    credential = None if outcome == "anonymous" else Credential(digest_of(key), True)
+    if outcome == "database away":
+
+        def refuse(credential):
+            raise OperationalError("SELECT", {}, Exception("the server went away"))
+
+        monkeypatch.setattr(world.identities, "_look", refuse)
+    scope = {"type": "http", "app": SimpleNamespace(state=SimpleNamespace(identities=world.identities))}
+    access.attach(scope, access.RequestOfCaller(None, "127.0.0.1", credential))
+    still = asyncio.run(access.is_still_welcome(Request(scope)))
+    assert still == (outcome in ("good", "database away"))

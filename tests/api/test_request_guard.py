@@ -55,6 +55,12 @@ def test_page_of_another_site_changes_nothing(origin):
     assert code(method="GET", origin=origin) is None, "a browser keeps the answer from that page"
 
 
+@pytest.mark.parametrize("host", ["localhost:8400", "trainer7:8400", "manta.example.org"])
+@pytest.mark.parametrize("origin", ["https://evil.example", "https://evil.example:8400", "null"])
+def test_page_of_another_site_changes_nothing_by_whatever_name_the_service_is_called(host, origin):
+    assert code(host=host, origin=origin) == (403, "cross_site")
+
+
 def test_our_own_pages_may():
     assert code(origin="http://127.0.0.1:8400") is None
     assert code(host="trainer7:8400", origin="http://TRAINER7:8400") is None

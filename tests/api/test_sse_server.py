@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import threading
+import time
 
 import httpx
 import pytest
@@ -20,15 +21,19 @@ from service.store import deletion, events, jobs
 from tests.api.support.keys import ADMIN, bearer
 from tests.service.support.virtual_time import VirtualTimeLoop
 
+SECONDS = 60.0
+
 
 def read_stream(service, path, *, headers=None, until=None):
     """The entries of a stream as (id, data); ends with the stream, or after the entry that `until` accepts."""
     entries, state, fields = [], None, {}
+    deadline = time.monotonic() + SECONDS
     asked = {"Accept": "text/event-stream", **(headers or {})}
     with service.http.stream("GET", path, headers=asked) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
-        for line in response.iter_lines():
+        for line in response.iter_lines():  # comments come all the while
+            assert time.monotonic() < deadline, f"the stream goes on after {len(entries)} entries"
             if line:
                 name, _, value = line.partition(": ")
                 fields[name] = value

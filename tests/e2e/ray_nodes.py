@@ -3,6 +3,7 @@ its own (a namespace on a bridge, whose cable can be pulled), a shared memory of
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -159,7 +160,8 @@ class Node:
                 for file in self._manta.paths.snapshot_folder(job).glob(f"rank-{rank:05d}.*"):
                     file.unlink()
         for process in self.processes():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended with those before
+                process.kill()
         self.process.wait(10)
 
     def vanish(self, job: str, ranks: Any) -> None:

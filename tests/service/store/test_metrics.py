@@ -65,6 +65,13 @@ def test_a_later_row_of_the_same_generation_adds_to_the_step(store, running, rec
     assert read(store, running, ["loss", "validation_loss"]).series == {"loss": [3.0], "validation_loss": [4.0]}
 
 
+def test_what_is_measured_now_and_then_is_known_until_it_is_measured_again(store, running, record):
+    record(1, [{"step": 1, "loss": 3.0, "validation_loss": 4.0}, {"step": 2, "loss": 2.0}])
+    record(2, [{"step": 3, "loss": 1.0}])
+    with store.read() as session:
+        assert jobs.get(session, running.id).metrics == {"step": 3, "loss": 1.0, "validation_loss": 4.0}
+
+
 def test_a_redone_step_replaces_the_row(store, running, record):
     record(1, [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.5, "x": 1}])
     store.write(lambda session: generations.begin(session, running.id, "rank_died", True, "snapshot", 1))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import mmap
 import shutil
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -233,3 +235,13 @@ def test_a_step_that_is_overwritten_while_it_is_read_is_refused(tmp_path):
     assert read.parts["exp_avg"].tolist() == [1.0] * 6
     with pytest.raises(CheckpointError, match="was overwritten while step 7 was being read"):
         load_from_snapshots([snapshots.path], 7, rectangles(2), 6)
+
+
+@pytest.mark.parametrize(("layout", "named"), [("d2", [0, 1]), ("d2 zero 0", [0, 0]), ("t4", [0, 1, 2, 3])])
+def test_a_file_is_named_by_the_first_rank_that_holds_the_same(written, layout, named):
+    """Where the node of rank 0 is lost its replica stands in for it, with the note that only rank 0's file has."""
+    tables = []
+    for path in written[layout].paths:
+        with contextlib.closing(SnapshotFile.open(Path(path), mmap.ACCESS_COPY)) as file:
+            tables.append(file.table()["rank"])
+    assert tables == named
