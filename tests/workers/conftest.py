@@ -1,4 +1,4 @@
-"""Fixtures of the process layer: a real zygote with test entries in place of the trainer."""
+"""Fixtures of the workers' tests: one thread, some text, a real zygote with test entries in place of the trainer."""
 
 import asyncio
 import contextlib
@@ -12,9 +12,27 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = ("echo", "fail", "leave", "wait", "trainer")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As every rank has: bits depend on it, and several that share two cores with others wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Some text."""
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_text("".join(f"{n} and {n * n}\n" for n in range(500)))
+    return str(path)
 
 
 @dataclass

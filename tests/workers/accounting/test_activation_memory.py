@@ -10,7 +10,6 @@ import pytest
 import torch
 from engine_specs import spec
 from one_layer import held_by_layer, held_bytes, lone_rank
-from plain_gpt import one_thread
 
 from workers.accounting.activation_bytes import chunk_bytes, layer_bytes, layer_input_bytes
 from workers.config import JobSpec
@@ -118,7 +117,6 @@ def test_in_16_bits_only_the_statistics_of_norms_differ_on_a_cpu(sequence_parall
     assert held_by_layer(job_spec) == layer_bytes(job_spec) - 4 * outside * 2
 
 
-@one_thread()
 def held_by_chunk(job_spec: JobSpec, rank: int, chunk: int, run: ForwardPass) -> int:
     """Bytes that autograd holds for one micro-batch in one chunk of `rank`, with its loss."""
     engine = Engine(job_spec, lone_rank(job_spec, rank))

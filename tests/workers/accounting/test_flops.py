@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_specs import spec
 from one_layer import flop_counter, lone_rank
-from plain_gpt import PlainGPT, one_thread
+from plain_gpt import PlainGPT
 from rank_programs import micro_batches
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -54,7 +54,7 @@ def test_flops_are_those_that_torch_counts_with_attention_in_full(tied, bias, ff
     """The plain model's attention is written out, so torch counts all s^2 pairs of it."""
     job_spec = job(tied, bias, ffn, vocabulary, groups)
     windows = torch.zeros(6, 9, dtype=torch.int64)
-    with one_thread(), FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         PlainGPT(job_spec).loss(windows).backward()
     assert step_flops(job_spec).model_full == counter.get_total_flops()
 
@@ -102,7 +102,6 @@ def test_state_in_16_bits_takes_18_bytes_a_parameter():
     assert rank_parameters(job_spec)[0] <= engine.flat.size <= 1.02 * rank_parameters(job_spec)[0]
 
 
-@one_thread()
 def counted(job_spec: JobSpec, sequences: int) -> int:
     """FLOPs of a step that torch counts on all ranks, of which those that differ run, one after the other."""
     layout, total = job_spec.layout, 0

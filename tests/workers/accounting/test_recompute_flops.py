@@ -9,7 +9,6 @@ import pytest
 import torch
 from engine_specs import spec
 from one_layer import OneLayer, flop_counter
-from plain_gpt import one_thread
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from workers.accounting.flops import StepFlops, core_attention_forward, forward_flops, step_flops
@@ -31,7 +30,6 @@ def paper_layer(name: str, attention: str = "explicit", **policy) -> JobSpec:
 
 
 @cache
-@one_thread()
 def counted(job: JobSpec) -> tuple[int, int]:
     """FLOPs that torch counts in (forward, backward) of the layer."""
     with FakeTensorMode():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_specs import axes, document
-from plain_gpt import NO_TARGET, PlainGPT, one_thread, random_weights
+from plain_gpt import NO_TARGET, PlainGPT, random_weights
 from rank_programs import Steps, assemble, light, run_steps
 
 from workers.spec.reading import parse_job_spec
@@ -86,10 +86,9 @@ def weights() -> dict[str, torch.Tensor]:
 @functools.cache
 def reference(mask: Any) -> tuple[float, float, dict[str, torch.Tensor]]:
     """(loss, gradient norm, gradients) of the plain model: the mean over all valid tokens at once."""
-    with one_thread():
-        model = PlainGPT(parse_job_spec(job((1, 1, 1), 1))).double().load(weights())
-        loss = model.loss(batch(mask))
-        loss.backward()
+    model = PlainGPT(parse_job_spec(job((1, 1, 1), 1))).double().load(weights())
+    loss = model.loss(batch(mask))
+    loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
     return loss.item(), norm.item(), gradients

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_specs import document
-from plain_gpt import NO_TARGET, PlainGPT, one_thread, random_weights
+from plain_gpt import NO_TARGET, PlainGPT, random_weights
 from rank_programs import Steps, assemble, light, run_steps
 
 from workers.config import RecomputeModule
@@ -219,8 +219,7 @@ def windows(row: Row) -> torch.Tensor:
 @functools.cache
 def references() -> list[tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]]:
     """(weights, loss, gradients) of the plain model in fp64 for every row of the array."""
-    with one_thread():
-        return [reference(row) for row in covering_array()]
+    return [reference(row) for row in covering_array()]
 
 
 def reference(row: Row) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from engine_specs import axes, document
-from plain_gpt import PlainGPT, one_thread, random_weights
+from plain_gpt import PlainGPT, random_weights
 from rank_programs import Precise, assemble, attempts, poisoned_steps, run_precise
 
 from workers.parallel.data import loss_scaling
@@ -162,9 +162,8 @@ def test_hundreds_of_micro_batches_add_up(ranks, precision, layout, count):
 def test_the_sum_over_many_micro_batches_is_near_to_that_of_fp64(ranks, precision, tolerance):
     windows = torch.cat(batches())[:128]
     (by_rank,) = run(ranks, [one_step_job(precision, 128)], [windows])
-    with one_thread():
-        plain = PlainGPT(parse_job_spec(job())).double().load(weights())
-        plain.loss(windows).backward()
+    plain = PlainGPT(parse_job_spec(job())).double().load(weights())
+    plain.loss(windows).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     assert distance(whole(by_rank[0].gradients), expected) < tolerance
 

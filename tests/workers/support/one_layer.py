@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from plain_gpt import one_thread
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -116,7 +115,6 @@ def held_bytes(forward: Callable[[], torch.Tensor]) -> tuple[int, GradientEdge]:
     return sum(size for storage, size in births.storages.values() if not storage.expired()), edge
 
 
-@one_thread()
 def held_by_layer(spec: JobSpec) -> int:
     """Bytes that autograd holds for one layer. Its input counts: it is nobody's but this layer's to keep."""
     layer = OneLayer(spec)

@@ -10,8 +10,7 @@ Shapes: b batch, s sequence, h hidden, a heads, d head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -173,14 +172,3 @@ def random_weights(spec: JobSpec, seed: int = 0, spread: float = 0.2) -> dict[st
         values = torch.empty(parameter.shape).normal_(middle, spread, generator=generator)
         weights[name] = values.double()
     return weights
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Small products on one thread: several would spend their time waiting for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

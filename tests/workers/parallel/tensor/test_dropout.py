@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_specs import axes, document
-from plain_gpt import PlainGPT, one_thread, random_weights
+from plain_gpt import PlainGPT, random_weights
 from rank_programs import assemble, evaluate, light, run_steps
 
 from workers.model.gpt import EMBEDDING_PLACE, PLACES_A_LAYER
@@ -237,9 +237,8 @@ def reference(model: int) -> tuple[list[float], list[float], dict[str, torch.Ten
             return x * kept(keys, x.shape[-1], RATE) / (1 - RATE)
 
         plain.zero_grad()
-        with one_thread():
-            loss = plain.loss(windows, drop)
-            loss.backward()
+        loss = plain.loss(windows, drop)
+        loss.backward()
         losses.append(loss.item())
         norms.append(torch.cat([p.grad.flatten() for p in plain.parameters()]).norm().item())
     return losses, norms, {name: parameter.grad for name, parameter in plain.named_parameters()}
