@@ -75,6 +75,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         settings.failed_memory_hours * 3600,
         DataRoots.of(settings.data_roots, host),
         settings.database_url,
+        settings.jobs_kept_days,
     )
     _keep_to_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)

@@ -34,6 +34,7 @@ from service.job.owner import JobOwner
 from service.leases.decisions import LEASE_SECONDS, JobInBrief
 from service.leases.errors import LeaseLost, OtherRay
 from service.leases.held import Leases, new_id
+from service.retention import Retention
 from service.states import SUPERVISED, JobState
 from service.store import Store, installation, jobs
 from service.store.leases import connection_name
@@ -81,15 +82,17 @@ class ControlPlane:
         memory_seconds: float = DEFAULT_MEMORY_SECONDS,
         data_roots: DataRoots = ANYWHERE,
         database_url: str | None = None,
+        kept_days: float = 0.0,
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
         `allow_faults`: make faults in jobs on request; `memory_seconds`: how long the snapshots of a failed job are
         kept for a retry; `data_roots`: below which folders jobs may read; `database_url`: where the job database is, by
-        default in the home. Raises BadDatabaseUrl, StoreUnusable."""
+        default in the home; `kept_days`: how long jobs are kept after their end; 0: until somebody deletes them. Raises
+        BadDatabaseUrl, StoreUnusable."""
         self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
-        self._allow_faults, self._memory_seconds = allow_faults, memory_seconds
+        self._allow_faults, self._memory_seconds, self._kept_days = allow_faults, memory_seconds, kept_days
         me = new_id()
         self._store = Store(url_in(home, database_url), connection_name(me))
         self._leases = Leases(self._store, me)
@@ -176,7 +179,8 @@ class ControlPlane:
         self._cluster = cluster
         cluster.obey(self._leases.epoch)
         self._leases.begin()
-        self._housekeeping = Housekeeping(self._store, cluster, self._leases, self._placed, self.data_roots)
+        retention = Retention(cluster.paths, self._kept_days) if self._kept_days else None
+        self._housekeeping = Housekeeping(self._store, cluster, self._leases, self._placed, self.data_roots, retention)
         await self._look()
         care = NodeCare(cluster, self._housekeeping.over, self._housekeeping.wake)
         self._tasks = [
@@ -346,17 +350,11 @@ class ControlPlane:
     def delete(self, job_id: str) -> Deletion:
         """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
         ClusterUnavailable."""
-        return delete_job(self._store, Paths.of(self._home_of_jobs), job_id, lambda: self._call(self._let_go(job_id)))
-
-    async def _let_go(self, job_id: str) -> None:
-        """Nothing of a final job is left on the cluster, and nobody looks after it."""
-        assert self._cluster is not None
-        async with self._leases.borrowed(job_id, CALL_SECONDS) as lease:  # its owner is about to leave
-            if lease is not None:
-                await self._cluster.end_job(job_id)
-            else:
-                busy = TimeoutError(f"another control plane has not let go of {job_id} yet; try again")
-                raise ClusterUnavailable(busy)
+        housekeeping = self._housekeeping
+        assert housekeeping is not None
+        return delete_job(
+            self._store, Paths.of(self._home_of_jobs), job_id, lambda: self._call(housekeeping.let_go(job_id))
+        )
 
     def inject(self, job_id: str, fault: Fault) -> None:
         """Make `fault` in a job that runs. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""

@@ -60,6 +60,14 @@ def delete_job(store: Store, paths: Paths, job_id: str, let_go: Callable[[], Non
     """
     store.write(lambda session: deletion.begin(session, job_id))
     let_go()
+    return delete_rest(store, paths, job_id)
+
+
+def delete_rest(store: Store, paths: Paths, job_id: str) -> Deletion:
+    """Delete the files and the rows of a job that is marked, and of which nothing is left on the cluster.
+
+    Raises JobNotFound, FilesNotRemoved.
+    """
     try:
         files = remove_files(paths, job_id)
     except FilesNotRemoved as error:

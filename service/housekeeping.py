@@ -1,5 +1,5 @@
 """What one control plane does for all jobs, whoever looks after each of them: the queue, what is left of jobs that are
-over, and snapshots that were kept for long enough."""
+over, and jobs and snapshots that were kept for long enough."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from service.job.older_database import catch_up
 from service.job.record import JobRecord
 from service.leases.decisions import HOUSEKEEPING
 from service.leases.held import HeldLease, Leases
+from service.retention import Retention
 from service.scheduler import Placed, Scheduler
 from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, deletion, failed_jobs, jobs
@@ -32,6 +33,8 @@ T = TypeVar("T")
 RETRY_SECONDS = 1.0
 # How often it is looked for failed jobs whose snapshots were kept for long enough.
 MEMORY_SECONDS = 30.0
+# How long the owner of a job that is over may take to leave it.
+LET_GO_SECONDS = 30.0
 # How often it is looked whether it falls to this control plane.
 CLAIM_SECONDS = 1.0
 UNKNOWN_JOB = (
@@ -44,11 +47,18 @@ class Housekeeping:
     """Done here whenever its lease is."""
 
     def __init__(
-        self, store: Store, cluster: Cluster, leases: Leases, placed: Placed, data_roots: DataRoots = ANYWHERE
+        self,
+        store: Store,
+        cluster: Cluster,
+        leases: Leases,
+        placed: Placed,
+        data_roots: DataRoots = ANYWHERE,
+        retention: Retention | None = None,
     ):
-        """`placed` and `data_roots`: as for `Scheduler`."""
+        """`placed` and `data_roots`: as for `Scheduler`; `retention`: deletes jobs that ended long ago, where they are
+        not kept until somebody deletes them."""
         self._store, self._cluster, self._leases = store, cluster, leases
-        self._placed, self._data_roots = placed, data_roots
+        self._placed, self._data_roots, self._retention = placed, data_roots, retention
         self._work: asyncio.Task[None] | None = None
         self.scheduler: Scheduler | None = None
         """None before it was ever done here."""
@@ -97,6 +107,8 @@ class Housekeeping:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._admit(scheduler, care))
             group.create_task(self._let_go_of_memory())
+            if self._retention is not None:
+                group.create_task(self._retention.run(store, self.let_go))
 
     async def _have_nodes_swept(self) -> None:
         """Whoever did it before may have died in between."""
@@ -155,6 +167,14 @@ class Housekeeping:
         for job in set(job_ids) - states.keys() - deleted:
             log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
         return {job for job, state in states.items() if is_final(state) and job not in keeping} | deleted
+
+    async def let_go(self, job_id: str) -> None:
+        """Nothing of a final job is left on the cluster, and nobody looks after it. Raises ClusterUnavailable."""
+        async with self._leases.borrowed(job_id, LET_GO_SECONDS) as lease:  # its owner is about to leave
+            if lease is None:
+                busy = TimeoutError(f"another control plane has not let go of {job_id} yet; try again")
+                raise ClusterUnavailable(busy)
+            await self._cluster.end_job(job_id)
 
     async def _let_go_of_memory(self) -> None:
         """Remove the snapshots of failed jobs that were kept for long enough."""

@@ -89,6 +89,9 @@ class Settings:
     """Addresses or networks whose `X-Forwarded-For` is believed (MANTA_TRUSTED_PROXIES, separated by commas)."""
     limits: RequestLimits = RequestLimits()
     """How much one caller may ask of the service."""
+    jobs_kept_days: float = 0.0
+    """How long a job is kept after its end: then it is deleted, with its checkpoints (MANTA_JOBS_KEPT_DAYS); 0: until
+    somebody deletes it."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -115,6 +118,7 @@ class Settings:
                 int(_number(source, "MANTA_STREAMS_AT_ONCE", RequestLimits.streams_at_once)),
                 _number(source, "MANTA_ANONYMOUS_PER_SECOND", RequestLimits.anonymous_per_second),
             ),
+            _number(source, "MANTA_JOBS_KEPT_DAYS", 0.0),
         )
 
     def environment_of_service(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -39,6 +39,11 @@ def append_local(session: Session, user: str, project: str, deed: Deed) -> Audit
     return _append(session, deed, project=project, key_id=None, key_name="on the machine", user=user)
 
 
+def append_of_service(session: Session, project: str, deed: Deed) -> AuditEntry:
+    """Note what the service did of its own accord."""
+    return _append(session, deed, project=project, key_id=None, key_name="the service", user=None)
+
+
 def _append(
     session: Session, deed: Deed, *, project: str, key_id: str | None, key_name: str, user: str | None
 ) -> AuditEntry:

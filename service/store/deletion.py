@@ -11,8 +11,9 @@ from typing import Any, cast
 from sqlalchemy import CursorResult, delete, select, tuple_
 from sqlalchemy.orm import Session
 
-from service.states import JobState, is_final
-from service.store import events, failed_jobs, jobs, leases
+from service.states import FINAL, JobState, is_final
+from service.store import audit, events, failed_jobs, jobs, leases
+from service.store.audit import Deed
 from service.store.errors import JobNotFinal
 from service.store.tables import (
     Base,
@@ -33,7 +34,7 @@ METRICS_AT_ONCE = 10_000
 _OF_A_JOB: tuple[type[Base], ...] = (Event, Metric, MetricBin, Rank, Checkpoint, Recovery, Generation, StateChange)
 
 
-def begin(session: Session, job_id: str) -> None:
+def begin(session: Session, job_id: str, why: str = "the user deletes the job") -> None:
     """Mark a final job as being deleted: it is not tried again, and its snapshots in memory are not kept for that.
 
     Raises JobNotFound, JobNotFinal.
@@ -44,13 +45,32 @@ def begin(session: Session, job_id: str) -> None:
     failed_jobs.let_memory_go(session, job_id, math.inf)
     if job.deletion_began_at is None:
         job.deletion_began_at = job.updated_at = time.time()
-        events.append(session, job_id, "deletion_began", "the user deletes the job")
+        events.append(session, job_id, "deletion_began", why)
+
+
+def expired(session: Session, before: float, limit: int) -> dict[str, bool]:
+    """Final jobs that ended before this time, those that ended first before others, and whether each ever started."""
+    query = select(Job.id, Job.generation > 0).where(Job.state.in_(FINAL), Job.finished_at < before)
+    return {row[0]: row[1] for row in session.execute(query.order_by(Job.finished_at, Job.id).limit(limit))}
+
+
+def begin_if_expired(session: Session, job_id: str, before: float, why: str) -> bool:
+    """`begin`, and a line in the audit, if the job is still one that ended before this time; whether it is. Raises
+    JobNotFound."""
+    job = jobs.get(session, job_id, lock=True)
+    if not is_final(job.state) or job.finished_at is None or job.finished_at >= before:
+        return False
+    if job.deletion_began_at is None:
+        audit.append_of_service(session, job.project, Deed("delete_expired_job", job_id, None, 200))
+    begin(session, job_id, why)
+    return True
 
 
 def note_obstacle(session: Session, job_id: str, why: str) -> None:
     """Say why a job that is being deleted is still there. Raises JobNotFound."""
     jobs.get(session, job_id, lock=True)
-    events.append(session, job_id, "deletion_failed", why)
+    if not events.said_since(session, job_id, "deletion_failed", why, since="deletion_began"):
+        events.append(session, job_id, "deletion_failed", why)
 
 
 def delete_some_metrics(session: Session, job_id: str) -> int:

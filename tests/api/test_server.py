@@ -1,6 +1,7 @@
 """How commands find the service of their home, and what a service that fails leaves running."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import socket
@@ -108,8 +109,8 @@ class NotedControl:
     made = None
     store = SimpleNamespace(location="postgresql://me:***@there/manta")
 
-    def __init__(self, home, head, start_over, allow_faults, memory_seconds, data_roots, database_url):
-        self.database_url = database_url
+    def __init__(self, home, head, start_over, allow_faults, memory_seconds, data_roots, database_url, kept_days):
+        self.database_url, self.kept_days = database_url, kept_days
         self.head, self.allow_faults, self.memory_seconds = head, allow_faults, memory_seconds
         self.data_roots = data_roots
         NotedControl.made = self
@@ -130,10 +131,12 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     few = RequestLimits(requests_per_second=3)
     database = "postgresql://me:secret@there/manta"
     settings = Settings(tmp_path, None, True, ("manta.example.org",), hours, (tmp_path / "data",), database, limits=few)
+    settings = dataclasses.replace(settings, jobs_kept_days=30)
     server.serve(settings, "127.0.0.1", 0, 3, None)
     made, ((hosts, limits), announced) = NotedControl.made, served
     assert limits == few
     assert (made.allow_faults, made.memory_seconds) == (True, seconds)
+    assert made.kept_days == 30
     assert made.data_roots.folders == (tmp_path / "data",)
     assert (made.database_url, announced["database"]) == (database, "postgresql://me:***@there/manta")
     assert '--resources={"manta_slot": 3}' in made.head._command()

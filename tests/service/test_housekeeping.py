@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
-from service import housekeeping
+from service import housekeeping, retention
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement import agent_name, job_of
 from service.leases.decisions import HOUSEKEEPING
@@ -123,6 +123,35 @@ def test_what_a_job_cancelled_in_the_queue_has_left_is_removed(start, cluster, s
     plane._call(idle())
     assert cluster.daemons._daemon("node_a").ended_jobs == [job.id]
     assert cluster.nothing_held
+
+
+def test_job_that_ended_long_ago_is_deleted_with_what_it_holds_where_that_was_asked_for(
+    start, cluster, submit, store, monkeypatch
+):
+    monkeypatch.setattr(retention, "CONFIRMED_SECONDS", 0.0)
+    old, young, let_go_of = submit(), submit(), []
+    for job in (old, young):
+        finish(store, job)
+    let_go = housekeeping.Housekeeping.let_go
+
+    async def noted(self, job_id):
+        await let_go(self, job_id)
+        let_go_of.append((job_id, cluster.daemons._daemon("node_a").ended_jobs[-1]))
+
+    monkeypatch.setattr(housekeeping.Housekeeping, "let_go", noted)
+
+    def age(session):
+        jobs.get(session, old.id).finished_at -= 31 * retention.DAY_SECONDS
+
+    store.write(age)
+    plane = start(kept_days=30)
+
+    def known():
+        with store.read() as session:
+            return set(jobs.states(session, [old.id, young.id]))
+
+    plane._call(reached(lambda: known() == {young.id}))
+    assert let_go_of == [(old.id, old.id)]
 
 
 def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(

@@ -35,6 +35,13 @@ def test_hours_that_are_none_are_refused(value):
         Settings.from_environment({"MANTA_FAILED_MEMORY_HOURS": value})
 
 
+def test_jobs_are_kept_until_somebody_deletes_them_or_as_long_as_is_asked_for():
+    assert Settings.from_environment({}).jobs_kept_days == 0
+    assert Settings.from_environment({"MANTA_JOBS_KEPT_DAYS": "30"}).jobs_kept_days == 30
+    with pytest.raises(BadSetting, match="MANTA_JOBS_KEPT_DAYS is 'a month'; it must be a number of 0 or more"):
+        Settings.from_environment({"MANTA_JOBS_KEPT_DAYS": "a month"})
+
+
 def test_folders_of_data_are_separated_by_colons_and_absolute():
     assert Settings.from_environment({}).data_roots is None
     read = Settings.from_environment({"MANTA_DATA_ROOTS": "/data:/srv/texts:"})

@@ -1,0 +1,111 @@
+"""Jobs that ended long ago are deleted, where whoever runs the service has said how long they are kept.
+
+No clock, no backup and no file system may delete what is not old. So a job goes only when every look for an hour of
+the monotonic clock has seen it past its time (the wall clock may be set), and when nothing in its folder was written
+later than that (a database that was restored may not know what the job has done since); what cannot be read is not old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from service.cluster.errors import ClusterUnavailable
+from service.deletion import FilesNotRemoved, delete_rest
+from service.store import JobNotFound, Store, deletion
+from workers.paths import Paths
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 600.0
+CONFIRMED_SECONDS = 3600.0
+"""For how long a job must have been seen past its time, by a clock that nobody sets."""
+JOBS_AT_ONCE = 200
+"""Jobs that are looked at, those that ended first: what one look deletes, and what the next ones wait for."""
+DAY_SECONDS = 86400.0
+
+
+@dataclass
+class SeenExpired:
+    """Which jobs every look has seen past their time, and since when."""
+
+    _since: dict[str, float] = field(default_factory=dict)
+
+    def confirmed(self, expired: Collection[str], now: float) -> list[str]:
+        """Those of the jobs that are past their time now, which have been so in every look for CONFIRMED_SECONDS; each
+        is named once in that time. `now`: of a monotonic clock, in seconds."""
+        self._since = {job: self._since.get(job, now) for job in expired}
+        long_enough = [job for job, since in self._since.items() if now - since >= CONFIRMED_SECONDS]
+        for job in long_enough:
+            del self._since[job]
+        return long_enough
+
+
+class Retention:
+    """Deletes what is past its time, wherever housekeeping is done."""
+
+    def __init__(self, paths: Paths, kept_days: float, monotonic: Callable[[], float] = time.monotonic):
+        """`kept_days`: how long a job is kept after its end."""
+        self._paths, self._kept_days, self._monotonic = paths, kept_days, monotonic
+        self._seen = SeenExpired()
+
+    async def run(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
+        """Until cancelled. `let_go` returns when nothing of a job is left on the cluster."""
+        while True:
+            try:
+                await self.look(store, let_go)
+            except Exception:  # the jobs are still there: it is looked again
+                log.exception("could not look for jobs that have been kept for long enough")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def look(self, store: Store, let_go: Callable[[str], Awaitable[None]]) -> None:
+        """Delete the jobs of which it is certain that they are past their time."""
+        before = time.time() - self._kept_days * DAY_SECONDS
+        expired = await asyncio.to_thread(_expired, store, before)
+        for job_id in self._seen.confirmed(expired, self._monotonic()):
+            if expired[job_id] and await asyncio.to_thread(written_since, self._paths.job_folder(job_id), before):
+                log.warning("%s ended long ago, but its files are newer, or cannot be read: it is kept", job_id)
+                continue
+            try:
+                await self._delete(store, job_id, before, let_go)
+            except (ClusterUnavailable, FilesNotRemoved, JobNotFound) as error:
+                log.warning("%s has been kept for long enough, but is not deleted yet: %s", job_id, error)
+
+    async def _delete(self, store: Store, job_id: str, before: float, let_go: Callable[[str], Awaitable[None]]) -> None:
+        why = f"it ended more than {self._kept_days:g} days ago (MANTA_JOBS_KEPT_DAYS)"
+        begin = partial(deletion.begin_if_expired, job_id=job_id, before=before, why=why)
+        if await store.write_async(begin):
+            await let_go(job_id)
+            deleted = await asyncio.to_thread(delete_rest, store, self._paths, job_id)
+            log.info("deleted %s: %s; %s", job_id, why, deleted)
+
+
+def _expired(store: Store, before: float) -> dict[str, bool]:
+    with store.read() as session:
+        return deletion.expired(session, before, JOBS_AT_ONCE)
+
+
+def written_since(folder: Path, moment: float) -> bool:
+    """Whether something in `folder` was written after `moment`, or cannot be read. One that is not there says that
+    nothing was, if others are: the folder of all of them may be away."""
+    try:
+        if not os.path.lexists(folder):
+            return not any(folder.parent.iterdir())
+        if folder.lstat().st_mtime > moment:
+            return True
+        for place, folders, files in os.walk(folder, onerror=_raise):
+            if any(Path(place, name).lstat().st_mtime > moment for name in [*folders, *files]):
+                return True
+    except OSError:
+        return True
+    return False
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -1,0 +1,205 @@
+"""Jobs that ended long ago are deleted where somebody asked for it, and never one that may not be old."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from service import retention
+from service.cluster.errors import ClusterUnavailable
+from service.retention import CONFIRMED_SECONDS, DAY_SECONDS, Retention, SeenExpired, written_since
+from service.states import JobState
+from service.store import JobNotFound, audit, deletion, events, failed_jobs, jobs
+from workers.paths import Paths
+
+DAYS = 30.0
+OLD = time.time() - (DAYS + 1) * DAY_SECONDS
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return Paths.of(tmp_path)
+
+
+@pytest.fixture
+def clock():
+    """A clock that nobody sets but the test: `clock[0]` is the time."""
+    return [0.0]
+
+
+@pytest.fixture
+def look(store, paths, clock):
+    """Looks once, so many seconds after the last time; the jobs that the cluster let go of since the start."""
+    kept, let_go_of = Retention(paths, DAYS, lambda: clock[0]), []
+
+    async def let_go(job_id):
+        let_go_of.append(job_id)
+
+    def once(later=0.0, let_go=let_go):
+        clock[0] += later
+        asyncio.run(kept.look(store, let_go))
+        return let_go_of
+
+    return once
+
+
+@pytest.fixture
+def ended(store, submit, paths):
+    """Makes a job that ended at `at`, with a checkpoint that is as old."""
+
+    def make(at=OLD, state=JobState.SUCCEEDED, started=True):
+        job_id = submit().id
+        for to in (JobState.STARTING, state):
+            store.write(lambda session, to=to: jobs.transition(session, job_id, to))
+
+        def age(session):
+            job = jobs.get(session, job_id)
+            job.finished_at, job.generation = at, int(started)
+
+        store.write(age)
+        if started:
+            folder = paths.checkpoint_folder(job_id) / "step-00000005-generation-1"
+            folder.mkdir(parents=True)
+            (folder / "data").write_bytes(b"x")
+            for each in (folder / "data", folder, folder.parent, folder.parent.parent):
+                os.utime(each, (at, at))
+        return job_id
+
+    return make
+
+
+def is_there(store, job_id):
+    with store.read() as session:
+        try:
+            jobs.get(session, job_id)
+        except JobNotFound:
+            return False
+        return True
+
+
+def test_job_past_its_time_goes_with_all_it_has_once_every_look_of_an_hour_has_seen_it_so(store, paths, look, ended):
+    old, young = ended(), ended(at=time.time() - (DAYS - 1) * DAY_SECONDS)
+    for later in (0.0, 600.0, CONFIRMED_SECONDS - 601.0):
+        assert look(later) == []
+        assert is_there(store, old)
+    assert look(1.0) == [old]
+    assert not is_there(store, old)
+    assert not paths.job_folder(old).exists()
+    assert is_there(store, young)
+    assert paths.job_folder(young).exists()
+    with store.read() as session:
+        (entry,) = audit.page(session, None).items
+        assert deletion.deleted_ones(session, [old, young]) == {old}
+    assert (entry.operation, entry.target, entry.key_name, entry.status) == (
+        "delete_expired_job", old, "the service", 200,
+    )  # fmt: skip
+
+
+def test_clock_that_is_set_forward_for_less_than_an_hour_deletes_nothing(store, look, ended, monkeypatch):
+    job, real = ended(at=time.time() - DAY_SECONDS), time.time
+    for ahead in (0.0, 365 * DAY_SECONDS, 0.0, 365 * DAY_SECONDS):
+        monkeypatch.setattr(retention.time, "time", lambda ahead=ahead: real() + ahead)
+        assert look(CONFIRMED_SECONDS - 1.0) == []
+    assert is_there(store, job)
+
+
+def test_job_that_was_tried_again_meanwhile_is_kept(store, look, ended, monkeypatch):
+    job = ended(state=JobState.FAILED)
+    look()
+    expired = retention._expired
+
+    def then_retried(*arguments):
+        found = expired(*arguments)
+        store.write(lambda session: failed_jobs.request_retry(session, job))
+        return found
+
+    monkeypatch.setattr(retention, "_expired", then_retried)
+    assert look(CONFIRMED_SECONDS) == []
+    with store.read() as session:
+        assert jobs.get(session, job).deletion_began_at is None
+        assert audit.page(session, None).items == []
+
+
+def test_job_whose_files_are_newer_than_its_row_is_kept(store, paths, look, ended):
+    """A restored database does not know what the job has done since."""
+    job = ended()
+    os.utime(paths.checkpoint_folder(job) / "step-00000005-generation-1" / "data")
+    look()
+    assert look(CONFIRMED_SECONDS) == []
+    assert is_there(store, job)
+
+
+def test_job_that_never_started_has_no_files_to_ask(store, look, ended):
+    job = ended(started=False)
+    look()
+    assert look(CONFIRMED_SECONDS) == [job]
+    assert not is_there(store, job)
+
+
+def test_job_of_which_the_cluster_holds_on_to_something_is_tried_again_in_an_hour(store, look, ended):
+    first, second = ended(at=OLD - 1), ended()
+
+    async def busy_with_the_first(job_id):
+        if job_id == first:
+            raise ClusterUnavailable(TimeoutError("busy"))
+
+    look()
+    look(CONFIRMED_SECONDS, busy_with_the_first)
+    assert is_there(store, first)
+    assert not is_there(store, second), "the others do not wait for it"
+    assert look() == []
+    assert look(CONFIRMED_SECONDS) == [first]
+    with store.read() as session:
+        assert len(audit.page(session, None).items) == 2, "begun once for each"
+
+
+def test_jobs_that_ended_first_go_first_and_one_look_takes_on_no_more_than_it_can(store, look, ended, monkeypatch):
+    monkeypatch.setattr(retention, "JOBS_AT_ONCE", 2)
+    last, first, second = ended(at=OLD), ended(at=OLD - 20), ended(at=OLD - 10)
+    look()
+    assert look(CONFIRMED_SECONDS) == [first, second]
+    assert is_there(store, last)
+
+
+def test_only_jobs_that_are_over_are_past_their_time(store, submit, ended):
+    job, waiting = ended(), submit().id
+    with store.read() as session:
+        assert deletion.expired(session, time.time(), 10) == {job: True}
+        assert deletion.expired(session, OLD, 10) == {}
+        assert jobs.get(session, waiting).finished_at is None
+
+
+def test_what_was_not_seen_in_one_look_begins_anew():
+    seen = SeenExpired()
+    assert seen.confirmed(["a", "b"], 0.0) == []
+    assert seen.confirmed(["b"], 10.0) == []
+    assert seen.confirmed(["a", "b"], CONFIRMED_SECONDS) == ["b"]
+    assert seen.confirmed(["a", "b"], CONFIRMED_SECONDS + 1) == [], "the one that was named begins anew too"
+
+
+@pytest.mark.parametrize("newer", ["", "checkpoints", "checkpoints/step-00000005-generation-1/data"])
+def test_whatever_was_written_in_a_folder_shows(paths, ended, newer):
+    folder = paths.job_folder(ended())
+    assert not written_since(folder, OLD + 1)
+    os.utime(folder / newer)
+    assert written_since(folder, OLD + 1)
+
+
+def test_folder_that_is_away_says_nothing_where_others_are_away_too(paths, ended, tmp_path):
+    one, other = (paths.job_folder(ended()) for _ in range(2))
+    one.rename(tmp_path / "one")
+    assert not written_since(one, OLD + 1), "it was removed by hand"
+    other.rename(tmp_path / "other")
+    assert written_since(one, OLD + 1)
+    other.parent.rmdir()
+    assert written_since(one, OLD + 1)
+
+
+def test_what_is_in_the_way_of_a_deletion_is_said_once(store, ended):
+    job = ended()
+    for why in ("read-only", "read-only", "away"):
+        store.write(lambda session, why=why: deletion.note_obstacle(session, job, why))
+    with store.read() as session:
+        said = [event.message for event in events.page(session, job).items if event.type == "deletion_failed"]
+    assert said == ["read-only", "away"]
