@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 
 from service.automatic_key import read_key
 from service.cluster.processes import same_process, start_of, started_in
 from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
+from workers.errors import MantaError
+
+
+class HomeUnusable(MantaError):
+    """A service cannot write in its home."""
+
+    def __init__(self, home: Path, error: OSError):
+        super().__init__(
+            f"the home {home} cannot be used ({error.filename or home}: {error.strerror}): see to it that it can be "
+            "written and has room, or name another one in MANTA_HOME"
+        )
+
+
+@contextlib.contextmanager
+def writing_in(home: Path) -> Iterator[None]:
+    """What is done here writes in `home`. Raises HomeUnusable where that is not possible."""
+    try:
+        yield
+    except OSError as error:
+        raise HomeUnusable(home, error) from error
 
 
 def announce(service_file: Path, url: str, database: str, certificate: Path | None = None) -> None:
     """Say where the service answers, for the commands of the same home, where its database is, and with which
-    certificate it answers."""
+    certificate it answers. Raises HomeUnusable."""
     me = os.getpid()
     words = {"url": url, "pid": me, "started": start_of(me), "database": database}
     if certificate is not None:
         words["certificate"] = str(certificate)
-    temporary = service_file.with_suffix(".part")
-    temporary.write_text(json.dumps(words), encoding="utf-8")
-    temporary.rename(service_file)
+    write_whole(service_file, json.dumps(words))
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file of the home. A full disk, or a death in between, leaves what was there. Raises HomeUnusable."""
+    with writing_in(file.parent):
+        part = file.with_suffix(".part")
+        part.write_text(text, encoding="utf-8")
+        part.rename(file)
 
 
 def running_service(home: Path) -> dict[str, object] | None:

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from api.local_service import announce, running_service
+from api.local_service import announce, running_service, write_whole, writing_in
 from service import automatic_key
 from service.cluster.ray_head import ExistingRay, RayHead
 from service.control_plane import ControlPlane
@@ -53,12 +53,14 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of somebody else's Ray.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
-    PortTaken, AlreadyRunning, OtherDatabase, NotForOthers, RayUnavailable, KeyFileUnsafe.
+    PortTaken, AlreadyRunning, OtherDatabase, NotForOthers, RayUnavailable, KeyFileUnsafe,
+    HomeUnusable.
     """
     home, tls = settings.home, settings.tls
     os.umask(PRIVATE)
     refuse_without_protection(settings, host)
-    home.mkdir(parents=True, exist_ok=True)
+    with writing_in(home):
+        home.mkdir(parents=True, exist_ok=True)
     running = running_service(home)
     if running is not None and running["pid"] != os.getpid():
         raise AlreadyRunning(f"a service with home {home} runs already at {running['url']}; end it with `manta down`")
@@ -155,8 +157,10 @@ def _somebody_has_a_key(settings: Settings) -> bool:
 
 
 def lock_home(home: Path) -> IO[str]:
-    """Hold the home until the file is closed: of two services that start at once, one gives way."""
-    file = (home / "service.lock").open("w")
+    """Hold the home until the file is closed: of two services that start at once, one gives way. Raises AlreadyRunning,
+    HomeUnusable."""
+    with writing_in(home):
+        file = (home / "service.lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -188,15 +192,16 @@ def lock_database(home: Path, url: str | None) -> list[IO[str]]:
 
 def _keep_to_database(settings: Settings, location: str) -> None:
     """Note which database this home's jobs are in, without a password. Where none is named it must be the one of the
-    last time: with an empty one, nobody would look after what runs. Raises OtherDatabase."""
+    last time: with an empty one, nobody would look after what runs. Raises OtherDatabase, HomeUnusable."""
     record = settings.home / "database"
-    known = record.read_text(encoding="utf-8") if record.exists() else location
+    known = (record.read_text(encoding="utf-8") if record.exists() else "") or location
     if settings.database_url is None and known != location:
         raise OtherDatabase(
             f"the jobs of {settings.home} are in the database {known}: name it with --database or MANTA_DATABASE_URL, "
             f"or remove {record} to begin with an empty one in the home"
         )
-    record.write_text(location, encoding="utf-8")
+    if not record.exists() or known != location:
+        write_whole(record, location)
 
 
 def _start_over(settings: Settings, host: str, port: int, slots: int | None) -> None:

@@ -16,7 +16,7 @@ import typer
 from sqlalchemy.exc import SQLAlchemyError
 
 from api.client import ApiError, MantaClient, ServiceUnreachable
-from api.local_service import running_service
+from api.local_service import running_service, writing_in
 from api.server import configure_logging, refuse_without_protection, serve, serve_command
 from service.automatic_key import read_key
 from service.cluster.processes import wait_until_ended
@@ -183,15 +183,17 @@ def start_service(
     tls: Tls = NO_TLS,
     database: str | None = None,
 ) -> str:
-    """Start the service of `home` in the background and return its address once it is ready. Raises NotStarted; a Ray
-    that ran before goes on running then, with the jobs in it."""
+    """Start the service of `home` in the background and return its address once it is ready. Raises HomeUnusable, and
+    NotStarted; a Ray that ran before goes on running then, with the jobs in it."""
     ray_ran = RayHead(home).record() is not None
     log = home / "logs" / "service.log"
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    log.parent.mkdir(mode=0o700, exist_ok=True)
+    with writing_in(home):
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log.parent.mkdir(mode=0o700, exist_ok=True)
+        output = open(log, "ab", opener=_private)  # noqa: SIM115 - closed below, once the service has it
     settings = Settings(home, allow_faults=allow_faults, database_url=database, tls=tls)
-    began = log.stat().st_size if log.exists() else 0
-    with open(log, "ab", opener=_private) as output:
+    began = log.stat().st_size
+    with output:
         process = subprocess.Popen(
             serve_command(settings, host, port, slots, ray),
             stdin=subprocess.DEVNULL,

@@ -5,6 +5,7 @@ Nothing here imports ray before its token is in the environment: Ray reads RAY_A
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -148,7 +149,8 @@ class RayHead:
         """
         record = self.record()
         end_all((MARK, self._paths.tag), record.pid if record is not None else None)
-        self._paths.ray_record.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a process that is gone is not taken for a head
+            self._paths.ray_record.unlink(missing_ok=True)
         shutil.rmtree(self._paths.ray_folder, ignore_errors=True)
 
     def _prepare(self) -> None:

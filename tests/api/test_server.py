@@ -15,7 +15,7 @@ from sqlalchemy import text
 
 from api import server
 from api.cli import service
-from api.local_service import announce, running_service
+from api.local_service import HomeUnusable, announce, running_service
 from service.cluster.ray_head import ExistingRay
 from service.identity import Scope
 from service.settings import RequestLimits, Settings, Tls
@@ -157,6 +157,42 @@ def test_home_whose_jobs_are_elsewhere_does_not_begin_with_an_empty_database(tmp
         server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
     (tmp_path / "database").unlink()
     server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+
+
+def test_disk_that_is_full_at_a_start_leaves_what_the_home_knows(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "ControlPlane", NotedControl)
+    (tmp_path / "database.part").symlink_to("/dev/full")
+    with pytest.raises(
+        HomeUnusable, match=rf"the home {tmp_path} cannot be used \(.*: No space left on device\): see to"
+    ):
+        server.serve(Settings(tmp_path, database_url="postgresql://me:secret@there/manta"), "127.0.0.1", 0, None, None)
+    assert not (tmp_path / "database").exists()
+    (tmp_path / "database.part").unlink()
+    (tmp_path / "database").write_text("sqlite:///in/the/home")
+    (tmp_path / "service.part").symlink_to("/dev/full")
+    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
+    monkeypatch.setattr(NotedControl, "store", SimpleNamespace(location="sqlite:///in/the/home"))
+    with pytest.raises(HomeUnusable, match="No space left"):
+        server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+
+
+@pytest.mark.parametrize("begin", [
+    lambda home: server.serve(Settings(home), "127.0.0.1", 0, None, None),
+    lambda home: service.start_service(home, "127.0.0.1", 0, None, None),
+])  # fmt: skip
+def test_home_that_cannot_be_made_is_one_clear_sentence(tmp_path, begin):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HomeUnusable, match=r"the home .*/file/home cannot be used \(.*file.*: Not a directory\)"):
+        begin(tmp_path / "file" / "home")
+
+
+def test_home_without_a_place_for_its_log_or_lock_is_one_clear_sentence(tmp_path):
+    (tmp_path / "logs").write_text("")
+    with pytest.raises(HomeUnusable, match="logs: File exists"):
+        service.start_service(tmp_path, "127.0.0.1", 0, None, None)
+    (tmp_path / "service.lock").mkdir()
+    with pytest.raises(HomeUnusable, match=r"service\.lock: Is a directory"):
+        server.lock_home(tmp_path)
 
 
 def test_ray_of_somebody_else_is_used_and_no_own_one(tmp_path, monkeypatch):

@@ -33,6 +33,8 @@ PAIR = (1, 1, 2)
 EVERY_STEP = {"every_steps": 0, "snapshot_every_steps": 1}
 """`checkpoint` of a job of which a death costs one step at most; without, the interval grows on a slow machine."""
 SLOW_SECONDS = 0.1
+LASTING = pytest.mark.parametrize("seconds", [0.0, pytest.param(60.0, marks=pytest.mark.soak)])
+"""How long a bad day lasts at least; see `Manta.endure`."""
 HOLD_SECONDS = 0.5
 """How long each step of a job that is held takes: longer than anything that a test does meanwhile."""
 
@@ -97,6 +99,11 @@ class Manta:
             assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
             time.sleep(every)
         return answer
+
+    def endure(self, seconds: float) -> None:
+        """Let a bad day last for so long."""
+        end = time.monotonic() + seconds
+        self.until("the end of a bad day", lambda: time.monotonic() >= end, seconds + SECONDS)
 
     def until_step(self, job: str, step: int) -> None:
         """Wait until the job has committed `step`."""

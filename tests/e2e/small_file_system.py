@@ -1,4 +1,4 @@
-"""File systems that are soon full."""
+"""File systems that are soon full, or read-only."""
 
 import contextlib
 import subprocess
@@ -15,6 +15,17 @@ def small_file_system(folder, kilobytes):
     if done.returncode:
         pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
     try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def read_only(folder):
+    """Nothing in `folder`, which is on a small file system, can be made or opened for writing meanwhile."""
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
         yield
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -1,5 +1,5 @@
-"""Bad days of the machine that the control plane runs on: its clock is set, its disk is full. No job notices. At last
-the service is ended, and another one beside it does not notice either."""
+"""Bad days of the machine that the control plane runs on: its clock is set, its disk is full, its home is read-only.
+No job notices. At last the service is ended, and another one beside it does not notice either."""
 
 import os
 import struct
@@ -8,8 +8,9 @@ import psutil
 import pytest
 
 from api.cli.service import stop_service
-from tests.e2e.conftest import EVERY_STEP, MIDDLE, PAIR, Manta
-from tests.e2e.small_file_system import small_file_system
+from api.local_service import HomeUnusable
+from tests.e2e.conftest import EVERY_STEP, LASTING, MIDDLE, PAIR, Manta
+from tests.e2e.small_file_system import read_only, small_file_system
 from tests.e2e.traces import traces_of
 from workers.snapshot.files import steps_kept
 
@@ -109,7 +110,8 @@ def test_clock_that_is_set_costs_nothing(service, clock, pair_undisturbed, kill)
     assert service.leftovers(job) == []
 
 
-def test_full_disk_under_the_database_while_a_rank_dies(service, disk, pair_undisturbed, kill):
+@LASTING
+def test_full_disk_under_the_database_while_a_rank_dies(service, disk, pair_undisturbed, kill, seconds):
     def unwritten_steps():
         newest = max(steps_kept(service.paths.snapshot_folder(job), 0), default=0)
         return newest - service.client.job(job).step
@@ -121,6 +123,7 @@ def test_full_disk_under_the_database_while_a_rank_dies(service, disk, pair_undi
     service.until("steps that cannot be written down", lambda: unwritten_steps() >= 3)
     kill(victim)
     service.until("the end of its process", lambda: not psutil.pid_exists(victim))
+    service.endure(seconds)
     assert service.client.job(job).state == "RUNNING", "what can be read is answered"
     filler.unlink()
     service.until_generation(job, 2)
@@ -128,6 +131,30 @@ def test_full_disk_under_the_database_while_a_rank_dies(service, disk, pair_undi
     ended = service.until_state(job, "SUCCEEDED")
     assert service.curve(job) == pair_undisturbed
     assert (ended.restarts, ended.generation) == (1, 2)
+    assert service.leftovers(job) == []
+
+
+@LASTING
+def test_home_that_becomes_read_only_while_a_rank_and_the_service_die(service, pair_undisturbed, kill, seconds):
+    job = service.submit(service.spec(layout=PAIR, checkpoint={"every_steps": 2, "snapshot_every_steps": 1}))
+    service.hold(job, 1, 5)
+    kept, victim = service.pids(job)
+    with read_only(service.home):
+        kill(victim)
+        service.until_generation(job, 2)
+        service.hold(job, 1, 15)
+        service.until("a checkpoint that cannot be written", lambda: service.events(job, "checkpoint_failed"))
+        service.kill_service()
+        with pytest.raises(HomeUnusable, match="Read-only file system"):
+            service.start()
+        service.endure(seconds)
+    service.start()
+    assert service.pids(job)[0] == kept
+    kill(service.pids(job)[1])
+    ended = service.until_state(job, "SUCCEEDED")
+    assert service.curve(job) == pair_undisturbed
+    assert (ended.restarts, ended.generation) == (2, 3)
+    assert service.client.checkpoints(job).items[0].step == ended.step
     assert service.leftovers(job) == []
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import sqlite3
 
-from tests.e2e.conftest import EVERY_STEP, PAIR
+from tests.e2e.conftest import EVERY_STEP, LASTING, PAIR
 from workers.snapshot.files import steps_kept
 
 
@@ -28,7 +28,8 @@ def complaints(manta):
     return (manta.home / "logs" / "service.log").read_text().count("the database does not answer")
 
 
-def test_database_that_is_locked_while_a_rank_dies(manta, pair_undisturbed, kill):
+@LASTING
+def test_database_that_is_locked_while_a_rank_dies(manta, pair_undisturbed, kill, seconds):
     job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
     manta.hold(job, 1)
     pids, before, said = manta.pids(job), newest_step(manta, job), complaints(manta)
@@ -36,6 +37,7 @@ def test_database_that_is_locked_while_a_rank_dies(manta, pair_undisturbed, kill
         manta.until("steps without a database", lambda: newest_step(manta, job) >= before + 2)
         kill(pids[1])
         manta.until("an error of the database", lambda: complaints(manta) > said)
+        manta.endure(seconds)
         assert manta.client.job(job).state == "RUNNING", "what can be read is answered"
     ended = manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == pair_undisturbed

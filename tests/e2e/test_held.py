@@ -2,10 +2,11 @@
 
 import shutil
 
-from tests.e2e.conftest import MIDDLE
+from tests.e2e.conftest import LASTING, MIDDLE
 
 
-def test_job_whose_checkpoints_are_away_is_held_until_they_are_back(manta, kill):
+@LASTING
+def test_job_whose_checkpoints_are_away_is_held_until_they_are_back(manta, kill, seconds):
     """The folder is moved away, and then all that holds a newer state is lost: trainers and shared memory."""
     job = manta.submit(manta.spec(layout=(1, 1, 2), steps=MIDDLE + 5, checkpoint={"every_steps": 15}))
     manta.hold(job, 0)
@@ -16,6 +17,7 @@ def test_job_whose_checkpoints_are_away_is_held_until_they_are_back(manta, kill)
     for pid in manta.pids(job):
         kill(pid)
     (held,) = manta.until("the job being held", lambda: manta.events(job, "held"))
+    manta.endure(seconds)
     assert f"the folder {folder} is not there" in held.message and f"`manta cancel {job}`" in held.message
     assert (manta.client.job(job).state, complete_checkpoints(manta, job)) == ("RECOVERING", saved)
     away.rename(folder)

@@ -9,7 +9,7 @@ import pytest
 from api.client import ApiError
 from service.store import Store
 from service.store.backup_file import back_up, restore
-from tests.e2e.conftest import EVERY_STEP, PAIR
+from tests.e2e.conftest import EVERY_STEP, LASTING, PAIR
 from workers.snapshot.files import steps_kept
 
 
@@ -17,7 +17,8 @@ def newest_step(manta, job):
     return max(steps_kept(manta.paths.snapshot_folder(job), 0), default=0)
 
 
-def test_server_that_is_away_while_a_rank_dies(on_postgres, postgres, kill):
+@LASTING
+def test_server_that_is_away_while_a_rank_dies(on_postgres, postgres, kill, seconds):
     manta = on_postgres
     job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))
     manta.hold(job, 1)
@@ -30,6 +31,7 @@ def test_server_that_is_away_while_a_rank_dies(on_postgres, postgres, kill):
         assert (caught.value.problem.status, caught.value.problem.code) == (503, "database_unavailable")
         log = manta.home / "logs" / "service.log"
         manta.until("an error of the database", lambda: "the database does not answer" in log.read_text())
+        manta.endure(seconds)
     finally:
         postgres.start()
     ended = manta.until_state(job, "SUCCEEDED")

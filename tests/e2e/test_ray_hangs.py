@@ -1,15 +1,14 @@
 """Ray's head stands still for a while, as on a machine that swaps, and goes on: no job notices."""
 
 import contextlib
-import os
 
 import psutil
 import pytest
 
 from service.cluster.ray_head import RayHead
-from tests.e2e.conftest import PAIR
+from tests.e2e.conftest import LASTING, PAIR
 
-STEPS_MEANWHILE = int(os.environ.get("MANTA_TEST_STILL_STEPS", "10"))
+STEPS_MEANWHILE = 10
 
 
 @pytest.fixture
@@ -24,7 +23,8 @@ def head(manta):
             process.resume()
 
 
-def test_ray_head_that_stands_still_and_goes_on_costs_nothing(manta, head):
+@LASTING
+def test_ray_head_that_stands_still_and_goes_on_costs_nothing(manta, head, seconds):
     job = manta.submit(manta.spec(steps=20_000, layout=PAIR))
     manta.hold(job, 1)
     pids = manta.pids(job)
@@ -32,6 +32,7 @@ def test_ray_head_that_stands_still_and_goes_on_costs_nothing(manta, head):
         process.suspend()
     manta.until("Ray being missed", lambda: not manta.answers())
     manta.until_step(job, manta.client.job(job).step + STEPS_MEANWHILE)
+    manta.endure(seconds / 2)  # Ray itself gives up a head that stands still for a minute
     for process in head:
         process.resume()
     manta.until("Ray being back", manta.answers)
