@@ -58,6 +58,7 @@ KINDS: dict[str, Kind] = {
     "size_out_of_bounds": Kind(422, "the job cannot have this size"),
     "too_many_requests": Kind(429, "the caller asks for more than it may at once or in a second"),
     "internal_error": Kind(500, "a defect of the service; its log says more"),
+    "too_many_connections": Kind(503, "the service holds as many connections as it can"),
     "not_ready": Kind(503, "jobs cannot run right now; `errors` has the reasons"),
     "database_unavailable": Kind(503, "the job database does not answer"),
     "cluster_unavailable": Kind(503, "Ray does not answer"),
@@ -65,7 +66,14 @@ KINDS: dict[str, Kind] = {
 }
 OF_A_JOB = ("job_not_found", "database_unavailable")
 """What every route about one job can answer."""
-_ANY_REQUEST = ("other_release", "unknown_host", "body_too_large", "too_many_requests", "internal_error")
+_ANY_REQUEST = (
+    "other_release",
+    "unknown_host",
+    "body_too_large",
+    "too_many_requests",
+    "internal_error",
+    "too_many_connections",
+)
 _ANY_CALLER = (*_ANY_REQUEST, "unauthenticated", "forbidden", "database_unavailable")
 _ANY_CHANGE = ("cross_site", "unsupported_media_type")
 _RETRY_AFTER = {

@@ -86,12 +86,15 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     try:
         import uvicorn  # once the jobs are under control, like what `build_app` imports
 
+        from api.connections import connections_at_once, limited_to
+
         if host in LOOPBACK_HOSTS:
             automatic_key.ensure(control.store, home)
         app = build_app(control, (host, *settings.allowed_hosts), settings.limits, tls.is_used)
         announce(service_file, url, control.store.location, tls.certificate)
         config = uvicorn.Config(
             app,
+            http=limited_to(connections_at_once()),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,

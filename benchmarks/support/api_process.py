@@ -12,6 +12,7 @@ from typing import Any, cast
 import uvicorn
 
 from api.app import create_app
+from api.connections import connections_at_once, limited_to
 from api.control import ControlPlane
 from service.data_roots import ANYWHERE
 from service.settings import RequestLimits
@@ -40,7 +41,9 @@ def main() -> None:
     app = create_app(cast(ControlPlane, control), limits=UNLIMITED)
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, http=limited_to(connections_at_once()), log_level="warning", access_log=False, timeout_graceful_shutdown=1
+    )
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from api.app import create_app
+from api.connections import MOST_CONNECTIONS, limited_to
 from service.cluster.errors import NodeNotFound
 from service.data_roots import DataRoots
 from service.deletion import Deletion, delete_job
@@ -138,8 +139,8 @@ def client_of(url: str) -> httpx.Client:
 
 
 @contextlib.contextmanager
-def serving(control: FakeControl, limits: RequestLimits = UNLIMITED) -> Iterator[str]:
-    """A server in front of `control`; its address."""
+def serving(control: FakeControl, limits: RequestLimits = UNLIMITED, most: int = MOST_CONNECTIONS) -> Iterator[str]:
+    """A server in front of `control` that holds `most` connections; its address."""
     ready = threading.Event()
 
     class Server(uvicorn.Server):
@@ -149,7 +150,7 @@ def serving(control: FakeControl, limits: RequestLimits = UNLIMITED) -> Iterator
 
     app = create_app(control, limits=limits)
     control.changed_database = app.state.identities.forget
-    config = uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(app, http=limited_to(most), port=0, log_level="warning", timeout_graceful_shutdown=2)
     server = Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

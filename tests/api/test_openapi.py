@@ -63,6 +63,7 @@ def test_errors_are_those_of_the_operation_and_no_others(api):
         413: ["body_too_large"],
         429: ["too_many_requests"],
         500: ["internal_error"],
+        503: ["too_many_connections"],
     }
     assert errors["list_jobs"][401] == ["unauthenticated"]
     assert errors["get_job"][404] == ["job_not_found"]
@@ -70,7 +71,9 @@ def test_errors_are_those_of_the_operation_and_no_others(api):
     assert 422 not in errors["list_ranks"], "it takes nothing that could be wrong"
     assert 404 not in errors["list_jobs"]
     assert errors["inject_fault"][403] == ["unknown_host", "forbidden", "cross_site", "faults_not_allowed"]
-    assert errors["drain_node"][503] == ["database_unavailable", "node_unreachable", "cluster_unavailable"]
+    assert errors["drain_node"][503] == [
+        "too_many_connections", "database_unavailable", "node_unreachable", "cluster_unavailable",
+    ]  # fmt: skip
 
 
 def test_bodies_that_routes_read_themselves_are_described(api):

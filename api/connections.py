@@ -1,0 +1,103 @@
+"""How many connections the service holds, and for how long one may say nothing: before anybody has shown a key, that is
+all that a stranger can use up.
+
+A connection that is refused is answered before anything of it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from http import HTTPStatus
+
+from fastapi import Response
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from api.problems import problem
+
+HEAD_SECONDS = 15.0
+"""How long a connection may take to say all that comes before a request's body, the first time and each time after."""
+MOST_CONNECTIONS = 8192
+_OTHER_FILES = 256
+"""What the service opens beside connections: its database, logs, Ray."""
+_WANTED_FILES = MOST_CONNECTIONS + _OTHER_FILES
+
+
+def connections_at_once() -> int:
+    """How many the process can hold, of the files that it may open; that limit is raised as far as is needed and
+    allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (_WANTED_FILES if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    if soft < min(hard, _WANTED_FILES):
+        soft = min(hard, _WANTED_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return max(1, min(MOST_CONNECTIONS, soft - _OTHER_FILES))
+
+
+class LimitedConnection(HttpToolsProtocol):
+    """One connection of a service; see `limited_to`."""
+
+    most = MOST_CONNECTIONS
+    """How many there may be at once."""
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin, or refuse what is one too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            transport.write(_as_bytes(_one_too_many()))
+            transport.close()
+        else:
+            self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Go on with a request; once its head is there nobody waits for that any more."""
+        super().data_received(data)
+        if self._reads_a_body_or_answers():
+            self._end_wait()
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        self._end_wait()
+        super().connection_lost(exc)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Leave the connection to the protocol of websockets."""
+        self._end_wait()
+        super().handle_websocket_upgrade()
+
+    def _reads_a_body_or_answers(self) -> bool:
+        upgraded = self.transport.get_protocol() is not self
+        return upgraded or (self.cycle is not None and not self.cycle.response_complete)
+
+    def _await_head(self) -> None:
+        if self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def _end_wait(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        if not self._reads_a_body_or_answers():
+            self.transport.close()
+
+
+def limited_to(most: int) -> type[LimitedConnection]:
+    """The protocol of a server that holds so many connections at most, for `uvicorn.Config(http=...)`."""
+    return type("LimitedConnection", (LimitedConnection,), {"most": most})
+
+
+def _one_too_many() -> Response:
+    return problem("too_many_connections", "the service holds as many connections as it can; try again in a moment")
+
+
+def _as_bytes(response: Response) -> bytes:
+    status = HTTPStatus(response.status_code)
+    headers = [*response.raw_headers, (b"connection", b"close")]
+    lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode(), *(name + b": " + value for name, value in headers)]
+    return b"\r\n".join([*lines, b"", bytes(response.body)])

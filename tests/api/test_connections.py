@@ -1,0 +1,126 @@
+"""Connections that say nothing, and more connections than a service can hold."""
+
+import resource
+import socket
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from api import connections
+from api.connections import MOST_CONNECTIONS, connections_at_once
+from tests.api.conftest import FakeControl, serving
+from tests.api.support.keys import ADMIN
+
+SECONDS = 20.0
+HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A server that waits but a moment for the head of a request."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    with serving(FakeControl()) as url:
+        yield httpx.URL(url)
+
+
+def connected(url):
+    made = socket.create_connection((url.host, url.port), timeout=SECONDS)
+    made.settimeout(SECONDS)
+    return made
+
+
+def answer(connection):
+    """All that is sent until the connection is closed."""
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET ", HEAD], ids=["nothing", "a word", "half a head"])
+def test_connection_that_never_says_a_whole_head_is_closed_without_an_answer(impatient, said):
+    with connected(impatient) as connection:
+        connection.sendall(said)
+        assert answer(connection) == b""
+
+
+def test_second_head_of_a_connection_is_waited_for_no_longer(impatient):
+    with connected(impatient) as connection:
+        connection.sendall(HEAD + b"\r\n")
+        first = connection.recv(65536)
+        assert first.startswith(b"HTTP/1.1 200 OK")
+        connection.sendall(b"GET ")
+        assert answer(connection) == b""
+
+
+def test_body_that_takes_longer_than_a_head_may_is_not_cut_off(service, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    url, body = httpx.URL(service.url), b'{"name": 1}'
+    with connected(url) as slow, connected(url) as silent:
+        head = f"POST /v1/jobs HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {ADMIN}\r\nConnection: close\r\n"
+        slow.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{{".encode())
+        assert answer(silent) == b"", "so the time for a head is over"
+        slow.sendall(body[1:])
+        assert answer(slow).startswith(b"HTTP/1.1 422 Unprocessable")
+
+
+def test_one_connection_too_many_is_told_so_and_the_next_is_served_once_there_is_room():
+    with serving(FakeControl(), most=2) as url:
+        address = httpx.URL(url)
+        with connected(address) as first, connected(address) as second:
+            for each in (first, second):
+                each.sendall(HEAD + b"\r\n")
+                assert each.recv(65536).startswith(b"HTTP/1.1 200 OK")
+            refused = httpx.get(f"{url}/healthz", timeout=SECONDS)
+            assert (refused.status_code, refused.json()["code"]) == (503, "too_many_connections")
+            assert refused.headers["Retry-After"] == "5"
+            assert refused.headers["Content-Type"] == "application/problem+json"
+            first.sendall(HEAD + b"Connection: close\r\n\r\n")
+            assert answer(first).startswith(b"HTTP/1.1 200 OK")
+        assert httpx.get(f"{url}/healthz", timeout=SECONDS).status_code == 200
+
+
+@pytest.mark.parametrize(("soft", "hard", "raised", "most"), [
+    (1024, 100_000, MOST_CONNECTIONS + 256, MOST_CONNECTIONS),
+    (1024, 4096, 4096, 4096 - 256),
+    (1024, resource.RLIM_INFINITY, MOST_CONNECTIONS + 256, MOST_CONNECTIONS),
+    (100_000, 100_000, None, MOST_CONNECTIONS),
+    (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, MOST_CONNECTIONS),
+    (100, 100, None, 1),
+])  # fmt: skip
+def test_as_many_as_files_may_be_opened_for_and_others_need_none_of(monkeypatch, soft, hard, raised, most):
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
+    assert connections_at_once() == most
+    assert asked == ([] if raised is None else [(raised, hard)])
+
+
+class Echo:
+    """An app that says once what it hears on a websocket."""
+
+    state = SimpleNamespace(identities=SimpleNamespace(forget=None))
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.accept"})
+            await send({"type": "websocket.send", "text": (await receive())["text"]})
+
+
+def test_websocket_stays_open_though_it_says_nothing(monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("tests.api.conftest.create_app", lambda control, limits: Echo())
+    upgrade = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    key = b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    with (
+        serving(FakeControl()) as url,
+        connected(httpx.URL(url)) as socket_of_page,
+        connected(httpx.URL(url)) as silent,
+    ):
+        socket_of_page.sendall(HEAD + upgrade + key)
+        assert socket_of_page.recv(65536).startswith(b"HTTP/1.1 101")
+        assert answer(silent) == b"", "so the time for a head is over"
+        socket_of_page.sendall(bytes([0x81, 0x82, 0, 0, 0, 0]) + b"hi")  # one text, masked with zeros
+        assert socket_of_page.recv(65536) == bytes([0x81, 2]) + b"hi"
