@@ -128,10 +128,10 @@ class Manta:
         self.pids(job)  # an agent that still starts would take a fault without saying so in time
         return self.until("the fault being taken", taken)
 
-    def hold(self, job: str, rank: int, step: int = MIDDLE) -> None:
-        """Wait until the job has committed `step`; from then on each step takes half a second, until the process of
+    def hold(self, job: str, rank: int, step: int = MIDDLE, seconds: float = HOLD_SECONDS) -> None:
+        """Wait until the job has committed `step`; from then on each step takes `seconds`, until the process of
         `rank` is replaced. So what the test does next happens in the middle of the run, however slow the machine is."""
-        self.inject(job, "slow", rank, at_step=step + 1, seconds=HOLD_SECONDS)
+        self.inject(job, "slow", rank, at_step=step + 1, seconds=seconds)
         self.until_step(job, step)
 
     def leave_room(self, job: str) -> None:

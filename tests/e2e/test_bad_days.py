@@ -9,7 +9,7 @@ import pytest
 
 from api.cli.service import stop_service
 from api.local_service import HomeUnusable
-from tests.e2e.conftest import EVERY_STEP, LASTING, MIDDLE, PAIR, Manta
+from tests.e2e.conftest import EVERY_STEP, HOLD_SECONDS, LASTING, MIDDLE, PAIR, Manta
 from tests.e2e.small_file_system import read_only, small_file_system
 from tests.e2e.traces import traces_of
 from workers.snapshot.files import steps_kept
@@ -142,7 +142,7 @@ def test_home_that_becomes_read_only_while_a_rank_and_the_service_die(service, p
     with read_only(service.home):
         kill(victim)
         service.until_generation(job, 2)
-        service.hold(job, 1, 15)
+        service.hold(job, 1, 15, max(HOLD_SECONDS, seconds / 30))
         service.until("a checkpoint that cannot be written", lambda: service.events(job, "checkpoint_failed"))
         service.kill_service()
         with pytest.raises(HomeUnusable, match="Read-only file system"):
