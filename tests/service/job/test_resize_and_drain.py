@@ -1,15 +1,22 @@
-"""When a job that is smaller than it should be may grow: on a real database and a cluster that exists on paper."""
+"""Which changes of size and place are planned, what is prepared for them, and when a smaller job may grow: on a real
+database and a cluster that exists on paper."""
 
 import asyncio
 
 import pytest
 
+from service.cluster.agents import describe
 from service.cluster.sizes import resized, shapes_of
+from service.job import resize_and_drain
+from service.job.changes import Grow, Move, PlaceAnew, Shrink
 from service.job.context import JobContext
+from service.job.generation import RunningGeneration
 from service.job.resize_and_drain import ElasticityPlanner
 from service.states import JobState
-from service.store import jobs
+from service.store import events, generations, jobs
 from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.supervised_job import story
+from tests.service.support.waiting import reached
 from workers.config import JobSpec
 
 
@@ -60,3 +67,235 @@ def test_reshaped_job_goes_back_when_that_fits_together_with_what_it_holds(may_g
 def test_reshaped_job_stays_as_it_is_while_others_wait(may_grow, submit):
     submit(parallel={"tensor": 2})
     assert not may_grow(shape=1, **WHOLE)
+
+
+def test_a_spec_that_is_not_understood_holds_nobody_back_and_hides_nobody(may_grow, submit, store):
+    strange = submit(parallel={"tensor": 2})
+    store.write(lambda s: setattr(jobs.get(s, strange.id), "spec", {**strange.spec, "train": "as ever"}))
+    assert may_grow()
+    submit(parallel={"tensor": 2})
+    assert not may_grow()
+
+
+ELASTIC = {"elastic": {"min_data": 1, "max_data": 4}}
+
+
+@pytest.fixture
+def planned(store, submit, tmp_path):
+    """Carries out a test with a job of tensor 2 x data 2 ranks that has committed its first step."""
+
+    def carry_out(body, slots, wanted=None, shape=0, **sections):
+        async def run():
+            job = submit(**{"parallel": {"tensor": 2, "data": 2}, **sections})
+            cluster = FakeCluster(tmp_path, **slots)
+            store.write(lambda s: jobs.transition(s, job.id, JobState.STARTING))
+            store.write(lambda s: setattr(jobs.get(s, job.id), "wanted_replicas", wanted))
+            store.write(lambda s: generations.begin(s, job.id, "submitted", False))
+            store.write(lambda s: generations.mark_first_step(s, job.id, 1))
+            context = JobContext.of(store, cluster, job)
+            gang = context.gang
+            await gang.place(1, shapes_of(context.submitted)[shape], ())
+            gang.note_places(dict(enumerate(await describe(gang.agents))))
+            running = RunningGeneration(gang.agents, 1, {}, nothing)
+            try:
+                await body(ElasticityPlanner(context), running, context)
+            finally:
+                await running.close()
+
+        async def nothing(report):
+            pass
+
+        story(run)
+
+    return carry_out
+
+
+def told(context, kind):
+    """How often an event of this type was written."""
+    with context.record.store.read() as session:
+        return sum(event.type == kind for event in events.page(session, context.id).items)
+
+
+def nothing_is_left_of_the_standby(context):
+    cluster = context.cluster
+    return len(cluster.agents.living) == 4 and len(cluster.groups.held) == 2 and sum(cluster.nodes.used.values()) == 4
+
+
+def test_who_takes_over_a_rank_elsewhere_is_ready_and_leaves_its_snapshots_alone_until_then(planned):
+    """The node may be of the same machine: the one that trains has files under the same names there."""
+
+    async def body(planner, running, context):
+        context.cluster.nodes.draining.add("two")
+        before = list(context.gang.agents)
+        change = await planner.plan(running)
+        assert isinstance(change, Move) and change.replicas == (1,)
+        assert [agent.node for agent in change.standby.agents] == ["three", "three"]
+        prepared = [order for agent in change.standby.agents for order in agent.prepared]
+        assert [(order.rank, order.generation, order.snapshot_folder) for order in prepared] == [
+            (2, 2, None), (3, 2, None)
+        ]  # fmt: skip
+        assert context.gang.agents == before, "they train on"
+
+    planned(body, {"one": 2, "two": 2, "three": 2})
+
+
+def test_additional_ranks_are_prepared_for_the_larger_layout_with_snapshots_of_their_own(planned):
+    async def body(planner, running, context):
+        change = await planner.plan(running)
+        assert isinstance(change, Grow) and change.target.layout.data == 3
+        prepared = [order for agent in change.standby.agents for order in agent.prepared]
+        folder = str(context.cluster.paths.snapshot_folder(context.id))
+        assert [(order.rank, order.snapshot_folder) for order in prepared] == [(4, folder), (5, folder)]
+        assert [order.spec["parallel"]["data"] for order in prepared] == [3, 3]
+        assert change.cause == "resized from 2 to 3 replicas"
+
+    planned(body, {"one": 2, "two": 2, "three": 2}, wanted=4, **ELASTIC)
+
+
+def test_nodes_on_which_the_machine_keeps_failing_the_job_get_no_standby(planned):
+    async def body(planner, running, context):
+        async def avoided():
+            return {"three"}
+
+        context.record.avoided_nodes = avoided
+        change = await planner.plan(running)
+        assert [agent.node for agent in change.standby.agents] == ["four", "four"]
+
+    planned(body, {"one": 2, "two": 2, "three": 2, "four": 2}, wanted=3, **ELASTIC)
+
+
+def test_job_that_shrinks_keeps_its_first_replicas(planned):
+    async def body(planner, running, context):
+        assert await planner.may_change()
+        assert await planner.plan(running) == Shrink((0,), "resized from 2 to 1 replicas")
+
+    planned(body, {"one": 4}, wanted=1, **ELASTIC)
+
+
+def test_job_of_the_wanted_size_has_nothing_to_change_or_to_wait_for(planned):
+    async def body(planner, running, context):
+        assert not await planner.may_change()
+        assert await planner.plan(running) is None
+        assert not told(context, "resize_waiting")
+
+    planned(body, {"one": 8}, wanted=2, **ELASTIC)
+
+
+def test_each_node_that_is_to_be_left_in_vain_is_said_once(planned):
+    async def body(planner, running, context):
+        context.cluster.nodes.draining.add("two")
+        assert await planner.may_change(), "to say so"
+        for _ in range(2):
+            assert await planner.plan(running) is None
+        assert told(context, "drain_waiting") == 1
+        assert not await planner.may_change()
+        planner.reconsider()
+        assert context.change_possible.is_set()
+        assert await planner.plan(running) is None
+        assert told(context, "drain_waiting") == 2
+        context.cluster.nodes.slots["three"] = 2
+        assert await planner.may_change(), "there is room now"
+
+    planned(body, {"one": 2, "two": 2, "three": 0})
+
+
+def test_job_that_can_neither_move_nor_shrink_leaves_its_nodes_in_another_layout(planned):
+    async def body(planner, running, context):
+        context.cluster.nodes.draining.add("one")
+        assert await planner.plan(running) is None
+        context.cluster.nodes.used["two"] = 0
+        assert await planner.may_change(), "though it was said that there is no room"
+        change = await planner.plan(running)
+        assert isinstance(change, PlaceAnew) and change.why == "its nodes are to be left"
+        assert (change.target.layout.tensor, change.target.layout.pipeline) == (2, 1)
+        assert change.cause == "placed anew as tensor 2 x pipeline 1 x data 1: its nodes are to be left"
+
+    async def full_at_first(planner, running, context):
+        context.cluster.nodes.used["two"] = 2
+        await body(planner, running, context)
+
+    planned(full_at_first, {"one": 4, "two": 2}, parallel={"tensor": 2, "pipeline": 2}, elastic={"reshape": True})
+
+
+def test_larger_layout_is_not_taken_up_while_others_wait_for_what_is_free(planned, submit, store):
+    async def body(planner, running, context):
+        waiting = submit(parallel={"tensor": 2})
+        assert await planner.plan(running) is None
+        store.write(lambda s: jobs.request_cancel(s, waiting.id))
+        change = await planner.plan(running)
+        assert isinstance(change, PlaceAnew) and change.why == "there is room again"
+        assert (change.target.layout.tensor, change.target.layout.pipeline) == (2, 2)
+
+    planned(body, {"one": 4}, shape=1, **WHOLE)
+
+
+def cannot(agent):
+    agent.refuse("prepare", "no memory left")
+
+
+def is_not_ready(agent):
+    async def prepare(order):
+        return agent.rank != 4
+
+    agent.prepare = prepare
+
+
+@pytest.mark.parametrize("trouble", [cannot, is_not_ready])
+def test_standby_of_which_one_is_not_ready_is_dismissed_and_nothing_changes(planned, trouble):
+    async def body(planner, running, context):
+        context.cluster.agents.on_start = trouble
+        assert await planner.plan(running) is None
+        assert nothing_is_left_of_the_standby(context)
+
+    planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
+
+
+@pytest.mark.parametrize("happens", ["cancelled", "leaving"])
+@pytest.mark.parametrize("late", [False, True], ids=["while_it_starts", "when_it_is_ready"])
+def test_standby_of_a_job_that_is_to_end_is_dismissed(planned, happens, late):
+    async def body(planner, running, context):
+        def end_it(agent):
+            async def prepare(order):
+                getattr(context, happens).set()
+                return late or await asyncio.Event().wait()
+
+            agent.prepare = prepare
+
+        context.cluster.agents.on_start = end_it
+        assert await planner.plan(running) is None
+        assert nothing_is_left_of_the_standby(context)
+
+    planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
+
+
+def test_job_does_not_go_on_without_a_replica_when_a_rank_dies_meanwhile(planned):
+    """What follows from the death comes first."""
+
+    async def body(planner, running, context):
+        def dies(agent):
+            async def prepare(order):
+                context.gang.agents[0].die()
+                await asyncio.Event().wait()
+
+            agent.prepare = prepare
+
+        context.cluster.nodes.draining.add("two")
+        context.gang.agents[0].generation = 1
+        context.cluster.agents.on_start = dies
+        assert await planner.plan(running) is None
+        assert nothing_is_left_of_the_standby(context)
+
+    planned(body, {"one": 2, "two": 2, "three": 2}, **ELASTIC)
+
+
+def test_look_that_fails_is_not_the_last_one(planned, monkeypatch):
+    monkeypatch.setattr(resize_and_drain, "ROOM_SECONDS", 0.001)
+
+    async def body(planner, running, context):
+        context.cluster.nodes.error = RuntimeError("Ray does not answer")
+        looking = asyncio.create_task(planner.look_for_room())
+        await reached(context.change_possible.is_set)
+        assert context.cluster.nodes.error is None, "the first look has failed"
+        looking.cancel()
+
+    planned(body, {"one": 8}, wanted=3, **ELASTIC)
