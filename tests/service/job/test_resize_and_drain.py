@@ -6,6 +6,7 @@ import asyncio
 import pytest
 
 from service.cluster.agents import describe
+from service.cluster.placement import Capacity
 from service.cluster.sizes import resized, shapes_of
 from service.job import resize_and_drain
 from service.job.changes import Grow, Move, PlaceAnew, Shrink
@@ -179,6 +180,35 @@ def test_job_of_the_wanted_size_has_nothing_to_change_or_to_wait_for(planned):
         assert not told(context, "resize_waiting")
 
     planned(body, {"one": 8}, wanted=2, **ELASTIC)
+
+
+def test_no_look_is_taken_for_a_change_while_there_is_no_room_for_it(planned):
+    """Each plan that comes to nothing says so."""
+
+    async def body(planner, running, context):
+        assert not await planner.may_change()
+        context.cluster.nodes.used["one"] -= 2
+        assert await planner.may_change()
+
+    planned(body, {"one": 4}, wanted=3, **ELASTIC)
+
+
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_who_waits_is_judged_by_the_units_that_it_waits_for(planned, submit, has_gpus):
+    async def body(planner, running, context):
+        nodes, real = context.cluster.nodes, context.cluster.nodes.capacity
+
+        async def capacity(unit):
+            return await real(unit) if unit == "GPU" else Capacity(unit, 0, 0, {})
+
+        async def answer():
+            return has_gpus
+
+        nodes.capacity, nodes.has_gpus = capacity, answer
+        submit(parallel={"tensor": 2})
+        assert await planner._others_wait() is has_gpus
+
+    planned(body, {"one": 8})
 
 
 def test_each_node_that_is_to_be_left_in_vain_is_said_once(planned):
