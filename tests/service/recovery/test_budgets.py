@@ -90,6 +90,10 @@ def test_node_on_which_a_job_keeps_failing_is_avoided_for_an_hour():
     assert avoided_nodes(history, 10 + AVOID_SECONDS) == set()
 
 
+def test_failures_of_which_the_node_is_not_known_blame_none():
+    assert avoided_nodes([*on_node(None, 1, 2, 3, 4), *on_node("a", 5)], 6) == set()
+
+
 def test_nodes_are_not_blamed_for_the_users_errors_or_for_checkpoints():
     history = [*on_node("a", 1, 2, 3, 4, kind="exception"), *on_node("b", 1, 2, 3, 4, kind="bad_checkpoint")]
     assert avoided_nodes(history, 5) == set()
@@ -148,7 +152,7 @@ class Life:
 def test_faults_are_read_from_the_generations_that_they_led_to():
     first = Life(1.0, first_step_at=5.0, data={"failure": None})
     second = Life(10.0, data={"failure": raised(node="a", committed=6, rank=3).to_json() | {"at": 9.5}})
-    resized = Life(20.0, data={})
+    resized = Life(20.0, data=None)
     older = Life(30.0, data={"failure": {"kind": "killed", "step": None, "exception": None}})
     past = past_failures([first, second, resized, older])
     assert past == [

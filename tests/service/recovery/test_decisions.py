@@ -126,6 +126,17 @@ def test_the_budget_fills_up_again_as_time_goes_by():
     )
 
 
+def test_giving_up_says_only_what_there_is_to_say():
+    assert judge(KILLED, [], 0, 50.0).message == "restarted 0 times; last: rank 1 was killed by SIGKILL"
+    assert judge(KILLED, [failure(KILLED)], 1).message.startswith("restarted 1 times (1 killed); last: ")
+    assert judge(died(kind="hung"), [], 0).message == "restarted 0 times; last: rank 2 failed at step 7\nT"
+
+
+def test_what_is_waited_out_is_not_given_up_though_the_budget_is_used_up():
+    unread = Death(0, UNREADABLE, message="cannot read the checkpoint")
+    assert isinstance(judge(unread, [failure(KILLED)] * 3, 3), Restart)
+
+
 def test_what_keeps_happening_without_progress_is_held_back():
     assert judge(KILLED, [failure(KILLED)] * 3).wait_seconds == 0
     again = decide(KILLED, failure(KILLED, progressed=False), [failure(KILLED)], 20, 0.0)
@@ -172,6 +183,13 @@ def test_checkpoint_that_the_system_did_not_give_out_is_tried_again_and_never_gi
     decision = decide(unread, failure(unread, progressed=False), history, 3, 0.0)
     assert decision == Restart("rank 0 cannot read the checkpoint", LONGEST_WAIT_SECONDS)
     assert isinstance(judge(KILLED, history, 1), Restart), "they leave the budget to others"
+
+
+def test_generation_of_which_nothing_is_known_makes_nothing_unusable():
+    lives = [SimpleNamespace(first_step_at=None, resume_step=4, data=None) for _ in range(2)]
+    assert unusable_sources(lives, "killed") == set()
+    assert unusable_sources(lives, "bad_checkpoint") == {snapshot_source(4)}
+    assert unusable_sources([], None) == set()
 
 
 def test_snapshots_are_good_again_once_a_step_was_committed():

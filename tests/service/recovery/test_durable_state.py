@@ -54,9 +54,30 @@ def test_folder_that_is_not_there_makes_all_that_was_saved_unknown():
     assert durable_state(Listing(FOLDER, exists=False), []).checkpoints == ()
 
 
+def test_an_older_checkpoint_is_advised_only_where_one_can_be_read():
+    advice = "; to go on from an older checkpoint instead, delete its folder"
+    for older, advised in ((Condition.WHOLE, True), (Condition.UNKNOWN, False), (Condition.NOT_WHOLE, False)):
+        listing = Listing(FOLDER, (stored(4, older), stored(5, Condition.UNKNOWN)))
+        state = durable_state(listing, [row(4), row(5)])
+        with pytest.raises(CheckpointsUnreadable) as caught:
+            state.refuse_unknown("job_1", Resume("checkpoint", 5, path_of(5)))
+        assert (advice in str(caught.value)) is advised
+        if older is Condition.WHOLE:
+            state.refuse_unknown("job_1", Resume("checkpoint", 4, path_of(4)))
+
+
+def test_a_checkpoint_can_be_read_though_the_database_knows_it_too():
+    state = durable_state(Listing(FOLDER, (stored(4, Condition.WHOLE),)), [row(4), row(4)])
+    assert (state.checkpoints, state.unknown) == (((4, path_of(4)),), {})
+
+
 def test_looks_are_further_and_further_apart():
     waits = [hold_seconds(holds) for holds in range(100)]
     assert (waits[0], waits[-1], waits == sorted(waits)) == (FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS, True)
+
+
+def test_each_wait_for_a_checkpoint_is_twice_the_one_before():
+    assert [hold_seconds(holds) / FIRST_HOLD_SECONDS for holds in range(4)] == [1, 2, 4, 8]
 
 
 def test_job_may_be_held_for_years():
@@ -88,6 +109,13 @@ def lives(*sources):
 ])  # fmt: skip
 def test_beginning_from_which_a_state_descends(before, resume, began):
     assert beginning_of(resume, lives(*before)) == began
+
+
+@pytest.mark.parametrize("data", [None, {}])
+def test_checkpoint_of_which_no_path_is_known_is_of_the_generation_before(data):
+    before = lives("start", "start", "checkpoint")
+    before[-1].data = data
+    assert beginning_of(Resume("snapshot", 7), before) == 2
 
 
 @given(st.lists(st.sampled_from(["start", "snapshot", *(path_of(5, g) for g in range(1, 9))]), max_size=8))

@@ -3,12 +3,14 @@
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.recovery.hang_culprits import AXES, Look, find_culprits, waiting_for
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
+from workers.liveness.trainer_status import Position, TrainerStatus
 
 LAYOUTS = [(2, 2, 2), (1, 1, 4), (4, 1, 1), (1, 4, 2), (2, 1, 2), (1, 1, 2), (1, 1, 1)]
 
@@ -181,3 +183,51 @@ def test_whatever_is_seen_a_verdict_is_given_and_it_is_about_ranks_that_stand(se
         assert set(verdict.ranks) <= reachable
         assert any(look.overdue for look in looks)
     assert (verdict.kind == "nobody") or any(look.overdue for look in looks)
+
+
+def test_a_look_is_what_the_agent_has_said():
+    counts = dict.fromkeys(AXES, 3)
+    record = Position(100, 1, "backward", step=12, waits_for=4, counts=counts, heartbeat=7)
+    assert Look.of(2, TrainerStatus(100, overdue=True, stopped=True, record=record)) == Look(
+        2, True, True, True, waits_for=4, step=12, counts=counts, heartbeat=7
+    )
+    assert Look.of(2, TrainerStatus(100, overdue=True, stopped=True)) == Look(2, True, True, True), "it still starts"
+    assert Look.of(2, TrainerStatus(100, record=record)).overdue is False
+    assert Look.of(2, None) == Look(2, answered=False)
+
+
+def test_who_does_not_say_for_whom_it_waits_waits_for_the_peer_that_is_furthest_behind_in_any_axis():
+    group = {"tensor": (0, 1), "data": (0, 2, 3), "world": (0, 2, 3)}
+    looks = [
+        Look(0, overdue=True, counts={"tensor": 9, "data": 2, "world": 5}),
+        Look(1, counts={"tensor": 6, "data": 2, "world": 5}),
+        Look(2, counts={"tensor": 9, "data": 1, "world": 1}),
+        Look(3),
+    ]
+    verdict = find_culprits(looks, lambda axis, rank: group.get(axis, ()))
+    assert (verdict.kind, verdict.why) == ("nobody", "rank 2 may still go on")
+
+
+def test_those_of_whom_the_culprits_are_chosen_are_named_in_order():
+    looks = [
+        *(Look(rank, overdue=True, step=9) for rank in range(9)),
+        Look(9, overdue=True, step=8),
+    ]
+    why = find_culprits(looks, lambda axis, rank: ()).why
+    assert why == "of ranks 0, 1, 2, 3, 4, 5, 6, 7 and more it got least far, and none of them waits for another"
+
+
+@pytest.mark.parametrize(
+    ("looks", "why"),
+    [
+        ([Look(0, overdue=True, waits_for=1), Look(1, overdue=True)], "others wait for it, and it waits for nobody"),
+        ([Look(0, overdue=True), Look(1)], "it stands still and waits for nobody"),
+        ([Look(0, overdue=True, stopped=True, waits_for=1), Look(1)], "its process is stopped"),
+        (
+            [Look(0, overdue=True, waits_for=1), Look(1, answered=False)],
+            "others wait for it, and its agent does not answer",
+        ),
+    ],
+)
+def test_why_a_rank_is_at_fault_is_said(looks, why):
+    assert find_culprits(looks, lambda axis, rank: ()).why == why
