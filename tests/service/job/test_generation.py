@@ -2,12 +2,14 @@
 
 import asyncio
 
+import pytest
+
 from service.job import generation
 from service.job.generation import RunningGeneration
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.waiting import reached
 from workers.liveness.trainer_status import TrainerStatus
-from workers.protocol.reports import Exited, Failure, Finished, KillReason, Metrics, Resting
+from workers.protocol.reports import EXIT_SAVED, Exited, Failure, Finished, KillReason, Metrics, Resting
 
 
 def agent_of(rank):
@@ -380,5 +382,189 @@ def test_once_nobody_runs_any_more_no_culprit_is_waited_for(monkeypatch):
         await reached(lambda: running.all_ended)
         await running.wait_for_culprit()
         assert [death.kind for death in running.deaths] == ["peer_lost", "peer_lost"]
+
+    run(body)
+
+
+def test_ranks_that_saved_their_state_have_ended_and_nobody_has_died():
+    async def body(running, agents, handled):
+        agents[0].save_and_exit()
+        agents[1].finish(9)
+        await reached(lambda: running.all_ended)
+        assert (running.saved, running.finished, running.deaths, running.broken) == ({0}, {1}, [], False)
+
+    run(body)
+
+
+def test_agent_that_is_silent_when_others_have_saved_is_not_waited_for_as_long(monkeypatch):
+    monkeypatch.setattr(generation, "POLLS_A_SECOND", 0.0001)
+    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
+
+    async def body(running, agents, handled):
+        agents[1].silence()
+        await asyncio.sleep(0)
+        agents[0].say(Exited(code=EXIT_SAVED))
+        await reached(lambda: running.all_ended)
+        assert [(death.rank, death.kind) for death in running.deaths] == [(1, "agent_lost")]
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("exception", "failed with E: m"),
+        ("corrupt", "failed with E: m"),
+        ("no_shared_memory", "m"),
+        ("bad_data", "m"),
+        ("bad_checkpoint", "m"),
+        ("unreadable_checkpoint", "m"),
+        ("not_saved", "m"),
+        ("not_finite", "m"),
+        ("spike", "m"),
+    ],
+)
+def test_failures_whose_message_says_all_are_not_introduced_by_their_exception(kind, message):
+    async def body(running, agents, handled):
+        agents[0].say(failed(kind))
+        await running.wait()
+        (death,) = running.deaths
+        assert (death.kind, death.step, death.exception, death.message) == (kind, 3, "E", message)
+
+    run(body)
+
+
+def test_last_output_of_a_process_that_ended_without_a_word_is_kept():
+    async def body(running, agents, handled):
+        agents[0].say(Exited(code=3, last_output=("Fatal Python error", "  in product")))
+        await running.wait()
+        (death,) = running.deaths
+        assert (death.kind, death.message) == ("killed", "exited with code 3")
+        assert death.traceback == "Fatal Python error\n  in product"
+
+    run(body)
+
+
+def test_only_ranks_that_run_are_brought_to_rest_with_the_time_that_they_have():
+    async def body(running, agents, handled):
+        asked = []
+
+        def noted(rank, rest):
+            async def note(*arguments):
+                asked.append((rank, *arguments))
+                return await rest(*arguments)
+
+            return note
+
+        for agent in agents:
+            agent.steps, agent.rest = [4], noted(agent.rank, agent.rest)
+        agents[0].die()
+        await running.wait()
+        await running.rest(5.0, 20.0)
+        assert asked == [(1, 1, 5.0, 20.0)]
+        assert running.resting == {1: 4}
+
+    run(body)
+
+
+def test_reports_go_on_after_the_last_that_was_handled_and_the_next_generation_goes_on_after_that():
+    async def body():
+        agent, after, handled = agent_of(0), {0: 2}, []
+
+        async def handle(report):
+            handled.append(report.sequence)
+
+        for _ in range(4):
+            agent.say(Metrics(()))
+        running = RunningGeneration([agent], 1, after, handle)
+        await reached(lambda: agent.acknowledged == [2, 4])
+        assert (handled, after) == ([3, 4], {0: 4})
+        await running.close()
+
+    asyncio.run(asyncio.wait_for(body(), 10))
+
+
+def test_what_is_done_alongside_ends_with_the_generation_and_not_the_other_way_round():
+    async def body(running, agents, handled):
+        ended = []
+
+        async def short():
+            ended.append("short")
+
+        async def long():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("long")
+
+        running.run_alongside(short())
+        running.run_alongside(long())
+        waiting = asyncio.create_task(running.wait())
+        await reached(lambda: ended == ["short"])
+        assert not waiting.done()
+        agents[0].die()
+        await waiting
+        assert ended == ["short"]
+        await running.stop()
+        assert ended == ["short", "long"]
+
+    run(body)
+
+
+def test_error_of_what_is_done_alongside_comes_out_of_wait():
+    """Or nobody would look for hangs any more, and nobody would know."""
+
+    async def body(running, agents, handled):
+        async def fail():
+            raise RuntimeError("nobody looks any more")
+
+        running.run_alongside(fail())
+        with pytest.raises(RuntimeError, match="nobody looks any more"):
+            await running.wait()
+
+    run(body)
+
+
+@pytest.mark.parametrize("end", ["rest", "stop"])
+def test_error_of_the_handler_comes_out_of_what_ends_a_generation(end):
+    async def body():
+        async def handle(report):
+            raise RuntimeError("somebody else has the lease")
+
+        running = RunningGeneration([agent_of(0)], 1, {}, handle)
+        with pytest.raises(RuntimeError, match="somebody else has the lease"):
+            await (running.rest(5.0) if end == "rest" else running.stop())
+        await running.close()
+
+    asyncio.run(asyncio.wait_for(body(), 10))
+
+
+def test_rank_whose_node_is_lost_has_died_and_is_heard_no_more():
+    async def body(running, agents, handled):
+        waiting = asyncio.create_task(running.wait())
+        await asyncio.sleep(0)
+        running.lose(1, "was on a node that is lost")
+        await waiting
+        (death,) = running.deaths
+        assert (death.rank, death.kind, death.message) == (1, "agent_lost", "was on a node that is lost")
+        agents[0].say(Metrics(()))
+        agents[1].finish(9)
+        await reached(lambda: handled)
+        assert (handled, running.finished) == ([(0, "metrics")], set())
+
+    run(body)
+
+
+def test_rank_that_came_to_rest_says_why_and_when(monkeypatch):
+    monkeypatch.setattr(generation, "CULPRIT_SECONDS", 1e6)
+
+    async def body(running, agents, handled):
+        agents[1].say(Resting(7, "rank 0 hung up"), at=40.0)
+        await running.wait()
+        assert (running.culprit.message, running.culprit.at) == ("lost a peer: rank 0 hung up", 40.0)
+        agents[0].say(Exited(signal=9))
+        await running.wait_for_culprit()
+        assert (running.culprit.rank, running.culprit.kind) == (0, "killed")
 
     run(body)
