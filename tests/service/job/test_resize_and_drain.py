@@ -218,6 +218,7 @@ def test_each_node_that_is_to_be_left_in_vain_is_said_once(planned):
         for _ in range(2):
             assert await planner.plan(running) is None
         assert told(context, "drain_waiting") == 1
+        assert len(context.cluster.groups.acquired) == 1, "no places are asked for where there is no room"
         assert not await planner.may_change()
         planner.reconsider()
         assert context.change_possible.is_set()
@@ -274,6 +275,18 @@ def is_not_ready(agent):
 def test_standby_of_which_one_is_not_ready_is_dismissed_and_nothing_changes(planned, trouble):
     async def body(planner, running, context):
         context.cluster.agents.on_start = trouble
+        assert await planner.plan(running) is None
+        assert nothing_is_left_of_the_standby(context)
+
+    planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
+
+
+def test_standby_that_is_lost_before_it_has_its_orders_is_dismissed(planned, monkeypatch):
+    async def lost(agents):
+        return None
+
+    async def body(planner, running, context):
+        monkeypatch.setattr(resize_and_drain, "describe", lost)
         assert await planner.plan(running) is None
         assert nothing_is_left_of_the_standby(context)
 
