@@ -9,6 +9,7 @@ import pytest
 from service.job import hangs_and_stragglers
 from service.job.hangs_and_stragglers import HangWatch
 from tests.service.support.fake_agents import FakeAgent
+from tests.service.support.waiting import reached
 from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
 from workers.protocol.reports import Event, KillReason, Report
 
@@ -90,6 +91,10 @@ def test_the_rank_for_which_the_others_wait_is_named_with_evidence_and_ended(wat
     assert hung.message == "rank 1 stood still for 1.6 s in backward of micro-batch 1"
     assert (hung.data["phase"], hung.data["counts"], hung.data["waiting_ranks"]) == ("backward", COUNTS, [0, 2])
     assert hung.data["stacks"] == "stacks of 100"
+    assert (hung.data["rank"], hung.data["waiting"], hung.data["axis"]) == (1, 2, "data")
+    assert (hung.data["step"], hung.data["micro_batch"], hung.data["committed"]) == (12, 1, 11)
+    assert (hung.data["stopped"], hung.data["burning"], hung.data["standing_seconds"]) == (False, False, 1.6)
+    assert hung.data["process"]["state"] == "S"
     assert agents[1].kills == [(100, KillReason("hung", "stood still for 1.6 s in backward of micro-batch 1"), False)]
     assert not agents[0].kills + agents[2].kills
 
@@ -196,3 +201,83 @@ def test_a_straggler_is_only_reported_unless_the_policy_says_more(watch):
     agents = [agent(), agent()]
     watch(agents, lambda events, lost: True, [SLOW])
     assert agents[1].kills == []
+
+
+def test_a_straggler_whose_agent_is_gone_keeps_no_other_from_being_replaced(watch):
+    agents, replaced = [agent(), None], {}
+    other = report(Event("straggler", data={"straggler": 0}))
+    watch(agents, lambda events, lost: agents[0].kills, [SLOW, other], "replace", replaced)
+    assert [reason for _, reason, _ in agents[0].kills] == [
+        KillReason("straggler", "held up the others and was replaced")
+    ]
+    assert list(replaced) == [0], "nothing was done to the other"
+
+
+def test_a_gang_that_hangs_is_ended_as_a_whole_though_the_evidence_is_of_some(watch):
+    agents = [agent(waits_for=(rank + 1) % 18, overdue=True) for rank in range(18)]
+    (hung,), lost = watch(agents, lambda events, lost: all(each.kills for each in agents))
+    assert (hung.kind, hung.rank, hung.message.split(":")[0]) == ("gang_hung", None, "the whole gang is started anew")
+    assert [each["rank"] for each in hung.data["ranks"]] == list(range(16))
+    assert [each["stacks"] for each in hung.data["ranks"]] == ["stacks of 100"] * 16
+    assert lost == []
+
+
+def test_of_a_gang_that_hangs_those_without_an_agent_that_answers_are_given_up(watch):
+    agents = [agent(waits_for=1, overdue=True), agent(waits_for=0, overdue=True), agent(silent=True), agent(dead=True)]
+    (hung,), lost = watch(agents, lambda events, lost: agents[0].kills and agents[1].kills and lost)
+    assert [each["rank"] for each in hung.data["ranks"]] == [0, 1]
+    assert lost == [(2, "stands still, and its agent does not answer")]
+
+
+def test_a_rank_without_an_agent_is_no_hang(watch):
+    agents = [agent(waits_for=1, overdue=lambda asked: asked < 9), None]
+    assert watch(agents, lambda events, lost: agents[0].asked >= 9) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (TrainerStatus(100, True, stopped=True, standing_seconds=2.0), "was stopped for 2.0 s in starting"),
+        (
+            TrainerStatus(100, True, standing_seconds=2.0, record=Position(100, 1, "optimizer", step=3, counts=COUNTS)),
+            "stood still for 2.0 s in optimizer",
+        ),
+    ],
+)
+def test_where_a_rank_stands_is_said_in_words(watch, status, words):
+    hanging = agent()
+    hanging.status = status
+    (hung,), _ = watch([hanging], lambda events, lost: hanging.kills)
+    assert hung.message == f"rank 0 {words}"
+    assert hung.step == (3 if status.record else None)
+    assert hung.data["axis"] is None
+    assert hung.data["phase"] == (status.record and "optimizer")
+
+
+def test_stacks_that_cannot_be_had_keep_nobody_from_being_ended(watch):
+    agents = [agent(waits_for=1), agent(overdue=True)]
+    agents[1].refuse("stacks", "py-spy is not there")
+    (hung,), _ = watch(agents, lambda events, lost: agents[1].kills)
+    assert hung.data["stacks"] == ""
+
+
+def test_ranks_that_stand_still_again_later_are_looked_at_again(monkeypatch):
+    monkeypatch.setattr(hangs_and_stragglers, "CONFIRM_SECONDS", 0.0)
+    late, events = [agent(overdue=lambda asked: asked > 1), agent(waits_for=0)], []
+
+    async def tell(kind, *about):
+        events.append(kind)
+
+    async def body():
+        watching = HangWatch(late, lambda axis, rank: range(2), tell, lambda *about: None, "report", {})
+        task = asyncio.create_task(watching.run())
+        watching.note(STALLED)
+        await reached(lambda: late[1].asked)
+        await asyncio.sleep(0)
+        assert (late[0].asked, late[0].kills) == (1, []), "it moved on, and nobody is asked without a reason"
+        watching.note(STALLED)
+        await reached(lambda: late[0].kills)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(body(), 10))
+    assert events == ["rank_hung"]

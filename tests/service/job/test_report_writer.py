@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from service.job.report_writer import ReportWriter
+from service.leases.errors import LeaseLost
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import checkpoints, events, generations, jobs, metrics, ranks, recoveries, retries
@@ -233,6 +234,21 @@ def test_report_that_is_left_out_is_said_once_and_not_of_replaced_generations(st
     store.write(lambda s: generations.begin(s, started.id, "rank lost", True))
     take("metrics", 2, rows=[row(6)])
     assert kinds(store, started).count("report_left_out") == 1
+
+
+def test_report_of_a_job_that_somebody_else_has_now_is_left_to_them(store, started, generation, monkeypatch):
+    """It is not acknowledged, and nothing is written of it."""
+
+    async def lost(operation):
+        raise LeaseLost(started.id)
+
+    writer = ReportWriter(store, started.id, generation, resume_step=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write_async", lost)
+        with pytest.raises(LeaseLost):
+            asyncio.run(writer.take(Report(Metrics((row(5),)), 1, 0, 100.0, 1)))
+    assert steps(store, started) == []
+    assert "report_left_out" not in kinds(store, started)
 
 
 def test_event_is_of_its_rank_and_generation(store, started, take):
