@@ -9,10 +9,11 @@ from service import data_roots
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.leases.errors import LeaseLost
-from service.scheduler import Scheduler
+from service.scheduler import PLACEMENT_SECONDS, Scheduler
 from service.states import JobState
 from service.store import generations, jobs, leases, pauses
 from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.waiting import reached
 
 
 @pytest.fixture
@@ -361,6 +362,92 @@ def test_job_that_somebody_has_not_quite_left_waits_as_it_was(store, submit, loo
     assert cluster.groups.acquired == []
     again = Scheduler(store, cluster, lambda job, generation: None, leases=own_leases)
     assert asyncio.run(again._round()), "it is looked at again"
+
+
+@pytest.fixture
+def rounds(store, cluster, monkeypatch):
+    """Runs a scheduler through looks that answer whether jobs wait; how many there were once `during` has returned."""
+
+    def run(during, *answers):
+        async def body():
+            scheduler, looks = Scheduler(store, cluster, lambda job, generation: None), []
+
+            async def look():
+                looks.append(1)
+                return answers[len(looks) - 1] if len(looks) <= len(answers) else False
+
+            monkeypatch.setattr(scheduler, "_round", look)
+            running = asyncio.create_task(scheduler.run())
+            await during(scheduler, looks)
+            running.cancel()
+            return len(looks)
+
+        return asyncio.run(asyncio.wait_for(body(), 10))
+
+    return run
+
+
+def test_queue_in_which_nobody_waits_is_looked_at_when_somebody_says_so(rounds, monkeypatch):
+    monkeypatch.setattr("service.scheduler.IDLE_SECONDS", 0.0)
+
+    async def pass_by():
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def wake(scheduler, looks):
+        await pass_by()
+        assert len(looks) == 1
+        scheduler.wake()
+        await pass_by()
+
+    assert rounds(wake, False, False) == 2, "once for each time that somebody says so"
+
+
+def test_queue_in_which_somebody_waits_is_looked_at_now_and_then(rounds, monkeypatch):
+    monkeypatch.setattr("service.scheduler.IDLE_SECONDS", 0.0)
+
+    async def wait(scheduler, looks):
+        await reached(lambda: len(looks) == 3)
+
+    assert rounds(wait, True, True, False) == 3
+
+
+def test_job_that_has_run_before_is_placed_under_the_number_of_its_next_generation(store, submit, look, cluster):
+    job = submit()
+    for _ in range(3):
+        store.write(lambda s: generations.begin(s, job.id, "test", False))
+    assert look() == [(job.id, 4)]
+    assert [each[:2] for each in cluster.groups.acquired] == [(job.id, 4)]
+
+
+def test_places_are_of_the_unit_that_the_job_takes_and_are_waited_for_a_while(
+    store, submit, look, cluster, monkeypatch
+):
+    async def yes():
+        return True
+
+    async def acquire(job, generation, layout, unit, timeout, avoid=()):
+        asked.append((unit, timeout, layout.tensor))
+
+    asked = []
+    monkeypatch.setattr(cluster.nodes, "has_gpus", yes)
+    monkeypatch.setattr(cluster.groups, "acquire", acquire)
+    submit(parallel={"tensor": 2})
+    submit(resources={"accelerator": "cpu"})
+    look()
+    assert asked == [("GPU", PLACEMENT_SECONDS, 2), ("manta_slot", PLACEMENT_SECONDS, 1)]
+
+
+def test_trouble_of_the_database_is_no_fault_of_the_job_that_was_looked_at(store, submit, look, monkeypatch):
+    """Those behind it would fare no better: the whole queue is looked at again."""
+
+    async def locked():
+        raise OSError("the disk is full")
+
+    submit()
+    monkeypatch.setattr(store, "until_certain", locked)
+    with pytest.raises(OSError, match="the disk is full"):
+        look()
 
 
 def test_scheduler_whose_lease_is_lost_ends(store, submit, cluster, monkeypatch):

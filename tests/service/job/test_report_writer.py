@@ -70,7 +70,9 @@ def test_replaced_generation_changes_nothing(store, started, take):
     take("event", 2, type="note", step=5, message="late")
     take("exit", 3, code=0, signal=None)
     assert steps(store, started) == []
-    assert "note" not in kinds(store, started)
+    assert not {"note", "first_step"} & set(kinds(store, started))
+    assert read(store, lambda s: jobs.get(s, started.id)).state == "STARTING"
+    assert read(store, lambda s: generations.of_job(s, started.id))[0].first_step_at is None
     assert read(store, lambda s: ranks.of_job(s, started.id))[0].state == "starting"
 
 
@@ -82,7 +84,30 @@ def test_job_runs_from_the_first_step_after_the_one_it_resumed_at(store, started
     take("metrics", 3, rows=[row(6)])
     assert kinds(store, started).count("first_step") == 1
     (first,) = [e for e in read(store, lambda s: events.page(s, started.id)).items if e.type == "first_step"]
-    assert first.step == 5
+    assert (first.step, first.generation) == (5, 1)
+
+
+def test_generation_has_one_first_step_whoever_writes_its_reports(store, started, generation, take):
+    take("metrics", 1, rows=[row(5)])
+    store.write(lambda s: jobs.transition(s, started.id, JobState.RESIZING))
+    next_one = ReportWriter(store, started.id, generation, resume_step=4)
+    asyncio.run(next_one.take(Report(Metrics((row(6),)), 1, 0, 100.0, 2)))
+    assert steps(store, started) == [5, 6]
+    assert read(store, lambda s: jobs.get(s, started.id)).state == "RESIZING", "a change is under way"
+    assert kinds(store, started).count("first_step") == 1
+
+
+def test_first_step_was_committed_when_its_rank_says_so(store, started, take):
+    take("metrics", 1, rows=[{**row(step), "time": 100.0 + step} for step in (4, 5, 6)])
+    (of_job,) = read(store, lambda s: generations.of_job(s, started.id))
+    assert of_job.first_step_at == 105.0
+
+
+def test_last_step_without_anything_after_it_adds_nothing(store, started, take):
+    take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
+    take("finished", 2, step=5)
+    assert "report_left_out" not in kinds(store, started)
+    assert read(store, lambda s: generations.of_job(s, started.id))[0].compute_seconds == 2.0
 
 
 def test_first_step_of_a_job_being_cancelled_leaves_it_so(store, started, take):
