@@ -80,6 +80,51 @@ def test_job_that_lost_its_places_waits_without_capacity_and_forms_anew():
     assert ledger(changes, trainings, NOW).goodput == pytest.approx(946 / 995)
 
 
+def test_job_that_finds_no_place_after_a_failure_waits_without_capacity():
+    """Whatever the recovery has to say about that time."""
+    changes = states(QUEUED=0, STARTING=0, RUNNING=10, RECOVERING=51, QUEUED2=53, STARTING2=80, RUNNING2=84)
+    timeline = RecoveryTimeline(51, 50, 52, connected_at=82, restored_at=83)
+    trainings = [steps(0, 10, 48, 53), steps(80, 83, 1000, recovery=timeline)]
+    assert spent(changes, trainings) == {
+        "start": 10, "compute": 38 + 917, "redo": 2, "detect": 1, "re_form": 2 + 2, "idle_without_capacity": 27,
+        "restore": 1,
+    }  # fmt: skip
+
+
+def test_time_between_a_failure_for_good_and_its_retry_is_the_users():
+    changes = states(
+        QUEUED=0, STARTING=0, RUNNING=10, FAILED=50, QUEUED2=200, STARTING2=203, RUNNING2=205, SUCCEEDED=300
+    )
+    trainings = [steps(0, 10, 50, 50, outcome="FAILED"), steps(203, 205, 300, 300, outcome="SUCCEEDED")]
+    assert spent(changes, trainings) == {
+        "start": 10, "compute": 40 + 95, "pause": 150, "idle_without_capacity": 3, "re_form": 2
+    }  # fmt: skip
+    assert ledger(changes, trainings, NOW).goodput == pytest.approx(135 / 150)
+
+
+def test_nothing_is_lost_by_a_change_of_size_but_the_time_to_form_anew():
+    changes = states(QUEUED=0, STARTING=0, RUNNING=10, RESIZING=48, RUNNING2=56, SUCCEEDED=100)
+    trainings = [steps(0, 10, 50, 51), steps(51, 55, 100, 100, outcome="SUCCEEDED")]
+    assert spent(changes, trainings) == {"start": 10, "compute": 40 + 45, "re_form": 5}
+
+
+@pytest.mark.parametrize("seconds", [None, {}])
+def test_steps_of_which_no_seconds_are_known_have_computed(seconds):
+    changes = states(QUEUED=0, STARTING=0, RUNNING=11, SUCCEEDED=100)
+    assert spent(changes, [steps(1, 10, 100, 100, seconds=seconds, outcome="SUCCEEDED")]) == {
+        "start": 10, "compute": 90
+    }  # fmt: skip
+
+
+def test_step_under_way_of_a_generation_that_has_ended_is_lost():
+    changes = states(QUEUED=0, STARTING=0, RUNNING=10)
+    assert spent(changes, [steps(0, 10, 20, ended=22)], now=25) == {"start": 10, "compute": 10, "redo": 5}
+
+
+def test_goodput_of_a_job_that_only_ever_waited_is_not_known():
+    assert ledger(states(QUEUED=0, STARTING=0, RUNNING=10), [], 20).goodput is None
+
+
 def test_pause_and_what_follows_a_cancel_do_not_count_against_goodput():
     changes = states(QUEUED=0, STARTING=0, RUNNING=10, CANCELLING=50, CANCELLED=60)
     book = ledger(changes, [steps(0, 10, 50, 60, outcome="CANCELLED")], NOW)

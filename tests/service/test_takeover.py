@@ -87,6 +87,19 @@ def test_agent_that_does_not_answer_or_is_gone_says_nothing_about_its_release(cl
     look(cluster, job_a="RUNNING")
 
 
+def test_gangs_of_several_releases_are_all_told_and_one_agent_is_enough_to_tell(cluster):
+    agents_of(cluster, "job_a", protocol=2)
+    agents_of(cluster, "job_b", protocol=1)
+    agents_of(cluster, "job_c")
+    first, *_ = [agent for name, agent in cluster.agents.living.items() if "job_b" in name]
+    del first.describe
+    first.silence()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CannotTakeOver) as caught:
+        patch.setattr(takeover, "ASK_SECONDS", 0.01)
+        look(cluster, job_a="PAUSING", job_b="RESIZING", job_c="RUNNING")
+    assert "cannot take over job_a, job_b: their agents speak protocol 1 and 2 and this" in str(caught.value)
+
+
 def test_many_jobs_are_not_all_named(cluster):
     names = [f"job_{letter}" for letter in "abcdefg"]
     agents_of(cluster, *names, protocol=1)

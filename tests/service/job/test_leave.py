@@ -130,6 +130,36 @@ def test_what_is_not_on_disk_is_said(job):
     )
 
 
+def test_job_without_a_checkpoint_says_that_all_its_steps_may_be_lost(job):
+    async def body():
+        await up(job, 1, 2)
+        job.pause()
+        await gone(job)
+
+    story(body)
+    assert job.message("not_saved") == (
+        "the state of step 2 is in memory alone, there is no checkpoint: what its nodes lose is done again"
+    )
+    (event,) = [each for each in job.events if each.type == "not_saved"]
+    assert (event.step, event.data) == (2, {"step": 2, "saved": None})
+
+
+def test_folder_of_checkpoints_that_cannot_be_looked_at_keeps_no_places(job, cluster):
+    async def body():
+        await up(job, 1)
+
+        async def unreadable(folder):
+            raise OSError("Input/output error")
+
+        job.supervisor._job.folder_reader.list = unreadable
+        job.pause()
+        await gone(job)
+
+    story(body)
+    assert job.log == [*UP, "PAUSING", "PAUSED"], "nothing is said of what is not known"
+    assert not cluster.agents.living and not cluster.groups.held
+
+
 @pytest.mark.parametrize("died", ["rank", "agent"])
 def test_rank_that_dies_while_it_is_pausing_is_recovered_from_and_the_pause_is_carried_out(job, cluster, died):
     async def body():
@@ -393,6 +423,40 @@ def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
     story(body)
     assert slept == [pytest.approx(seconds, abs=15.0)]
     assert context.overdue.is_set()
+
+
+def test_job_whose_time_is_up_has_as_long_to_save_as_one_that_is_paused(store, started, cluster, monkeypatch):
+    context, slept = Supervisor(store, cluster, started)._job, []
+
+    async def sleep(duration):
+        slept.append(duration)
+
+    async def body():
+        context.leaving.set()
+        monkeypatch.setattr(leave, "asyncio", SimpleNamespace(sleep=sleep))
+        await leave.keep_time(context)
+
+    store.write(lambda s: setattr(state_changes.of_job(s, started.id)[-1], "time", 5.0))  # it started long ago
+    story(body)
+    assert slept == [pytest.approx(leave.SAVE_SECONDS, abs=15.0)]
+
+
+@pytest.mark.parametrize("limit", [None, 1000.0])
+def test_job_that_is_paused_before_its_time_is_up_is_overdue_by_its_pause(two_replicas, cluster, monkeypatch, limit):
+    monkeypatch.setattr(leave, "SAVE_SECONDS", 0.0)
+    job = two_replicas(cluster, **({} if limit is None else {"max_duration": limit}))
+    context = Supervisor(job.store, cluster, job.row)._job
+
+    async def body():
+        keeping = asyncio.create_task(leave.keep_time(context))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not context.leaving.is_set() and not keeping.done()
+        context.leaving.set()
+        await keeping
+        assert context.overdue.is_set()
+
+    story(body)
 
 
 LAUNCH = Launch("why", counts=True)

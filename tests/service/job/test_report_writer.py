@@ -210,7 +210,17 @@ def test_checkpoints_become_rows(store, started, take):
     take("event", 7, type="checkpoint_failed", step=6, message="failed", data={"path": "/c/6"})
     assert saved(store, started) == {5: "complete", 6: "failed", 7: "saving"}
     take("event", 8, type="checkpoint_deleted", step=7, message="deleted", data={"path": "/c/5"})
-    assert saved(store, started)[5] == "deleted"
+    assert saved(store, started) == {5: "deleted", 6: "failed", 7: "saving"}
+
+
+def test_only_what_is_told_of_checkpoints_changes_their_rows(store, started, take):
+    take("event", 1, type="checkpoint_saving", step=5, message="saving", data={"path": "/c/5"})
+    take("event", 2, type="note", step=5, message="hello")
+    take("event", 3, type="checkpoint_skipped", message="of no step")
+    take("event", 4, type="checkpoint_saved", step=9, message="saved", data={"path": "/c/9", "bytes": 1})
+    take("event", 5, type="checkpoint_failed", step=9, message="failed", data={"path": "/c/9"})
+    assert saved(store, started) == {5: "saving"}
+    assert "report_left_out" not in kinds(store, started)
 
 
 def test_a_deleted_checkpoint_is_the_one_at_its_path_and_no_other(store, started, take):

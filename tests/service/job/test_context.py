@@ -1,0 +1,77 @@
+"""What everything that acts for a job shares: how many replicas its user wants, and which failures count against it."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from service.job.context import JobContext
+from service.job.incident import Incident
+from service.recovery.budgets import PastFailure
+from service.recovery.decisions import Death
+from service.recovery.timeline import RecoveryTimeline
+from service.store import jobs
+from tests.service.support.fake_cluster import FakeCluster
+
+ELASTIC = {"parallel": {"tensor": 2, "data": 2}, "elastic": {"min_data": 1, "max_data": 4, "reshape": True}}
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    return FakeCluster(tmp_path, one=8)
+
+
+def life(number, failure=None):
+    """Generation `number`, which began at as many seconds, after a failure a moment before."""
+    data = {"failure": None if failure is None else {"kind": failure, "at": number - 0.5}}
+    return SimpleNamespace(started_at=float(number), first_step_at=number + 0.1, resume_step=0, data=data)
+
+
+def at(*failures):
+    return [(failure.kind, failure.at) for failure in failures]
+
+
+LIVES = [life(1), life(2, "killed"), life(3, "hung"), life(4), life(5, "exception")]
+
+
+def test_failures_of_the_generations_count_and_then_those_of_launches(store, cluster, submit):
+    context = JobContext.of(store, cluster, submit())
+    assert at(*context.failures(LIVES)) == [("killed", 1.5), ("hung", 2.5), ("exception", 4.5)]
+    context.failed_launches.append(PastFailure("agent_lost", 6.0))
+    assert at(*context.failures(LIVES))[-2:] == [("exception", 4.5), ("agent_lost", 6.0)]
+
+
+def test_what_made_a_launch_necessary_that_failed_counts_once(store, cluster, submit):
+    context = JobContext.of(store, cluster, submit())
+    killed = PastFailure("killed", 6.0)
+    incident = Incident(Death(0, "killed"), killed, RecoveryTimeline(6.0))
+    assert at(*context.failures(LIVES, incident))[-1] == ("killed", 6.0)
+    context.failed_launches.append(killed)
+    assert at(*context.failures(LIVES, incident))[-2:] == [("exception", 4.5), ("killed", 6.0)]
+
+
+def test_what_was_before_the_user_had_it_tried_again_counts_no_more(store, cluster, submit):
+    job = submit()
+    store.write(lambda s: setattr(jobs.get(s, job.id), "retried_at", 2.9))
+    with store.read() as session:
+        context = JobContext.of(store, cluster, jobs.get(session, job.id), memory_seconds=7.0)
+    assert at(*context.failures(LIVES)) == [("exception", 4.5)]
+    assert (context.retried_at, context.memory_seconds) == (2.9, 7.0)
+
+
+def test_as_many_replicas_are_wanted_as_the_user_said_last(store, cluster, submit):
+    job = submit(**ELASTIC)
+    context = JobContext.of(store, cluster, job)
+    assert asyncio.run(context.wanted_replicas()) == 2
+    store.write(lambda s: jobs.request_resize(s, job.id, 4))
+    assert asyncio.run(context.wanted_replicas()) == 4
+
+
+def test_gang_is_numbered_by_the_layout_that_the_job_runs_in_and_not_by_the_submitted_one(store, cluster, submit):
+    job = submit(**ELASTIC)
+    smaller = JobContext.of(store, cluster, job).submitted.layout.model_copy(update={"tensor": 1, "data": 3})
+    store.write(lambda s: jobs.set_layout(s, job.id, smaller))
+    with store.read() as session:
+        context = JobContext.of(store, cluster, jobs.get(session, job.id))
+    assert (context.gang.layout.tensor, context.gang.layout.data) == (1, 3)
+    assert (context.submitted.layout.tensor, context.submitted.layout.data) == (2, 2)
