@@ -4,8 +4,12 @@ import asyncio
 
 import pytest
 
-from service.job.changes import Stay, standby_of
-from service.store import generations
+from service.cluster.agents import describe
+from service.cluster.placement_groups import NotPlaced
+from service.cluster.sizes import resized, shapes_of
+from service.job.changes import PlaceAnew, Stay, carry_out, standby_of
+from service.job.context import JobContext
+from service.store import generations, jobs
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached
@@ -386,3 +390,78 @@ def test_generation_that_a_change_begins_says_so_and_is_no_restart(two_replicas,
         rows = generations.of_job(session, job.id)
     assert [(row.data or {}).get("failure") for row in rows] == [None, None]
     assert job.row.restarts == 0
+
+
+@pytest.fixture
+def change(store, submit, tmp_path):
+    """Carries out what a test does with a job of two ranks, one on each of two nodes; it has had three generations."""
+
+    def run(body, **sections):
+        async def story():
+            cluster = FakeCluster(tmp_path, one=1, two=1, three=1, four=1)
+            job = submit(**{"parallel": {"data": 2}, "elastic": {"min_data": 1, "max_data": 4}, **sections})
+            context = JobContext.of(store, cluster, job)
+            await context.gang.place(3, context.submitted, ())
+            context.gang.note_places(dict(enumerate(await describe(context.gang.agents))))
+            await body(context)
+
+        asyncio.run(asyncio.wait_for(story(), 10))
+
+    return run
+
+
+def test_ranks_at_rest_keep_what_they_hold_where_a_change_is_not_made(change):
+    async def body(job):
+        resting = {0: 4, 1: None}
+        before = list(job.gang.agents)
+        await carry_out(Stay("why"), job, 3, resting)
+        assert (job.gang.held_steps, job.gang.agents, job.departing) == (resting, before, [])
+        resting.clear()
+        assert job.gang.held_steps, "the next generation fills its own"
+
+    change(body)
+
+
+async def avoided():
+    return {"three"}
+
+
+def test_gang_that_is_placed_anew_avoids_nodes_that_fail_it_and_who_has_its_state_hands_it_out(change):
+    async def body(job):
+        job.record.avoided_nodes = avoided
+        before = list(job.gang.agents)
+        target = resized(job.submitted, 3)
+        await carry_out(PlaceAnew(target, "there is room again"), job, 3, {})
+        assert job.cluster.groups.acquired[-1] == (job.id, 4, (0, 1, 2), frozenset({"three"}))
+        assert [agent.node for agent in job.gang.agents] == ["one", "two", "four"]
+        assert all(agent.lost for agent in before)
+        (departing,) = job.departing
+        assert {agent.node for agent in departing.agents} == {"one", "two"}
+
+    change(body)
+
+
+@pytest.mark.parametrize(("taken", "replicas"), [(2, (0, 1)), (4, (0, 1))])
+def test_gang_whose_new_places_others_took_takes_what_is_left_or_what_it_had(change, store, taken, replicas):
+    async def body(job):
+        nodes, groups = job.cluster.nodes, job.cluster.groups
+        job.record.avoided_nodes = avoided
+
+        def others_are_faster():
+            groups.refuse = lambda: None
+            for node in list(nodes.slots)[-taken:]:
+                nodes.used[node] = 1
+            raise NotPlaced("not in time")
+
+        groups.refuse = others_are_faster
+        anew = PlaceAnew(resized(shapes_of(job.submitted)[0], 4), "there is room again")
+        store.write(lambda s: setattr(jobs.get(s, job.id), "wanted_replicas", 4))
+        if taken == 4:
+            with pytest.raises(NotPlaced):
+                await carry_out(anew, job, 3, {})
+        else:
+            await carry_out(anew, job, 3, {})
+            assert job.gang.layout.data == 2
+        assert groups.acquired[-1] == (job.id, 4, replicas, frozenset({"three"}))
+
+    change(body)

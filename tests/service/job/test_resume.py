@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from service.cluster.agent_client import AgentError
+from service.cluster.sizes import shapes_of
 from service.job import resume
 from service.job.context import JobContext
 from service.job.gang import AgentSet
@@ -235,3 +237,51 @@ def test_folder_that_is_gone_though_checkpoints_are_complete_is_waited_for(job):
         with pytest.raises(CheckpointsUnreadable, match=f"the folder {job.checkpoint_folder} "):
             resume_of(job)
         job.checkpoint_folder.mkdir(exist_ok=True)
+
+
+def test_agents_of_the_gang_are_waited_for_a_while_and_may_not_be_gone(job, monkeypatch):
+    job.gang.agents[1].silence()
+    with monkeypatch.context() as patch, pytest.raises(TimeoutError):
+        patch.setattr(resume, "MEMORY_SECONDS", 0.01)
+        resume_of(job)
+    job.gang.agents[1].lose()
+    with pytest.raises(AgentError):
+        resume_of(job)
+
+
+def test_state_that_ranks_of_another_shape_left_is_as_good(store, cluster, submit):
+    cluster.nodes.slots["one"] = 2
+    job = JobContext.of(store, cluster, submit(parallel={"tensor": 2}, elastic={"reshape": True}))
+    asyncio.run(job.gang.place(1, job.submitted, ()))
+    store.write(lambda s: generations.begin(s, job.id, "test", False))
+    for agent in job.gang.agents:
+        agent.layout = job.gang.tag
+    alone = shapes_of(job.submitted)[-1]
+    assert alone.layout.tensor == 1
+    cluster.agents.memory["two"] = {(job.id, layout_tag(alone.model_dump(mode="json")), 0): [6]}
+    assert resume_of(job) == (Resume(), "start"), "nobody asks that node"
+    job.departing.append(AgentSet(asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["two"]))))
+    start, source = resume_of(job)
+    assert (start.source, start.step, source) == ("memory", 6, "memory")
+
+
+def test_job_that_has_not_begun_looks_for_nothing_of_other_layouts(store, cluster, submit):
+    job = JobContext.of(store, cluster, submit(parallel={"data": 2, "zero": 0}, elastic={"min_data": 1}))
+    asyncio.run(job.gang.place(1, job.submitted, ()))
+    for agent in job.gang.agents:
+        agent.refuse("snapshot_files", "nobody may ask")
+    assert resume_of(job) == (Resume(), "start")
+
+
+def test_older_snapshots_that_a_rank_fetched_are_not_the_source_of_what_its_process_holds(job):
+    holds(job, 0, 3)
+    job.gang.held_steps = {0: 4, 1: 4}
+    assert resume_of(job) == (Resume("snapshot", 4), "memory and snapshot")
+    assert job.gang.agents[1].fetched
+
+
+def test_no_snapshots_are_fetched_where_all_have_some_and_nobody_leaves(job):
+    holds(job, 0, 3)
+    holds(job, 1, 3)
+    resume_of(job)
+    assert [agent.fetched for agent in job.gang.agents] == [[], []]
