@@ -1,5 +1,7 @@
 """A job is deleted for good, and stays as a whole thing that can be deleted again where that is not possible."""
 
+import shutil
+
 import pytest
 
 from service import deletion
@@ -87,6 +89,35 @@ def test_job_without_files_is_deleted_too(store, paths, submit):
     store.write(lambda session: jobs.request_cancel(session, job_id))
     assert delete_job(store, paths, job_id, lambda: None).files == RemovedFiles()
     assert remove_files(paths, job_id) == RemovedFiles()
+
+
+def test_job_that_never_saved_or_logged_anything_has_a_folder_all_the_same(paths, job):
+    for folder in (paths.checkpoint_folder(job), paths.log_folder(job)):
+        shutil.rmtree(folder)
+    (paths.job_folder(job) / "note").write_bytes(b"z" * 5)
+    assert remove_files(paths, job) == RemovedFiles(bytes=5)
+    assert not paths.job_folder(job).exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (OSError(13, "Permission denied", "/x/y"), "/x/y cannot be removed (Permission denied)"),
+        (OSError("not a folder"), "{folder} cannot be removed (not a folder)"),
+        (OSError(), "{folder} cannot be removed (OSError)"),
+    ],
+)
+def test_what_is_in_the_way_of_a_deletion_is_said(store, paths, job, monkeypatch, error, why):
+    def fail(folder):
+        raise error
+
+    monkeypatch.setattr(deletion.shutil, "rmtree", fail)
+    with pytest.raises(FilesNotRemoved) as caught:
+        delete_job(store, paths, job, lambda: None)
+    assert str(caught.value).startswith(why.format(folder=paths.job_folder(job)))
+    with store.read() as session:
+        (told,) = [each for each in events.page(session, job, limit=1000).items if each.type == "deletion_failed"]
+    assert told.message == str(caught.value)
 
 
 def test_measurements_are_deleted_until_none_is_left_and_counted_by_table(store, paths, job, monkeypatch):

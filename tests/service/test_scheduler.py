@@ -216,6 +216,17 @@ def test_job_that_got_no_placement_goes_on_waiting(store, submit, look, cluster)
     assert job_now(store, job).state == "QUEUED"
 
 
+def test_job_that_got_no_placement_in_time_keeps_its_turn(submit, look, cluster):
+    def refuse():
+        cluster.groups.refuse = lambda: None
+        raise NotPlaced("not in time")
+
+    cluster.groups.refuse = refuse
+    large, small = submit(parallel={"tensor": 2}), submit()
+    assert look() == []
+    assert [job for job, _ in look()] == [large.id, small.id]
+
+
 def test_job_whose_placement_fails_for_any_reason_goes_on_waiting(store, submit, look, cluster):
     def refuse():
         raise OSError("nobody expected this")

@@ -10,6 +10,7 @@ from service.job import hangs_and_stragglers
 from service.job.hangs_and_stragglers import HangWatch
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.waiting import reached
+from workers.comm.grid import AXES
 from workers.liveness.trainer_status import Position, ProcessUse, TrainerStatus
 from workers.protocol.reports import Event, KillReason, Report
 
@@ -252,6 +253,14 @@ def test_where_a_rank_stands_is_said_in_words(watch, status, words):
     assert hung.step == (3 if status.record else None)
     assert hung.data["axis"] is None
     assert hung.data["phase"] == (status.record and "optimizer")
+
+
+def test_messages_between_stages_are_of_no_axis(watch):
+    hanging = agent()
+    record = Position(100, 1, "forward", step=3, channel=len(AXES), counts=COUNTS)
+    hanging.status = TrainerStatus(100, True, standing_seconds=2.0, record=record)
+    (hung,), _ = watch([hanging], lambda events, lost: hanging.kills)
+    assert hung.data["axis"] is None
 
 
 def test_stacks_that_cannot_be_had_keep_nobody_from_being_ended(watch):
