@@ -1,5 +1,6 @@
 """Processes are ended by identity."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -80,6 +81,50 @@ def test_leader_is_known_by_mark_words_and_session():
             each.kill()
             each.wait()
             each.stdout.close()
+
+
+SPAWN = "import subprocess; p = subprocess.Popen(['sleep', '1000'], env={}); print(p.pid, flush=True); p.wait()"
+
+
+def test_descendants_end_with_their_leader_though_they_have_no_mark():
+    leader = subprocess.Popen([sys.executable, "-c", SPAWN], stdout=subprocess.PIPE)
+    child = psutil.Process(int(leader.stdout.readline()))
+    try:
+        end_all(("MANTA_TEST_MARK", "seven"), leader.pid)
+        assert wait_until_ended([child], 0.0) and leader.wait(10) < 0
+    finally:
+        for process in (leader, child):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        leader.wait()
+        leader.stdout.close()
+
+
+def test_waiting_for_several_is_over_when_the_last_has_ended():
+    first, second = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+    watched = [psutil.Process(each.pid) for each in (first, second)]
+    try:
+        first.kill()
+        assert not wait_until_ended(watched, 0.05)
+        second.kill()
+        assert wait_until_ended(watched, 10.0)
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+
+
+def test_start_is_told_of_a_process_whatever_its_name():
+    script = "print(open('/proc/self/comm', 'w').write('a) Z 1 (b'), flush=True); input()"
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        before = start_of(process.pid) if process.stdout.readline() else ""
+        assert before and same_process(process.pid, before)
+        created = psutil.Process(process.pid).create_time() - psutil.boot_time()
+        assert int(before.split("/")[1]) / os.sysconf("SC_CLK_TCK") == pytest.approx(created, abs=2.0)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_unreaped_process_counts_as_ended():

@@ -57,6 +57,12 @@ def test_room_counts_whole_replicas_of_whole_tensor_groups(free, room):
     assert room_for(ParallelConfig(tensor=2, pipeline=2, data=2), capacity) == room
 
 
+def test_replica_takes_a_tensor_group_for_each_stage_and_each_part_of_the_context():
+    capacity = Capacity("manta_slot", 16, 16, {"a": (8, 8), "b": (8, 8)})
+    assert room_for(ParallelConfig(tensor=2, context=2), capacity) == 4
+    assert room_for(ParallelConfig(tensor=2, pipeline=2, context=2), capacity) == 2
+
+
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 8), st.integers(0, 6), st.integers(0, 6))
 def test_size_is_the_wanted_one_or_as_near_as_there_is_room(least, more, wanted, held, room):
     sizes = range(least, least + more + 1)
@@ -136,6 +142,13 @@ def test_largest_layout_that_fits_is_taken():
 def test_what_a_job_gives_back_is_free_on_its_node():
     places = given_back(on(a=1, b=0), ["a", "b", "b", None, "left"])
     assert (places.nodes, places.free) == ({"a": (4, 2), "b": (4, 2)}, 4)
+    assert (places.unit, places.total) == ("manta_slot", 8)
+
+
+def test_a_node_has_no_more_free_units_than_it_has():
+    """What a job held there may have been given back meanwhile."""
+    places = given_back(on(a=3, b=1), ["a", "a", "a"])
+    assert (places.nodes, places.free) == ({"a": (4, 4), "b": (4, 1)}, 5)
 
 
 def test_layout_in_use_is_the_submitted_one_with_what_is_stored():
