@@ -173,6 +173,14 @@ def test_resize_of_a_queued_job_to_more_than_there_is_room_for_takes_what_there_
     assert job_now(store, job).replicas == 3
 
 
+def test_resized_job_that_fits_in_no_size_waits_for_the_wanted_one(store, submit, look, nodes):
+    has(nodes, 8, free=0)
+    job = submit(parallel={"tensor": 2, "data": 2}, elastic={"min_data": 1, "max_data": 4})
+    resize(store, job, 3)
+    assert look() == []
+    assert job_now(store, job).waiting_for == {"unit": "slots", "needed": 6, "available": 0}
+
+
 def test_job_that_may_be_reshaped_starts_in_the_largest_layout_that_there_is_room_for(store, submit, look, nodes):
     has(nodes, 8, free=3)
     job = submit(parallel={"tensor": 2, "pipeline": 2}, elastic={"reshape": True})

@@ -3,6 +3,8 @@
 import asyncio
 import threading
 
+import pytest
+
 from service.job import checkpoint_folder
 from service.job.checkpoint_folder import FolderReader
 from workers.checkpoint.catalog import Listing
@@ -30,6 +32,17 @@ def test_folder_that_does_not_answer_is_asked_once_until_it_does(tmp_path, monke
         assert await reader.list(tmp_path) == Listing(tmp_path)
 
     asyncio.run(body())
+
+
+def test_error_of_the_look_is_raised_where_it_is_awaited_and_the_next_one_is_another(tmp_path, monkeypatch):
+    def fail(folder):
+        raise MemoryError("too many")
+
+    reader = FolderReader()
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(checkpoint_folder, "list_checkpoints", fail)
+        asyncio.run(reader.list(tmp_path))
+    assert asyncio.run(reader.list(tmp_path)) == Listing(tmp_path)
 
 
 def test_folder_is_read_anew_each_time(tmp_path):

@@ -191,6 +191,7 @@ def test_agent_that_does_not_answer_is_given_up(monkeypatch):
         await running.wait(asyncio.Event())
         await running.stop()
         assert [(death.rank, death.kind) for death in running.deaths] == [(1, "killed"), (0, "agent_lost")]
+        assert running.deaths[1].sentence == "rank 0 has an agent that does not answer"
 
     run(body)
 
@@ -373,6 +374,18 @@ def test_generation_in_which_a_rank_came_to_rest_cannot_go_on_though_nobody_has_
     run(body)
 
 
+def test_no_other_culprit_is_waited_for_where_one_is_known(monkeypatch):
+    monkeypatch.setattr(generation, "CULPRIT_SECONDS", 1e6)
+
+    async def body(running, agents, handled):
+        agents[1].say(Exited(signal=9))
+        await running.wait()
+        await running.wait_for_culprit()
+        assert (running.culprit.rank, running.culprit.kind) == (1, "killed")
+
+    run(body, ranks=3)
+
+
 def test_once_nobody_runs_any_more_no_culprit_is_waited_for(monkeypatch):
     monkeypatch.setattr(generation, "CULPRIT_SECONDS", 1e6)
 
@@ -466,6 +479,26 @@ def test_only_ranks_that_run_are_brought_to_rest_with_the_time_that_they_have():
         assert running.resting == {1: 4}
 
     run(body)
+
+
+def test_agents_have_as_long_as_what_they_are_asked_for_may_take(monkeypatch):
+    given, within = [], generation.within
+
+    async def noted(seconds, answer):
+        given.append(seconds)
+        return await within(seconds, answer)
+
+    monkeypatch.setattr(generation, "within", noted)
+
+    async def rest(running, agents, handled):
+        await running.rest(5.0, 20.0)
+
+    async def stop(running, agents, handled):
+        await running.stop()
+
+    run(rest)
+    run(stop)
+    assert given == [5.0 + 20.0 + generation.STOP_SECONDS] * 2 + [generation.STOP_SECONDS] * 2
 
 
 def test_reports_go_on_after_the_last_that_was_handled_and_the_next_generation_goes_on_after_that():

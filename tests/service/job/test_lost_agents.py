@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from service.cluster.placement_groups import NotPlaced
+from service.cluster.sizes import resized
 from service.job.context import JobContext
 from service.job.lost_agents import place_all, replace_lost
 from service.recovery.budgets import AVOID_FAILURES, PastFailure
@@ -56,6 +58,7 @@ def test_replica_leaves_a_node_that_keeps_failing_it(placed):
     assert replace(job, failures("two"))
     assert nodes_of(job) == ["one", "one", "three", "three"]
     assert job.cluster.groups.acquired[-1][3] == {"two"}
+    assert (len(job.cluster.groups.held), job.cluster.nodes.used["two"]) == (2, 0), "its places are given back"
     (departing,) = job.departing
     assert [agent.node for agent in departing.agents] == ["two"], "its snapshots are fetched from there"
 
@@ -94,3 +97,21 @@ def test_gang_of_which_nobody_is_left_is_placed_anew_away_from_nodes_that_keep_f
     asyncio.run(job.gang.release())
     asyncio.run(place_all(job, 2, failures("one")))
     assert nodes_of(job) == ["two", "two", "three", "three"]
+
+
+def test_gang_that_had_shrunk_is_placed_anew_as_large_as_its_user_wants_it(placed):
+    job = placed(elastic={"min_data": 1, "max_data": 2})
+    asyncio.run(job.gang.release())
+    job.gang.spec = resized(job.submitted, 1)
+    asyncio.run(place_all(job, 2, []))
+    assert job.gang.layout.data == 2
+
+
+def test_gang_for_which_there_is_no_room_waits_for_the_layout_that_it_has(placed):
+    job = placed(elastic={"min_data": 1, "max_data": 2})
+    asyncio.run(job.gang.release())
+    job.gang.spec = resized(job.submitted, 1)
+    job.cluster.nodes.used.update(dict.fromkeys(job.cluster.nodes.slots, 2))
+    with pytest.raises(NotPlaced):
+        asyncio.run(place_all(job, 2, []))
+    assert job.cluster.groups.acquired[-1][:3] == (job.id, 2, (0,))

@@ -132,7 +132,7 @@ def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_pha
         asyncio.run(writer.take(Report(payload_of(kind, data), number, 0, at, sequence)))
 
     tell("started", 1, 104.0, pid=7, connected_at=102.5)
-    tell("metrics", 2, 105.0, rows=[{**row(step), "time": 100.0 + step} for step in (5, 6)])
+    tell("metrics", 2, 105.0, rows=[{**row(step), "time": 100.0 + step} for step in (5, 6, 7)])
     (entry,) = [e for e in read(store, lambda s: events.page(s, started.id)).items if e.type == "recovered"]
     phases = {"detect": 1, "rest": 1, "re_form": 0.5, "restore": 1.5, "redo": 1}
     assert (entry.data["seconds"], entry.data["total_seconds"]) == (phases, 5)
@@ -209,6 +209,10 @@ def test_checkpoints_become_rows(store, started, take):
     take("event", 6, type="checkpoint_saved", step=5, message="saved", data={"path": "/c/5", "bytes": 10})
     take("event", 7, type="checkpoint_failed", step=6, message="failed", data={"path": "/c/6"})
     assert saved(store, started) == {5: "complete", 6: "failed", 7: "saving"}
+    rows = {row.step: row for row in read(store, lambda s: checkpoints.page(s, started.id)).items}
+    assert [(rows[step].path, rows[step].bytes, rows[step].generation) for step in (5, 7)] == [
+        ("/c/5", 10, 1), ("/c/7", None, 1)
+    ]  # fmt: skip
     take("event", 8, type="checkpoint_deleted", step=7, message="deleted", data={"path": "/c/5"})
     assert saved(store, started) == {5: "deleted", 6: "failed", 7: "saving"}
 

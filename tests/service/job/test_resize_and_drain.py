@@ -140,6 +140,19 @@ def test_who_takes_over_a_rank_elsewhere_is_ready_and_leaves_its_snapshots_alone
     planned(body, {"one": 2, "two": 2, "three": 2})
 
 
+@pytest.mark.parametrize(("left", "replicas"), [("one", (0,)), ("two", (1,)), ("both", (0, 1))])
+def test_who_takes_over_has_the_ranks_of_the_replicas_that_leave(planned, left, replicas):
+    async def body(planner, running, context):
+        context.cluster.nodes.draining |= {"one", "two"} if left == "both" else {left}
+        change = await planner.plan(running)
+        assert isinstance(change, Move) and change.replicas == replicas
+        standby = change.standby.agents
+        assert [order.rank for agent in standby for order in agent.prepared] == context.gang.ranks_in(replicas)
+        assert [agent.rank for agent in standby] == context.gang.ranks_in(replicas)
+
+    planned(body, {"one": 2, "two": 2, "three": 2, "four": 2}, parallel={"pipeline": 2, "data": 2})
+
+
 def test_additional_ranks_are_prepared_for_the_larger_layout_with_snapshots_of_their_own(planned):
     async def body(planner, running, context):
         change = await planner.plan(running)
