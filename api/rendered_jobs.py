@@ -1,27 +1,32 @@
 """Jobs as JSON, kept for a moment: whoever watches a job or a list asks for the same again and again.
 
 Every answer is checked against the jobs' rows, so that what a job's row says is never old; what is computed from other
-tables (goodput, expected end, place in the queue) may be `FRESH_SECONDS` old.
+tables (goodput, expected end, place in the queue) may be `FRESH_SECONDS` old. Of a job that was over for a while when
+it was put together nothing of that changes any more.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, cast
 
 from fastapi import Request
 from sqlalchemy.orm import Session
 
-from api import views
+from api import schemas, views
 from service.store import Store, job_rows, jobs
 from service.store.job_rows import JobRow
 from service.store.paging import Page
 
 FRESH_SECONDS = 1.0
+SETTLED_SECONDS = 60.0
+"""How long after a job's end all that is stored of it has been stored."""
 MOST_KEPT = 2_000
 
 
@@ -31,8 +36,8 @@ class RenderedJob:
 
     row: JobRow
     """Its row in the database at that time."""
-    rendered_at: float
-    """When, by the monotonic clock."""
+    good_until: float
+    """How long it is good for while the row is the same, by the monotonic clock."""
     etag: str
     """Its `etag`."""
     body: bytes
@@ -65,12 +70,14 @@ class RenderedJobs:
         good = {
             row.id: job
             for row, job in zip(rows, kept, strict=True)
-            if job is not None and job.row == row and now - job.rendered_at < FRESH_SECONDS
+            if job is not None and job.row == row and now < job.good_until
         }
         stale = {row.id: row for row in rows if row.id not in good}
         if stale:
             new = {
-                job.id: RenderedJob(stale[job.id], now, job.etag or "", job.model_dump_json().encode())
+                job.id: RenderedJob(
+                    stale[job.id], _good_until(job, now), job.etag or "", job.model_dump_json().encode()
+                )
                 for job in views.job_views(session, jobs.listed(session, stale))
             }
             self._keep(new)
@@ -84,6 +91,11 @@ class RenderedJobs:
                 self._kept.move_to_end(job_id)
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
+
+
+def _good_until(job: schemas.Job, now: float) -> float:
+    over_for = 0.0 if job.finished_at is None else (datetime.now(UTC) - job.finished_at).total_seconds()
+    return math.inf if over_for > SETTLED_SECONDS else now + FRESH_SECONDS
 
 
 def rendered_jobs_of(request: Request) -> RenderedJobs:

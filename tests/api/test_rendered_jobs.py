@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import event
 
 from api import rendered_jobs, schemas, views
-from api.rendered_jobs import FRESH_SECONDS, RenderedJobs
+from api.rendered_jobs import FRESH_SECONDS, SETTLED_SECONDS, RenderedJobs
 from service.states import JobState
 from service.store import JobNotFound, edits, jobs, tables
 from workers.config import JobSpec
@@ -80,6 +80,25 @@ def test_job_that_is_as_it_was_is_put_together_once_a_second(store, submit, rend
     clock.now += FRESH_SECONDS / 2
     assert rendered.one(store, job_id) is not first
     assert put_together == [job_id] * 2
+
+
+@pytest.mark.parametrize(("over_for", "times"), [(SETTLED_SECONDS + 5, 1), (SETTLED_SECONDS - 5, 2)])
+def test_job_that_was_over_for_a_while_is_put_together_once_until_its_row_changes(
+    store, submit, rendered, clock, put_together, over_for, times
+):
+    job_id = submit().id
+
+    def end(session):
+        jobs.transition(session, job_id, JobState.CANCELLED)
+        jobs.get(session, job_id).finished_at -= over_for
+
+    store.write(end)
+    rendered.one(store, job_id)
+    clock.now += 1000 * FRESH_SECONDS
+    rendered.one(store, job_id)
+    assert put_together == [job_id] * times
+    store.write(lambda session: edits.edit(session, job_id, name="new"))
+    assert json.loads(rendered.one(store, job_id).body)["name"] == "new"
 
 
 def test_change_of_a_job_is_seen_at_once_and_the_others_are_not_put_together_again(
