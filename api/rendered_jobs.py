@@ -17,10 +17,10 @@ from datetime import UTC, datetime
 from typing import Any, cast
 
 from fastapi import Request
-from sqlalchemy.orm import Session
+from sqlalchemy import Connection
 
 from api import schemas, views
-from service.store import Store, job_rows, jobs
+from service.store import Store, job_rows
 from service.store.job_rows import JobRow
 from service.store.paging import Page
 
@@ -54,16 +54,16 @@ class RenderedJobs:
 
     def one(self, store: Store, job_id: str) -> RenderedJob:
         """A job. Raises JobNotFound."""
-        with store.read() as session:
-            return self._rendered(session, [job_rows.one(session, job_id)])[0]
+        with store.read_rows() as connection:
+            return self._rendered(connection, [job_rows.one(connection, job_id)])[0]
 
     def page(self, store: Store, *filters: Any) -> Page[RenderedJob]:
         """Jobs, newest first. `filters` are those of `job_rows.page`, which says what it raises."""
-        with store.read() as session:
-            page = job_rows.page(session, *filters)
-            return Page(self._rendered(session, page.items), page.next_cursor)
+        with store.read_rows() as connection:
+            page = job_rows.page(connection, *filters)
+            return Page(self._rendered(connection, page.items), page.next_cursor)
 
-    def _rendered(self, session: Session, rows: Sequence[JobRow]) -> list[RenderedJob]:
+    def _rendered(self, connection: Connection, rows: Sequence[JobRow]) -> list[RenderedJob]:
         now = self._clock()
         with self._lock:
             kept = [self._kept.get(row.id) for row in rows]
@@ -78,7 +78,7 @@ class RenderedJobs:
                 job.id: RenderedJob(
                     stale[job.id], _good_until(job, now), job.etag or "", job.model_dump_json().encode()
                 )
-                for job in views.job_views(session, jobs.listed(session, stale))
+                for job in views.job_views(connection, job_rows.understood(connection, stale))
             }
             self._keep(new)
             good |= new

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import ValidationError
+from sqlalchemy import Row
 from sqlalchemy.orm import Session
 
 from api import schemas
@@ -17,10 +18,13 @@ from service.ledger import Ledger
 from service.logs import LogLine
 from service.states import JobState
 from service.store import edits, jobs, ledgers, metrics, recoveries, tables
+from service.store.types import Reader
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec, ParallelConfig
 
 MOST_RANKS_LISTED = 4096
+LikeJob = tables.Job | Row[Any]
+"""A job, or a row of `job_rows.understood`."""
 _WITH_ETA = frozenset({JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.RESIZING})
 
 
@@ -39,18 +43,18 @@ def job_view(session: Session, job: tables.Job) -> schemas.Job:
     return job_views(session, [job])[0]
 
 
-def job_views(session: Session, some: Sequence[tables.Job]) -> list[schemas.Job]:
+def job_views(reader: Reader, some: Sequence[LikeJob]) -> list[schemas.Job]:
     """Jobs, with as many queries as for one."""
     started = [job for job in some if job.generation]  # of others nothing was computed yet
-    books = ledgers.of_jobs(session, started, time.time()) if started else {}
+    books = ledgers.of_jobs(reader, started, time.time()) if started else {}
     goodput = {job_id: book.goodput for job_id, book in books.items()}
-    places = jobs.queue_positions(session, some)
+    places = jobs.queue_positions(reader, some)
     training = [job for job in some if job.state in _WITH_ETA and job.step > 0]
-    seconds = metrics.recent_step_seconds(session, training)
+    seconds = metrics.recent_step_seconds(reader, training)
     return [_job_view(job, goodput.get(job.id), places.get(job.id), seconds.get(job.id)) for job in some]
 
 
-def _job_view(job: tables.Job, goodput: float | None, place: int | None, step_seconds: float | None) -> schemas.Job:
+def _job_view(job: LikeJob, goodput: float | None, place: int | None, step_seconds: float | None) -> schemas.Job:
     eta = None if step_seconds is None else step_seconds * (job.steps - job.step)
     known = dict.fromkeys(("step", *tables.METRIC_NAMES))
     return schemas.Job(
@@ -79,7 +83,7 @@ def _job_view(job: tables.Job, goodput: float | None, place: int | None, step_se
     )
 
 
-def _layout_in_use(job: tables.Job) -> dict[str, Any]:
+def _layout_in_use(job: LikeJob) -> dict[str, Any]:
     """The layout that the job runs with; as it is stored, where another version wrote one that this one does not
     take."""
     document = job.spec["parallel"]

@@ -67,8 +67,8 @@ def fill(store: Store, count: int, points: int, longest: int) -> Filled:
     _add_metrics(store, f"jobs.id = '{job.id}'", longest)
     _add_bins(store, max(share, longest))
     _in_transaction(store, "ANALYZE")
-    with store.read() as session:
-        running = [each.id for each in job_rows.page(session, state="RUNNING", limit=RUNNING).items]
+    with store.read_rows() as connection:
+        running = [each.id for each in job_rows.page(connection, state="RUNNING", limit=RUNNING).items]
     return Filled(job.id, running[0] if running else job.id, running or [job.id])
 
 

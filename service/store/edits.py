@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from sqlalchemy import Row
 from sqlalchemy.orm import Session
 
 from service.store import events, jobs
@@ -15,7 +16,7 @@ from service.store.errors import JobChanged
 from service.store.tables import Job
 
 
-def version_of(job: Job) -> str:
+def version_of(job: Job | Row[Any]) -> str:
     """Another one whenever something has changed that `edit` can change; the progress of a job does not count."""
     return hashlib.sha256(json.dumps([job.id, job.name, job.priority]).encode()).hexdigest()[:16]
 

@@ -3,10 +3,11 @@ of them has to be understood."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, Text, cast, select, type_coerce
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, Connection, Row, Select, Text, bindparam, cast, select, type_coerce
 from sqlalchemy.types import NullType
 
 from service.store.errors import InvalidCursor, JobNotFound
@@ -27,19 +28,33 @@ def _as_stored(column: Any) -> ColumnElement[Any]:
     return plain.label(column.key)
 
 
-_SHOWN = [_as_stored(column) for column in Job.__table__.columns if column.key not in NOT_SHOWN]
+_UNDERSTOOD = [column for column in Job.__table__.columns if column.key not in NOT_SHOWN]
+_SHOWN = [_as_stored(column) for column in _UNDERSTOOD]
+# Made once: to put a statement together takes longer than to run it.
+_ONE = select(*_SHOWN).where(Job.__table__.columns.id == bindparam("id"))
+_SOME = (
+    select(*_UNDERSTOOD)
+    .where(Job.__table__.columns.id.in_(bindparam("ids", expanding=True)))
+    .order_by(Job.__table__.columns.id.desc())
+)
 
 
-def one(session: Session, job_id: str) -> JobRow:
+def one(connection: Connection, job_id: str) -> JobRow:
     """The row of a job. Raises JobNotFound."""
-    row = session.execute(select(*_SHOWN).where(Job.id == job_id)).one_or_none() if is_job_id(job_id) else None
+    row = connection.execute(_ONE, {"id": job_id}).one_or_none() if is_job_id(job_id) else None
     if row is None:
         raise JobNotFound(job_id)
     return row
 
 
+def understood(connection: Connection, job_ids: Collection[str]) -> Sequence[Row[Any]]:
+    """Those of these jobs that the database knows, newest first, with all that a list shows of them, by the names and
+    in the form that `jobs.get` has."""
+    return connection.execute(_SOME, {"ids": list(job_ids)}).all()
+
+
 def page(
-    session: Session,
+    connection: Connection,
     state: str | None = None,
     name: str | None = None,
     limit: int = 50,
@@ -49,16 +64,19 @@ def page(
     """Rows of jobs, newest first, optionally only those in `state`, called `name`, or of the project `bound`. Raises
     InvalidCursor, ForeignCursor."""
     cursors = Cursors("jobs", state=state, name=name, project=bound)
-    query = select(*_SHOWN).order_by(Job.id.desc()).limit(limit + 1)
-    if bound is not None:
-        query = query.where(Job.project == bound)
-    if state is not None:
-        query = query.where(Job.state == state)
-    if name is not None:
-        query = query.where(Job.name == name)
-    if cursor is not None:
-        last = cursors.decode(cursor)
-        if not is_job_id(last):
-            raise InvalidCursor
-        query = query.where(Job.id < last)
-    return Page.of(list(session.execute(query)), limit, cursors, lambda row: row.id)
+    last = None if cursor is None else cursors.decode(cursor)
+    if last is not None and not is_job_id(last):
+        raise InvalidCursor
+    wanted = {"project": bound, "state": state, "name": name, "before": last}
+    given = {key: value for key, value in wanted.items() if value is not None}
+    rows = connection.execute(_newest_first(frozenset(given)), {**given, "rows": limit + 1})
+    return Page.of(list(rows), limit, cursors, lambda row: row.id)
+
+
+@cache
+def _newest_first(given: frozenset[str]) -> Select[Any]:
+    """Jobs that are as is `given`."""
+    columns = Job.__table__.columns
+    query = select(*_SHOWN).order_by(columns.id.desc()).limit(bindparam("rows"))
+    query = query.where(*(columns[key] == bindparam(key) for key in ("project", "state", "name") if key in given))
+    return query.where(columns.id < bindparam("before")) if "before" in given else query

@@ -7,9 +7,9 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import Row, func, select
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.orm import Session, defer, load_only
+from sqlalchemy.orm import Session, load_only
 
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
 from service.identity import DEFAULT_PROJECT, digest_of
@@ -17,13 +17,12 @@ from service.states import FINAL, JobState, after_action, can, is_final
 from service.store import events, state_changes
 from service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
 from service.store.ids import is_job_id, next_job_id
-from service.store.job_rows import NOT_SHOWN
 from service.store.tables import Job
+from service.store.types import Reader
 from service.stored_specs import as_written, not_default, stored_spec
 from workers.config import JobSpec, ParallelConfig
 
 _CREATE_ATTEMPTS = 5
-_NOT_LISTED = [defer(getattr(Job, name), raiseload=True) for name in sorted(NOT_SHOWN)]
 
 
 def create(
@@ -65,11 +64,6 @@ def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
     if job is None:
         raise JobNotFound(job_id)
     return job
-
-
-def listed(session: Session, job_ids: Collection[str]) -> list[Job]:
-    """Those of these jobs that the database knows, newest first; without what no list shows of them."""
-    return list(session.scalars(select(Job).options(*_NOT_LISTED).where(Job.id.in_(job_ids)).order_by(Job.id.desc())))
 
 
 def states(session: Session, job_ids: Collection[str]) -> dict[str, JobState]:
@@ -198,7 +192,7 @@ def set_layout(session: Session, job_id: str, layout: ParallelConfig) -> None:
     job.updated_at = time.time()
 
 
-def queue_positions(session: Session, some: Collection[Job]) -> dict[str, int]:
+def queue_positions(reader: Reader, some: Collection[Job | Row[Any]]) -> dict[str, int]:
     """Places of those of these jobs that are QUEUED in the queue, which all projects share, from 1."""
     queued = [job for job in some if job.state == JobState.QUEUED]
     if not queued:
@@ -207,10 +201,10 @@ def queue_positions(session: Session, some: Collection[Job]) -> dict[str, int]:
         (job,) = queued
         ahead = (Job.priority > job.priority) | ((Job.priority == job.priority) & (Job.id < job.id))
         count = select(func.count()).select_from(Job).where(Job.state == JobState.QUEUED.value, ahead)
-        return {job.id: (session.scalar(count) or 0) + 1}
+        return {job.id: (reader.scalar(count) or 0) + 1}
     place = func.row_number().over(order_by=(Job.priority.desc(), Job.id))
     places = select(Job.id, place.label("place")).where(Job.state == JobState.QUEUED.value).subquery()
-    rows = session.execute(select(places.c.id, places.c.place).where(places.c.id.in_([job.id for job in queued])))
+    rows = reader.execute(select(places.c.id, places.c.place).where(places.c.id.in_([job.id for job in queued])))
     by_job: dict[str, int] = {row[0]: row[1] for row in rows}
     return by_job
 

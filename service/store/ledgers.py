@@ -6,13 +6,25 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import Row, Select, bindparam, select
 from sqlalchemy.orm import Session
 
 from service.ledger import STEP_CLASSES, Ledger, StateEntry, Training, ledger
 from service.recovery.timeline import RecoveryTimeline
 from service.store import jobs, recoveries
 from service.store.tables import Base, Generation, Job, Recovery, StateChange
+from service.store.types import Reader
+
+
+def _of_jobs(table: type[Base], order: str) -> Select[Any]:
+    """The rows that a table has of some jobs, in `order`; as plain rows, of which a thousand cost little. Made once: to
+    put a statement together takes longer than to run it."""
+    columns = table.__table__.columns
+    return select(*columns).where(columns.job_id.in_(bindparam("ids", expanding=True))).order_by(columns[order])
+
+
+_ENTERED, _RECOVERED = _of_jobs(StateChange, "id"), _of_jobs(Recovery, "generation")
+_BEGUN = _of_jobs(Generation, "generation")
 
 
 def of_job(session: Session, job_id: str, now: float) -> Ledger:
@@ -20,11 +32,9 @@ def of_job(session: Session, job_id: str, now: float) -> Ledger:
     return of_jobs(session, [jobs.get(session, job_id)], now)[job_id]
 
 
-def of_jobs(session: Session, some: Sequence[Job], now: float) -> dict[str, Ledger]:
+def of_jobs(reader: Reader, some: Sequence[Job | Row[Any]], now: float) -> dict[str, Ledger]:
     """The ledgers of some jobs, by id. As many queries as for one."""
-    entered = _by_job(session, StateChange, StateChange.id, some)
-    recovered = _by_job(session, Recovery, Recovery.generation, some)
-    begun = _by_job(session, Generation, Generation.generation, some)
+    entered, recovered, begun = (_by_job(reader, rows, some) for rows in (_ENTERED, _RECOVERED, _BEGUN))
     books = {}
     for job in some:
         changes = [StateEntry(row.time, row.state) for row in entered[job.id]]
@@ -34,12 +44,9 @@ def of_jobs(session: Session, some: Sequence[Job], now: float) -> dict[str, Ledg
     return books
 
 
-def _by_job(session: Session, table: type[Base], order: Any, some: Sequence[Job]) -> defaultdict[str, list[Any]]:
-    """The rows that a table has of some jobs, in `order`; as plain rows, of which a thousand cost little."""
-    columns = table.__table__.columns
-    query = select(*columns).where(columns.job_id.in_([job.id for job in some])).order_by(order)
+def _by_job(reader: Reader, query: Select[Any], some: Sequence[Job | Row[Any]]) -> defaultdict[str, list[Any]]:
     rows: defaultdict[str, list[Any]] = defaultdict(list)
-    for row in session.execute(query):
+    for row in reader.execute(query, {"ids": [job.id for job in some]}):
         rows[row.job_id].append(row)
     return rows
 

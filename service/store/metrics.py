@@ -7,13 +7,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import CompoundSelect, Select, func, literal, select, text, type_coerce, union_all
+from sqlalchemy import CompoundSelect, Row, Select, func, literal, select, text, type_coerce, union_all
 from sqlalchemy.orm import Session
 from sqlalchemy.types import NullType
 
 from service.store import generations, jobs, metric_bins
 from service.store.generations import TrainedStep
 from service.store.tables import METRIC_NAMES, Job, Metric
+from service.store.types import Reader
 from workers.nonfinite import number
 
 _NOT_METRICS = frozenset({"step", "time", "generation", "rank", "job"})
@@ -82,7 +83,7 @@ def series(
     return Series([row[0] for row in rows], {name: values[name] for name in names})
 
 
-def recent_step_seconds(session: Session, some: Collection[Job]) -> dict[str, float]:
+def recent_step_seconds(reader: Reader, some: Collection[Job | Row[Any]]) -> dict[str, float]:
     """Mean duration of the newest 20 steps of each of these jobs, in seconds; those of which none has one are left
     out."""
     if not some:
@@ -93,7 +94,7 @@ def recent_step_seconds(session: Session, some: Collection[Job]) -> dict[str, fl
     values: dict[str, str | int] = {f"job{i}": job.id for i, job in enumerate(some)}
     values |= {f"step{i}": job.step - _RECENT_STEPS for i, job in enumerate(some)}
     query = text(f"SELECT job_id, avg(step_seconds) FROM metrics WHERE {newest} GROUP BY job_id")
-    return {job_id: seconds for job_id, seconds in session.execute(query, values) if seconds is not None}
+    return {job_id: seconds for job_id, seconds in reader.execute(query, values) if seconds is not None}
 
 
 def _store(session: Session, job: Job, reporting: int, row: dict[str, Any], known: dict[int, Metric]) -> None:

@@ -6,11 +6,15 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
-from sqlalchemy import JSON, BigInteger, Double, Integer, String, Text
+from sqlalchemy import JSON, BigInteger, Connection, Double, Integer, String, Text
 from sqlalchemy.engine import Dialect
+from sqlalchemy.orm import Session
 from sqlalchemy.types import TypeDecorator
 
 from workers.nonfinite import number, spell
+
+Reader = Session | Connection
+"""What answers queries of columns, alike."""
 
 BigKey = BigInteger().with_variant(Integer(), "sqlite")
 """A 64-bit autoincrement key; SQLite counts up only in a column that is called INTEGER."""

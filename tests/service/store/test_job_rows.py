@@ -13,8 +13,8 @@ def test_pages_are_newest_first_and_complete_while_jobs_arrive(store, submit):
     ids = [submit().id for _ in range(5)]
     seen, cursor = [], None
     while True:
-        with store.read() as session:
-            page = job_rows.page(session, limit=2, cursor=cursor)
+        with store.read_rows() as connection:
+            page = job_rows.page(connection, limit=2, cursor=cursor)
         seen += [job.id for job in page.items]
         submit()  # must neither shift nor repeat anything
         cursor = page.next_cursor
@@ -25,32 +25,32 @@ def test_pages_are_newest_first_and_complete_while_jobs_arrive(store, submit):
 
 def test_a_page_that_holds_the_rest_has_no_successor(store, submit):
     submit(), submit()
-    with store.read() as session:
-        assert job_rows.page(session, limit=2).next_cursor is None
-        assert job_rows.page(session, limit=1).next_cursor is not None
+    with store.read_rows() as connection:
+        assert job_rows.page(connection, limit=2).next_cursor is None
+        assert job_rows.page(connection, limit=1).next_cursor is not None
 
 
 def test_pages_filter_by_state_and_name(store, submit):
     first, second = submit(name="a"), submit(name="b")
     store.write(lambda session: jobs.transition(session, first.id, JobState.STARTING))
-    with store.read() as session:
-        assert [job.id for job in job_rows.page(session, state="STARTING").items] == [first.id]
-        assert [job.id for job in job_rows.page(session, name="b").items] == [second.id]
-        assert job_rows.page(session, state="PAUSED").items == []
+    with store.read_rows() as connection:
+        assert [job.id for job in job_rows.page(connection, state="STARTING").items] == [first.id]
+        assert [job.id for job in job_rows.page(connection, name="b").items] == [second.id]
+        assert job_rows.page(connection, state="PAUSED").items == []
 
 
 @pytest.mark.parametrize("cursor", ["?", "AAAA", "é", "am9iXw", "a"])
 def test_a_foreign_cursor_is_refused(store, cursor):
-    with store.read() as session, pytest.raises(InvalidCursor):
-        job_rows.page(session, cursor=cursor)
+    with store.read_rows() as connection, pytest.raises(InvalidCursor):
+        job_rows.page(connection, cursor=cursor)
 
 
 def test_a_row_is_equal_as_long_as_nothing_that_is_shown_has_changed(store, submit):
     job_id = submit().id
 
     def row():
-        with store.read() as session:
-            return job_rows.one(session, job_id)
+        with store.read_rows() as connection:
+            return job_rows.one(connection, job_id)
 
     def store_as(name, value):
         store.write(lambda session: setattr(jobs.get(session, job_id), name, value))
@@ -71,7 +71,7 @@ def _another(kind):
 
 
 def test_a_row_of_no_job_is_not_found(store):
-    with store.read() as session:
+    with store.read_rows() as connection:
         for job_id in ("job_000000000000", "../../etc/passwd", ""):
             with pytest.raises(JobNotFound):
-                job_rows.one(session, job_id)
+                job_rows.one(connection, job_id)
