@@ -292,6 +292,24 @@ def test_agent_that_does_not_say_how_its_trainer_ended_is_given_up(monkeypatch):
         agents[1].rest = silent
         await running.rest(0.01)
         assert [(death.rank, death.kind) for death in running.deaths] == [(1, "agent_lost")]
+        agents[1].say(Metrics(()))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (1, "metrics") not in handled, "what it says later belongs to no generation"
+
+    run(body)
+
+
+def test_ranks_that_take_a_while_to_say_how_they_ended_are_heard_out(monkeypatch):
+    monkeypatch.setattr(generation, "HEAR_OUT_TURN_SECONDS", 0.001)
+
+    async def body(running, agents, handled):
+        async def later(*arguments):
+            asyncio.get_running_loop().call_later(0.02, agents[1].die)
+
+        agents[1].rest = later
+        await running.rest(0.01)
+        assert [(death.rank, death.kind) for death in running.deaths] == [(1, "stopped")]
 
     run(body)
 

@@ -306,6 +306,20 @@ def test_standby_that_is_lost_before_it_has_its_orders_is_dismissed(planned, mon
     planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
 
 
+def test_standby_that_takes_too_long_to_be_ready_is_dismissed(planned, monkeypatch):
+    monkeypatch.setattr(resize_and_drain, "PREPARE_SECONDS", 0.01)
+
+    def is_slow(agent):
+        agent.prepare = lambda order: asyncio.Event().wait()
+
+    async def body(planner, running, context):
+        context.cluster.agents.on_start = is_slow
+        assert await planner.plan(running) is None
+        assert nothing_is_left_of_the_standby(context)
+
+    planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
+
+
 @pytest.mark.parametrize("happens", ["cancelled", "leaving"])
 @pytest.mark.parametrize("late", [False, True], ids=["while_it_starts", "when_it_is_ready"])
 def test_standby_of_a_job_that_is_to_end_is_dismissed(planned, happens, late):

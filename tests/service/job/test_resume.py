@@ -178,6 +178,15 @@ def test_departing_agent_that_does_not_answer_is_done_without(job, cluster, monk
     assert resume_of(job) == (Resume("snapshot", 2), "snapshot")
 
 
+def test_departing_agent_that_cannot_say_what_it_holds_is_done_without(job, cluster):
+    (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
+    holder.refuse("snapshot_files", "cannot look there now")
+    job.departing.append(AgentSet([holder]))
+    holds(job, 0, 2)
+    holds(job, 1, 2)
+    assert resume_of(job) == (Resume("snapshot", 2), "snapshot")
+
+
 def test_state_that_ranks_of_another_layout_left_is_as_good(job, cluster):
     alone = job.submitted.model_copy(update={"parallel": job.submitted.parallel.model_copy(update={"data": 1})})
     cluster.agents.memory["one"] = {(job.id, layout_tag(alone.model_dump(mode="json")), 0): [6]}
