@@ -177,6 +177,7 @@ def test_agent_that_was_gone_before_is_a_death_and_the_others_are_heard():
         await running.wait(asyncio.Event())
         await running.stop()
         assert [(death.rank, death.kind) for death in running.deaths] == [(0, "agent_lost"), (1, "stopped")]
+        assert running.deaths[0].message == "lost its agent while the control plane was away"
         assert (1, "metrics") in handled
 
     run(body, gone=[0])

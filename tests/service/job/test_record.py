@@ -39,6 +39,8 @@ def test_job_that_begins_again_though_it_had_taken_steps_says_so(record):
     assert "state_lost" not in begun(record, Resume())
     reached(record, 7)
     assert begun(record, Resume()).count("state_lost") == 1
+    (lost,) = events_of(record, "state_lost")
+    assert (lost.generation, lost.step, lost.data) == (2, 0, {"steps": 7})
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -204,7 +206,7 @@ def test_how_a_job_is_about_to_end_is_known_to_the_next_control_plane(record):
     assert asyncio.run(record.outcome()) is None, "that was of the generation before"
 
 
-def test_why_a_job_is_held_is_said_once_until_it_is_another_reason(record):
+def test_why_a_job_is_held_is_said_once_until_it_is_another_reason_or_a_step_was_committed(record):
     reached(record, 7)
     for why in ("no disk", "no disk", "no network"):
         asyncio.run(record.note_held(why))
@@ -212,6 +214,9 @@ def test_why_a_job_is_held_is_said_once_until_it_is_another_reason(record):
         ("no disk", 7),
         ("no network", 7),
     ]
+    record.store.write(lambda s: events.append(s, record.id, "first_step", "it went on", generation=1, step=8))
+    asyncio.run(record.note_held("no disk"))
+    assert [event.message for event in events_of(record, "held")].count("no disk") == 2
 
 
 def test_state_to_which_no_way_leads_is_not_noted(record):
@@ -220,7 +225,29 @@ def test_state_to_which_no_way_leads_is_not_noted(record):
     assert asyncio.run(record.job()).state == "CANCELLING"
 
 
+def test_state_to_which_a_way_leads_is_noted(record):
+    walk(record, JobState.STARTING, JobState.RUNNING)
+    asyncio.run(record.note_state(JobState.RECOVERING))
+    assert asyncio.run(record.job()).state == "RECOVERING"
+
+
 def test_event_has_all_that_is_said_with_it(record):
     asyncio.run(record.event("note", "hello", rank=3, step=0, data={"x": 1}, generation=2))
     (entry,) = events_of(record, "note")
     assert (entry.message, entry.rank, entry.step, entry.data, entry.generation) == ("hello", 3, 0, {"x": 1}, 2)
+
+
+def test_current_generation_is_the_newest_one(record):
+    assert asyncio.run(record.current_generation()) is None
+    for step in (3, 5):
+        begun(record, Resume("snapshot", step))
+    current = asyncio.run(record.current_generation())
+    assert (current.generation, current.resume_step) == (2, 5)
+    assert [row.generation for row in asyncio.run(record.generations())] == [1, 2]
+
+
+def test_steps_that_were_rolled_back_are_told_in_order(record):
+    for step in (5, 9):
+        asyncio.run(record.event("rolled_back", "why", rank=1, step=step, data={"step": step}, generation=2))
+    assert asyncio.run(record.rolled_back()) == [{"step": 5}, {"step": 9}]
+    assert [(e.rank, e.step, e.generation) for e in events_of(record, "rolled_back")] == [(1, 5, 2), (1, 9, 2)]
