@@ -82,6 +82,19 @@ def test_rank_that_has_finished_may_be_killed_while_it_ends():
     run(body)
 
 
+def test_rank_that_fails_after_its_last_step_has_failed():
+    """Such as one whose last checkpoint could not be saved."""
+
+    async def body(running, agents, handled):
+        agents[0].say(Finished(9))
+        agents[0].say(failed("not_saved"))
+        await running.wait()
+        assert [(death.rank, death.kind) for death in running.deaths] == [(0, "not_saved")]
+        assert running.finished == set()
+
+    run(body)
+
+
 def test_consequence_waits_for_its_culprit():
     async def body(running, agents, handled):
         agents[0].say(failed("peer_lost"))
