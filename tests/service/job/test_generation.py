@@ -131,6 +131,7 @@ def test_rank_that_moved_on_again_was_of_use_until_it_died():
         agents[0].say(Exited(signal=9, killed_for=KillReason("straggler", "held up the others")), at=45.0)
         await running.wait(asyncio.Event())
         assert [(death.kind, death.at) for death in running.deaths] == [("straggler", 45.0)]
+        assert running.deaths[0].sentence == "rank 0 held up the others"
 
     run(body)
 

@@ -117,16 +117,17 @@ def test_one_agent_that_answers_is_enough_and_each_is_asked_until_one_does(job, 
 
 def test_what_is_not_on_disk_is_said(job):
     async def body():
-        await up(job, 1)
-        save_checkpoint(job, 1)
-        await job.commit(2)
+        await up(job, 1, 2)
+        for step in (1, 2):
+            save_checkpoint(job, step)
+        await job.commit(3)
         job.pause()
         await gone(job)
 
     story(body)
     assert job.log == [*UP, *PAUSED]
     assert job.message("not_saved").startswith(
-        "the state of step 2 is in memory alone, the newest checkpoint is of step 1"
+        "the state of step 3 is in memory alone, the newest checkpoint is of step 2"
     )
 
 
