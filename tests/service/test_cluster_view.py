@@ -43,3 +43,21 @@ def test_node_that_is_lost_between_two_looks_is_left_out(store, cluster, monkeyp
 
     monkeypatch.setattr(cluster.nodes, "known", fewer)
     assert [node["id"] for node in view(cluster, store)["nodes"]] == ["two"]
+
+
+@pytest.mark.parametrize(("has_gpus", "unit", "accelerator"), [(True, "GPU", "gpu"), (False, "manta_slot", "cpu")])
+def test_nodes_are_counted_in_the_unit_that_jobs_take(store, cluster, monkeypatch, has_gpus, unit, accelerator):
+    asked, capacity = [], cluster.nodes.capacity
+
+    async def noted(unit, all_living=False):
+        asked.append((unit, all_living))
+        return await capacity(unit, all_living)
+
+    async def answer():
+        return has_gpus
+
+    monkeypatch.setattr(cluster.nodes, "capacity", noted)
+    monkeypatch.setattr(cluster.nodes, "has_gpus", answer)
+    nodes = view(cluster, store)["nodes"]
+    assert asked == [(unit, True)]
+    assert [(node["accelerator"], node["address"]) for node in nodes] == [(accelerator, "127.0.0.1")] * 2
