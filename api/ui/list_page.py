@@ -26,7 +26,7 @@ class JobLine:
         """Draw `row`."""
         with ui.element("tr") as self.element:
             with ui.element("td").classes("c-name"):
-                ui.link(row.name, f"/jobs/{row.id}").classes("job-link")
+                self._name = ui.link(row.name, f"/jobs/{row.id}").classes("job-link")
                 ui.label(row.id).classes("job-id")
             with ui.element("td").classes("c-state"):
                 self._badge = Badge(row.state, row.tone)
@@ -38,6 +38,8 @@ class JobLine:
 
     def show(self, row: JobRow) -> None:
         """Bring the line up to date."""
+        if row.name != self._name.text:
+            self._name.set_text(row.name)
         self._badge.show(row.state, row.tone)
         self._step.show(row.step)
         self._bar.show(row.share, row.tone)
