@@ -114,6 +114,14 @@ def test_waiting_for_several_is_over_when_the_last_has_ended():
             process.wait()
 
 
+def test_process_whose_number_is_somebody_elses_by_now_is_not_waited_for():
+    class Gone(psutil.Process):
+        def is_running(self):
+            return False
+
+    assert wait_until_ended([Gone(os.getpid())], 0.0)
+
+
 def test_start_is_told_of_a_process_whatever_its_name():
     script = "print(open('/proc/self/comm', 'w').write('a) Z 1 (b'), flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -40,9 +40,13 @@ def test_only_what_can_be_paused_waits_for_its_user(store, submit, path, paused)
     job = submit()
     for state in path:
         store.write(lambda s, state=state: jobs.transition(s, job.id, state))
+    place = {"tensor": 0, "pipeline": 0, "data": 0, "context": 0}
+    rows = [{"rank": 0, "generation": 1, "state": "running", "node": "n", "device": "cpu", "pid": 7, **place}]
+    store.write(lambda s: ranks.replace(s, job.id, rows))
     assert store.write(lambda s: restored.pause(s, job.id)) is paused
     with store.read() as session:
         restored_job = jobs.get(session, job.id)
+        assert [rank.state for rank in ranks.of_job(session, job.id)] == ["exited" if paused else "running"]
     before = path[-1] if path else JobState.QUEUED
     assert restored_job.state == (JobState.PAUSED if paused else before)
     assert not paused or (restored_job.reason, restored_job.message.count("manta resume " + job.id)) == (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
 import struct
 import threading
@@ -15,7 +16,7 @@ from rank_threads import HOST, SECRET, run_threads, secret
 
 from workers.comm import meeting
 from workers.comm.links import Links
-from workers.comm.meeting import NONCE_BYTES, STRANGERS
+from workers.comm.meeting import NONCE_BYTES, STRANGERS, Meeting
 from workers.comm.secret import PROOF_BYTES, Secret
 from workers.errors import PeerLost
 from workers.liveness.progress import CONNECTING_CHANNEL, Progress
@@ -53,6 +54,16 @@ def is_turned_away(stranger: socket.socket) -> bool:
     with contextlib.suppress(ConnectionResetError):
         return stranger.recv(1) == b""
     return True
+
+
+class OneLook:
+    """A selector that finds these keys ready, and then nothing."""
+
+    def __init__(self, selector: selectors.BaseSelector, keys: list[selectors.SelectorKey]):
+        self.register, self.unregister, self.looks = selector.register, selector.unregister, [keys]
+
+    def select(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+        return [(key, selectors.EVENT_READ) for key in self.looks.pop()]
 
 
 def hello(generation: int, rank: int) -> bytes:
@@ -126,6 +137,26 @@ def test_more_silent_strangers_than_there_is_room_for_hold_nobody_up():
     assert they_train(*run_threads(2, body))
     for stranger in strangers:
         stranger.close()
+
+
+def test_caller_that_has_just_made_room_for_another_is_asked_nothing_more():
+    """Both are seen in one look: who has been there longest, and who takes its place."""
+    room = Meeting(0, {1}, dist.HashStore(), secret(GENERATION), HOST, lambda: False, Progress())
+    with socket.create_server((HOST, 0)) as listener, contextlib.ExitStack() as callers:
+        room._selector.register(listener, selectors.EVENT_READ)
+        for _ in range(STRANGERS + 1):
+            callers.enter_context(socket.create_connection(listener.getsockname()))
+            room._accept(listener)
+        oldest = next(iter(room._callers))
+        callers.enter_context(socket.create_connection(listener.getsockname()))
+        keys = [room._selector.get_key(each) for each in (listener, oldest.connection)]
+        room._selector = OneLook(room._selector, keys)
+        room._is_over = lambda: not room._selector.looks
+        with pytest.raises(PeerLost, match="is over"):
+            room._talk(listener)
+        assert oldest not in room._callers
+        for caller in room._callers:
+            caller.connection.close()
 
 
 def test_a_silent_stranger_is_turned_away_after_a_while_whether_or_not_the_peer_comes(monkeypatch):

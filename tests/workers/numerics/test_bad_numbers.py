@@ -42,6 +42,11 @@ def test_a_number_that_hardly_moves_still_has_room():
     assert limit([2.0] * 9, 8.0) == pytest.approx(2.0 * 1.4)
 
 
+def test_deviations_are_those_of_a_normal_distribution():
+    """Its median distance from its median is 0.6745 standard deviations."""
+    assert limit([1.0, 2.0, 3.0, 4.0, 5.0], 2.0) == pytest.approx(3.0 + 2.0 / 0.6745, rel=1e-4)
+
+
 @given(st.lists(st.floats(0.1, 10), min_size=5), st.floats(0.1, 50))
 def test_a_limit_lies_above_the_median_and_grows_with_the_deviations(values, deviations):
     middle = sorted(values)[(len(values) - 1) // 2]

@@ -216,6 +216,21 @@ def test_a_slot_that_is_overwritten_before_its_sums_are_done_is_not_sealed_with_
     assert holds(tmp_path, 2)
 
 
+def test_a_slot_that_is_overwritten_right_after_its_last_sum_is_not_sealed(tmp_path, monkeypatch):
+    snapshots = opened(tmp_path)
+    real, sealed = SnapshotFile.sums, []
+
+    def then_overwritten(file, slot):
+        yield from real(file, slot)
+        snapshots._begin(slot)
+
+    monkeypatch.setattr(SnapshotFile, "sums", then_overwritten)
+    monkeypatch.setattr(SnapshotFile, "seal", lambda file, slot, step, sums: sealed.append(step))
+    snapshots.save(1)
+    snapshots.wait_for_sums()
+    assert sealed == []
+
+
 def test_a_copy_without_sums_is_used_and_gets_them_then(tmp_path, monkeypatch):
     """What a trainer leaves that was killed right after a copy."""
     snapshots = opened(tmp_path)

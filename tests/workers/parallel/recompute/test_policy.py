@@ -40,6 +40,13 @@ def test_a_rank_recomputes_what_does_not_fit_into_its_window():
     assert recomputed(actions, layout()) == frozenset()
 
 
+def test_a_micro_batch_that_is_kept_is_kept_in_all_chunks_of_the_rank():
+    interleaved = {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}
+    forwards = [Action("forward", number, chunk) for chunk in range(2) for number in range(3)]
+    window = layout(recompute="full", recompute_keep=1, **interleaved)
+    assert recomputed(forwards, window) == {(2, 0), (0, 1), (1, 1), (2, 1)}, "as many as one has pairs, in any order"
+
+
 def test_a_micro_batch_leaves_the_window_when_its_weights_gradients_are_done_and_not_before():
     """Where the backward is in two halves, what the layers kept is held from the first to the second."""
     first = [Action("forward", 0), Action("forward", 1), Action("backward_input", 0)]
