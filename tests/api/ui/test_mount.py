@@ -64,7 +64,8 @@ def test_pages_are_served_while_the_database_does_not_answer(tmp_path, monkeypat
             raise OperationalError("SELECT", {}, Exception("database is locked"))
 
         monkeypatch.setattr(credentials, "KNOWN_SECONDS", 1000.0)
-        monkeypatch.setattr(Store, "read", locked)
+        for name in ("read", "read_rows"):
+            monkeypatch.setattr(Store, name, locked)
         for path in ("/ui/", "/ui/jobs/job_000000000000"):
             response = http.get(path)
             assert response.status_code == 200
