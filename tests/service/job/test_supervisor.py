@@ -132,6 +132,8 @@ def test_rank_that_lost_a_peer_is_not_the_culprit(two_replicas, cluster):
     story(body)
     assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
     assert "rank 2 was killed" in job.message("rank_lost")
+    (lost,) = [event.data for event in job.events if event.type == "rank_lost"]
+    assert lost["node"] == job.ranks[2].node, "so that a node where ranks keep failing can be left out"
 
 
 def test_lost_agent_is_replaced_in_its_own_place(two_replicas, cluster):

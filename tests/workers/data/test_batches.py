@@ -68,6 +68,8 @@ def test_validation_has_at_least_one_batch_and_at_most_those_held_out(corpus):
     for asked, expected in ((8, 6), (4, 4)):
         job = spec(data=corpus, train={"validation_batches": asked, "global_batch_size": 2})
         assert Batches(job, 0, CPU).validation_batches() == expected
+    short = spec(data=corpus, train={"validation_batches": 8, "global_batch_size": 16})  # of 12 windows
+    assert Batches(short, 0, CPU).validation_batches() == 1
 
 
 def test_a_step_passes_over_skipped_samples_and_its_dropout_stays_that_of_its_places(corpus):
