@@ -1,6 +1,5 @@
 """The service as a process: kill -9 and back again, taken ports, and what is left behind."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -78,30 +77,25 @@ def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta
     assert manta.leftovers(job) == []
 
 
-@pytest.mark.parametrize("state", ["STARTING", "RECOVERING", "CANCELLING"])
-def test_job_is_taken_over_in_every_state(manta, pair_undisturbed, kill, state):
-    with contextlib.ExitStack() as until_the_next_service:
-        if state == "STARTING":
-            until_the_next_service.enter_context(manta.zygote_stopped())
-            job = manta.submit(manta.spec(layout=PAIR))
-            manta.until_state(job, "STARTING")
-        else:
-            job = manta.submit(manta.spec(layout=PAIR))
-            manta.hold(job, 1)
-        if state == "RECOVERING":
-            until_the_next_service.enter_context(manta.zygote_stopped())
-            kill(manta.pids(job)[1])
-            manta.until_state(job, "RECOVERING")
-        if state == "CANCELLING":
-            manta.client.cancel(job)
+def test_jobs_are_taken_over_in_every_state(manta, pair_undisturbed, kill):
+    recovering, cancelled = (manta.submit(manta.spec(layout=PAIR)) for _ in range(2))
+    for job in (recovering, cancelled):
+        manta.hold(job, 1)
+    with manta.zygote_stopped():
+        starting = manta.submit(manta.spec(layout=PAIR))
+        manta.until_state(starting, "STARTING")
+        kill(manta.pids(recovering)[1])
+        manta.until_state(recovering, "RECOVERING")
+        manta.client.cancel(cancelled)
         manta.kill_service()
     manta.start()
-    if state == "CANCELLING":
-        manta.until_state(job, "CANCELLED")
-    else:
+    manta.until_state(cancelled, "CANCELLED")
+    for job in (starting, recovering):
         manta.until_state(job, "SUCCEEDED")
         assert manta.curve(job) == pair_undisturbed
-    assert manta.leftovers(job) == []
+    assert manta.events(recovering, "recovered") and not manta.events(starting, "recovered")
+    for job in (starting, recovering, cancelled):
+        assert manta.leftovers(job) == []
 
 
 def test_change_of_size_is_carried_on_by_the_next_service(manta):
@@ -145,6 +139,7 @@ def test_second_up_says_that_it_runs_already(manta):
     assert "Traceback" not in said
 
 
+@pytest.mark.soak  # the sentence itself: tests/api/test_server.py
 def test_taken_port_is_one_clear_sentence(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
