@@ -21,6 +21,7 @@ $(STAMP): requirements.lock pyproject.toml
 		--index-url "$(TORCH_INDEX_URL)" $$(grep '^torch==' requirements.lock)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements.lock
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m compileall -q api service workers benchmarks
 	@touch $(STAMP)
 
 demo: setup

@@ -191,11 +191,11 @@ def one_time_link(store: Store, project: str | None = None, scope: Scope = Scope
     return f"{LINK_PATH}{token}"
 
 
-def serve(home: Path, port: int, empty: bool = False) -> None:
+def serve(home: Path, port: int) -> None:
     """Serve the sample, and print where it is; blocks."""
     store = Store(f"sqlite:///{home}/manta.db")
     store.migrate()
-    job_id = "" if empty else fill(store, home)
+    job_id = fill(store, home)
     app = create_app(SampleControl(store, home))
     listener = socket.create_server(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -216,6 +216,5 @@ if __name__ == "__main__":
     arguments = argparse.ArgumentParser()
     arguments.add_argument("home", type=Path)
     arguments.add_argument("--port", type=int, default=0)
-    arguments.add_argument("--empty", action="store_true")
     given = arguments.parse_args()
-    serve(given.home, given.port, given.empty)
+    serve(given.home, given.port)

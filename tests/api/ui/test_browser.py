@@ -1,11 +1,12 @@
 """The dashboard in a real browser, against a real server with a job that was restarted once."""
 
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,27 +60,27 @@ class Complaints:
             self.said.append(f"foreign: {address}")
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Sample]]:
-    """Starts the sample server; in a process of its own, since NiceGUI has one app a process."""
-    started: list[tuple[subprocess.Popen[str], Store]] = []
-
-    def start(*options: str) -> Sample:
-        command = [sys.executable, str(SERVER), str(tmp_path), *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
-        store = Store(f"sqlite:///{tmp_path}/manta.db")
-        started.append((process, store))
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[Sample]:
+    """The sample server; in a process of its own, since NiceGUI has one app a process."""
+    command = [sys.executable, str(SERVER), str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    store = Store(f"sqlite:///{folder}/manta.db")
+    try:
         assert process.stdout is not None
-        return Sample(**json.loads(process.stdout.readline()), store=store)
-
-    yield start
-    for process, store in started:
+        yield Sample(**json.loads(process.stdout.readline()), store=store)
         process.terminate()
-        try:
-            process.wait(20)
-        finally:
-            process.kill()
+        process.wait(20)
+    finally:
+        process.kill()
         store.close()
+
+
+@pytest.fixture(scope="module")
+def viewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sample]:
+    """One for those who only look; who comes last revokes its keys."""
+    with served(tmp_path_factory.mktemp("viewed")) as sample:
+        yield sample
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +99,15 @@ def browser(chromium: Browser) -> Iterator[Browser]:
         context.close()
 
 
-def test_a_job_is_followed_live(serve, browser):
-    sample: Sample = serve()
+@pytest.fixture
+def followed(tmp_path: Path) -> Iterator[Sample]:
+    """One whose job goes on, and ends."""
+    with served(tmp_path) as sample:
+        yield sample
+
+
+def test_a_job_is_followed_live(followed, browser):
+    sample = followed
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.set_default_timeout(SECONDS)
     expect.set_options(timeout=SECONDS)
@@ -177,19 +185,28 @@ def test_a_job_is_followed_live(serve, browser):
     assert complaints.said == []
 
 
-def test_a_newcomer_is_told_what_to_do(serve, browser):
-    sample: Sample = serve("--empty")
-    page = browser.new_page()
+def test_who_may_only_read_is_offered_nothing_else_and_signs_out(viewed, browser):
+    sample = viewed
+    context = browser.new_context()
+    page = context.new_page()
     page.set_default_timeout(SECONDS)
-    page.goto(sample.link)
-    page.goto(f"{sample.url}/ui")
-    expect(page.locator("pre")).to_contain_text(f"export MANTA_URL={sample.url}\nmanta submit examples/quickstart.yaml")
-    page.goto(f"{sample.url}/ui/jobs/job_000000000000")
-    expect(page.get_by_text("There is no such job.")).to_be_visible()
+    expect.set_options(timeout=SECONDS)
+    page.goto(sample.of_reader)
+    expect(page.locator(".viewer")).to_have_text("viewer")
+    page.locator("tbody tr", has_text="quickstart").get_by_role("link").click()
+    expect(page.locator("h1 + .badge")).to_have_text("RUNNING")
+    for name in ("Cancel job", "Pause", "Resume", "Retry"):
+        expect(page.get_by_role("button", name=name)).to_be_hidden()
+    (cookie,) = context.cookies()
+
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_text("This browser is not signed in.")).to_be_visible()
+    context.add_cookies([cookie])
+    assert page.goto(f"{sample.url}/ui/jobs/{sample.job}").status == 401, "what the browser had is good no more"
 
 
-def test_two_viewers_see_what_their_keys_may_see(serve, browser):
-    sample: Sample = serve()
+def test_two_viewers_see_what_their_keys_may_see(viewed, browser):
+    sample = viewed
     first, other = browser.new_context(), browser.new_context()
     mine, theirs, nobody = first.new_page(), other.new_page(), browser.new_context().new_page()
     for page in (mine, theirs, nobody):
@@ -216,26 +233,6 @@ def test_two_viewers_see_what_their_keys_may_see(serve, browser):
     sample.store.write(lambda session: [keys.revoke(session, None, key.id) for key in keys.page(session, None).items])
     expect(mine.locator(".banner")).to_contain_text("send a key that is good")
     assert mine.goto(f"{sample.url}/ui/").status == 401
-
-
-def test_who_may_only_read_is_offered_nothing_else_and_signs_out(serve, browser):
-    sample: Sample = serve()
-    context = browser.new_context()
-    page = context.new_page()
-    page.set_default_timeout(SECONDS)
-    expect.set_options(timeout=SECONDS)
-    page.goto(sample.of_reader)
-    expect(page.locator(".viewer")).to_have_text("viewer")
-    page.locator("tbody tr", has_text="quickstart").get_by_role("link").click()
-    expect(page.locator("h1 + .badge")).to_have_text("RUNNING")
-    for name in ("Cancel job", "Pause", "Resume", "Retry"):
-        expect(page.get_by_role("button", name=name)).to_be_hidden()
-    (cookie,) = context.cookies()
-
-    page.get_by_role("button", name="Sign out").click()
-    expect(page.get_by_text("This browser is not signed in.")).to_be_visible()
-    context.add_cookies([cookie])
-    assert page.goto(f"{sample.url}/ui/jobs/{sample.job}").status == 401, "what the browser had is good no more"
 
 
 def _commit(sample: Sample, step: int, loss: float = 1.5) -> None:

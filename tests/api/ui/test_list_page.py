@@ -5,6 +5,15 @@ from service.store import jobs
 from tests.api.support.headless import texts
 
 
+def test_newcomer_is_told_what_to_do(service, watch):
+    def words(page, done):
+        return page._welcome.visible, page._table.visible, texts(page._welcome)[-1]
+
+    ((welcome, table, last),) = watch(lambda viewer: JobList(viewer, "http://there"), words)
+    assert (welcome, table) == (True, False)
+    assert last == "export MANTA_URL=http://there\nmanta submit examples/quickstart.yaml"
+
+
 def test_list_has_each_job_once_the_newest_on_top_and_those_that_are_gone_no_more(service, watch):
     first = service.submit(name="first")["id"]
 
