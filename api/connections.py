@@ -13,7 +13,7 @@ from http import HTTPStatus
 from fastapi import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from api.problems import problem
+from api.problems import OUTSIDE_MIDDLEWARE, problem
 
 HEAD_SECONDS = 15.0
 """How long a connection may take to say all that comes before a request's body, the first time and each time after."""
@@ -93,7 +93,8 @@ def limited_to(most: int) -> type[LimitedConnection]:
 
 
 def _one_too_many() -> Response:
-    return problem("too_many_connections", "the service holds as many connections as it can; try again in a moment")
+    detail = "the service holds as many connections as it can; try again in a moment"
+    return problem("too_many_connections", detail, headers=OUTSIDE_MIDDLEWARE)
 
 
 def _as_bytes(response: Response) -> bytes:

@@ -17,6 +17,7 @@ from api.access import Forbidden, Unauthenticated
 from api.permissions import shown
 from api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
 from api.rate_limits import TooManyRequests
+from api.rest_version import HEADER, REST
 from api.schemas import FieldProblem, Problem
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 _USUAL_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="manta"'}, 503: {"Retry-After": RETRY_SECONDS}}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
+OUTSIDE_MIDDLEWARE = {HEADER: str(REST)}
+"""What an answer that passes no middleware says by itself."""
 
 
 class MalformedJson(MantaError):
@@ -191,4 +194,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _internal_error(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, shown(request.url.path), exc_info=error)
-    return problem("internal_error", "something went wrong inside the service; its log says what")
+    detail = "something went wrong inside the service; its log says what"
+    return problem("internal_error", detail, headers=OUTSIDE_MIDDLEWARE)

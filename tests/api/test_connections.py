@@ -9,6 +9,7 @@ import pytest
 
 from api import connections
 from api.connections import MOST_CONNECTIONS, connections_at_once
+from api.rest_version import HEADER, REST
 from tests.api.conftest import FakeControl, serving
 from tests.api.support.keys import ADMIN
 
@@ -75,6 +76,7 @@ def test_one_connection_too_many_is_told_so_and_the_next_is_served_once_there_is
             refused = httpx.get(f"{url}/healthz", timeout=SECONDS)
             assert (refused.status_code, refused.json()["code"]) == (503, "too_many_connections")
             assert refused.headers["Retry-After"] == "5"
+            assert refused.headers[HEADER] == str(REST)
             assert refused.headers["Content-Type"] == "application/problem+json"
             first.sendall(HEAD + b"Connection: close\r\n\r\n")
             assert answer(first).startswith(b"HTTP/1.1 200 OK")

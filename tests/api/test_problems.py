@@ -5,6 +5,7 @@ import logging
 import pytest
 from sqlalchemy.exc import InternalError, OperationalError
 
+from api.rest_version import HEADER, REST
 from service.store import OutcomeUnknown
 
 PROBLEM_KEYS = {"code", "title", "status", "detail", "errors"}
@@ -167,6 +168,7 @@ def test_an_internal_error_is_logged_and_kept_from_the_client(service, caplog, m
     with caplog.at_level(logging.ERROR, logger="api.problems"):
         response = service.http.get("/v1/cluster")
     check(response, 500, "internal_error")
+    assert response.headers.get_list(HEADER) == [str(REST)]
     assert "secret" not in response.text
     assert any(record.exc_info and "secret detail" in str(record.exc_info[1]) for record in caplog.records)
 
