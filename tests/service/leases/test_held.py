@@ -12,6 +12,8 @@ from service.states import JobState
 from service.store import Store, jobs, leases
 from tests.service.support.supervised_job import story
 
+SECONDS = 20.0
+
 
 class Plane:
     """The leases of one control plane, without the thread that renews; its clock is a number."""
@@ -198,6 +200,29 @@ def test_epoch_rises_above_what_agents_know_from_before_a_restore(planes, job):
         await owned.exceed(41)
         assert one.leases.epoch(job, "stop") == 42
         await owned.write_async(lambda session: jobs.transition(session, job, JobState.RUNNING))
+
+    story(body)
+
+
+def test_goes_on_to_count_as_living_and_to_be_woken_until_it_leaves(planes):
+    one, two = planes
+
+    async def body():
+        one.seems_dead()
+        one.leases._asked_at = float("-inf")
+        one.leases.begin()
+        lease = one.leases.hold("job_1", 1)
+        await asyncio.wait_for(lease.until_certain(), SECONDS)
+        with one.store.read() as session:
+            assert set(leases.well(session)) == {one.leases.me, two.leases.me}
+        one.leases.changed.clear()
+        await asyncio.to_thread(two.leases.wake_others)
+        await asyncio.wait_for(one.leases.changed.wait(), SECONDS)
+        await one.leases.leave()
+        one.leases._keeper._thread.join(SECONDS)
+        assert not one.leases._keeper._thread.is_alive()
+        with one.store.read() as session:
+            assert leases.living(session) == [two.leases.me]
 
     story(body)
 
