@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from service.store import checkpoints, generations
+from service.store import InvalidCursor, checkpoints, generations
+from service.store.paging import Cursors
 from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest
 
 
@@ -45,7 +46,8 @@ def test_what_is_complete_cannot_fail_any_more(store, started):
     assert not store.write(lambda session: checkpoints.fail(session, saved))
     assert not store.write(lambda session: checkpoints.complete(session, saved, 7)), "nor be completed again"
     assert (newest(store, started).id, newest(store, started).bytes) == (saved, 100)
-    assert not store.write(lambda session: checkpoints.fail(session, "ckpt_nowhere"))
+    for change in (checkpoints.fail, checkpoints.mark_deleted):
+        assert not store.write(lambda session, change=change: change(session, "ckpt_nowhere"))
 
 
 def test_pages_show_the_highest_step_first(store, started):
@@ -61,6 +63,12 @@ def test_pages_show_the_highest_step_first(store, started):
         if cursor is None:
             break
     assert seen == [(150, 1), (100, 2), (100, 1), (50, 1)]
+
+
+@pytest.mark.parametrize("held", ["", "50", "50 1 1", "50 x", "-50 1", "50  1", "9" * 19 + " 1"])
+def test_cursor_that_names_no_checkpoint_is_refused(store, started, held):
+    with store.read() as session, pytest.raises(InvalidCursor):
+        checkpoints.page(session, started.id, cursor=Cursors("checkpoints", job=started.id).encode(held))
 
 
 def test_a_checkpoint_is_found_by_what_a_worker_knows_of_it(store, started):

@@ -173,9 +173,17 @@ def test_audit_is_read_in_pages_and_by_what_it_is_about(store):
         first = audit.page(session, "default", limit=2)
         rest = audit.page(session, "default", limit=2, cursor=first.next_cursor)
         about = audit.page(session, None, target="b").items
+    assert [entry.id for entry in first.items] == [5, 3] and [entry.id for entry in rest.items] == [1]
     assert [entry.target for entry in first.items + rest.items] == ["a", "b", "a"]
     assert rest.next_cursor is None
     assert [entry.project for entry in about] == ["default", "theirs"]
+
+
+def test_what_the_service_did_of_its_own_accord_is_nobody_s(store):
+    entry = store.write(lambda session: audit.append_of_service(session, "default", DEED))
+    assert (entry.key_id, entry.key_name, entry.user, entry.project) == (None, "the service", None, "default")
+    with store.read() as session:
+        assert [each.id for each in audit.page(session, "default").items] == [entry.id]
 
 
 def test_somebody_may_administrate_with_a_good_key_of_the_installation_alone(store):

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.store import InvalidCursor
+from service.store import InvalidCursor, audit, checkpoints, job_rows, keys, projects, recoveries
 from service.store.errors import ForeignCursor
 from service.store.paging import Cursors, Page
 
+EVERYTHING = {"bound": None}
 texts = st.text("job_19 :,.é", max_size=20)
 filters = st.dictionaries(st.sampled_from(["state", "name", "job"]), st.none() | texts | st.integers())
 
@@ -64,3 +65,27 @@ def test_page_leads_on_where_there_is_more():
     page = Page.of([1, 2, 3], 2, cursors, str)
     assert (page.items, cursors.decode(page.next_cursor)) == ([1, 2], "2")
     assert Page.of([1, 2], 2, cursors, str).next_cursor is None
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "held", "given"),
+    [
+        *((audit.page, "audit", "1", {**EVERYTHING, key: "x"}) for key in ("bound", "key_id", "target")),
+        (keys.page, "keys", "key_000000000000", {"bound": "x"}),
+        (projects.page, "projects", "default", {"bound": "x"}),
+        (checkpoints.page, "checkpoints", "50 1", {"job_id": "job_1"}),
+        (recoveries.page, "recoveries", "1", {"job_id": "job_1"}),
+    ],
+)
+def test_every_list_binds_its_cursors_to_each_of_its_filters(store, page, name, held, given):
+    with store.read() as session, pytest.raises(ForeignCursor):
+        page(session, **given, cursor=Cursors(name).encode(held))
+
+
+@pytest.mark.parametrize("filter", ["state", "name", "bound"])
+def test_list_of_jobs_binds_its_cursors_to_each_of_its_filters(store, filter):
+    cursor = Cursors("jobs").encode("job_000000000000")
+    with store.read_rows() as connection:
+        assert job_rows.page(connection, cursor=cursor).items == []
+        with pytest.raises(ForeignCursor):
+            job_rows.page(connection, **{filter: "x"}, cursor=cursor)
