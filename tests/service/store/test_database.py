@@ -208,7 +208,7 @@ def test_a_database_of_a_newer_release_that_changed_more_than_we_can_ignore_is_l
 
 def test_a_database_of_a_newer_release_that_only_added_to_it_is_used_as_it_is(store, submit):
     store.write(lambda session: session.execute(text("ALTER TABLE jobs ADD COLUMN newer TEXT")))
-    is_at(store, "9999")
+    is_at(store, "9999", newest_revision())
     store.migrate()
     job = submit()
     with store.read() as session:
@@ -222,11 +222,18 @@ def test_the_newest_migration_says_what_the_code_takes_it_to_say(store):
 
 
 @pytest.mark.parametrize(
-    ("revision", "shuts_out"), [("0005", False), ("0006", True), ("0007", True), (None, False), ("9999", False)]
+    ("revision", "shuts_out"),
+    [("0005", False), ("0006", True), ("0007", True), (OLDEST_READER, False), (None, False), ("9999", False)],
 )
 def test_a_migration_shuts_out_the_release_before_where_that_cannot_read_the_result(store, revision, shuts_out):
     is_at(store, revision or newest_revision())
     assert store.shuts_out_release_before == shuts_out
+
+
+def test_database_that_is_new_shuts_out_nobody(tmp_path):
+    store = Store(f"sqlite:///{tmp_path}/new.db")
+    assert not store.shuts_out_release_before
+    store.close()
 
 
 def test_many_readers_do_not_keep_the_writer_waiting(store, submit):

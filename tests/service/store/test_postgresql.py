@@ -1,5 +1,6 @@
 """What only PostgreSQL does: servers that are away, several writers, commits that nobody answers."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -7,13 +8,30 @@ import threading
 import psycopg
 import pytest
 from sqlalchemy import text
+from sqlalchemy.event import listen
 from sqlalchemy.exc import OperationalError
 
 from service.states import JobState
-from service.store import OutcomeUnknown, Store, StoreUnusable, events, jobs, postgresql
+from service.store import (
+    OutcomeUnknown,
+    Store,
+    StoreUnusable,
+    checkpoints,
+    deletion,
+    edits,
+    events,
+    failed_jobs,
+    generations,
+    jobs,
+    pauses,
+    postgresql,
+    restored,
+)
 from service.store.database import newest_revision
 from service.store.postgresql import unsuitable
 from service.store.retries import may_pass
+from workers.config import ParallelConfig
+from workers.errors import MantaError
 
 SECONDS = 20.0
 
@@ -85,6 +103,42 @@ def test_a_locked_job_is_read_anew_and_what_was_changed_before_is_kept(open_stor
     store.write(operation)
     with store.read() as session:
         assert jobs.get(session, job.id).step == 7
+
+
+CHANGES = {
+    "transition": lambda session, job: jobs.transition(session, job, JobState.STARTING),
+    "cancel": jobs.request_cancel,
+    "resize": lambda session, job: jobs.request_resize(session, job, 2),
+    "wait": lambda session, job: jobs.set_waiting(session, job, {"needed": 8}),
+    "lay out": lambda session, job: jobs.set_layout(session, job, ParallelConfig()),
+    "report": lambda session, job: jobs.accept_report(session, job, 0, 0, 1),
+    "edit": lambda session, job: edits.edit(session, job, priority=1),
+    "begin a generation": lambda session, job: generations.begin(session, job, "submitted", False),
+    "save": lambda session, job: checkpoints.begin(session, job, 0, 5, "/x"),
+    "pause": pauses.request_pause,
+    "retry": failed_jobs.request_retry,
+    "let memory go": lambda session, job: failed_jobs.let_memory_go(session, job, 0.0),
+    "delete": deletion.begin,
+    "delete if expired": lambda session, job: deletion.begin_if_expired(session, job, 0.0, "old"),
+    "note an obstacle": lambda session, job: deletion.note_obstacle(session, job, "in the way"),
+    "end a deletion": deletion.end,
+    "pause a restored one": restored.pause,
+    "know a generation": lambda session, job: restored.know_generation(session, job, 3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_changes_a_job_locks_it_before_it_looks(open_store, job, change):
+    statements = []
+
+    def operation(session):
+        connection = session.connection()
+        listen(connection, "before_cursor_execute", lambda _c, _k, statement, *_more: statements.append(statement))
+        with contextlib.suppress(MantaError):
+            change(session, job.id)
+
+    open_store().write(operation)
+    assert "FOR NO KEY UPDATE" in next(each for each in statements if "FROM jobs" in each)
 
 
 def test_an_event_of_a_job_that_somebody_else_has_locked_waits_for_nobody(open_store, job):
