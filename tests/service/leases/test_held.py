@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
 
 from service.leases.decisions import HOUSEKEEPING, LEASE_SECONDS, MARGIN_SECONDS
 from service.leases.errors import LeaseLost, LeaseUncertain
@@ -94,6 +95,27 @@ def test_lease_that_is_being_taken_is_not_taken_once_more(planes, job):
     story(body)
 
 
+def test_what_was_dropped_or_could_not_be_taken_is_taken_at_the_next_look(planes, job, monkeypatch):
+    one, _ = planes
+
+    async def away(_write):
+        raise OperationalError("claim", {}, Exception("the database is away"))
+
+    async def body():
+        await one.leases.claim(job)
+        one.leases.drop(job)
+        await one.leases.look()
+        assert one.leases.of(job).epoch == 2
+        one.leases.drop(job)
+        with monkeypatch.context() as patch, pytest.raises(OperationalError):
+            patch.setattr(one.store, "write_async", away)
+            await one.leases.claim(job)
+        await one.leases.look()
+        assert one.leases.of(job).epoch == 3
+
+    story(body)
+
+
 def test_stale_owner_writes_nothing_gives_no_order_and_lets_go_when_it_looks(planes, job):
     one, two = planes
 
@@ -126,7 +148,11 @@ def test_one_that_was_taken_for_dead_keeps_what_nobody_has_taken(planes, job):
         one.seems_dead()
         two.store.write(leases.remove_dead)
         one.renew()
+        waiting = asyncio.create_task(one.leases.until_certain(job))
+        await asyncio.sleep(0)
+        assert not waiting.done()
         await one.leases.look()
+        await asyncio.wait_for(waiting, SECONDS)
         assert one.leases.certain and one.leases.of(job).epoch == 1
         one.store.fenced(one.leases.of(job)).write(lambda session: jobs.transition(session, job, JobState.RUNNING))
 

@@ -33,6 +33,23 @@ def test_an_event_keeps_what_it_was_told(store, submit):
     assert stored.data == {"loss": "nan", "ranks": [1, 2]}
 
 
+def test_data_of_one_type_and_one_job_is_found_in_order(store, submit):
+    job, other = submit(), submit()
+
+    def tell(of, kind, number):
+        return store.write(lambda session: events.append(session, of.id, kind, "said", data={"to": number}).id)
+
+    ids = [
+        tell(job, "rolled_back", 1),
+        tell(other, "rolled_back", 2),
+        tell(job, "told", 3),
+        tell(job, "rolled_back", 4),
+    ]
+    assert ids == sorted(ids)
+    with store.read() as session:
+        assert events.data_of(session, job.id, "rolled_back") == [{"to": 1}, {"to": 4}]
+
+
 def test_what_was_said_since_something_else_is_known(store, submit):
     job, other = submit(), submit()
 

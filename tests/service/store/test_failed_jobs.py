@@ -56,6 +56,7 @@ def test_memory_goes_when_its_time_is_over(store, failed):
     assert not store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 999.0))
     assert store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 1001.0))
     assert row(store, failed).memory_kept_until is None
+    assert not store.write(lambda s: failed_jobs.let_memory_go(s, failed.id, 1001.0)), "nothing is kept any more"
     with store.read() as session:
         assert failed_jobs.holding_memory(session) == []
 

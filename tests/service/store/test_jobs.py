@@ -21,6 +21,8 @@ def test_ids_sort_by_time_and_grow_even_when_the_clock_steps_back(first_time, se
     second = next_job_id(second_time, high, first)
     assert is_job_id(first) and is_job_id(second)
     assert first < second
+    if second_time > first_time + 0.002:
+        assert second == next_job_id(second_time, high, None), "it says when the job was submitted"
 
 
 @pytest.mark.parametrize(
