@@ -399,9 +399,10 @@ def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
 
 def main() -> None:
     """Entry of the `manta` command."""
-    from api.cli import access, service
+    from api.cli import access, service, version
     from api.cli.db import db
 
+    app.callback()(version.options)
     access.register(app)
     service.register(app)
     app.add_typer(db, name="db")

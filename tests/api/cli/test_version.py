@@ -1,0 +1,42 @@
+"""`manta --version` tells one release from another."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from api.cli import version
+from api.rest_version import REST
+from service.store.database import newest_revision
+from workers.protocol.messages import PROTOCOL
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def app():
+    made = typer.Typer()
+    made.callback()(version.options)
+    for name in ("one", "other"):
+        made.command(name)(lambda: None)
+    return made
+
+
+def test_it_says_the_release_and_what_that_understands(app):
+    said = CliRunner().invoke(app, ["--version"])
+    release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert said.exit_code == 0
+    pattern = r"manta (\S+) \(REST ([\d, ]+); protocol ([\d, ]+); database revision (\d{4})\)\n"
+    stated, rest, protocols, revision = re.fullmatch(pattern, said.output).groups()
+    assert (stated, revision) == (release, newest_revision())
+    assert str(REST) in rest.split(", ") and str(PROTOCOL) in protocols.split(", ")
+
+
+def test_release_comes_after_the_last_one_that_was_named():
+    last = (ROOT / "releases.txt").read_text().split("\n")[-2].split()[0]
+    here = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    numbers = [tuple(int(part) for part in re.match(r"(\d+)\.(\d+)\.(\d+)", each).groups()) for each in (last, here)]
+    assert numbers[0] < numbers[1]
