@@ -95,6 +95,29 @@ def test_lease_that_is_being_taken_is_not_taken_once_more(planes, job):
     story(body)
 
 
+def test_lease_that_is_being_claimed_is_not_claimed_by_a_look(planes, job, monkeypatch):
+    one, _ = planes
+    write, taken, go_on = one.store.write_async, asyncio.Event(), asyncio.Event()
+
+    async def dawdle(operation):
+        result = await write(operation)
+        taken.set()
+        await go_on.wait()
+        return result
+
+    async def body():
+        with monkeypatch.context() as patch:
+            patch.setattr(one.store, "write_async", dawdle)
+            claiming = asyncio.create_task(one.leases.claim(job))
+            await taken.wait()
+        await one.leases.look()
+        assert one.leases.of(job) is None
+        go_on.set()
+        assert (await claiming).epoch == one.leases.of(job).epoch == 1
+
+    story(body)
+
+
 def test_what_was_dropped_or_could_not_be_taken_is_taken_at_the_next_look(planes, job, monkeypatch):
     one, _ = planes
 
@@ -147,12 +170,16 @@ def test_one_that_was_taken_for_dead_keeps_what_nobody_has_taken(planes, job):
         await one.leases.look()
         one.seems_dead()
         two.store.write(leases.remove_dead)
+        one.leases.changed.clear()
         one.renew()
+        assert one.leases.changed.is_set(), "it looks at once"
         waiting = asyncio.create_task(one.leases.until_certain(job))
         await asyncio.sleep(0)
         assert not waiting.done()
         await one.leases.look()
         await asyncio.wait_for(waiting, SECONDS)
+        with one.store.read() as session:
+            assert one.leases.me in leases.living(session), "for others, too"
         assert one.leases.certain and one.leases.of(job).epoch == 1
         one.store.fenced(one.leases.of(job)).write(lambda session: jobs.transition(session, job, JobState.RUNNING))
 
@@ -283,6 +310,23 @@ def test_what_somebody_looks_after_is_not_borrowed(store, own_leases):
         async with own_leases.borrowed("ours") as lease:
             assert lease is None
         assert own_leases.of("ours") is ours and owned(store, "me") == {"ours"}
+
+    story(body)
+
+
+def test_who_borrows_waits_for_what_is_about_to_be_given_back(store, own_leases):
+    async def body():
+        store.write(lambda session: leases.claim(session, "theirs", "other"))
+
+        async def borrow():
+            async with own_leases.borrowed("theirs", SECONDS) as lease:
+                return lease.epoch
+
+        borrowing = asyncio.create_task(borrow())
+        await asyncio.sleep(0.1)
+        assert not borrowing.done()
+        store.write(lambda session: leases.release(session, "theirs", "other", 1))
+        assert await asyncio.wait_for(borrowing, SECONDS) == 2
 
     story(body)
 

@@ -111,6 +111,11 @@ def test_each_database_is_an_installation_of_its_own_for_good(store, tmp_path):
     other.close()
 
 
+def test_files_of_all_jobs_stay_where_the_first_control_plane_has_them(store):
+    for home in ("/first", "/second"):
+        assert store.write(lambda session, home=home: installation.home_of_jobs(session, home)) == "/first"
+
+
 def test_database_of_a_release_before_finds_what_runs_until_ray_is_a_new_one(store, submit):
     job = submit()
     for statement in (

@@ -39,6 +39,13 @@ def test_pages_filter_by_state_and_name(store, submit):
         assert job_rows.page(connection, state="PAUSED").items == []
 
 
+def test_jobs_that_are_asked_for_come_newest_first_and_none_else(store, submit):
+    first, _, third = submit(), submit(), submit()
+    with store.read_rows() as connection:
+        rows = job_rows.understood(connection, [first.id, "job_000000000000", third.id])
+    assert [row.id for row in rows] == [third.id, first.id]
+
+
 @pytest.mark.parametrize("cursor", ["?", "AAAA", "é", "am9iXw", "a"])
 def test_a_foreign_cursor_is_refused(store, cursor):
     with store.read_rows() as connection, pytest.raises(InvalidCursor):
