@@ -47,6 +47,9 @@ def test_the_same_request_twice_is_one_job(store, make_spec):
     again, created_again = store.write(request)
     assert (created, created_again) == (True, False)
     assert first.id == again.id
+    other, created = store.write(lambda session: jobs.create(session, make_spec(), "key-2", "digest-a"))
+    assert created and other.id != first.id
+    assert store.write(request)[0].id == first.id
 
 
 def test_the_same_key_with_another_body_is_refused(store, make_spec):

@@ -77,6 +77,25 @@ def test_key_is_good_until_it_expires(store):
     assert keys.is_good(key, 99.9) and not keys.is_good(key, 100.0)
 
 
+def test_key_that_was_revoked_is_not_good_and_leaves_others_as_they_are(store):
+    gone, kept = make(store, "gone"), make(store, "kept")
+    store.write(lambda session: keys.revoke(session, None, gone.id))
+    with store.read() as session:
+        found = [keys.by_digest(session, digest) for digest in ("gone", "kept", "never made")]
+    assert [each and (each.id, keys.is_good(each, time.time())) for each in found] == [
+        (gone.id, False), (kept.id, True), None
+    ]  # fmt: skip
+
+
+def test_project_sees_its_own_keys_and_none_of_the_installation(store):
+    store.write(lambda session: projects.create(session, "theirs"))
+    make(store, "1"), make(store, "2", "theirs", installation=True)
+    theirs = make(store, "3", "theirs")
+    with store.read() as session:
+        page = keys.page(session, "theirs", limit=1)
+    assert ([key.id for key in page.items], page.next_cursor) == ([theirs.id], None)
+
+
 def test_lists_go_on_where_a_page_ended(store):
     made = [make(store, str(number)).id for number in range(3)]
     store.write(lambda session: [projects.create(session, name) for name in ("a", "b")])
