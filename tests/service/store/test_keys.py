@@ -87,13 +87,15 @@ def test_key_that_was_revoked_is_not_good_and_leaves_others_as_they_are(store):
     ]  # fmt: skip
 
 
-def test_project_sees_its_own_keys_and_none_of_the_installation(store):
+def test_project_sees_itself_its_own_keys_and_none_of_the_installation(store):
     store.write(lambda session: projects.create(session, "theirs"))
     make(store, "1"), make(store, "2", "theirs", installation=True)
     theirs = make(store, "3", "theirs")
     with store.read() as session:
         page = keys.page(session, "theirs", limit=1)
+        own = projects.page(session, "theirs", limit=1)
     assert ([key.id for key in page.items], page.next_cursor) == ([theirs.id], None)
+    assert ([project.name for project in own.items], own.next_cursor) == (["theirs"], None)
 
 
 def test_lists_go_on_where_a_page_ended(store):

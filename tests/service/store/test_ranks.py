@@ -41,5 +41,6 @@ def test_what_a_rank_of_an_older_generation_says_changes_nothing(store, two):
     assert store.write(lambda s: ranks.set_state(s, job_id, 2, 0, "starting")), "and so is this one"
     store.write(lambda s: setattr(jobs.get(s, other), "generation", 0))
     assert not store.write(lambda s: ranks.set_state(s, other, 0, 0, "exited")), "the rank is further"
+    assert not store.write(lambda s: ranks.set_state(s, job_id, 2, 3, "starting")), "there is no such rank"
     assert states(store, job_id) == [(0, "starting", 7, 2), (1, "running", 7, 1), (2, "running", 7, 1)]
     assert states(store, other)[0] == (0, "running", 7, 1)
