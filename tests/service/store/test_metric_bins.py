@@ -146,15 +146,6 @@ def bins_of(store, job):
         return session.scalar(select(func.count()).select_from(MetricBin).where(MetricBin.job_id == job))
 
 
-def test_series_of_a_job_is_drawn_from_its_own_bins(store, running, submit):
-    short, long = Training(store, running), Training(store, submit().id)
-    store.write(lambda session: generations.begin(session, long.job, "submitted", False))
-    for training, steps in ((short, 3 * width(1) // 2), (long, 5 * width(1))):
-        training.commit([(step, float(step % 7)) for step in range(1, steps + 1)])
-        keeps_its_promise(training, 0, steps // 4)
-    keeps_its_promise(short, 0, 10)
-
-
 def test_rows_of_a_release_that_knows_of_no_bins_get_theirs_a_piece_at_a_time(store, running, monkeypatch):
     training = Training(store, running)
     with monkeypatch.context() as patch:
