@@ -59,6 +59,7 @@ def test_renews_again_and_again_by_the_databases_clock(kept):
     assert lease_until(store) > before
     asked = [asked_at for asked_at, _ in heard.renewals]
     assert asked == sorted(asked) and all(in_time for _, in_time in heard.renewals)
+    assert not heard.woken, "nobody has anything to be seen"
 
 
 def test_renewal_counts_from_when_it_was_asked_for_however_late_the_answer(kept, monkeypatch):
