@@ -2,14 +2,19 @@
 
 import threading
 
+import psycopg
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
+from sqlalchemy.exc import OperationalError
 
 from service.leases.decisions import LEASE_SECONDS
 from service.leases.errors import LeaseLost, OtherRay
 from service.states import JobState
 from service.store import Store, jobs, leases
 from service.store.leases import connection_name
+from service.store.tables import Lease
+
+SECONDS = 20.0
 
 
 def join(store, me, place=None, ray="ray-1", alone=False):
@@ -117,6 +122,111 @@ def test_stale_owner_writes_nothing(store, submit):
         store.write(lambda s: write(s, 1))
     with store.read() as session:
         assert jobs.get(session, job.id).state == "QUEUED"
+
+
+def everything(store):
+    """Owner and epoch of each lease."""
+    with store.read() as session:
+        return {row.name: (row.owner, row.epoch) for row in session.scalars(select(Lease))}
+
+
+def test_what_happens_to_one_lease_happens_to_no_other(store):
+    join(store, "a")
+    join(store, "b")
+    for name, owner in (("1", "a"), ("2", "a"), ("3", "a"), ("4", "a"), ("5", "b")):
+        claim(store, name, owner)
+    assert store.write(lambda s: leases.raise_epoch(s, "2", "a", 1, above=7)) == 8
+    store.write(lambda s: leases.check(s, "1", "a", 1))
+    store.write(lambda s: leases.hand_over(s, "2", "a", 8, "b"))
+    store.write(lambda s: leases.release(s, "3", "a", 1))
+    store.write(lambda s: leases.release_all(s, ["4", "5"], "a"))
+    now = {"1": ("a", 1), "2": ("b", 8), "3": (None, 1), "4": (None, 1), "5": ("b", 1)}
+    assert everything(store) == now
+    for name, me, epoch in (("1", "a", 2), ("2", "a", 8), ("5", "a", 1)):
+        with pytest.raises(LeaseLost):
+            store.write(lambda s, name=name, me=me, epoch=epoch: leases.check(s, name, me, epoch))
+    store.write(lambda s: leases.leave(s, "a"))
+    assert everything(store) == now | {"1": (None, 1)}
+
+
+@pytest.fixture
+def postgres_store(postgres):
+    store = Store(postgres.url(postgres.make_migrated()))
+    yield store
+    store.close()
+
+
+def test_others_look_at_once_at_what_was_given_back_or_handed_over(postgres_store, postgres):
+    store = postgres_store
+    join(store, "a")
+    claim(store, "1", "a"), claim(store, "2", "a")
+    url = store.engine.url
+    with psycopg.connect(host=str(postgres.folder), user="manta", dbname=url.database, autocommit=True) as listening:
+        listening.execute(f"LISTEN {leases.CHANNEL}")
+        for change in (
+            lambda s: leases.hand_over(s, "1", "a", 1, "b"),
+            lambda s: leases.release(s, "2", "a", 1),
+            lambda s: leases.release_all(s, ["2"], "a"),
+            lambda s: leases.leave(s, "a"),
+        ):
+            store.write(change)
+            assert len(list(listening.notifies(timeout=SECONDS, stop_after=1))) == 1
+
+
+def test_one_that_renews_while_it_is_taken_for_dead_is_not_removed(postgres_store, monkeypatch):
+    """Nobody else can be asked before its connections were cut; it may have had another one by then."""
+    store, cut = postgres_store, []
+    join(store, "a"), join(store, "b")
+    let_time_pass(store, "a"), let_time_pass(store, "b")
+
+    def renew_meanwhile(session, ids):
+        cut.append(sorted(ids))
+        leases.renew(session, "a")
+
+    monkeypatch.setattr(leases, "_end_connections", renew_meanwhile)
+    store.write(leases.remove_dead)
+    with store.read() as session:
+        assert (leases.living(session), cut) == (["a"], [["a", "b"]])
+
+
+def test_one_that_joins_again_is_not_cut_off_by_itself(store, monkeypatch):
+    cut = []
+    monkeypatch.setattr(leases, "_end_connections", lambda session, ids: cut.extend(ids))
+    for me in ("a", "b", "b"):
+        join(store, me, place="host:home")
+    join(store, "b", alone=True)
+    assert cut == ["a"]
+
+
+@pytest.mark.parametrize("first", ["claim", "join"])
+def test_nobody_is_removed_while_somebody_looks_who_is_there(postgres_store, first):
+    """Else a lease could be left to one that is gone. Two that only look do not wait for each other."""
+    store = postgres_store
+    other = Store(store.engine.url.render_as_string(hide_password=False))
+    join(store, "a")
+    acts = {
+        "claim": lambda s: leases.claim(s, "1", "a"),
+        "join": lambda s: leases.join(s, "b", "host:b", "ray-1", False),
+    }
+
+    def operation(session):
+        session.execute(text("SET LOCAL lock_timeout = '200ms'"))
+        acts[first](session)
+        if first == "claim":
+            assert other.write(lambda s: leases.claim(s, "2", "a")) == 1
+        (second,) = acts.keys() - {first}
+
+        def blocked(theirs):
+            theirs.execute(text("SET LOCAL lock_timeout = '200ms'"))
+            acts[second](theirs)
+
+        with pytest.raises(OperationalError, match="lock timeout"):
+            other.write(blocked)
+
+    try:
+        store.write(operation)
+    finally:
+        other.close()
 
 
 def test_owner_that_a_restored_database_has_forgotten_goes_on_above_what_agents_know(store):
