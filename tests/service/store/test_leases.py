@@ -149,6 +149,20 @@ def test_what_happens_to_one_lease_happens_to_no_other(store):
     assert everything(store) == now | {"1": (None, 1)}
 
 
+def test_overview_has_what_is_not_over_in_the_order_of_the_queue(store, submit):
+    over, low, high, again = submit(), submit(priority=-1), submit(priority=5), submit(priority=5)
+    store.write(lambda s: jobs.request_cancel(s, over.id))
+    with store.read() as session:
+        assert [each.id for each in leases.overview(session)] == [high.id, again.id, low.id]
+
+
+def test_lease_of_what_is_gone_is_forgotten_and_no_other(store):
+    join(store, "a")
+    claim(store, "1", "a"), claim(store, "2", "a")
+    store.write(lambda s: leases.forget(s, "1"))
+    assert everything(store) == {"2": ("a", 1)}
+
+
 @pytest.fixture
 def postgres_store(postgres):
     store = Store(postgres.url(postgres.make_migrated()))
