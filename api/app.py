@@ -105,6 +105,7 @@ def create_app(
         limits=app.state.limits,
         audit=Audit(lambda: control.store),
     )
+    app.add_middleware(problems.AnswerFailures)
     app.add_middleware(TellVersion)
     app.add_middleware(RequestTimer, registry=registry)
     problems.install(app)

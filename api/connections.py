@@ -13,7 +13,8 @@ from http import HTTPStatus
 from fastapi import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from api.problems import OUTSIDE_MIDDLEWARE, problem
+from api.problems import problem
+from api.rest_version import HEADER, REST
 
 HEAD_SECONDS = 15.0
 """How long a connection may take to say all that comes before a request's body, the first time and each time after."""
@@ -94,7 +95,7 @@ def limited_to(most: int) -> type[LimitedConnection]:
 
 def _one_too_many() -> Response:
     detail = "the service holds as many connections as it can; try again in a moment"
-    return problem("too_many_connections", detail, headers=OUTSIDE_MIDDLEWARE)
+    return problem("too_many_connections", detail, headers={HEADER: str(REST)})
 
 
 def _as_bytes(response: Response) -> bytes:

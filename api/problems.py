@@ -12,12 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.access import Forbidden, Unauthenticated
 from api.permissions import shown
 from api.problem_codes import KINDS, MEDIA_TYPE, RETRY_SECONDS
 from api.rate_limits import TooManyRequests
-from api.rest_version import HEADER, REST
 from api.schemas import FieldProblem, Problem
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.sizes import SizeOutOfBounds
@@ -45,8 +45,6 @@ log = logging.getLogger(__name__)
 
 _USUAL_HEADERS = {401: {"WWW-Authenticate": 'Bearer realm="manta"'}, 503: {"Retry-After": RETRY_SECONDS}}
 _CODES = {404: "not_found", 405: "method_not_allowed"}
-OUTSIDE_MIDDLEWARE = {HEADER: str(REST)}
-"""What an answer that passes no middleware says by itself."""
 
 
 class MalformedJson(MantaError):
@@ -118,7 +116,6 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(NotReady, _not_ready)
     app.add_exception_handler(RequestValidationError, _invalid_parameter)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _internal_error)
 
 
 def _answer(code: str) -> Callable[[Request, Exception], Awaitable[Response]]:
@@ -192,7 +189,27 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return problem(code, detail, headers=dict(error.headers or {}), status=error.status_code)
 
 
-async def _internal_error(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, shown(request.url.path), exc_info=error)
-    detail = "something went wrong inside the service; its log says what"
-    return problem("internal_error", detail, headers=OUTSIDE_MIDDLEWARE)
+class AnswerFailures:
+    """ASGI middleware that answers what nobody has expected. Starlette's own does so too, but raises it again: the
+    server then closes the connection, on which a client has sent its next request."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through. Raises what came behind the beginning of an answer, which cannot be taken back."""
+        begun = False
+
+        async def note(message: Message) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        except Exception as error:
+            if scope["type"] != "http" or begun:
+                raise
+            log.error("%s %s failed", scope["method"], shown(scope["path"]), exc_info=error)
+            answer = problem("internal_error", "something went wrong inside the service; its log says what")
+            await answer(scope, receive, send)

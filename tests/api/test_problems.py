@@ -1,10 +1,13 @@
 """Whatever is wrong with a request, the answer is a problem document that says what to do."""
 
+import asyncio
+import contextlib
 import logging
 
 import pytest
 from sqlalchemy.exc import InternalError, OperationalError
 
+from api.problems import AnswerFailures
 from api.rest_version import HEADER, REST
 from service.store import OutcomeUnknown
 
@@ -171,6 +174,24 @@ def test_an_internal_error_is_logged_and_kept_from_the_client(service, caplog, m
     assert response.headers.get_list(HEADER) == [str(REST)]
     assert "secret" not in response.text
     assert any(record.exc_info and "secret detail" in str(record.exc_info[1]) for record in caplog.records)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_fails_behind_the_beginning_of_its_answer_is_broken_off(begun):
+    sent = []
+
+    async def app(_scope, _receive, send):
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/jobs"}
+    with pytest.raises(RuntimeError) if begun else contextlib.nullcontext():
+        asyncio.run(AnswerFailures(app)(scope, None, send))
+    assert [message["status"] for message in sent if "status" in message] == [200 if begun else 500]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,17 @@ def test_bucket_gives_two_seconds_worth_at_once_and_then_as_it_fills():
     assert buckets.take("a") > 0, "it does not fill for ever"
 
 
+def test_who_asks_while_they_are_refused_wait_no_less():
+    clock = Clock()
+    buckets = TokenBuckets(5.0, clock)
+    while not buckets.take("a"):
+        pass
+    for clock.now in (0.05, 0.1, 0.15, 0.19):
+        assert buckets.take("a") == pytest.approx(0.2 - clock.now)
+    clock.now = 0.21
+    assert buckets.take("a") == 0.0
+
+
 def test_no_rate_is_no_limit():
     buckets = TokenBuckets(0, Clock())
     assert {buckets.take("a") for _ in range(1000)} == {0.0}
@@ -98,6 +109,20 @@ def test_streams_at_once_are_limited_and_their_place_is_free_when_they_end(tmp_p
                     break
             threading.Event().wait(0.1)
         assert stream.status_code == 200
+
+
+def test_request_that_fails_inside_the_service_is_over(tmp_path, store, monkeypatch):
+    add_admin(store)
+    control = FakeControl(store, tmp_path)
+
+    def broken():
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(control, "cluster", broken)
+    two = RequestLimits(0, requests_at_once=2, anonymous_per_second=0)
+    with serving(control, two) as url, httpx.Client(base_url=url, timeout=20, headers=bearer(ADMIN)) as http:
+        assert [http.get("/v1/cluster").status_code for _ in range(4)] == [500] * 4
+        assert http.get("/v1/jobs").status_code == 200
 
 
 def test_keys_and_addresses_have_rates_of_their_own_and_a_refused_request_takes_no_place():

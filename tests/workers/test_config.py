@@ -100,6 +100,7 @@ def test_a_parsed_spec_parses_again_to_the_same():
 WRONG_VALUES = [
     ("model.layers", "4", "must be an integer, not a string ('4')", "4"),
     ("model.layers", 4.2, "must be an integer", "4"),
+    ("model.layers", 4.7, "must be an integer", "5"),
     ("model.layers", True, "must be an integer, not a boolean", None),
     ("model.layers", 0, "must be above 0, not 0", "1"),
     ("model.layers", -3.7, "must be an integer", None),

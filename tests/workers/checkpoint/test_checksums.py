@@ -55,6 +55,29 @@ def test_sums_are_of_the_content_however_it_was_written(content, sizes):
         assert sums == FileSums(len(content), tuple(zlib.crc32(block) for block in blocks), BLOCK)
 
 
+class ShortWrites(io.FileIO):
+    """Takes five bytes at a time, as a disk that is nearly full may."""
+
+    def write(self, data, /):
+        return super().write(memoryview(data)[:5])
+
+
+class SummingShortWrites(SummingFile, ShortWrites):
+    """A file that is summed, on such a disk."""
+
+
+def test_sums_are_of_what_was_written_where_that_is_less_than_was_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", BLOCK)
+    content = bytes(range(40))
+    with SummingShortWrites(tmp_path / "data") as raw:
+        assert raw.write(content) == 5
+        assert raw.sums == FileSums(5, (zlib.crc32(content[:5]),), BLOCK)
+        with io.BufferedWriter(raw) as file:
+            file.write(content[5:])
+    blocks = [content[start : start + BLOCK] for start in range(0, 40, BLOCK)]
+    assert raw.sums == FileSums(40, tuple(zlib.crc32(block) for block in blocks), BLOCK)
+
+
 @settings(deadline=None)
 @given(contents, st.lists(st.tuples(st.integers(0, 6 * BLOCK), st.integers(0, 3 * BLOCK)), max_size=12), st.booleans())
 def test_reading_anywhere_gives_the_content(content, reads, with_sums):
