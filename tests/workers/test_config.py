@@ -92,6 +92,15 @@ def test_a_job_takes_as_long_as_it_takes_unless_a_limit_is_set():
         parse_job_spec({**document(), "max_duration": 0})
 
 
+@pytest.mark.parametrize(
+    ("nonfinite", "spike", "needs"),
+    [("fail", "ignore", False), ("skip", "ignore", False), ("fail", "skip", True), ("roll_back", "ignore", True)],
+)
+def test_history_is_kept_where_the_next_step_depends_on_it(nonfinite, spike, needs):
+    recovery = {"nonfinite": nonfinite, "spike": {"policy": spike, "window": 5}}
+    assert parse_job_spec({**document(), "recovery": recovery}).recovery.needs_history is needs
+
+
 def test_a_parsed_spec_parses_again_to_the_same():
     spec = parse_job_spec(document(parallel={"tensor": 2, "recompute": "selective"}))
     assert parse_job_spec(json.loads(json.dumps(spec.model_dump(mode="json")))) == spec

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from workers.checkpoint import durable
 from workers.checkpoint.catalog import checkpoint_path, whole_checkpoints
+from workers.checkpoint.checksums import DamagedCheckpoint
 from workers.checkpoint.pruning import prune
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
@@ -215,6 +216,21 @@ def test_a_checkpoint_that_lacks_some_elements_is_not_loaded_with_zeros_in_their
     with pytest.raises(CheckpointError, match=f"does not hold all of {name}"):
         checkpoints.restore(str(path))
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.engine.state(), strict=True))
+    trainer.close()
+
+
+def test_damage_is_told_from_what_cannot_be_read_so_that_an_older_one_is_tried(tmp_path, corpus):
+    trainer = one_rank(corpus, tmp_path)
+    checkpoints = trainer.state.checkpoints
+    checkpoints.start(2)
+    checkpoints.finish()
+    ((path, manifest),) = whole_checkpoints(tmp_path)
+    file = path / max(manifest.files, key=manifest.files.__getitem__)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=file.name):
+        checkpoints.restore(str(path))
     trainer.close()
 
 

@@ -88,6 +88,19 @@ def test_strangers_are_told_nothing_and_hold_nobody_up(words):
     assert is_turned_away(strangers[0])
 
 
+def test_caller_whose_connection_is_reset_holds_nobody_up():
+    store = dist.HashStore()
+
+    def body(rank: int) -> Links:
+        if rank == 1:
+            stranger = knock(store, hello(GENERATION, 1)[:5])
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.close()  # with a reset, since nothing may linger
+        return rank_links(rank, store)
+
+    assert they_train(*run_threads(2, body))
+
+
 def test_who_only_knows_generation_and_rank_is_not_taken_for_the_peer():
     store, strangers = dist.HashStore(), []
 

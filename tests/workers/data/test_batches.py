@@ -68,6 +68,10 @@ def test_validation_has_at_least_one_batch_and_at_most_those_held_out(corpus):
     for asked, expected in ((8, 6), (4, 4)):
         job = spec(data=corpus, train={"validation_batches": asked, "global_batch_size": 2})
         assert Batches(job, 0, CPU).validation_batches() == expected
+    one = Batches(spec(data=corpus, train={"validation_batches": 99, "global_batch_size": 1}), 0, CPU)
+    for tokens, windows in ((100, 12), (97, 12), (96, 11)):  # a window needs its last target too
+        one.validation_tokens = tokens
+        assert one.validation_batches() == windows
     short = spec(data=corpus, train={"validation_batches": 8, "global_batch_size": 16})  # of 12 windows
     assert Batches(short, 0, CPU).validation_batches() == 1
 
