@@ -54,6 +54,7 @@ def test_zygote_that_dies_is_started_again_with_the_same_environment(owner, tmp_
         assert second != first
         await owner.close()
         assert gone(second) and not (tmp_path / "zygote.sock").exists()
+        assert "zygote owner" not in {task.get_name() for task in asyncio.all_tasks()}, "nobody starts another one"
         await asyncio.sleep(0)  # what the children wrote into is let go of then
         assert pipes() == before, "none of a zygote that died is kept"
 
