@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from api import changes
 from api.changes import LOOK_SECONDS, Changes, StoredVersions, Watched
 from service.states import JobState
 from service.store import Store, deletion, events, jobs
@@ -38,6 +39,12 @@ def run(main):
         return loop.run_until_complete(main)
     finally:
         loop.close()
+
+
+def test_folder_that_is_not_there_yet_has_no_files(tmp_path):
+    assert changes._sizes(tmp_path / "none") == frozenset()
+    (tmp_path / "0.log").write_text("abc")
+    assert changes._sizes(tmp_path) == {("0.log", 3)}
 
 
 def test_all_streams_share_one_look_and_only_those_with_news_are_told(versions):

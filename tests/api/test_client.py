@@ -272,6 +272,38 @@ def test_stream_is_given_back_by_whoever_has_heard_enough_or_is_refused(status):
         assert request.headers["authorization"] == "Bearer k"
 
 
+class BrokenOff(Endless):
+    """A stream that the service breaks off behind its first line."""
+
+    def __iter__(self):
+        yield self._line + b"\n\n"
+        raise httpx.ReadError("reset")
+
+    async def __aiter__(self):
+        yield self._line + b"\n\n"
+        raise httpx.ReadError("reset")
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_stream_that_is_broken_off_is_one_clear_sentence(begins):
+    def answer(_request):
+        if not begins:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, stream=BrokenOff())
+
+    def hear():
+        with MantaClient("http://here", httpx.MockTransport(answer), key="k") as client:
+            return list(client.follow_events(JOB))
+
+    async def hear_in_a_loop():
+        async with AsyncMantaClient("http://here", httpx.MockTransport(answer), key="k") as client:
+            return [event async for event in client.stream(calls.follow_events(JOB))]
+
+    for listen in (hear, lambda: asyncio.run(hear_in_a_loop())):
+        with pytest.raises(ServiceUnreachable, match="http://here"):
+            listen()
+
+
 def test_whoever_says_who_asks_sends_no_key_beside_it():
     asked = []
 

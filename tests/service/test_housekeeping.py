@@ -172,6 +172,27 @@ def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
     assert plane._job(job.id).memory_kept_until is None
 
 
+def test_snapshots_whose_time_is_over_are_looked_for_again_after_a_failure(kept, submit, store, cluster, monkeypatch):
+    monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
+    keeping = kept(True, True)
+    looked, failures = asyncio.Event(), [RuntimeError("the database is away")] * 2
+
+    async def look(_query):
+        if failures:
+            raise failures.pop()
+        looked.set()
+        return []
+
+    monkeypatch.setattr(keeping, "_read", look)
+
+    async def body():
+        task = asyncio.create_task(keeping._let_go_of_memory())
+        await asyncio.wait_for(looked.wait(), 20)
+        task.cancel()
+
+    asyncio.run(body())
+
+
 def test_deletion_lets_the_snapshots_of_a_failed_job_go(start, cluster, submit, store):
     job = submit()
     store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))

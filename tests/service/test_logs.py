@@ -76,6 +76,13 @@ def test_a_line_beyond_all_measure_is_skipped_and_holds_nobody_up(tmp_path):
     assert read_all(tmp_path, max_bytes=1) == ["other", "after"]
 
 
+def test_lines_behind_one_beyond_all_measure_keep_their_place_among_those_of_other_ranks(tmp_path):
+    write(tmp_path, 0, entry(1, "x" * 300_000), *(entry(n, f"{n}") for n in (2, 4)))
+    write(tmp_path, 1, *(entry(n, f"{n}") for n in (3, 5)))
+    assert read_page(tmp_path, {}, max_bytes=1).lines == [], "what the first has to say comes first"
+    assert read_all(tmp_path, max_bytes=1) == ["2", "3", "4", "5"]
+
+
 def test_a_page_reads_no_more_than_it_may(tmp_path):
     write(tmp_path, 0, *(entry(n, "x" * 1000) for n in range(1000)))
     page = read_page(tmp_path, {}, limit=10_000, max_bytes=100_000)

@@ -138,6 +138,23 @@ def test_node_that_ray_gives_up_is_lost_once_and_then_forgotten(cluster, frequen
     assert (cluster.lost, cluster.draining, cluster.failed) == (set(), set(), ["n1"])
 
 
+def test_daemon_that_fails_when_it_is_asked_is_asked_again(cluster, frequent_looks, monkeypatch):
+    answers, failures = cluster.heartbeat_source, [RuntimeError("a defect")]
+
+    async def fails_once(node):
+        if failures:
+            raise failures.pop()
+        return await answers(node)
+
+    monkeypatch.setattr(cluster, "heartbeat_source", fails_once)
+
+    async def story(reports):
+        await until(lambda: cluster.asked)
+        assert reports.empty()
+
+    watched(cluster, story)
+
+
 def test_nodes_are_looked_for_again_where_ray_does_not_tell_them(cluster, frequent_looks):
     cluster.errors = [RuntimeError("Ray is restarting")]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from service.cluster import ray_head as module
 from service.cluster.processes import same_process, start_of, wait_until_ended
@@ -145,6 +146,21 @@ def test_record_of_another_process_is_not_believed(tmp_path):
     assert head.record() is None
     head.stop()
     assert not Paths.of(tmp_path).ray_record.exists()
+
+
+def test_head_that_has_not_said_yet_where_it_listens_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "session_leader", lambda mark, words: os.getpid())
+    assert RayHead(tmp_path).record() is None
+
+
+@pytest.mark.parametrize("error", [ConnectionError, RuntimeError, ray.exceptions.RaySystemError])
+def test_ray_that_lets_nobody_in_is_one_clear_sentence(monkeypatch, error):
+    def refuse(**_options):
+        raise error("no\nentry")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(RayUnavailable, match=r"Ray at 127\.0\.0\.1:1 does not let us in: .*no entry"):
+        module._connect("127.0.0.1:1", "manta")
 
 
 def test_head_that_refuses_is_about_to_end_and_another_is_started(tmp_path, monkeypatch):

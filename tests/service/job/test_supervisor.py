@@ -53,6 +53,19 @@ def test_undisturbed_job_is_launched_once_and_leaves_nothing(two_replicas, clust
     assert cluster.nothing_held
 
 
+def test_job_that_is_let_go_of_leaves_no_task_behind(two_replicas, cluster):
+    job = two_replicas(cluster, max_duration=1000.0)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.die_with_control_plane()
+        await reached(lambda: len(asyncio.all_tasks()) == 1)
+
+    story(body)
+    assert not cluster.nothing_held, "it trains on"
+
+
 def test_killed_rank_gets_a_new_process_and_the_others_keep_theirs(two_replicas, cluster):
     job = two_replicas(cluster)
 
