@@ -1,5 +1,6 @@
 """Connections that say nothing, and more connections than a service can hold."""
 
+import contextlib
 import resource
 import socket
 from types import SimpleNamespace
@@ -44,6 +45,19 @@ def test_connection_that_never_says_a_whole_head_is_closed_without_an_answer(imp
     with connected(impatient) as connection:
         connection.sendall(said)
         assert answer(connection) == b""
+
+
+def test_head_that_comes_a_byte_now_and_then_is_waited_for_no_longer(impatient):
+    with connected(impatient) as connection:
+        connection.settimeout(0.02)
+        connection.sendall(HEAD + b"X-Long: ")
+        for _ in range(400):
+            with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(ConnectionError):  # closed, and then sent to
+                    connection.sendall(b"a")
+                    assert connection.recv(1) == b""
+                return
+    pytest.fail("it is waited for again with each byte")
 
 
 def test_second_head_of_a_connection_is_waited_for_no_longer(impatient):

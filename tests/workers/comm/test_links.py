@@ -14,6 +14,7 @@ from workers.errors import MantaError, PeerLost
 from workers.liveness.progress import Progress, ProgressReader, progress_path
 
 MILLION = 1_000_000
+SECONDS = 20.0
 
 
 def pair(store: dist.Store | None = None) -> list[Links]:
@@ -127,6 +128,32 @@ def test_a_dead_peer_ends_a_receive_that_waits_already():
 
     lost, _ = run_threads(2, body)
     assert isinstance(lost, PeerLost)
+    first.close()
+
+
+def test_whoever_waits_is_called_away_though_the_peer_lives_and_says_nothing():
+    first, second = pair()
+    waits, ended = threading.Event(), []
+
+    def wait() -> None:
+        operation = first.receive(1, 0, torch.zeros(1))
+        waits.set()
+        try:
+            operation.wait()
+        except PeerLost as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waits.wait()
+    first.interrupt()
+    thread.join(SECONDS)
+    called_away = not thread.is_alive()
+    second.close()  # which frees it in any case
+    thread.join()
+    assert called_away and len(ended) == 1
+    with pytest.raises(PeerLost):
+        first.receive(1, 0, torch.zeros(1)).wait()
     first.close()
 
 
