@@ -5,6 +5,7 @@ import pytest
 
 from api import calls, requests
 from api.client import ApiError
+from workers.spec.problems import SpecError
 
 ADDRESS = "http://manta.test"
 
@@ -96,6 +97,23 @@ def test_what_may_take_long_is_waited_for_so_much_longer(call, seconds):
 def test_what_is_no_job_id_leads_nowhere(job):
     with pytest.raises(ApiError, match="is no job id; `manta ps` lists the jobs"):
         calls.job(job)
+
+
+@pytest.mark.parametrize(
+    ("status", "content"), [(200, "<html>hello</html>"), (200, '{"odd": 1}'), (502, "bad gateway"), (404, "{}")]
+)
+def test_answer_that_is_not_manta_s_is_said_to_be_none(status, content):
+    request = httpx.Request("GET", f"{ADDRESS}/v1/jobs/j")
+    with pytest.raises(ApiError, match="something that is not Manta's; is another service running there") as caught:
+        calls.job("j").read(httpx.Response(status, text=content, request=request))
+    assert (caught.value.problem.code, caught.value.problem.status) == ("foreign_answer", status)
+
+
+def test_document_that_contains_itself_is_refused_before_it_is_sent():
+    document = {"name": "a"}
+    document["again"] = document
+    with pytest.raises(SpecError, match="contains itself"):
+        sent(calls.submit(document))
 
 
 def test_streams_say_that_they_are_wanted():

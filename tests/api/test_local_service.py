@@ -6,8 +6,8 @@ import ssl
 import pytest
 
 from api.client import MantaClient
-from api.local_service import announce, find_key, trust_in
-from service.settings import Settings
+from api.local_service import HomeUnusable, announce, find_key, find_url, running_service, trust_in
+from service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 
 URL = "http://127.0.0.1:1234"
 
@@ -31,6 +31,20 @@ def test_key_of_the_home_is_not_shown_to_whoever_took_the_port_of_a_service_that
     file = Settings(home).service_file
     file.write_text(json.dumps({**json.loads(file.read_text()), "started": "another boot/1"}))
     assert find_key(Settings(home), URL) is None
+
+
+@pytest.mark.parametrize("content", [None, "", "no JSON", "[]", "{}", '{"pid": "x", "started": 1}'])
+def test_file_that_says_nothing_is_no_service(tmp_path, content):
+    if content is not None:
+        Settings(tmp_path).service_file.write_text(content)
+    assert running_service(tmp_path) is None
+    assert find_url(Settings(tmp_path)) == f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+
+
+def test_home_that_cannot_be_written_is_a_sentence_with_what_to_do(tmp_path):
+    (tmp_path / "home").write_text("a file")
+    with pytest.raises(HomeUnusable, match=r"the home .*home cannot be used .* in MANTA_HOME"):
+        announce(Settings(tmp_path / "home").service_file, URL, "sqlite:///there")
 
 
 def test_key_of_the_environment_goes_where_the_environment_says(home):

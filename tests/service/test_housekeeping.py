@@ -193,6 +193,50 @@ def test_snapshots_whose_time_is_over_are_looked_for_again_after_a_failure(kept,
     asyncio.run(body())
 
 
+def test_leftovers_are_released_once_ray_answers(kept, monkeypatch):
+    monkeypatch.setattr(housekeeping, "RETRY_SECONDS", 0.001)
+    keeping, tries = kept(True, True), []
+
+    async def release():
+        tries.append(1)
+        if len(tries) < 3:
+            raise ClusterUnavailable(TimeoutError("no answer"))
+
+    monkeypatch.setattr(keeping, "_release_those_without_owner", release)
+    asyncio.run(asyncio.wait_for(keeping._release_leftovers(), 20))
+    assert len(tries) == 3
+
+
+def test_what_is_done_for_all_jobs_is_begun_again_after_a_failure(kept, monkeypatch):
+    monkeypatch.setattr(housekeeping, "CLAIM_SECONDS", 0.001)
+    keeping, tries, again = kept(True, True), [], asyncio.Event()
+
+    async def claim(name):
+        tries.append(name)
+        if len(tries) == 1:
+            raise RuntimeError("the database is away")
+        return "lease"
+
+    async def keep(lease, care):
+        assert (lease, care) == ("lease", "care")
+        if len(tries) == 2:
+            raise RuntimeError("a defect")
+        again.set()
+        await asyncio.Event().wait()
+
+    async def body():
+        running = asyncio.create_task(keeping.run("care"))
+        await asyncio.wait_for(again.wait(), 20)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert len(asyncio.all_tasks()) == 1, "what was done is ended too"
+
+    monkeypatch.setattr(keeping._leases, "claim", claim, raising=False)
+    monkeypatch.setattr(keeping, "_keep", keep)
+    asyncio.run(body())
+    assert tries == [HOUSEKEEPING] * 3
+
+
 def test_deletion_lets_the_snapshots_of_a_failed_job_go(start, cluster, submit, store):
     job = submit()
     store.write(lambda s: jobs.transition(s, job.id, JobState.FAILED))

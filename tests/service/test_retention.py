@@ -170,6 +170,23 @@ def test_only_jobs_that_are_over_are_past_their_time(store, submit, ended):
         assert jobs.get(session, waiting).finished_at is None
 
 
+def test_look_that_fails_is_not_the_last(paths, store, monkeypatch):
+    monkeypatch.setattr(retention, "LOOK_SECONDS", 0.001)
+    looks = []
+
+    async def look(_store, _let_go):
+        looks.append(1)
+        if len(looks) < 3:
+            raise RuntimeError("the database is away")
+        raise asyncio.CancelledError
+
+    keeping = retention.Retention(paths, 1.0)
+    monkeypatch.setattr(keeping, "look", look)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(keeping.run(store, None))
+    assert len(looks) == 3
+
+
 def test_what_was_not_seen_in_one_look_begins_anew():
     seen = SeenExpired()
     assert seen.confirmed(["a", "b"], 0.0) == []

@@ -167,6 +167,13 @@ def test_process_of_another_start_is_not_taken_for_the_same():
         start_of(2**22 + 1)
 
 
+@pytest.mark.parametrize("started", [1.0, "a boot/1"])
+def test_process_that_there_is_not_is_none_of_any_start(started):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert not same_process(gone.pid, started)
+
+
 def test_start_in_a_file_of_a_release_before_is_unix_time():
     me = os.getpid()
     created = psutil.Process(me).create_time()

@@ -6,12 +6,15 @@ import time
 
 import pytest
 
+from service.faults import FaultNotPossible
+from service.job import supervisor
 from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.recovery import budgets
 from service.store import failed_jobs, jobs
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached
+from workers.protocol.messages import Fault
 
 LAUNCHED = ["STARTING", "generation_started"]
 UP = [*LAUNCHED, "RUNNING", "first_step"]
@@ -51,6 +54,37 @@ def test_undisturbed_job_is_launched_once_and_leaves_nothing(two_replicas, clust
     assert job.generations == [("submitted", "start", 0)]
     assert (job.row.restarts, job.row.step, job.rank_states) == (0, 10, ["exited"] * 4)
     assert cluster.nothing_held
+
+
+def test_job_ends_as_it_has_though_its_checkpoints_cannot_be_looked_at(two_replicas, cluster, monkeypatch):
+    async def unreadable(_job):
+        raise OSError("the folder is away")
+
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        await job.commit(1)
+        monkeypatch.setattr(supervisor, "known_checkpoints", unreadable)
+        await job.finish()
+
+    story(body)
+    assert job.row.state == "SUCCEEDED" and cluster.nothing_held
+
+
+def test_fault_that_an_agent_does_not_take_is_refused(two_replicas, cluster):
+    job = two_replicas(cluster)
+
+    async def body():
+        await job.start()
+        await job.watched(1)
+        job.ranks[1].refuse("arm", "broken")
+        with pytest.raises(FaultNotPossible, match="agent of rank 1 does not answer; try again"):
+            await job.supervisor.inject(Fault("fault_1", "kill", 1))
+        await job.die_with_control_plane()
+
+    story(body)
 
 
 def test_job_that_is_let_go_of_leaves_no_task_behind(two_replicas, cluster):
