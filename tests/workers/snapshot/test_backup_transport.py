@@ -27,7 +27,7 @@ def test_message_arrives_as_it_was_sent(connected):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"\xff\xfe{}", "no JSON is"),
+        (b'{"name": "\xff"}', "no JSON is"),
         (b'{"step": ', "no JSON is"),
         (b"", "no JSON is"),
         (b"[]", "no JSON object"),
