@@ -20,6 +20,8 @@ DOCUMENT: dict[str, Any] = {
 }
 RUNNING = 100
 """Jobs of these that run; the others succeeded."""
+SINCE_THE_END = 3600.0
+"""Seconds since those that succeeded ended."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,10 @@ def fill(store: Store, count: int, points: int, longest: int) -> Filled:
     """`count` jobs with `points` rows of metrics, of which one has `longest` and the others equal shares; each has a
     generation, states and events, and all bins."""
     job = store.write(lambda session: jobs.create(session, parse_job_spec(DOCUMENT)))[0]
-    _in_transaction(store, f"UPDATE jobs SET state = 'SUCCEEDED', step = {longest} WHERE id = '{job.id}'")
+    ended = f"created_at - {SINCE_THE_END}"
+    _in_transaction(
+        store, f"UPDATE jobs SET state = 'SUCCEEDED', step = {longest}, finished_at = {ended} WHERE id = '{job.id}'"
+    )
     share = max(1, (points - longest) // max(1, count - 1))
     # Ids below the next ones that the service gives, so that these are the newest.
     ids = f"'job_' || {_padded('number', 12)}"
@@ -46,6 +51,7 @@ def fill(store: Store, count: int, points: int, longest: int) -> Filled:
     changed = {
         "id": ids,
         "state": f"CASE WHEN number > {count - 1 - RUNNING} THEN 'RUNNING' ELSE 'SUCCEEDED' END",
+        "finished_at": f"CASE WHEN number > {count - 1 - RUNNING} THEN NULL ELSE jobs.{ended} END",
         "step": str(share),
         "generation": "1",
     }
