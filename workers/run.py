@@ -20,6 +20,7 @@ from workers.accounting.device_peak import measure_peak_flops
 from workers.checkpoint.catalog import newest_usable, next_generation, whole_checkpoints
 from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
+from workers.comm.host_names import ask_for_none
 from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
@@ -90,6 +91,7 @@ def train(
     comm = Comm(RankGrid(spec.layout), launcher.rank if launcher else 0, device, backend)
     comm.generation = generation
     if launcher is not None and launcher.world_size > 1:
+        ask_for_none()
         is_host = launcher.rank == 0 and not launcher.store_is_running
         store = dist.TCPStore(launcher.host, launcher.port, launcher.world_size, is_host)
         comm.connect(store, generation, launcher.host, _shared_secret(store))

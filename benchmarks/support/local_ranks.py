@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
+from workers.comm.host_names import ask_for_none
 from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.errors import MantaError
@@ -52,6 +53,7 @@ class LocalRanks:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "workers.trainer"])
+        ask_for_none()
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._generation = 0
 
@@ -116,6 +118,7 @@ def _run_rank(
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    ask_for_none()
     spec = parse_job_spec(document)
     comm = Comm(RankGrid(spec.layout), rank, torch.device(device), "links")
     if spec.layout.world_size > 1:

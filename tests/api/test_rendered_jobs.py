@@ -127,16 +127,26 @@ def test_page_is_newest_first_with_its_filters_and_its_cursor(store, submit, ren
     assert rest.next_cursor is None
 
 
-def test_what_nobody_asks_for_any_more_is_forgotten(store, submit, rendered, put_together, monkeypatch):
-    monkeypatch.setattr(rendered_jobs, "MOST_KEPT", 2)
+def test_what_nobody_asks_for_any_more_is_forgotten_where_there_is_room_for_no_more(
+    store, submit, rendered, clock, put_together, monkeypatch
+):
     ids = [submit().id for _ in range(3)]
-    for job_id in ids:
+    size = len(rendered.one(store, ids[0]).body)
+    monkeypatch.setattr(rendered_jobs, "MOST_KEPT_BYTES", 2 * size + size // 2)
+    clock.now += FRESH_SECONDS  # the first one is put together anew, which takes no room twice
+    for job_id in ids[:2]:
         rendered.one(store, job_id)
     del put_together[:]
-    rendered.one(store, ids[2]), rendered.one(store, ids[1])
+    for job_id in ids[:2]:
+        rendered.one(store, job_id)
     assert put_together == []
+    rendered.one(store, ids[2])
+    rendered.one(store, ids[1])
+    assert put_together == [ids[2]]
     rendered.one(store, ids[0])
-    assert put_together == [ids[0]]
+    assert put_together == [ids[2], ids[0]]
+    rendered.one(store, ids[2])
+    assert put_together == [ids[2], ids[0]]
 
 
 def test_job_that_is_gone_is_not_found_though_it_is_known(store, submit, rendered):

@@ -52,7 +52,7 @@ DEFAULT_WARM = (
     "torch.distributed",
     "torch._dynamo",
     "torch.distributed.checkpoint",
-    "workers.node.host_names:settle",
+    "workers.comm.host_names:ask_for_none",
 )
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Environment of every process that computes on a CPU: results must not depend on the number of threads."""

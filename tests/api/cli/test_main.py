@@ -100,6 +100,17 @@ def test_following_a_submission_ends_as_the_job_does(manta, service, spec_file, 
     assert state in shown.output
 
 
+def test_whoever_stops_following_is_told_that_the_job_goes_on(manta, service, spec_file, monkeypatch):
+    def stopped_by_hand(client, job_id, console):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "follow_progress", stopped_by_hand)
+    shown = manta("submit", spec_file, "--follow", code=main.EXIT_INTERRUPTED).output
+    [(_, job_id)] = service.control.asked
+    assert f"{job_id} goes on without you; `manta status {job_id}` shows it, `manta cancel {job_id}` stops it" in shown
+    assert service.http.get(f"/v1/jobs/{job_id}").json()["state"] == "QUEUED"
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [

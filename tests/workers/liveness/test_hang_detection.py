@@ -116,6 +116,29 @@ def test_of_a_stopped_process_the_kernel_tells(child, tmp_path, go):
     assert "stopped" in stacks
 
 
+def test_of_a_process_that_does_not_answer_the_kernel_tells_after_a_while(go, tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.liveness.stacks._ANSWER_SECONDS", 0.1)
+    path = stacks_path(tmp_path, 2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("what it said an hour ago")
+    deaf = "trap '' USR2; echo deaf; exec sleep 1000"
+    with subprocess.Popen(["sh", "-c", deaf], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"deaf\n"
+            answer = go(lambda: take_stacks(process.pid, path))
+            assert "State" in answer
+            assert "an hour ago" not in answer
+        finally:
+            process.kill()
+
+
+def test_of_a_process_that_is_gone_nothing_is_told(go, tmp_path):
+    process = subprocess.Popen(["true"])
+    process.wait()
+    stacks_path(tmp_path, 2).touch()
+    assert go(lambda: take_stacks(process.pid, stacks_path(tmp_path, 2))) == ""
+
+
 def test_a_process_that_never_offered_its_stacks_is_not_killed_by_the_question(go, tmp_path):
     process = subprocess.Popen(["sleep", "1000"])
     try:

@@ -132,6 +132,19 @@ while True:
 """
 
 
+def test_one_that_is_closed_has_hung_up_on_everybody_and_has_no_descriptor_left():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    heartbeat = HeartbeatServer("127.0.0.1", "n1")
+    stranger = socket.create_connection(heartbeat.address, 5)
+    connection, lines = connected(heartbeat)
+    lines.readline()
+    heartbeat.close()
+    assert (stranger.recv(1), lines.readline()) == (b"", "")
+    for each in (stranger, lines, connection):
+        each.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_process_that_is_asked_to_end_hears_of_it_and_lives_on():
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     try:

@@ -237,6 +237,18 @@ def test_a_step_that_is_overwritten_while_it_is_read_is_refused(tmp_path):
         load_from_snapshots([snapshots.path], 7, rectangles(2), 6)
 
 
+@pytest.mark.parametrize(
+    "table",
+    [{}, {"rank": 0, "parts": {}}, {"rank": 0, "parts": {}, "pieces": [1]}, {"rank": 0, "parts": {}, "pieces": [[1]]}],
+)
+def test_a_file_that_does_not_say_what_it_holds_is_named(tmp_path, table):
+    snapshots = Snapshots(tmp_path, 0, [torch.ones(6), torch.ones(12), torch.ones(2)], b"0" * 16, table=table)
+    snapshots.save(7)
+    snapshots.wait_for_sums()
+    with pytest.raises(CheckpointError, match=f"{snapshots.path} does not say what it consists of"):
+        load_from_snapshots([snapshots.path], 7, [Rectangle("weight", (2, 3), (0, 0), (2, 3), 0, 3)], 6)
+
+
 @pytest.mark.parametrize(("layout", "named"), [("d2", [0, 1]), ("d2 zero 0", [0, 0]), ("t4", [0, 1, 2, 3])])
 def test_a_file_is_named_by_the_first_rank_that_holds_the_same(written, layout, named):
     """Where the node of rank 0 is lost its replica stands in for it, with the note that only rank 0's file has."""

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
+from workers.comm.host_names import ask_for_none
 from workers.comm.secret import SECRET_LENGTH
 from workers.config import ParallelConfig
 from workers.errors import PeerLost
@@ -54,6 +55,7 @@ class RankProcesses:
         self._context.set_forkserver_preload(
             ["torch", "torch._dynamo", "torch.distributed.checkpoint", "workers.trainer"]
         )
+        ask_for_none()
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._generation = 0
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -140,6 +142,7 @@ class RankProcesses:
 
 def _serve(connection: multiprocessing.connection.Connection, trace: str) -> None:
     torch.set_num_threads(1)
+    ask_for_none()
     with Path(trace).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         while True:

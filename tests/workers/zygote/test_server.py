@@ -280,6 +280,20 @@ def test_socket_that_a_dead_zygote_left_is_as_good_as_none(tmp_path, go):
     go(body)
 
 
+@pytest.mark.parametrize("entry", ["no such entry", "echo"])
+def test_whoever_gets_no_child_keeps_no_descriptor(zygote, tmp_path, go, entry):
+    path = tmp_path / "nobody.sock" if entry == "echo" else zygote.socket
+
+    async def body():
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(3):
+            with pytest.raises(ZygoteUnavailable):
+                await fork(path, entry, {}, timeout=0.1 if entry == "echo" else 60)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+    go(body)
+
+
 def test_warm_zygote_has_one_thread_and_forks_fast(tmp_path, go, start_zygote):
     running = start_zygote(tmp_path)
 

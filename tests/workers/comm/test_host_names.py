@@ -1,0 +1,59 @@
+"""A process in which one question for a name has failed asks for none, and those forked from it neither."""
+
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from workers.comm import host_names
+
+ALONE = ["unshare", "--net", "--map-root-user", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+"""Runs a program where no name server can be reached."""
+NOT_TOLD = "hostname of the client socket cannot be retrieved"
+PROGRAM = """
+import os
+from workers.comm.host_names import ask_for_none, connect_once
+ask_for_none()
+connect_once()
+child = os.fork()
+if child == 0:
+    connect_once()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.parametrize("surroundings", [[], ALONE], ids=["with a name server or none", "alone"])
+def test_one_question_fails_whatever_the_name_server_says_and_there_is_no_other(surroundings):
+    if subprocess.run([*surroundings, "true"], capture_output=True).returncode != 0:
+        pytest.skip("this user may not make a network namespace")
+    ended = subprocess.run([*surroundings, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    # A process that asks is answered, and says nothing, or is not, and says so each time.
+    assert ended.stderr.count(NOT_TOLD) == 1, ended.stderr
+
+
+def test_whoever_else_asks_for_a_name_asks_whom_it_has_always_asked(monkeypatch):
+    """Only the thread that is to fail asks where nobody answers."""
+    answers = []
+
+    def ask():
+        with pytest.raises(socket.gaierror) as failed:
+            socket.getnameinfo((host_names.ADDRESS, 80), 0)
+        answers.append(failed.value.errno)
+
+    monkeypatch.setattr(host_names, "connect_once", ask)
+    host_names.ask_for_none()
+    assert answers == [socket.EAI_AGAIN]
+    assert socket.getnameinfo(("127.0.0.1", 80), socket.NI_NUMERICHOST)[0] == "127.0.0.1"
+    assert "host names" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_where_the_c_library_is_another_one_it_asks_as_before(monkeypatch):
+    asked = []
+    monkeypatch.setattr(host_names.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(host_names, "connect_once", lambda: asked.append(threading.current_thread().name))
+    host_names.ask_for_none()
+    assert asked == ["host names"]

@@ -1,0 +1,81 @@
+"""Keeps torch from asking for host names.
+
+TCPStore asks for the name of every address that it connects to or is called from, for its log messages, and waits for
+the answer: 5 s where the name server has lost the question, 10 s where there is none. A process of which one question
+has failed asks no more, and neither do those that are forked from it later; so one is made to fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+import struct
+import threading
+from datetime import timedelta
+
+ADDRESS = "127.93.17.2"
+"""Of this machine, and in no table of names, so that a name server is asked."""
+PATIENCE = timedelta(seconds=5)
+
+
+class _Resolver(ctypes.Structure):
+    """How the C library asks name servers, of each thread its own: the beginning of `struct __res_state` (resolv.h)."""
+
+    _fields_ = (
+        ("seconds", ctypes.c_int),
+        ("attempts", ctypes.c_int),
+        ("options", ctypes.c_ulong),
+        ("servers", ctypes.c_int),
+        ("addresses", ctypes.c_ubyte * 16 * 3),
+    )
+
+
+def ask_for_none() -> None:
+    """From now on TCPStore asks for no names in this process and in those that are forked from it."""
+    # A thread of its own: all others ask whom they have always asked.
+    failing = threading.Thread(target=_fail_once, name="host names")
+    failing.start()
+    failing.join()
+
+
+def _fail_once() -> None:
+    _ask_where_nobody_answers()
+    connect_once()
+
+
+def _ask_where_nobody_answers() -> None:
+    """Have this thread send its questions to a port that is closed. Where the C library is not glibc it goes on asking
+    as before."""
+    library = ctypes.CDLL(None)
+    try:
+        initialize, state = library.__res_init, library.__res_state
+    except AttributeError:
+        return
+    state.restype = ctypes.POINTER(_Resolver)
+    initialize()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    address = struct.pack("=H", socket.AF_INET) + struct.pack("!H4s8x", port, socket.inet_aton("127.0.0.1"))
+    resolver = state().contents
+    resolver.seconds = resolver.attempts = resolver.servers = 1
+    ctypes.memmove(resolver.addresses[0], address, len(address))
+
+
+def connect_once() -> None:
+    """Have a store connect to itself, which asks for a name."""
+    from torch.distributed import TCPStore
+
+    with socket.create_server((ADDRESS, 0)) as listener:
+        port, descriptor = listener.getsockname()[1], listener.detach()
+    with contextlib.suppress(RuntimeError):  # not even this machine reaches itself there: it asks on
+        TCPStore(
+            ADDRESS,
+            port,
+            is_master=True,
+            timeout=PATIENCE,
+            wait_for_workers=False,
+            use_libuv=True,
+            master_listen_fd=descriptor,
+        )
