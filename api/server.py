@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from service import automatic_key
 from service.cluster.ray_head import ExistingRay, RayHead
 from service.control_plane import ControlPlane
 from service.data_roots import LOOPBACK_HOSTS, DataRoots
-from service.settings import RequestLimits, Settings
+from service.settings import Settings
 from service.store import Store, StoreUnusable, keys
 from service.store.location import file_of, parse_url, url_in
 from workers.errors import MantaError
@@ -90,7 +89,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
 
         if host in LOOPBACK_HOSTS:
             automatic_key.ensure(control.store, home)
-        app = build_app(control, (host, *settings.allowed_hosts), settings.limits, tls.is_used)
+        app = build_app(control, settings, host)
         announce(service_file, url, control.store.location, tls.certificate)
         config = uvicorn.Config(
             app,
@@ -114,15 +113,15 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
             lock.close()
 
 
-def build_app(
-    control: ControlPlane, allowed_hosts: Collection[str], limits: RequestLimits, secure_cookies: bool
-) -> FastAPI:
-    """REST and dashboard on top of `control`; the rest is as for `create_app`."""
+def build_app(control: ControlPlane, settings: Settings, host: str) -> FastAPI:
+    """REST, and the dashboard where it is wanted, on top of `control`, as `settings` say for a service on `host`."""
     from api.app import create_app  # imports FastAPI, which only the server needs
-    from api.ui import mount  # and NiceGUI
 
-    app = create_app(control, allowed_hosts, limits, secure_cookies)
-    mount(app)
+    app = create_app(control, (host, *settings.allowed_hosts), settings.limits, settings.tls.is_used)
+    if settings.dashboard:
+        from api.ui import mount  # NiceGUI takes a second to import
+
+        mount(app)
     return app
 
 

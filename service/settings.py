@@ -92,6 +92,8 @@ class Settings:
     jobs_kept_days: float = 0.0
     """How long a job is kept after its end: then it is deleted, with its checkpoints (MANTA_JOBS_KEPT_DAYS); 0: until
     somebody deletes it."""
+    dashboard: bool = True
+    """Whether browsers are shown a dashboard; MANTA_NO_DASHBOARD=1 says no, which starts the service faster."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -119,6 +121,7 @@ class Settings:
                 _number(source, "MANTA_ANONYMOUS_PER_SECOND", RequestLimits.anonymous_per_second),
             ),
             _number(source, "MANTA_JOBS_KEPT_DAYS", 0.0),
+            not _switch(source, "MANTA_NO_DASHBOARD"),
         )
 
     def environment_of_service(self, environment: Mapping[str, str] | None = None) -> dict[str, str]:

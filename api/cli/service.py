@@ -87,7 +87,7 @@ def up(
     refuse_without_protection(settings, host)
     url = start_service(home, host, port, slots, ray, settings.allow_faults, settings.tls, settings.database_url)
     typer.echo(f"Manta is up: {url} (home: {home})")
-    if read_key(home) is not None and host in LOOPBACK_HOSTS:
+    if settings.dashboard and read_key(home) is not None and host in LOOPBACK_HOSTS:
         with MantaClient.of_home(home) as client:
             typer.echo(f"Dashboard, good once: {url}{client.link().path} (`manta link` prints another one)")
 

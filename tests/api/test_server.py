@@ -13,7 +13,8 @@ import pytest
 import uvicorn
 from sqlalchemy import text
 
-from api import server
+from api import app as api_app
+from api import server, ui
 from api.cli import service
 from api.local_service import HomeUnusable, announce, running_service
 from service.cluster.ray_head import ExistingRay
@@ -122,19 +123,21 @@ class NotedControl:
         pass
 
 
-@pytest.mark.parametrize(("hours", "seconds"), [(0.5, 1800), (0.0, 0)])
-def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hours, seconds):
+@pytest.mark.parametrize(("hours", "seconds", "dashboard"), [(0.5, 1800, True), (0.0, 0, False)])
+def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hours, seconds, dashboard):
     served = []
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
-    monkeypatch.setattr(server, "build_app", lambda control, hosts, limits, secure: served.append((hosts, limits)))
+    monkeypatch.setattr(api_app, "create_app", lambda control, *taken: served.append(taken))
+    monkeypatch.setattr(ui, "mount", lambda app: served.append("dashboard"))
     monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: served.append(running_service(tmp_path)))
     few = RequestLimits(requests_per_second=3)
     database = "postgresql://me:secret@there/manta"
     settings = Settings(tmp_path, None, True, ("manta.example.org",), hours, (tmp_path / "data",), database, limits=few)
-    settings = dataclasses.replace(settings, jobs_kept_days=30)
+    settings = dataclasses.replace(settings, jobs_kept_days=30, dashboard=dashboard)
     server.serve(settings, "127.0.0.1", 0, 3, None)
-    made, ((hosts, limits), announced) = NotedControl.made, served
-    assert limits == few
+    made, ((hosts, limits, secure_cookies), *mounted, announced) = NotedControl.made, served
+    assert (limits, secure_cookies) == (few, False)
+    assert mounted == (["dashboard"] if dashboard else [])
     assert (made.allow_faults, made.memory_seconds) == (True, seconds)
     assert made.kept_days == 30
     assert made.data_roots.folders == (tmp_path / "data",)

@@ -228,6 +228,14 @@ class Manta:
             self.until("the end of their processes", lambda: not self.trainers() and not self.agents())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_dashboard() -> Iterator[None]:
+    """Hardly anybody looks at it in these tests, and each of many services would put it together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MANTA_NO_DASHBOARD", "1")
+        yield
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some text that is the same every time."""
@@ -249,9 +257,11 @@ def manta(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Ma
 
 @pytest.fixture(scope="session")
 def on_postgres(postgres: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Manta]:
-    """A service whose jobs are in PostgreSQL."""
+    """A service whose jobs are in PostgreSQL, and the one with a dashboard."""
     home = tmp_path_factory.mktemp("on-postgres")
-    running = Manta(home, corpus, slots=3, database=postgres.url(postgres.make_empty()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MANTA_NO_DASHBOARD")
+        running = Manta(home, corpus, slots=3, database=postgres.url(postgres.make_empty()))
     yield running
     stop_service(home)
 

@@ -50,6 +50,11 @@ def test_folders_of_data_are_separated_by_colons_and_absolute():
         Settings.from_environment({"MANTA_DATA_ROOTS": "/data:texts"})
 
 
+@pytest.mark.parametrize(("value", "shown"), [("1", False), ("0", True), ("", True)])
+def test_there_is_a_dashboard_unless_somebody_said_no(value, shown):
+    assert Settings.from_environment({"MANTA_NO_DASHBOARD": value}).dashboard is shown
+
+
 @pytest.mark.parametrize(("value", "allowed"), [("1", True), ("yes", True), ("0", False), ("", False)])
 def test_faults_are_made_only_where_somebody_said_so(value, allowed):
     assert Settings.from_environment({"MANTA_ALLOW_FAULTS": value}).allow_faults is allowed
