@@ -69,7 +69,7 @@ def page(
         raise InvalidCursor
     wanted = {"project": bound, "state": state, "name": name, "before": last}
     given = {key: value for key, value in wanted.items() if value is not None}
-    rows = connection.execute(_newest_first(frozenset(given)), {**given, "rows": limit + 1})
+    rows = connection.execute(_newest_first(frozenset(given)), {**given, "rows": limit + 1}).all()
     return Page.of(list(rows), limit, cursors, lambda row: row.id)
 
 
