@@ -119,7 +119,7 @@ def build_app(control: ControlPlane, settings: Settings, host: str) -> FastAPI:
 
     app = create_app(control, (host, *settings.allowed_hosts), settings.limits, settings.tls.is_used)
     if settings.dashboard:
-        from api.ui import mount  # NiceGUI takes a second to import
+        from api.ui import mount  # NiceGUI takes long to import
 
         mount(app)
     return app

@@ -69,6 +69,7 @@ def page(
         raise InvalidCursor
     wanted = {"project": bound, "state": state, "name": name, "before": last}
     given = {key: value for key, value in wanted.items() if value is not None}
+    # In one call: row by row, the threads of other requests would take turns in between.
     rows = connection.execute(_newest_first(frozenset(given)), {**given, "rows": limit + 1}).all()
     return Page.of(list(rows), limit, cursors, lambda row: row.id)
 

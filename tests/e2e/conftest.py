@@ -43,19 +43,28 @@ class Manta:
     """A running service as its users see it, and what tests do behind its back."""
 
     def __init__(
-        self, home: Path, corpus: Path, slots: int | None = SLOTS, database: str | None = None, ray: str | None = None
+        self,
+        home: Path,
+        corpus: Path,
+        slots: int | None = SLOTS,
+        database: str | None = None,
+        ray: str | None = None,
+        dashboard: bool = False,
     ):
-        """`database`: its URL, where it is not in the home; `ray`: address of the Ray, where it is not its own."""
-        self.database, self._ray = database, ray
+        """`database`: its URL, where it is not in the home; `ray`: address of the Ray, where it is not its own;
+        `dashboard`: hardly any test looks at it, and each start would put it together."""
+        self.database, self._ray, self._dashboard = database, ray, dashboard
         self.home, self.paths, self._corpus, self._slots = home, Paths.of(home), corpus, slots
         self.url = ""
         self.start()
 
     def start(self) -> None:
         """`manta up`."""
-        self.url = start_service(
-            self.home, "127.0.0.1", 0, self._slots, self._ray, allow_faults=True, database=self.database
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MANTA_NO_DASHBOARD", "0" if self._dashboard else "1")
+            self.url = start_service(
+                self.home, "127.0.0.1", 0, self._slots, self._ray, allow_faults=True, database=self.database
+            )
         self.client = MantaClient.of_home(self.home)
 
     def kill_service(self, with_signal: int = signal.SIGKILL) -> None:
@@ -228,14 +237,6 @@ class Manta:
             self.until("the end of their processes", lambda: not self.trainers() and not self.agents())
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_dashboard() -> Iterator[None]:
-    """Hardly anybody looks at it in these tests, and each of many services would put it together."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MANTA_NO_DASHBOARD", "1")
-        yield
-
-
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Some text that is the same every time."""
@@ -259,9 +260,7 @@ def manta(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Ma
 def on_postgres(postgres: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Manta]:
     """A service whose jobs are in PostgreSQL, and the one with a dashboard."""
     home = tmp_path_factory.mktemp("on-postgres")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MANTA_NO_DASHBOARD")
-        running = Manta(home, corpus, slots=3, database=postgres.url(postgres.make_empty()))
+    running = Manta(home, corpus, slots=3, database=postgres.url(postgres.make_empty()), dashboard=True)
     yield running
     stop_service(home)
 

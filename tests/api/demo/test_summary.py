@@ -35,9 +35,7 @@ class Client:
 
     def checkpoints(self, job_id):
         newest, older = (
-            schemas.Checkpoint(
-                id=str(step), step=step, state=state, path=f"/root/saved/{step}", bytes=1, created_at=NOW
-            )
+            schemas.Checkpoint(id=str(step), step=step, state=state, path=f"/srv/saved/{step}", bytes=1, created_at=NOW)
             for step, state in ((20, self._state), (10, "complete"))
         )
         return SimpleNamespace(items=[newest, older])
@@ -51,7 +49,7 @@ def said(client=None, outcome=OUTCOME, same_bits=None, **changes):
         "finished_at": NOW, "metrics": schemas.LatestMetrics(latest={"validation_loss": 4.125}),
     }  # fmt: skip
     console = Console(file=io.StringIO(), width=200)
-    show(console, client or Client(), schemas.Job(**{**values, **changes}), outcome, same_bits, Path("/root"))
+    show(console, client or Client(), schemas.Job(**{**values, **changes}), outcome, same_bits, Path("/srv"))
     lines = console.file.getvalue().splitlines()
     return {line.split("│")[1].strip(): line.split("│")[2].strip() for line in lines if "│" in line}, lines
 

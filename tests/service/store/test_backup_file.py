@@ -128,7 +128,7 @@ def test_no_file_is_overwritten(store, tmp_path):
 def far_from_utc(monkeypatch):
     """The machine's clock shows another zone's time."""
     with monkeypatch.context() as patch:
-        patch.setenv("TZ", "XXX-9")
+        patch.setenv("TZ", "JST-9")
         time.tzset()
         yield
     time.tzset()

@@ -1,6 +1,7 @@
 """A node's heartbeat answers every ping, says at once when the node is to be left, and ends with its process."""
 
 import contextlib
+import gc
 import json
 import signal
 import socket
@@ -133,6 +134,7 @@ while True:
 
 
 def test_one_that_is_closed_has_hung_up_on_everybody_and_has_no_descriptor_left():
+    gc.collect()  # what earlier tests have left goes now or stays
     before = len(list(Path("/proc/self/fd").iterdir()))
     heartbeat = HeartbeatServer("127.0.0.1", "n1")
     stranger = socket.create_connection(heartbeat.address, 5)
@@ -142,7 +144,7 @@ def test_one_that_is_closed_has_hung_up_on_everybody_and_has_no_descriptor_left(
     assert (stranger.recv(1), lines.readline()) == (b"", "")
     for each in (stranger, lines, connection):
         each.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_process_that_is_asked_to_end_hears_of_it_and_lives_on():
