@@ -392,10 +392,16 @@ def test_time_that_is_up_ends_the_job_with_its_state_and_a_retry_has_as_long_aga
     assert job.row.state == "SUCCEEDED"
 
 
-def test_time_that_was_up_before_anything_was_launched_launches_nothing(two_replicas, cluster):
+def test_time_that_was_up_before_anything_was_launched_launches_nothing(two_replicas, cluster, monkeypatch):
     job = two_replicas(cluster, max_duration=0.0001)
+    start = cluster.agents.start
+
+    async def start_when_time_is_up(*arguments):
+        await job.supervisor._job.leaving.wait()
+        return await start(*arguments)
 
     async def body():
+        monkeypatch.setattr(cluster.agents, "start", start_when_time_is_up)
         await job.start()
         await gone(job)
 
