@@ -40,7 +40,7 @@ from api.routes import (
 )
 from api.state_waits import StateWaits
 from api.telemetry import RequestTimer
-from api.threads import LongReads
+from api.threads import JOB_LISTS, LongReads
 from service.settings import RequestLimits
 from service.store import jobs as store_jobs
 
@@ -93,6 +93,7 @@ def create_app(
     app.state.waits = StateWaits(lambda job_ids: _states(control, job_ids))
     app.state.changes = Changes(StoredVersions(lambda: control.store))
     app.state.long_reads = LongReads()
+    app.state.job_lists = LongReads(JOB_LISTS)
     app.state.rendered_jobs = RenderedJobs()
     app.state.limits = CallerLimits(limits or RequestLimits())
     app.state.identities = Identities(lambda: control.store)

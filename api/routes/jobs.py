@@ -29,7 +29,7 @@ from api.parameters import (
 )
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.rendered_jobs import rendered_jobs_of
-from api.threads import Threads
+from api.threads import JobListThreads
 from service.states import STATE_NAMES
 from service.store import edits, failed_jobs, jobs, pauses
 from service.store.tables import Job
@@ -103,7 +103,7 @@ def submit_job(
 async def list_jobs(
     request: Request,
     control: Control,
-    threads: Threads,
+    threads: JobListThreads,
     caller: Caller,
     state: StateFilter = None,
     name: Annotated[str | None, Query(max_length=100, description="Only jobs of this name")] = None,
