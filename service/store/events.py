@@ -26,7 +26,7 @@ def append(
     at: float | None = None,
 ) -> Event:
     """Add an event of `type`, with one sentence for people. `at` is when it happened, in Unix seconds; default: now."""
-    _in_order(session)
+    in_order(session)
     event = Event(
         job_id=job_id,
         time=time.time() if at is None else at,
@@ -42,7 +42,7 @@ def append(
     return event
 
 
-def _in_order(session: Session) -> None:
+def in_order(session: Session) -> None:
     """Until this transaction ends nobody else appends an event: whoever has read up to an id never finds a lower one
     later. SQLite has one writer anyway."""
     if session.get_bind().dialect.name == "postgresql":

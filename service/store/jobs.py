@@ -8,7 +8,6 @@ from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import Row, func, select
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, load_only
 
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
@@ -21,8 +20,6 @@ from service.store.tables import Job
 from service.store.types import Reader
 from service.stored_specs import as_written, not_default, stored_spec
 from workers.config import JobSpec, ParallelConfig
-
-_CREATE_ATTEMPTS = 5
 
 
 def create(
@@ -37,23 +34,19 @@ def create(
     Returns the job and whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal.
     Raises IdempotencyConflict when `idempotency_key` was used in the project with another digest.
     """
+    events.in_order(session)  # before the look: nobody else takes the key or the id until this transaction ends
     bound = bound_key(project, idempotency_key)
-    for _ in range(_CREATE_ATTEMPTS):
-        earlier = _by_key(session, bound)
-        if earlier is not None:
-            if earlier.body_digest != digest:
-                raise IdempotencyConflict(idempotency_key or "", earlier.id)
-            return earlier, False
-        job = _new_job(session, spec, bound, digest, project)
-        try:
-            with session.begin_nested():
-                session.add(job)
-        except IntegrityError:
-            continue  # another control plane took the key or the id between the look and the insert: look again
-        state_changes.append(session, job.id, JobState.QUEUED, job.created_at)
-        events.append(session, job.id, "submitted", f"job {job.name!r} was submitted")
-        return job, True
-    raise RuntimeError(f"no free job id after {_CREATE_ATTEMPTS} attempts")
+    earlier = _by_key(session, bound)
+    if earlier is not None:
+        if earlier.body_digest != digest:
+            raise IdempotencyConflict(idempotency_key or "", earlier.id)
+        return earlier, False
+    job = _new_job(session, spec, bound, digest, project)
+    session.add(job)
+    session.flush()  # before the rows that refer to it
+    state_changes.append(session, job.id, JobState.QUEUED, job.created_at)
+    events.append(session, job.id, "submitted", f"job {job.name!r} was submitted")
+    return job, True
 
 
 def get(session: Session, job_id: str, *, lock: bool = False) -> Job:
