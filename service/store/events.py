@@ -44,7 +44,7 @@ def append(
 
 def in_order(session: Session) -> None:
     """Until this transaction ends nobody else appends an event: whoever has read up to an id never finds a lower one
-    later. SQLite has one writer anyway."""
+    later. Nor does anybody submit a job, which begins with this. SQLite has one writer anyway."""
     if session.get_bind().dialect.name == "postgresql":
         session.execute(select(func.pg_advisory_xact_lock(EVENTS_LOCK)))
 

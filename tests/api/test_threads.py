@@ -1,0 +1,33 @@
+"""What takes long holds up nothing that is short."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from api.rendered_jobs import RenderedJobs
+from api.threads import JOB_LISTS, LONG_READS
+
+SECONDS = 20.0
+
+
+def test_lists_of_jobs_that_stand_still_hold_up_no_other_request(service, monkeypatch):
+    begun, go_on, page = threading.Semaphore(0), threading.Event(), RenderedJobs.page
+
+    def page_later(*arguments):
+        begun.release()
+        assert go_on.wait(SECONDS)
+        return page(*arguments)
+
+    monkeypatch.setattr(RenderedJobs, "page", page_later)
+    job = service.submit()
+    asked = LONG_READS + JOB_LISTS
+    with ThreadPoolExecutor(asked) as pool:
+        lists = [pool.submit(service.http.get, "/v1/jobs", timeout=SECONDS) for _ in range(asked)]
+        try:
+            for _ in range(JOB_LISTS):
+                assert begun.acquire(timeout=SECONDS)
+            for path in ("", "/metrics", "/events"):
+                assert service.http.get(f"/v1/jobs/{job['id']}{path}", timeout=SECONDS / 2).status_code == 200
+            assert not begun.acquire(blocking=False), "the others wait without a thread"
+        finally:
+            go_on.set()
+    assert [[each["id"] for each in answer.result().json()["items"]] for answer in lists] == [[job["id"]]] * asked
