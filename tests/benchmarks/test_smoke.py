@@ -33,6 +33,7 @@ def test_layouts_agree_for_a_step() -> None:
     assert report.figures["same_bits_twice_1x1x1"].met and report.figures["same_bits_twice_1x1x2"].met
 
 
+@pytest.mark.soak
 def test_elastic_sums_give_the_same_bits() -> None:
     options = argparse.Namespace(seed=1, steps=2, rounds=1, micro_batch_size=1, micro_batches=5)
     model = {"layers": 1, "hidden_size": 32, "heads": 2, "sequence_length": 16}
@@ -41,11 +42,13 @@ def test_elastic_sums_give_the_same_bits() -> None:
     assert (report.figures["gradient_buffers_1"].value, report.figures["gradient_buffers_2"].value) == (2, 1)
 
 
+@pytest.mark.soak
 def test_every_row_reaches_the_reader() -> None:
     report = metrics.measure(argparse.Namespace(seed=1, warm_up=1, steps=12))
     assert report.figures["rows_read"].value == report.figures["rows_sent"].value == 11
 
 
+@pytest.mark.soak
 def test_snapshots_are_copied_summed_and_replicated() -> None:
     report = snapshots.measure(argparse.Namespace(seed=1, megabytes=0.3, wait=0.02, steps=5))
     for name in ("alone_copied", "alone_summed", "replicated"):
@@ -54,6 +57,7 @@ def test_snapshots_are_copied_summed_and_replicated() -> None:
     assert report.figures["alone_training_thread_a_step_median"].target == snapshots.TARGET_MS
 
 
+@pytest.mark.soak
 def test_all_schedules_are_timed_and_take_at_least_what_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bubbles, "MICRO_BATCHES", (4,))
     report = bubbles.measure(argparse.Namespace(seed=1, repetitions=1, wait=0.002))
@@ -84,6 +88,7 @@ def test_jobs_end_though_the_control_plane_is_killed() -> None:
     assert report.samples["states"] == [{"SUCCEEDED": 3}]
 
 
+@pytest.mark.soak
 def test_requests_are_timed_beside_a_filled_database() -> None:
     options = {"jobs": 120, "points": 4000, "longest": 2100, "seconds": 0.05, "streams": 3, "database": None}
     report = api.measure(argparse.Namespace(seed=1, **options))

@@ -82,6 +82,7 @@ def fill(folder):
             return file
 
 
+@pytest.mark.soak
 def test_clock_that_is_set_costs_nothing(service, clock, pair_undisturbed, kill):
     job = service.submit(service.spec(layout=PAIR))
     service.hold(job, 1)

@@ -124,6 +124,7 @@ def steps_committed(manta, job, times):
     manta.until(f"generation {times}'s first step", lambda: len(manta.events(job, "first_step")) >= times)
 
 
+@pytest.mark.soak  # what is decided: tests/service/cluster/test_node_watch.py
 def test_host_behind_a_pulled_cable_is_done_without_and_comes_back(manta, network, host, undisturbed_curve):
     if not network.usable:
         pytest.skip("this user may not make network namespaces")
@@ -171,6 +172,7 @@ def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes
     assert manta.leftovers(job) == []
 
 
+@pytest.mark.soak  # what is decided: tests/service/job/test_changes.py
 def test_job_goes_on_with_fewer_stages_until_there_is_room_for_all_again(manta, last):
     job = submitted_whole(manta, manta.spec(STEPS, (2, 2, 1), elastic={"reshape": True}, checkpoint=EVERY_STEP))
     manta.until_step(job, 8)

@@ -9,7 +9,7 @@ import pytest
 from api.client import ApiError
 from service.store import Store
 from service.store.backup_file import back_up, restore
-from tests.e2e.conftest import EVERY_STEP, LASTING, PAIR
+from tests.e2e.conftest import EVERY_STEP, PAIR
 from workers.snapshot.files import steps_kept
 
 
@@ -17,7 +17,8 @@ def newest_step(manta, job):
     return max(steps_kept(manta.paths.snapshot_folder(job), 0), default=0)
 
 
-@LASTING
+@pytest.mark.soak  # a database that is locked: test_database_away.py
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_server_that_is_away_while_a_rank_dies(on_postgres, postgres, kill, seconds):
     manta = on_postgres
     job = manta.submit(manta.spec(layout=PAIR, checkpoint=EVERY_STEP))

@@ -43,6 +43,7 @@ def gives_way(manta, job):
     return any(f"{job} {sentence}" in said for sentence in sentences)
 
 
+@pytest.mark.soak  # what is decided and written: tests/service/leases
 def test_job_trains_on_whatever_happens_to_its_owner(planes):
     first, second = planes
     job = second.submit(second.spec(steps=20_000, layout=PAIR))  # and the first one places it

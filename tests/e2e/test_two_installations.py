@@ -38,6 +38,7 @@ def second(manta, tmp_path, monkeypatch):
     paths.remove_runtime_folder()
 
 
+@pytest.mark.soak
 def test_two_installations_on_one_ray_leave_each_other_alone(manta, second):
     first_job = manta.submit(manta.spec(steps=20_000, layout=PAIR))
     manta.hold(first_job, 1)

@@ -49,6 +49,7 @@ def test_what_ray_starts_knows_no_password_and_no_key_and_starts_agents_at_once(
     assert int(given[module.STARTS_AT_ONCE]) >= 3
 
 
+@pytest.mark.soak  # every service of tests/e2e starts and stops a head
 def test_second_head_beside_the_first(ray_head, second_home):
     first = ray_head.head.record()
     started = time.monotonic()
