@@ -18,6 +18,7 @@ from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service
 from benchmarks.support import own_processes
 from service.states import is_final
+from tests.e2e.small_file_system import small_where_allowed
 from workers.paths import Paths
 
 SECONDS = 60.0
@@ -27,6 +28,7 @@ OFTEN_SECONDS = 0.02
 """How often it is looked for what lasts for a moment only."""
 STEPS = 60
 SLOTS = 8
+DISK_KILOBYTES = 256 * 1024
 MIDDLE = 20
 PAIR = (1, 1, 2)
 """Layout of a job that needs no more than two ranks."""
@@ -248,12 +250,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def manta(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Manta]:
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the home of the shared service is: a small file system, where one can be mounted."""
+    folder = tmp_path_factory.mktemp("disk")
+    with small_where_allowed(folder, DISK_KILOBYTES):
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def manta(disk: Path, corpus: Path) -> Iterator[Manta]:
     """The service that these tests share."""
-    home = tmp_path_factory.mktemp("manta")
-    running = Manta(home, corpus)
+    running = Manta(disk / "home", corpus)
     yield running
-    stop_service(home)
+    stop_service(running.home)
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,7 @@ def test_stopped_ranks_are_named_and_replaced(manta, pair_undisturbed):
     assert manta.leftovers(job) == []
 
 
+@pytest.mark.soak  # what is decided: tests/service/recovery/test_hang_culprits.py
 def test_stopped_rank_of_a_pipeline_is_named_though_all_stand_still(manta):
     spec = manta.spec(layout=(1, 2, 2))
     clean = manta.submit(spec)
@@ -51,6 +52,7 @@ def test_stopped_rank_of_a_pipeline_is_named_though_all_stand_still(manta):
     assert manta.curve(job) == manta.curve(clean)
 
 
+@pytest.mark.soak  # what is decided: tests/service/job/test_adoption.py
 def test_hang_that_began_while_the_control_plane_was_away_is_found_by_the_next(manta, pair_undisturbed):
     job = manta.submit(manta.spec(layout=PAIR))
     manta.hold(job, 1)

@@ -4,6 +4,7 @@ import shutil
 from itertools import groupby
 
 import psutil
+import pytest
 
 from api.client import ServiceUnreachable
 from service.cluster.ray_head import RayHead
@@ -183,6 +184,7 @@ def test_lost_agent_of_a_job_that_may_not_be_restarted_leaves_no_process(manta):
     manta.until("the end of its processes", lambda: manta.keeps_only_snapshots(job))
 
 
+@pytest.mark.soak  # what is decided: tests/service/test_control_plane.py
 def test_killed_ray_is_replaced_and_the_snapshots_survive_it(manta, pair_undisturbed):
     job = manta.submit(manta.spec(layout=PAIR))
     manta.hold(job, 1)

@@ -52,6 +52,7 @@ def test_rank_that_died_while_the_service_was_away(manta, pair_undisturbed, kill
     assert ended.restarts == 1
 
 
+@pytest.mark.soak  # what is decided: tests/service/job/test_adoption.py
 def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta):
     job = manta.submit(manta.spec(layout=PAIR, steps=10_000))
     manta.leave_room(job)
@@ -98,6 +99,7 @@ def test_jobs_are_taken_over_in_every_state(manta, pair_undisturbed, kill):
         assert manta.leftovers(job) == []
 
 
+@pytest.mark.soak  # what is decided: tests/service/job/test_adoption.py
 def test_change_of_size_is_carried_on_by_the_next_service(manta):
     spec = manta.spec(20_000, PAIR, train={"deterministic": "elastic"}, elastic={"min_data": 1, "max_data": 2})
     job = manta.submit(spec)

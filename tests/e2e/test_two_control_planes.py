@@ -1,5 +1,5 @@
 """Two control planes on one PostgreSQL and one Ray: one takes over what the other has, however that ends, and the job
-never notices; both answer whatever is asked about any job."""
+never notices; both answer whatever is asked about any job. And of two services with nothing in common one is ended."""
 
 import signal
 
@@ -10,6 +10,7 @@ from api.cli.service import stop_service
 from api.local_service import running_service
 from service.cluster.ray_head import RayHead
 from tests.e2e.conftest import PAIR, Manta
+from tests.e2e.traces import traces_of
 
 
 @pytest.fixture
@@ -85,3 +86,14 @@ def test_job_trains_on_whatever_happens_to_its_owner(planes):
     first.client.cancel(job)
     second.until_state(job, "CANCELLED")
     second.until("the end of its processes", lambda: not first.trainers() and not first.agents())
+
+
+def test_down_of_one_service_leaves_nothing_of_it_and_the_other_alone(manta, on_postgres):
+    job, its_own = manta.submit(manta.spec(layout=PAIR)), on_postgres.submit(on_postgres.spec(20_000, layout=PAIR))
+    manta.until_step(job, 1)
+    on_postgres.until_step(its_own, 1)
+    assert stop_service(on_postgres.home)
+    assert traces_of(on_postgres.home) == []
+    assert not stop_service(on_postgres.home)
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert ended.restarts == 0

@@ -155,7 +155,7 @@ def test_steps_of_different_sizes_follow_the_same_curve_however_they_are_cut(ran
     batches = [batch(padded_ends).roll(number, 0)[:size] for number, size in enumerate(sizes)]
     optimizer = {"beta1": 0.9, "clip_norm": 0.5, "learning_rate": 1e-2}
     curves = {}
-    for layout in ((1, 1, 1), (1, 1, 4), (1, 2, 2), (2, 2, 2)):
+    for layout in ((1, 1, 1), (1, 1, 4), (2, 2, 2)):
         jobs = [job(layout, size, len(sizes), **optimizer) for size in (1, 2, 3)]
         by_rank = ranks.run(
             parse_job_spec(jobs[0]).layout, run_steps, jobs, [light(weights())] * 3, [batches] * 3, torch.float64
