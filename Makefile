@@ -38,11 +38,12 @@ lint: setup
 types: setup
 	@$(BIN)/mypy
 
-# PYTEST_OPTIONS=... goes to pytest. Types are checked meanwhile, and what is wrong with them is said at the end.
+# PYTEST_OPTIONS=... goes to pytest. One process more than cores: whole services are waited for now and then.
+# Types are checked whenever a core is free, and what is wrong is said at the end.
 test: lint
 	@types=$$(mktemp) && trap 'rm -f $$types' EXIT; \
-	$(BIN)/mypy >$$types 2>&1 & checker=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_OPTIONS); tests=$$?; \
+	nice -n 19 $(BIN)/mypy >$$types 2>&1 & checker=$$!; \
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_OPTIONS); tests=$$?; \
 	wait $$checker; checked=$$?; test $$checked = 0 || cat $$types; test $$tests = 0 -a $$checked = 0
 
 # What is exhaustive and takes long: every layout with every other, many seeds, 60 drawn schedules of faults.

@@ -225,4 +225,5 @@ def _shared(sums: Mapping[LedgerClass, float], length: float) -> dict[LedgerClas
     total = sum(sums.values())
     if total <= 0:
         return {"compute": length}
-    return {name: length * part / total for name, part in sums.items()}
+    # The quotient first: of the smallest numbers there are, a product loses its last digits, which are all they have.
+    return {name: length * (part / total) for name, part in sums.items()}

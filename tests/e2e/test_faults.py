@@ -57,14 +57,14 @@ def test_rank_that_fails_otherwise(manta, pair_undisturbed):
     assert ended.restarts == len(strikes)
 
 
-def test_cut_connections_cost_no_process(manta, undisturbed):
-    job = manta.submit(manta.spec())
-    inject(manta, job, "partition", 3, at_step=MIDDLE, phase="reduction", seconds=0.3)
+def test_cut_connections_cost_no_process(manta, pair_undisturbed):
+    job = manta.submit(manta.spec(layout=PAIR))
+    inject(manta, job, "partition", 1, at_step=MIDDLE, phase="reduction", seconds=0.3)
     manta.until_generation(job, 2)
     ended = manta.until_state(job, "SUCCEEDED")
     (replaced,) = manta.events(job, "ranks_replaced")
-    assert replaced.data == {"kept": [0, 1, 2, 3], "started": []}
-    assert manta.curve(job) == undisturbed
+    assert replaced.data == {"kept": [0, 1], "started": []}
+    assert manta.curve(job) == pair_undisturbed
     assert ended.restarts == 1
 
 

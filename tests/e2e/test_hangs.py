@@ -97,7 +97,7 @@ def slowed_down(pid):
         wake(pid)
 
 
-@pytest.mark.soak  # the next one needs the name too, and what follows from it is decided without a cluster
+@pytest.mark.soak  # what is decided: tests/service/job/test_hangs_and_stragglers.py
 def test_straggler_is_named_and_nothing_else_happens(manta):
     job = manta.submit(manta.spec(steps=400))
     manta.until_step(job, 5)
@@ -112,6 +112,7 @@ def test_straggler_is_named_and_nothing_else_happens(manta):
     manta.until_state(job, "CANCELLED")
 
 
+@pytest.mark.soak  # what is decided: tests/service/job/test_hangs_and_stragglers.py
 def test_straggler_is_replaced_where_the_policy_says_so(manta):
     job = manta.submit(manta.spec(steps=400, recovery={"stragglers": "replace"}))
     manta.until_step(job, 5)

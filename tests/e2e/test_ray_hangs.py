@@ -8,7 +8,7 @@ import pytest
 from service.cluster.ray_head import RayHead
 from tests.e2e.conftest import LASTING, PAIR
 
-STEPS_MEANWHILE = 10
+STEPS_MEANWHILE = 4
 
 
 @pytest.fixture

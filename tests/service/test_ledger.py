@@ -201,6 +201,12 @@ def histories(draw):
     return changes, trainings, draw(st.floats(0, 2000))
 
 
+def test_steps_that_took_the_least_that_can_be_told_share_the_time_all_the_same():
+    changes, sums = states(QUEUED=0, STARTING=0, RUNNING=10, SUCCEEDED=10.5), dict.fromkeys(STEP_CLASSES, 5e-324)
+    training = steps(0, 10, 10.5, 10.5, seconds=sums, outcome="SUCCEEDED")
+    assert spent(changes, [training]) == {"start": 10, **dict.fromkeys(STEP_CLASSES, 0.1)}
+
+
 @given(histories())
 def test_classes_sum_to_the_wall_time_and_none_is_negative(history):
     book = ledger(*history)
