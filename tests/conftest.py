@@ -29,8 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-_FOR_SERVICES = "gw0"
-"""The one of several processes that tests whole services."""
+_FOR_SERVICES, _FOR_ENGINE = "gw0", "gw1"
+"""Which of several processes tests whole services, and which the engine."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,12 +84,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kind_of_database", kinds, indirect=True, scope="function")
 
 
-_SERVICES = "tests/e2e"
+_SERVICES, _ENGINE = "tests/e2e", "tests/workers/"
+
+
+def _turn(file: str, process: str) -> int:
+    """When a process takes a file, those of the lowest number first."""
+    if file == _SERVICES:  # nothing else takes so long
+        return 0 if process == _FOR_SERVICES else 3
+    return 1 if file.startswith(_ENGINE) == (process == _FOR_ENGINE) else 2
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes, one takes the tests of whole services, one after the other, and the rest what is left."""
+    """With several processes, one takes the tests of whole services, one after the other, and one those of the engine,
+    which share eight ranks; whoever has none of its own any more takes what is left."""
     from xdist.scheduler import LoadFileScheduling
 
     class OneForServices(LoadFileScheduling):
@@ -98,9 +106,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return _SERVICES if file.startswith(f"{_SERVICES}/") else file
 
         def _assign_work_unit(self, node: Any) -> None:
-            """They come first: nothing else takes so long."""
-            if _SERVICES in self.workqueue:
-                self.workqueue.move_to_end(_SERVICES, last=node.gateway.id != _FOR_SERVICES)
+            first = min(self.workqueue, key=lambda file: _turn(file, node.gateway.id))
+            self.workqueue.move_to_end(first, last=False)
             super()._assign_work_unit(node)
 
     return OneForServices(config, log)

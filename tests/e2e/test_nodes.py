@@ -30,7 +30,7 @@ def network(manta):
 
 @pytest.fixture(scope="module")
 def host(manta, network):
-    """A further node, with room for one replica. Nobody has to kill it before the last test that needs it."""
+    """A further node, with room for one replica."""
     return Node(manta, network).registered().started()
 
 
@@ -41,10 +41,10 @@ def nodes(manta, network, host):
 
 
 @pytest.fixture(scope="module")
-def last(manta, nodes):
-    """The one of `nodes` that is left."""
+def last(manta, network, host):
+    """The only further node from now on: one that the tests before have left."""
     living = {node.id for node in manta.client.cluster().nodes if node.alive and not node.draining}
-    left, *more = [node for node in nodes if node.id in living]
+    left, *more = [node for node in network.nodes if node.id in living]
     for node in more:
         node.kill()
     return left
@@ -149,6 +149,7 @@ def test_host_behind_a_pulled_cable_is_done_without_and_comes_back(manta, networ
     assert ended.restarts == 1
 
 
+@pytest.mark.soak  # what is decided: tests/service/job/test_resize_and_drain.py
 def test_node_that_is_told_to_end_is_left_without_a_step_done_again(manta, nodes, undisturbed_curve):
     job = submitted_whole(manta, spec_of(manta, min_data=2))
     manta.until_step(job, 8)
