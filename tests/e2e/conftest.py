@@ -291,11 +291,17 @@ def undisturbed(manta: Manta) -> list[tuple[int, float, float]]:
 
 
 @pytest.fixture(scope="session")
-def pair_undisturbed(manta: Manta) -> list[tuple[int, float, float]]:
-    """The curve of a job of PAIR's ranks when nothing happens to it."""
-    job = manta.submit(manta.spec(layout=PAIR))
+def clean_pair(manta: Manta) -> str:
+    """A job of PAIR's ranks to which nothing happened; it validated, and wrote checkpoints."""
+    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 20}, train={"validate_every": 15}))
     manta.until_state(job, "SUCCEEDED")
-    return manta.curve(job)
+    return job
+
+
+@pytest.fixture(scope="session")
+def pair_undisturbed(manta: Manta, clean_pair: str) -> list[tuple[int, float, float]]:
+    """The curve of a job of PAIR's ranks when nothing happens to it."""
+    return manta.curve(clean_pair)
 
 
 @pytest.fixture

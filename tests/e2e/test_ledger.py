@@ -7,21 +7,19 @@ import pytest
 from tests.e2e.conftest import EVERY_STEP, PAIR
 
 
-def test_clean_job_is_accounted_for_to_the_thousandth(manta):
-    job = manta.submit(manta.spec(layout=PAIR, checkpoint={"every_steps": 20}))
-    ended = manta.until_state(job, "SUCCEEDED")
-    ledger = manta.client.ledger(job)
+def test_clean_job_is_accounted_for_to_the_thousandth(manta, clean_pair):
+    ended, ledger = manta.client.job(clean_pair), manta.client.ledger(clean_pair)
     assert ledger.closed
     assert (ledger.began_at, ledger.until) == (ended.created_at, ended.finished_at)
     assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall_seconds, rel=1e-3)
     assert ledger.seconds["redo"] == ledger.seconds["restore"] == ledger.seconds["pause"] == 0
     assert ledger.seconds["snapshot_stall"] > 0 and ledger.seconds["checkpoint_stall"] > 0
     assert ended.goodput == ledger.goodput
-    step_seconds = manta.client.metrics(job, names=["step_seconds"], max_points=10_000).series["step_seconds"]
+    step_seconds = manta.client.metrics(clean_pair, names=["step_seconds"], max_points=10_000).series["step_seconds"]
     # Against a second clock, the trainer's own: the classes sum to the wall time even if steps were counted twice.
     steps = sum(ledger.seconds[name] for name in ("compute", "data_wait", "snapshot_stall"))
     assert steps == pytest.approx(sum(step_seconds), rel=0.25)
-    assert manta.client.recoveries(job).items == []
+    assert manta.client.recoveries(clean_pair).items == []
 
 
 def test_killed_rank_is_accounted_for_by_phase(manta, pair_undisturbed, kill):

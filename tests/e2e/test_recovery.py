@@ -139,17 +139,14 @@ def complete_checkpoints(manta, job):
     return [row.step for row in manta.client.checkpoints(job).items if row.state == "complete"]
 
 
-def test_without_its_own_snapshot_a_rank_goes_on_from_a_peers(manta, kill):
-    document = manta.spec(layout=(1, 1, 2), parallel={"zero": 0}, checkpoint=EVERY_STEP)
-    clean = manta.submit(document)
-    manta.until_state(clean, "SUCCEEDED")
-    job = manta.submit(document)
+def test_without_its_own_snapshot_a_rank_goes_on_from_a_peers(manta, pair_undisturbed, kill):
+    job = manta.submit(manta.spec(layout=PAIR, parallel={"zero": 0}, checkpoint=EVERY_STEP))
     manta.hold(job, 0)
     for file in manta.paths.snapshot_folder(job).glob("rank-00000.*snapshot"):
         file.unlink()
     kill(manta.pids(job)[0])
     manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == manta.curve(clean), "with the rows that the killed rank had not shipped"
+    assert manta.curve(job) == pair_undisturbed, "with the rows that the killed rank had not shipped"
     (recovered,) = manta.events(job, "recovered")
     assert recovered.data["source"].endswith("peer")
     assert recovered.data["steps_redone"] <= 1, "rows that a peer kept too are not of steps done again"

@@ -29,7 +29,7 @@ def spec(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("layout", "backend"),
-    [((1, 2, 2), "links"), ((2, 1, 1), "process_groups")],
+    [((1, 2, 2), "links"), pytest.param((2, 1, 1), "process_groups", marks=pytest.mark.soak)],
     ids=["pipeline_and_data", "process_groups"],
 )
 def test_one_that_is_asked_is_enough_and_nothing_shows_it_afterwards(ranks, spec, tmp_path, layout, backend):

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import yaml
 from checkpoint_programs import job, lone
 
@@ -36,14 +37,15 @@ def killed_while_saving(config: Path, folder: Path, seconds: float) -> None:
         assert job.wait() == -signal.SIGKILL
 
 
-def test_the_newest_checkpoint_is_always_whole_and_gives_the_same_next_step(corpus, tmp_path):
+@pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.soak)])
+def test_the_newest_checkpoint_is_always_whole_and_gives_the_same_next_step(corpus, tmp_path, times):
     config, folder, draw = tmp_path / "job.yaml", tmp_path / "checkpoints", random.Random(7)
     document = job(corpus, {}, model={"hidden_size": 16}, train={"steps": 2000}, checkpoint={"every_steps": 0})
     config.write_text(yaml.safe_dump({**document, "checkpoint": {"every_steps": 1, "keep": 2}}))
     never_interrupted, expected = lone(document, tmp_path / "none"), [(0.0, 0.0)]
     never_interrupted.restore(Resume())
     reached = 0
-    for _ in range(2):
+    for _ in range(times):
         killed_while_saving(config, folder, draw.uniform(0, 0.1))
         path, skipped = newest_usable(folder)
         assert path == whole_checkpoints(folder)[-1][0]

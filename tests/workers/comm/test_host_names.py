@@ -28,7 +28,9 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
-@pytest.mark.parametrize("surroundings", [[], ALONE], ids=["with a name server or none", "alone"])
+@pytest.mark.parametrize(
+    "surroundings", [pytest.param([], marks=pytest.mark.soak), ALONE], ids=["with a name server or none", "alone"]
+)
 def test_one_question_fails_whatever_the_name_server_says_and_there_is_no_other(surroundings):
     if subprocess.run([*surroundings, "true"], capture_output=True).returncode != 0:
         pytest.skip("this user may not make a network namespace")
