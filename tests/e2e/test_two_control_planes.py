@@ -88,6 +88,7 @@ def test_job_trains_on_whatever_happens_to_its_owner(planes):
     second.until("the end of its processes", lambda: not first.trainers() and not first.agents())
 
 
+# The last one that uses `on_postgres`: it is gone afterwards.
 def test_down_of_one_service_leaves_nothing_of_it_and_the_other_alone(manta, on_postgres):
     job, its_own = manta.submit(manta.spec(layout=PAIR)), on_postgres.submit(on_postgres.spec(20_000, layout=PAIR))
     manta.until_step(job, 1)

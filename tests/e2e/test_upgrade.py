@@ -93,7 +93,7 @@ def revision(home: Path) -> str:
         return database.execute("SELECT version_num FROM alembic_version").fetchone()[0]
 
 
-@pytest.mark.soak  # what is decided: tests/service/cluster/test_node_daemons.py and test_takeover.py
+@pytest.mark.soak  # what is decided: tests/service/cluster/test_node_daemons.py, tests/service/test_takeover.py
 def test_upgrade_loses_no_step_of_a_running_job(last_release, home, corpus):
     old, new = Release(last_release, home), Release(ROOT, home)
     code, said = old.up()

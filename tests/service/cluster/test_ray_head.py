@@ -49,6 +49,23 @@ def test_what_ray_starts_knows_no_password_and_no_key_and_starts_agents_at_once(
     assert int(given[module.STARTS_AT_ONCE]) >= 3
 
 
+def test_head_is_found_again_whatever_became_of_its_record(ray_head):
+    head = ray_head.head
+    record, paths = head.record(), Paths.of(ray_head.home)
+    as_it_was = paths.ray_record.read_text()
+    try:
+        for damaged in ('{"address": "', record_text(record, started="another boot/1")):
+            paths.ray_record.write_text(damaged)
+            assert head.record() == record, "a damaged record is no dead head"
+        paths.ray_record.unlink()
+        assert head.ensure() == record
+    finally:
+        paths.ray_record.write_text(as_it_was)
+    assert stat.S_IMODE(paths.ray_token.stat().st_mode) == 0o600
+    family = psutil.Process(record.pid).children(recursive=True)
+    assert not [word for process in family for word in process.cmdline() if word.endswith("monitor.py")], NO_AUTOSCALER
+
+
 @pytest.mark.soak  # every service of tests/e2e starts and stops a head
 def test_second_head_beside_the_first(ray_head, second_home):
     first = ray_head.head.record()
@@ -59,17 +76,8 @@ def test_second_head_beside_the_first(ray_head, second_home):
     assert record.address != first.address
     assert head.ensure() == record, "a living head is reused"
     assert RayHead(second_home).record() == record, "also by the next service of that home"
-    written = Paths.of(second_home).ray_record
-    for damaged in ('{"address": "', record_text(record, started="another boot/1")):
-        written.write_text(damaged)
-        assert head.record() == record, "a damaged record is no dead head"
-    written.unlink()
-    assert head.ensure() == record
-    token = Paths.of(second_home).ray_token
-    assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert _slots_seen_by_another_process(second_home) == "2.0"
     family = psutil.Process(record.pid).children(recursive=True)
-    assert not [word for process in family for word in process.cmdline() if word.endswith("monitor.py")], NO_AUTOSCALER
     started = time.monotonic()
     head.stop()
     print(f"stopped after {time.monotonic() - started:.2f} s")

@@ -110,7 +110,7 @@ def histories(draw):
     return acts
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories(), data=st.data())
 def test_series_is_what_its_rows_promise_whatever_was_done_again(store, running, history, data):
     training = Training(store, running)

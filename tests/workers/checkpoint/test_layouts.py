@@ -158,9 +158,16 @@ def test_any_layout_reads_what_any_other_wrote_to_the_bit(first, resaved, corpus
                         assert torch.equal(rectangle.view(part), first.content[f"{kind}.{rectangle.name}"][where])
 
 
-def test_untied_embeddings_and_biases_too(ranks, corpus, tmp_path):
+@pytest.mark.parametrize(
+    "chain",
+    [
+        ("d3 small buckets", "t2 p2 d2 zero 0 small buckets", "1"),
+        pytest.param(("p4 1f1b", "d3 small buckets", "t2 p2 d2 zero 0 small buckets", "1"), marks=pytest.mark.soak),
+    ],
+    ids=["short", "long"],
+)
+def test_untied_embeddings_and_biases_too(ranks, corpus, tmp_path, chain):
     """In a chain: each layout reads what the one before it wrote."""
-    chain = ("d3 small buckets", "t2 p2 d2 zero 0 small buckets", "1")
     written = written_by(WRITER, UNTIED, ranks, corpus, tmp_path / "first")
     path = written.path
     for layout in chain:

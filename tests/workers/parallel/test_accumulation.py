@@ -149,13 +149,18 @@ def test_a_batch_without_any_target_has_no_loss_and_no_gradient(ranks):
             assert not any(values.any() for _, _, values in rank[0].gradients)
 
 
-def test_steps_of_different_sizes_follow_the_same_curve_however_they_are_cut(ranks):
+@pytest.mark.parametrize(
+    "layouts",
+    [((1, 1, 4), (2, 2, 2)), pytest.param(((1, 1, 4), (1, 2, 2), (2, 2, 2)), marks=pytest.mark.soak)],
+    ids=["some", "all"],
+)
+def test_steps_of_different_sizes_follow_the_same_curve_however_they_are_cut(ranks, layouts):
     """With momentum, clipping and decay, as a job with a batch ramp has it."""
     sizes = (10, 4, 7, 10)
     batches = [batch(padded_ends).roll(number, 0)[:size] for number, size in enumerate(sizes)]
     optimizer = {"beta1": 0.9, "clip_norm": 0.5, "learning_rate": 1e-2}
     curves = {}
-    for layout in ((1, 1, 1), (1, 1, 4), (2, 2, 2)):
+    for layout in ((1, 1, 1), *layouts):
         jobs = [job(layout, size, len(sizes), **optimizer) for size in (1, 2, 3)]
         by_rank = ranks.run(
             parse_job_spec(jobs[0]).layout, run_steps, jobs, [light(weights())] * 3, [batches] * 3, torch.float64
