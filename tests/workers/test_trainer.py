@@ -1,7 +1,6 @@
 """What a trainer owes a job beyond its steps."""
 
 import gc
-import importlib
 import math
 import shutil
 import threading
@@ -259,8 +258,6 @@ def test_the_record_and_the_statistics_tell_where_the_step_went(tmp_path):
 @pytest.mark.parametrize("engine", [{}, {"recompute": "full"}, {"deterministic": "elastic"}])
 def test_a_closed_trainer_is_freed_without_the_garbage_collector(tmp_path, recovery, engine):
     """A process that builds the model of another layout must not hold two of them until a collection happens to run."""
-    importlib.import_module("torch._dynamo")  # else the first recomputation does, whose frames stay in a cycle
-
     job = _two_step_job(tmp_path, **recovery)
     section = "train" if "deterministic" in engine else "parallel"
     job = job.model_copy(update={section: getattr(job, section).model_copy(update=engine)})

@@ -45,12 +45,10 @@ DEFAULT_ENTRIES = {
     "store": "workers.node.rendezvous:run",
     "peak": "workers.accounting.device_peak:run",
 }
-# An optimizer's first step imports torch._dynamo, a checkpoint's first save the checkpoint package: once here, not in
-# each trainer.
+# What trainers import: once here, not in each of them.
 DEFAULT_WARM = (
     "torch",
     "torch.distributed",
-    "torch._dynamo",
     "torch.distributed.checkpoint",
     "workers.comm.host_names:ask_for_none",
 )

@@ -52,9 +52,7 @@ class RankProcesses:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            ["torch", "torch._dynamo", "torch.distributed.checkpoint", "workers.trainer"]
-        )
+        self._context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "workers.trainer"])
         ask_for_none()
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._generation = 0

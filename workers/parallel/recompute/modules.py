@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import saved_tensors_hooks
 
 from workers.comm.comm import Comm
 
@@ -33,12 +33,70 @@ def checkpointed(comm: Comm, function: Callable[..., torch.Tensor], *inputs: Any
     state for that (workers/parallel/tensor/dropout.py)."""
     if not torch.is_grad_enabled():
         return function(*inputs)
+    if torch.compiler.is_compiling():  # the compiler knows torch's own
+        from torch.utils.checkpoint import checkpoint
 
-    def timed(*inputs: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return function(*inputs)
-        with comm.step.forward_work():
-            return function(*inputs)
+        result: torch.Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return result
+    dropped = _Dropped(comm, function, inputs)
+    with comm.step.forward_work(), saved_tensors_hooks(dropped.drop, dropped.recomputed):
+        return function(*inputs)
 
-    result: torch.Tensor = checkpoint(timed, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return result
+
+class _EnoughRecomputed(Exception):
+    """Forward has computed again all that backward needs of it."""
+
+
+class _Dropped:
+    """What one forward of a function would have kept for backward. It is numbered in the order in which forward asks
+    for it to be kept, which is the same each time.
+
+    torch's own checkpoint does the same, and imports a compiler for it: a second of each process that trains.
+    """
+
+    def __init__(self, comm: Comm, function: Callable[..., torch.Tensor], inputs: tuple[Any, ...]):
+        self._comm, self._function, self._inputs = comm, function, inputs
+        self._count = 0
+        self._again: dict[int, torch.Tensor] = {}
+
+    def drop(self, tensor: torch.Tensor) -> int:
+        """A number in place of the tensor."""
+        self._count += 1
+        return self._count - 1
+
+    def recomputed(self, number: int) -> torch.Tensor:
+        """The tensor of this number; forward runs again for the first that backward asks for. Each is given once."""
+        if number not in self._again:
+            self._compute_again()
+        return self._again.pop(number)
+
+    def _compute_again(self) -> None:
+        self._again.clear()
+        kept = 0
+
+        def keep(tensor: torch.Tensor) -> None:
+            nonlocal kept
+            self._again[kept] = tensor.detach()
+            kept += 1
+            if kept == self._count:
+                raise _EnoughRecomputed
+
+        def refuse(nothing: None) -> torch.Tensor:
+            raise RuntimeError("a forward that runs again has no backward of its own")
+
+        inputs = [_leaf(each) for each in self._inputs]
+        try:
+            with torch.enable_grad(), self._comm.step.forward_work(), saved_tensors_hooks(keep, refuse):
+                self._function(*inputs)
+        except _EnoughRecomputed:
+            return
+        raise RuntimeError(
+            f"forward kept {self._count} tensors, and {kept} when it ran again: it must do the same each time"
+        )
+
+
+def _leaf(value: Any) -> Any:
+    """An input apart from the graph that it came from."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
