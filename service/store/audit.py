@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 
-from sqlalchemy import select
+from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
 from service.identity import Identity
 from service.store.access_tables import AuditEntry
 from service.store.paging import Cursors, Page
+
+_INSERT = insert(AuditEntry)
 
 
 @dataclass(frozen=True)
@@ -29,27 +31,24 @@ class Deed:
     """Code of the problem document, where it was refused."""
 
 
-def append(session: Session, who: Identity, deed: Deed) -> AuditEntry:
+def append(session: Session, who: Identity, deed: Deed) -> None:
     """Note what was done with somebody's key."""
-    return _append(session, deed, project=who.project, key_id=who.key_id, key_name=who.key_name, user=who.user)
+    _append(session, deed, project=who.project, key_id=who.key_id, key_name=who.key_name, user=who.user)
 
 
-def append_local(session: Session, user: str, project: str, deed: Deed) -> AuditEntry:
+def append_local(session: Session, user: str, project: str, deed: Deed) -> None:
     """Note what `user` of the machine did with the database in their hands."""
-    return _append(session, deed, project=project, key_id=None, key_name="on the machine", user=user)
+    _append(session, deed, project=project, key_id=None, key_name="on the machine", user=user)
 
 
-def append_of_service(session: Session, project: str, deed: Deed) -> AuditEntry:
+def append_of_service(session: Session, project: str, deed: Deed) -> None:
     """Note what the service did of its own accord."""
-    return _append(session, deed, project=project, key_id=None, key_name="the service", user=None)
+    _append(session, deed, project=project, key_id=None, key_name="the service", user=None)
 
 
-def _append(
-    session: Session, deed: Deed, *, project: str, key_id: str | None, key_name: str, user: str | None
-) -> AuditEntry:
-    entry = AuditEntry(time=time.time(), project=project, key_id=key_id, key_name=key_name, user=user, **asdict(deed))
-    session.add(entry)
-    return entry
+def _append(session: Session, deed: Deed, *, project: str, key_id: str | None, key_name: str, user: str | None) -> None:
+    who = {"project": project, "key_id": key_id, "key_name": key_name, "user_name": user}
+    session.connection().execute(_INSERT, {"time": time.time(), **who, **asdict(deed)})
 
 
 def page(

@@ -17,9 +17,17 @@ from service.store.tables import Job
 from service.store.types import Document, Numbers
 
 JobRow = Row[Any]
-"""All columns that a list shows, `id` first, as the database has them; equal to another one where nothing changed."""
+"""What tells whether a job is shown as before, `id` first, as the database has it: equal to another one where nothing
+changed that is shown."""
 
-NOT_SHOWN = frozenset({"submitted", "not_default", "report_cursor"})
+NOT_SHOWN = frozenset(
+    {
+        *("submitted", "not_default", "report_cursor", "idempotency_key", "body_digest"),
+        *("wanted_replicas", "retried_at", "binned_until", "binned_generation"),
+    }
+)
+FOLLOWS = frozenset({"spec"})
+"""Shown, and changed with others alone: by `edits.edit`. It is as long as all the rest together."""
 
 
 def _as_stored(column: Any) -> ColumnElement[Any]:
@@ -29,7 +37,7 @@ def _as_stored(column: Any) -> ColumnElement[Any]:
 
 
 _UNDERSTOOD = [column for column in Job.__table__.columns if column.key not in NOT_SHOWN]
-_SHOWN = [_as_stored(column) for column in _UNDERSTOOD]
+_SHOWN = [_as_stored(column) for column in _UNDERSTOOD if column.key not in FOLLOWS]
 # Made once: to put a statement together takes longer than to run it.
 _ONE = select(*_SHOWN).where(Job.__table__.columns.id == bindparam("id"))
 _SOME = (

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from sqlalchemy import select
+from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
 from service.states import JobState
 from service.store.tables import StateChange
 
+_INSERT = insert(StateChange)
+
 
 def append(session: Session, job_id: str, state: JobState, at: float) -> None:
     """Note that a job entered `state` at Unix time `at`."""
-    session.add(StateChange(job_id=job_id, time=at, state=state.value))
+    session.connection().execute(_INSERT, {"job_id": job_id, "time": at, "state": state.value})
 
 
 def of_job(session: Session, job_id: str) -> list[StateChange]:

@@ -161,7 +161,7 @@ def test_a_backup_is_restored_into_another_kind_of_database(
             assert "from a backup of 2027-01-14 08:00 UTC;" in last.message, "when it was made, not when it was read"
             assert "restored" not in [event.type for event in events.page(session, over.id).items], "it is over"
         other.write(lambda session: pauses.request_resume(session, queued.id))  # the next number of a change of state
-        assert other.write(lambda session: events.append(session, over.id, "told", "later")).id > EVENT_IDS_SKIPPED
+        assert other.write(lambda session: events.append(session, over.id, "told", "later")) > EVENT_IDS_SKIPPED
 
 
 def test_numbers_of_events_that_are_gone_are_not_given_again_where_nothing_runs(store, submit, tmp_path, elsewhere):
@@ -170,7 +170,7 @@ def test_numbers_of_events_that_are_gone_are_not_given_again_where_nothing_runs(
     back_up(store, tmp_path / "backup.db")
     restore(elsewhere, tmp_path / "backup.db", replace=False, now=NOW)
     with opened(elsewhere) as other:
-        assert other.write(lambda session: events.append(session, job.id, "told", "later")).id > EVENT_IDS_SKIPPED
+        assert other.write(lambda session: events.append(session, job.id, "told", "later")) > EVENT_IDS_SKIPPED
 
 
 def test_nobody_looks_after_jobs_of_a_database_that_was_restored_and_no_epoch_is_given_again(

@@ -116,10 +116,10 @@ def test_metrics_go_in_parts(store, two, monkeypatch):
 def test_id_of_an_event_is_never_given_twice(store, two, submit):
     """Whoever reads the events of all jobs goes on after the last id that it saw."""
     job_id, other = two
-    newest = store.write(lambda session: events.append(session, job_id, "told", "the newest of all")).id
+    newest = store.write(lambda session: events.append(session, job_id, "told", "the newest of all"))
     store.write(lambda session: deletion.begin(session, job_id))
     store.write(lambda session: deletion.end(session, job_id))
-    assert store.write(lambda session: events.append(session, other, "told", "later")).id > newest
+    assert store.write(lambda session: events.append(session, other, "told", "later")) > newest
 
 
 def test_bins_go_in_parts_and_no_others(store, two, monkeypatch):

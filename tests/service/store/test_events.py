@@ -24,11 +24,11 @@ def test_pages_go_on_after_an_id_and_belong_to_one_job(store, submit):
 def test_an_event_keeps_what_it_was_told(store, submit):
     job = submit()
     data = {"loss": float("nan"), "ranks": [1, 2]}
-    event = store.write(
+    event_id = store.write(
         lambda session: events.append(session, job.id, "odd", "odd", generation=2, rank=3, step=4, data=data, at=5.5)
     )
     with store.read() as session:
-        stored = events.page(session, job.id, event.id - 1).items[0]
+        stored = events.page(session, job.id, event_id - 1).items[0]
     assert (stored.generation, stored.rank, stored.step, stored.time) == (2, 3, 4, 5.5)
     assert stored.data == {"loss": "nan", "ranks": [1, 2]}
 
@@ -37,7 +37,7 @@ def test_data_of_one_type_and_one_job_is_found_in_order(store, submit):
     job, other = submit(), submit()
 
     def tell(of, kind, number):
-        return store.write(lambda session: events.append(session, of.id, kind, "said", data={"to": number}).id)
+        return store.write(lambda session: events.append(session, of.id, kind, "said", data={"to": number}))
 
     ids = [
         tell(job, "rolled_back", 1),
@@ -76,8 +76,8 @@ def test_what_is_new_is_known_by_job_and_for_all_of_them(store, submit):
     with store.read() as session:
         assert events.newest(session) == 0
     job, other = submit(), submit()
-    seen = store.write(lambda session: events.append(session, job.id, "tick", "a")).id
-    last = store.write(lambda session: events.append(session, other.id, "tick", "b")).id
+    seen = store.write(lambda session: events.append(session, job.id, "tick", "a"))
+    last = store.write(lambda session: events.append(session, other.id, "tick", "b"))
     with store.read() as session:
         assert (events.newest(session), events.newest_of_jobs(session, seen)) == (last, {other.id: last})
         assert events.newest_of_jobs(session, 0) == {job.id: seen, other.id: last}

@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import String
 
 from service.states import JobState
-from service.store import InvalidCursor, JobNotFound, job_rows, jobs
+from service.store import InvalidCursor, JobNotFound, edits, job_rows, jobs
 from service.store.tables import Job
 from service.store.types import AnyText, Document, Numbers, ShortText
 
@@ -68,7 +68,18 @@ def test_a_row_is_equal_as_long_as_nothing_that_is_shown_has_changed(store, subm
             continue
         before = row()
         store_as(column.key, _another(column.type))
-        assert (row() == before) is (column.key in job_rows.NOT_SHOWN), column.key
+        assert (row() == before) is (column.key in job_rows.NOT_SHOWN | job_rows.FOLLOWS), column.key
+
+
+@pytest.mark.parametrize("change", [{"name": "another"}, {"priority": 7}])
+def test_whatever_changes_the_spec_changes_the_row(store, submit, change):
+    job_id = submit().id
+    with store.read_rows() as connection:
+        before = job_rows.one(connection, job_id)
+    spec = store.write(lambda session: dict(jobs.get(session, job_id).spec))
+    assert store.write(lambda session: dict(edits.edit(session, job_id, **change).spec)) != spec
+    with store.read_rows() as connection:
+        assert job_rows.one(connection, job_id) != before
 
 
 def _another(kind):

@@ -62,7 +62,7 @@ def job(open_store, make_spec):
 
 
 def say(session, job, message="something"):
-    return events.append(session, job.id, "told", message).id
+    return events.append(session, job.id, "told", message)
 
 
 def messages(store, after=0):
