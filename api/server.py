@@ -23,6 +23,7 @@ from service.settings import Settings
 from service.store import Store, StoreUnusable, keys
 from service.store.location import file_of, parse_url, url_in
 from workers.errors import MantaError
+from workers.storage.files import files_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -52,12 +53,14 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of somebody else's Ray.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
-    PortTaken, AlreadyRunning, OtherDatabase, NotForOthers, RayUnavailable, KeyFileUnsafe,
-    HomeUnusable.
+    PortTaken, AlreadyRunning, OtherDatabase, NotForOthers, RayUnavailable, KeyFileUnsafe, HomeUnusable,
+    StoreNotInstalled.
     """
     home, tls = settings.home, settings.tls
     os.umask(PRIVATE)
     refuse_without_protection(settings, host)
+    if settings.checkpoints is not None:
+        files_of(settings.checkpoints)
     with writing_in(home):
         home.mkdir(parents=True, exist_ok=True)
     running = running_service(home)
@@ -77,6 +80,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         DataRoots.of(settings.data_roots, host),
         settings.database_url,
         settings.jobs_kept_days,
+        settings.checkpoints,
     )
     _keep_to_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)

@@ -44,6 +44,7 @@ from service.takeover import refuse_what_cannot_be_taken_over
 from workers.errors import MantaError
 from workers.paths import Paths
 from workers.protocol.messages import Fault
+from workers.storage.places import Place
 from workers.system.process_end import ended
 
 log = logging.getLogger(__name__)
@@ -83,20 +84,22 @@ class ControlPlane:
         data_roots: DataRoots = ANYWHERE,
         database_url: str | None = None,
         kept_days: float = 0.0,
+        checkpoints: Place | None = None,
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
         `allow_faults`: make faults in jobs on request; `memory_seconds`: how long the snapshots of a failed job are
         kept for a retry; `data_roots`: below which folders jobs may read; `database_url`: where the job database is, by
-        default in the home; `kept_days`: how long jobs are kept after their end; 0: until somebody deletes them. Raises
-        BadDatabaseUrl, StoreUnusable."""
+        default in the home; `kept_days`: how long jobs are kept after their end; 0: until somebody deletes them;
+        `checkpoints`: where the checkpoints of all jobs are, by default in the home. Raises BadDatabaseUrl,
+        StoreUnusable."""
         self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults, self._memory_seconds, self._kept_days = allow_faults, memory_seconds, kept_days
         me = new_id()
         self._store = Store(url_in(home, database_url), connection_name(me))
         self._leases = Leases(self._store, me)
-        self._home_of_jobs = home
+        self._home_of_jobs, self._checkpoints = home, checkpoints
         self._owners: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
@@ -143,7 +146,11 @@ class ControlPlane:
         self._call(self._begin(cluster))
 
     def _connect(self, namespace: str) -> Cluster:
-        return Cluster.connected(self._head.connect(namespace), self._home_of_jobs)
+        return Cluster.connected(self._head.connect(namespace), self._paths_of_jobs)
+
+    @property
+    def _paths_of_jobs(self) -> Paths:
+        return Paths.of(self._home_of_jobs, self._checkpoints)
 
     def _find_home_of_jobs(self) -> None:
         """Raises JobsElsewhere."""
@@ -352,9 +359,7 @@ class ControlPlane:
         ClusterUnavailable."""
         housekeeping = self._housekeeping
         assert housekeeping is not None
-        return delete_job(
-            self._store, Paths.of(self._home_of_jobs), job_id, lambda: self._call(housekeeping.let_go(job_id))
-        )
+        return delete_job(self._store, self._paths_of_jobs, job_id, lambda: self._call(housekeeping.let_go(job_id)))
 
     def inject(self, job_id: str, fault: Fault) -> None:
         """Make `fault` in a job that runs. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""

@@ -10,19 +10,21 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from sqlalchemy.orm import Session
 
 from service.store import Store, deletion
 from workers.errors import MantaError
 from workers.paths import Paths
+from workers.storage.files import files_of
+from workers.storage.local_files import bytes_in
+from workers.storage.places import Place
 
 
 class FilesNotRemoved(MantaError):
     """Something in a job's folder cannot be removed."""
 
-    def __init__(self, job_id: str, folder: Path, error: OSError):
+    def __init__(self, job_id: str, folder: Place, error: OSError):
         self.job_id = job_id
         why = error.strerror or str(error) or type(error).__name__
         super().__init__(
@@ -93,13 +95,15 @@ def _all(store: Store, delete_some: Callable[[Session], int]) -> int:
 def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     """Remove the folder of a job: checkpoints, logs and all else. Raises FilesNotRemoved."""
     folder = paths.job_folder(job_id)
+    checkpoints = paths.checkpoint_folder(job_id)
+    elsewhere = RemovedFiles() if checkpoints.parent == folder else _remove_elsewhere(job_id, checkpoints)
     if not os.path.lexists(folder):
-        return RemovedFiles()
+        return elsewhere
     try:
         removed = RemovedFiles(
-            checkpoints=_entries(paths.checkpoint_folder(job_id)),
+            checkpoints=elsewhere.checkpoints + _entries(folder / checkpoints.name),
             logs=_entries(paths.log_folder(job_id)),
-            bytes=sum(_size(Path(place, name)) for place, _, names in os.walk(folder) for name in names),
+            bytes=elsewhere.bytes + bytes_in(folder),
         )
         shutil.rmtree(folder)
     except OSError as error:
@@ -107,9 +111,21 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     return removed
 
 
-def _entries(folder: Path) -> int:
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
+def _remove_elsewhere(job_id: str, checkpoints: Place) -> RemovedFiles:
+    """Remove the folder of a job in which nothing but its checkpoints is."""
+    folder, files = checkpoints.parent, files_of(checkpoints)
+    try:
+        removed = RemovedFiles(checkpoints=_entries(checkpoints), bytes=files.bytes_in(folder))
+        files.remove_folder(folder)
+        if files.is_there(folder):
+            raise OSError("something in it stays")
+    except OSError as error:
+        raise FilesNotRemoved(job_id, folder, error) from error
+    return removed
 
 
-def _size(file: Path) -> int:
-    return file.lstat().st_size
+def _entries(folder: Place) -> int:
+    try:
+        return len(files_of(folder).names(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return 0

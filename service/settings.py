@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.errors import MantaError
+from workers.storage.places import BadPlace, Place, place_of
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400
@@ -92,6 +93,9 @@ class Settings:
     jobs_kept_days: float = 0.0
     """How long a job is kept after its end: then it is deleted, with its checkpoints (MANTA_JOBS_KEPT_DAYS); 0: until
     somebody deletes it."""
+    checkpoints: Place | None = None
+    """Where the checkpoints of all jobs are, such as `s3://bucket/manta` or a folder that all nodes share
+    (MANTA_CHECKPOINTS); None: in the home."""
     dashboard: bool = True
     """Whether browsers are shown a dashboard; MANTA_NO_DASHBOARD=1 says no, which starts the service faster."""
 
@@ -121,6 +125,7 @@ class Settings:
                 _number(source, "MANTA_ANONYMOUS_PER_SECOND", RequestLimits.anonymous_per_second),
             ),
             _number(source, "MANTA_JOBS_KEPT_DAYS", 0.0),
+            _place(source, "MANTA_CHECKPOINTS"),
             not _switch(source, "MANTA_NO_DASHBOARD"),
         )
 
@@ -151,6 +156,17 @@ def _names(source: Mapping[str, str], name: str) -> tuple[str, ...]:
 
 def _file(source: Mapping[str, str], name: str) -> Path | None:
     return Path(source[name]).expanduser().absolute() if source.get(name) else None
+
+
+def _place(source: Mapping[str, str], name: str) -> Place | None:
+    text = source.get(name)
+    if not text:
+        return None
+    try:
+        place = place_of(text)
+    except BadPlace as error:
+        raise BadSetting(f"{name}: {error}") from error
+    return place.expanduser().absolute() if isinstance(place, Path) else place
 
 
 def _networks(source: Mapping[str, str], name: str) -> tuple[str, ...]:

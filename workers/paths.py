@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.errors import MantaError
+from workers.storage.places import Place
 
 SHARED_MEMORY = Path("/dev/shm")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -29,11 +30,13 @@ class Paths:
     """Path arithmetic of the service whose state lies in `home`. Creates nothing unless a method says so."""
 
     home: Path
+    checkpoints: Place | None = None
+    """Where the durable checkpoints of all jobs are; None: in the home."""
 
     @classmethod
-    def of(cls, home: str | Path) -> Paths:
+    def of(cls, home: str | Path, checkpoints: Place | None = None) -> Paths:
         """Paths of a home folder, made absolute so that its tag is the same from everywhere."""
-        return cls(Path(home).expanduser().resolve())
+        return cls(Path(home).expanduser().resolve(), checkpoints)
 
     @property
     def tag(self) -> str:
@@ -58,9 +61,9 @@ class Paths:
         """Folder of all durable files of `job`. Raises UnsafePath on a name that is none."""
         return self.home / "jobs" / safe_name(job)
 
-    def checkpoint_folder(self, job: str) -> Path:
-        """Folder of the durable checkpoints of `job`."""
-        return self.job_folder(job) / "checkpoints"
+    def checkpoint_folder(self, job: str) -> Place:
+        """Folder of the durable checkpoints of `job`. Raises UnsafePath on a name that is none."""
+        return (self.job_folder(job) if self.checkpoints is None else self.checkpoints / safe_name(job)) / "checkpoints"
 
     def log_folder(self, job: str) -> Path:
         """Folder of the log files of `job`."""

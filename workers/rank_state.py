@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from workers.snapshot.note import RowJournal, read_note
 from workers.snapshot.reshard import describe, restore_from_snapshots
 from workers.snapshot.snapshot_file import committed_steps
 from workers.snapshot.snapshots import Snapshots
+from workers.storage.places import Place
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Places:
     """Folder in shared memory."""
     checkpoints: str | None = None
     """Folder for durable checkpoints."""
-    corpus_record: Path | None = None
+    corpus_record: Place | None = None
     """File that says what the corpus was when the job began."""
 
 

@@ -32,6 +32,7 @@ from workers.reporter import Reporter
 from workers.settings import Launcher, read_launcher
 from workers.spec.problems import SpecError
 from workers.spec.reading import load_job_spec
+from workers.storage.places import BadPlace, Place, place_of
 from workers.trainer import Places, Trainer
 
 
@@ -40,7 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.run", description="Train one job without the service.")
     parser.add_argument("config", type=Path, help="JobSpec in YAML")
     parser.add_argument("--metrics", type=Path, help="write one JSON object a step to this file")
-    parser.add_argument("--checkpoints", type=Path, help="save durable checkpoints in, and resume from, this folder")
+    parser.add_argument(
+        "--checkpoints", type=_place, help="save durable checkpoints in, and resume from, this folder or s3:// URL"
+    )
     parser.add_argument(
         "--stop-after-step", type=int, help="end after this step, as if the job had been interrupted: to look at a few"
     )
@@ -62,6 +65,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _place(text: str) -> Place:
+    try:
+        return place_of(text)
+    except BadPlace as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _check_world(spec: JobSpec, launcher: Launcher | None) -> None:
     world_size = launcher.world_size if launcher else 1
     needed = spec.layout.world_size
@@ -76,7 +86,7 @@ def train(
     spec: JobSpec,
     launcher: Launcher | None,
     metrics: Path | None,
-    checkpoints: Path | None,
+    checkpoints: Place | None,
     stop_after_step: int | None = None,
 ) -> Trainer:
     """Train `spec` in this process as the rank that `launcher` names; returns the trainer after its last step."""
@@ -120,15 +130,15 @@ def _shared_secret(store: dist.Store) -> str:
     return store.compare_set("manta/secret", "", secrets.token_hex(SECRET_LENGTH // 2)).decode()
 
 
-def _restore(trainer: Trainer, checkpoints: Path | None) -> None:
+def _restore(trainer: Trainer, checkpoints: Place | None) -> None:
     """Go on from the newest checkpoint that is not damaged; from the start where none was ever whole. Raises
     CheckpointError when all that were are damaged now."""
-    path: Path | None = None
+    path: Place | None = None
     skipped: list[str] = []
     if checkpoints is not None:
         any_whole = bool(whole_checkpoints(checkpoints))
 
-        def use(path: Path, step: int) -> None:
+        def use(path: Place, step: int) -> None:
             trainer.restore(Resume("checkpoint", step, str(path)))
 
         path, skipped = newest_usable(checkpoints, use)

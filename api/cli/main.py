@@ -290,14 +290,6 @@ def resize(
 
 
 @app.command()
-def checkpoints(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """List a job's durable checkpoints."""
-    with connect(url) as client:
-        page = client.checkpoints(job)
-    show(page, as_json, lambda console: render.checkpoint_table(console, page.items))
-
-
-@app.command()
 def ranks(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Show where a job's ranks run."""
     with connect(url) as client:
@@ -399,11 +391,12 @@ def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
 
 def main() -> None:
     """Entry of the `manta` command."""
-    from api.cli import access, service, version
+    from api.cli import access, checkpoints, service, version
     from api.cli.db import db
 
     app.callback()(version.options)
     access.register(app)
+    checkpoints.register(app)
     service.register(app)
     app.add_typer(db, name="db")
     app()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from service.cluster.agent_client import AgentClient, OrderEpoch
@@ -43,9 +42,9 @@ class Cluster:
         self._epoch = self.agents.epoch = self.groups.epoch = epoch
 
     @classmethod
-    def connected(cls, ray: Any, home: str | Path) -> Cluster:
-        """The cluster that the module `ray` is connected to. `home`: folder of the embedded state."""
-        connection, paths = RayConnection(ray), Paths.of(home)
+    def connected(cls, ray: Any, paths: Paths) -> Cluster:
+        """The cluster that the module `ray` is connected to. `paths`: of the embedded state."""
+        connection = RayConnection(ray)
         nodes = Nodes(connection)
         agents, daemons = Agents(connection, nodes, paths), NodeDaemons(connection, nodes, paths)
         cluster = cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons)

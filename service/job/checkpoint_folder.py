@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future
-from pathlib import Path
 
 from workers.checkpoint.catalog import Listing, list_checkpoints
+from workers.storage.places import Place
 
 LOOK_SECONDS = 20.0
 """A file system that takes longer to list a job's checkpoints does not answer."""
@@ -20,7 +20,7 @@ class FolderReader:
     def __init__(self) -> None:
         self._under_way: Future[Listing] | None = None
 
-    async def list(self, folder: Path) -> Listing:
+    async def list(self, folder: Place) -> Listing:
         """What `folder` holds; where nothing is heard in time that is the answer's `problem`."""
         if self._under_way is None or self._under_way.done():
             self._under_way = _in_thread(folder)
@@ -31,7 +31,7 @@ class FolderReader:
             return Listing(folder, problem=f"the folder {folder} cannot be listed: no answer in {LOOK_SECONDS:g} s")
 
 
-def _in_thread(folder: Path) -> Future[Listing]:
+def _in_thread(folder: Place) -> Future[Listing]:
     answer: Future[Listing] = Future()
     answer.set_running_or_notify_cancel()  # from now on nobody who stops waiting for it can cancel it
 

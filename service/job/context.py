@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from service.cluster.cluster import Cluster
 from service.cluster.sizes import in_use
@@ -18,6 +17,7 @@ from service.store import Store
 from service.store.tables import Generation, Job
 from service.stored_specs import stored_spec
 from workers.config import JobSpec
+from workers.storage.places import Place
 
 DEFAULT_MEMORY_SECONDS = 24 * 3600.0
 
@@ -65,7 +65,7 @@ class JobContext:
         return self.record.id
 
     @property
-    def checkpoint_folder(self) -> Path:
+    def checkpoint_folder(self) -> Place:
         """Where its durable checkpoints are."""
         return self.cluster.paths.checkpoint_folder(self.id)
 

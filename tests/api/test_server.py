@@ -21,6 +21,7 @@ from service.cluster.ray_head import ExistingRay
 from service.identity import Scope
 from service.settings import RequestLimits, Settings, Tls
 from service.store import keys
+from workers.storage.places import ObjectPath
 
 
 @pytest.fixture(autouse=True)
@@ -104,14 +105,19 @@ def test_service_that_is_not_ready_in_time_takes_only_what_it_started_with_it(tm
     assert stopped == ([] if ray_ran else [tmp_path])
 
 
+BUCKET = ObjectPath("s3", "bucket/manta")
+
+
 class NotedControl:
     """A control plane that remembers what it was made of."""
 
     made = None
     store = SimpleNamespace(location="postgresql://me:***@there/manta")
 
-    def __init__(self, home, head, start_over, allow_faults, memory_seconds, data_roots, database_url, kept_days):
-        self.database_url, self.kept_days = database_url, kept_days
+    def __init__(
+        self, home, head, start_over, allow_faults, memory_seconds, data_roots, database_url, kept_days, checkpoints
+    ):
+        self.database_url, self.kept_days, self.checkpoints = database_url, kept_days, checkpoints
         self.head, self.allow_faults, self.memory_seconds = head, allow_faults, memory_seconds
         self.data_roots = data_roots
         NotedControl.made = self
@@ -133,13 +139,14 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     few = RequestLimits(requests_per_second=3)
     database = "postgresql://me:secret@there/manta"
     settings = Settings(tmp_path, None, True, ("manta.example.org",), hours, (tmp_path / "data",), database, limits=few)
-    settings = dataclasses.replace(settings, jobs_kept_days=30, dashboard=dashboard)
+    settings = dataclasses.replace(settings, jobs_kept_days=30, checkpoints=BUCKET, dashboard=dashboard)
     server.serve(settings, "127.0.0.1", 0, 3, None)
     made, ((hosts, limits, secure_cookies), *mounted, announced) = NotedControl.made, served
     assert (limits, secure_cookies) == (few, False)
     assert mounted == (["dashboard"] if dashboard else [])
     assert (made.allow_faults, made.memory_seconds) == (True, seconds)
     assert made.kept_days == 30
+    assert made.checkpoints == BUCKET
     assert made.data_roots.folders == (tmp_path / "data",)
     assert (made.database_url, announced["database"]) == (database, "postgresql://me:***@there/manta")
     assert '--resources={"manta_slot": 3}' in made.head._command()

@@ -6,12 +6,13 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from s3_server import S3Server, Wire, environment_of
 
 from api.cli.service import start_service, stop_service
 from api.client import ApiError, MantaClient, ServiceUnreachable
@@ -52,10 +53,13 @@ class Manta:
         database: str | None = None,
         ray: str | None = None,
         dashboard: bool = False,
+        environment: Mapping[str, str] | None = None,
     ):
         """`database`: its URL, where it is not in the home; `ray`: address of the Ray, where it is not its own;
-        `dashboard`: hardly any test looks at it, and each start would put it together."""
+        `dashboard`: hardly any test looks at it, and each start would put it together; `environment`: of the service
+        beside this process's."""
         self.database, self._ray, self._dashboard = database, ray, dashboard
+        self._environment = environment or {}
         self.home, self.paths, self._corpus, self._slots = home, Paths.of(home), corpus, slots
         self.url = ""
         self.start()
@@ -64,6 +68,8 @@ class Manta:
         """`manta up`."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("MANTA_NO_DASHBOARD", "0" if self._dashboard else "1")
+            for name, value in self._environment.items():
+                patch.setenv(name, value)
             self.url = start_service(
                 self.home, "127.0.0.1", 0, self._slots, self._ray, allow_faults=True, database=self.database
             )
@@ -266,10 +272,23 @@ def manta(disk: Path, corpus: Path) -> Iterator[Manta]:
 
 
 @pytest.fixture(scope="session")
-def on_postgres(postgres: Any, tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Iterator[Manta]:
-    """A service whose jobs are in PostgreSQL, and the one with a dashboard."""
-    home = tmp_path_factory.mktemp("on-postgres")
-    running = Manta(home, corpus, slots=3, database=postgres.url(postgres.make_empty()), dashboard=True)
+def object_store() -> Iterator[Wire]:
+    """The way to an S3 server, in whose bucket `checkpoints` a service can keep those of its jobs."""
+    server = S3Server()
+    server.make_bucket("checkpoints")
+    yield Wire(server)
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def on_postgres(
+    postgres: Any, object_store: Wire, tmp_path_factory: pytest.TempPathFactory, corpus: Path
+) -> Iterator[Manta]:
+    """A service whose jobs are in PostgreSQL and whose checkpoints are in an object store, and the one with a
+    dashboard."""
+    home, database = tmp_path_factory.mktemp("on-postgres"), postgres.url(postgres.make_empty())
+    environment = {**environment_of(object_store.url), "MANTA_CHECKPOINTS": "s3://checkpoints/manta"}
+    running = Manta(home, corpus, slots=3, database=database, dashboard=True, environment=environment)
     yield running
     stop_service(home)
 

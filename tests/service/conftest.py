@@ -51,7 +51,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     head.ensure()
     try:
         ray = head.connect()
-        cluster = Cluster.connected(ray, home)
+        cluster = Cluster.connected(ray, Paths.of(home))
         yield RunningRay(head, home, ray, cluster, ZYGOTE_OPTIONS, ZYGOTE_ENVIRONMENT)
         asyncio.run(cluster.daemons.end_all())
         ray.shutdown()

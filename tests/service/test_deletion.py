@@ -10,6 +10,7 @@ from service.states import JobState
 from service.store import JobNotFound, events, jobs, leases
 from service.store.tables import Metric
 from workers.paths import Paths
+from workers.storage.local_files import LocalFiles
 
 
 @pytest.fixture
@@ -51,6 +52,27 @@ def test_files_and_rows_go_once_the_cluster_holds_nothing(store, paths, job):
     assert not paths.job_folder(job).exists()
     with store.read() as session, pytest.raises(JobNotFound):
         jobs.get(session, job)
+
+
+def test_checkpoints_that_are_elsewhere_go_too_and_nothing_beside_them(tmp_path):
+    paths = Paths.of(tmp_path / "home", tmp_path / "shared")
+    for job_id in ("job-1", "job-2"):
+        file = paths.checkpoint_folder(job_id) / "step-00000005-generation-1" / "data"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"x" * 100)
+        paths.log_folder(job_id).mkdir(parents=True)
+        paths.rank_log(job_id, 0).write_bytes(b"y" * 10)
+    assert remove_files(paths, "job-1") == RemovedFiles(checkpoints=1, logs=1, bytes=110)
+    assert sorted(each.name for each in (tmp_path / "shared").iterdir()) == ["job-2"]
+    assert remove_files(paths, "job-1") == RemovedFiles()
+
+
+def test_checkpoints_elsewhere_that_stay_are_named(tmp_path, monkeypatch):
+    paths = Paths.of(tmp_path / "home", tmp_path / "shared")
+    paths.checkpoint_folder("job-1").mkdir(parents=True)
+    monkeypatch.setattr(LocalFiles, "remove_folder", lambda self, folder: None)
+    with pytest.raises(FilesNotRemoved, match=rf"{tmp_path}/shared/job-1 cannot be removed \(something in it stays\)"):
+        remove_files(paths, "job-1")
 
 
 def test_folder_that_cannot_be_removed_is_named_and_the_job_stays(store, paths, job, tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from service.settings import BadSetting, RequestLimits, Settings, Tls
+from workers.storage.places import ObjectPath
 
 
 def test_without_an_environment_there_are_defaults():
@@ -40,6 +41,15 @@ def test_jobs_are_kept_until_somebody_deletes_them_or_as_long_as_is_asked_for():
     assert Settings.from_environment({"MANTA_JOBS_KEPT_DAYS": "30"}).jobs_kept_days == 30
     with pytest.raises(BadSetting, match="MANTA_JOBS_KEPT_DAYS is 'a month'; it must be a number of 0 or more"):
         Settings.from_environment({"MANTA_JOBS_KEPT_DAYS": "a month"})
+
+
+def test_checkpoints_are_in_the_home_or_where_the_operator_says():
+    read = Settings.from_environment
+    assert read({}).checkpoints is read({"MANTA_CHECKPOINTS": ""}).checkpoints is None
+    assert read({"MANTA_CHECKPOINTS": "s3://bucket/manta/"}).checkpoints == ObjectPath("s3", "bucket/manta")
+    assert read({"MANTA_CHECKPOINTS": "/shared/manta"}).checkpoints == Path("/shared/manta")
+    with pytest.raises(BadSetting, match="MANTA_CHECKPOINTS: ftp://there is in no store that Manta knows"):
+        read({"MANTA_CHECKPOINTS": "ftp://there"})
 
 
 def test_folders_of_data_are_separated_by_colons_and_absolute():

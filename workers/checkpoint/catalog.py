@@ -1,7 +1,7 @@
 """Durable checkpoints as folders: their names, manifests, and which of them can be used. Pure Python.
 
-A checkpoint is the folder `step-<step>-generation-<generation>`. Its `manifest.json` is written last and by rename,
-so a folder without one was interrupted and is never used. The manifest holds the size of every file and checksums of
+A checkpoint is the folder `step-<step>-generation-<generation>`. Its `manifest.json` is written last and at once, so a
+folder without one was interrupted and is never used. The manifest holds the size of every file and checksums of
 its blocks, and ends with a checksum of itself.
 
 What cannot be read is unknown, not absent: a folder that was moved away, is not mounted or may not be read says nothing
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from workers.checkpoint.checksums import (
@@ -30,6 +28,8 @@ from workers.checkpoint.checksums import (
     damaged,
     unreadable,
 )
+from workers.storage.files import files_of
+from workers.storage.places import Place, place_of
 
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"^step-(\d{8,})-generation-(\d+)$")
@@ -62,7 +62,7 @@ class Manifest:
         """Bytes in all."""
         return sum(self.files.values())
 
-    def sums(self, file: Path) -> FileSums:
+    def sums(self, file: Place) -> FileSums:
         """What is known of `file`. Raises DamagedCheckpoint where it is no file of this checkpoint."""
         if file.name not in self.files:
             raise damaged(file, f"is not in {MANIFEST}")
@@ -85,7 +85,7 @@ class Condition(Enum):
 class ListedCheckpoint:
     """A checkpoint that lies in a folder of checkpoints."""
 
-    path: Path
+    path: Place
     step: int
     """As its name says."""
     generation: int
@@ -101,7 +101,7 @@ class ListedCheckpoint:
 class Listing:
     """What a folder of checkpoints holds."""
 
-    folder: Path
+    folder: Place
     checkpoints: tuple[ListedCheckpoint, ...] = ()
     """In the order of their making."""
     problem: str | None = None
@@ -110,7 +110,7 @@ class Listing:
     """Whether there is such a folder, where it can be told."""
 
     @property
-    def whole(self) -> list[tuple[Path, Manifest]]:
+    def whole(self) -> list[tuple[Place, Manifest]]:
         """The whole ones."""
         return [(each.path, each.manifest) for each in self.checkpoints if each.manifest is not None]
 
@@ -136,48 +136,38 @@ class Listing:
         return f"the folder {self.folder} holds none of the checkpoints that were saved in it"
 
 
-def checkpoint_path(folder: str | Path, step: int, generation: int) -> Path:
+def checkpoint_path(folder: str | Place, step: int, generation: int) -> Place:
     """The folder of the checkpoint of `step` by `generation`."""
-    return Path(folder) / f"step-{step:08d}-generation-{generation}"
+    return place_of(folder) / f"step-{step:08d}-generation-{generation}"
 
 
-def generation_of(path: str | Path) -> int | None:
+def generation_of(path: str | Place) -> int | None:
     """The generation that made the checkpoint at `path`; None where that is no name of one."""
-    match = _FOLDER.match(Path(path).name)
+    match = _FOLDER.match(place_of(path).name)
     return int(match[2]) if match else None
 
 
-def seal(path: Path, manifest: Manifest) -> None:
-    """Write the manifest of a checkpoint whose files are all on disk; when this returns it survives a power cut.
+def seal(path: Place, manifest: Manifest) -> None:
+    """Write the manifest of a checkpoint whose files are all there; when this returns it survives a power cut.
     Raises OSError, also when the files are not all here."""
-    for name, size in manifest.files.items():
-        if _size_of(path / name) != size:
+    files = files_of(path)
+    for name, size in files.sizes(path, manifest.files):
+        if size != manifest.files[name]:
             raise OSError(f"{path / name} is not here as it was written: all nodes must share {path.parent}")
     text = json.dumps(asdict(manifest)).encode()[:-1]
-    temporary = path / f".{MANIFEST}"
-    with temporary.open("wb") as file:
-        file.write(text + _own_sum(text))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path / MANIFEST)
-    for folder in (path, path.parent):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    files.write_whole(path / MANIFEST, text + _own_sum(text))
 
 
 def _own_sum(text: bytes) -> bytes:
     return _OWN_SUM + str(zlib.crc32(text)).encode() + b"}"
 
 
-def manifest_of(path: Path) -> Manifest:
+def manifest_of(path: Place) -> Manifest:
     """The manifest of the checkpoint at `path`, whatever state its files are in. Raises DamagedCheckpoint when there
     is none in the folder, or it is not what was written; UnreadableCheckpoint when that cannot be told."""
     file = path / MANIFEST
     try:
-        content = file.read_bytes()
+        content = files_of(file).read(file)
     except OSError as error:
         what = unreadable(file, error)
         if isinstance(what, DamagedCheckpoint) and not isinstance(error, IsADirectoryError):
@@ -217,13 +207,13 @@ def _is_valid(manifest: Manifest) -> bool:
     return len(numbers) == 2 and all(isinstance(value, float) and math.isfinite(value) for value in numbers)
 
 
-def look_at(path: Path) -> tuple[Condition, Manifest | None, str]:
+def look_at(path: Place) -> tuple[Condition, Manifest | None, str]:
     """The condition of the checkpoint at `path`, its manifest where it is whole, else what is wrong with it. Of its
     files only the sizes are compared, and whether they may be read."""
     try:
         manifest = manifest_of(path)
-        for name, size in manifest.files.items():
-            _check_size(path / name, size)
+        for name, size in files_of(path).sizes(path, manifest.files):
+            _check_size(path / name, size, manifest.files[name])
     except DamagedCheckpoint as error:
         return Condition.NOT_WHOLE, None, str(error)
     except UnreadableCheckpoint as error:
@@ -231,29 +221,16 @@ def look_at(path: Path) -> tuple[Condition, Manifest | None, str]:
     return Condition.WHOLE, manifest, ""
 
 
-def _check_size(file: Path, size: int) -> None:
-    """Raise DamagedCheckpoint where `file` is missing or has not `size` bytes, UnreadableCheckpoint where that cannot
-    be told or it cannot be opened."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            actual = os.fstat(descriptor).st_size
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise unreadable(file, error) from error
-    if actual != size:
-        raise damaged(file, f"has {actual} bytes and should have {size}")
+def _check_size(file: Place, size: int | OSError, expected: int) -> None:
+    """Raise DamagedCheckpoint where `file` is missing or has not the `expected` bytes, UnreadableCheckpoint where that
+    cannot be told or it cannot be opened."""
+    if isinstance(size, OSError):
+        raise unreadable(file, size) from size
+    if size != expected:
+        raise damaged(file, f"has {size} bytes and should have {expected}")
 
 
-def _size_of(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
-
-
-def verify(path: Path) -> Manifest:
+def verify(path: Place) -> Manifest:
     """The manifest of the checkpoint at `path`, every byte of which is as it was written. Reads all of its files, one
     after the other. Raises DamagedCheckpoint naming the first damaged file and byte, UnreadableCheckpoint."""
     manifest = manifest_of(path)
@@ -265,8 +242,8 @@ def verify(path: Path) -> Manifest:
 
 
 def newest_usable(
-    folder: str | Path, use: Callable[[Path, int], object] = lambda path, step: verify(path)
-) -> tuple[Path | None, list[str]]:
+    folder: str | Place, use: Callable[[Place, int], object] = lambda path, step: verify(path)
+) -> tuple[Place | None, list[str]]:
     """The newest checkpoint in `folder` that `use`(path, step) accepts, and what is wrong with those skipped.
 
     `use` raises DamagedCheckpoint for one that is skipped; other errors end the search, since an older checkpoint
@@ -276,7 +253,7 @@ def newest_usable(
     listed.
     """
     skipped = []
-    for path, step, _ in reversed(_folders(Path(folder)) or ()):
+    for path, step, _ in reversed(_folders(place_of(folder)) or ()):
         try:
             use(path, step)
         except DamagedCheckpoint as error:
@@ -286,9 +263,9 @@ def newest_usable(
     return None, skipped
 
 
-def list_checkpoints(folder: str | Path) -> Listing:
+def list_checkpoints(folder: str | Place) -> Listing:
     """What `folder` holds. Raises nothing: what the system does not say is part of the answer."""
-    folder = Path(folder)
+    folder = place_of(folder)
     try:
         named = _folders(folder)
     except UnreadableCheckpoint as error:
@@ -299,18 +276,18 @@ def list_checkpoints(folder: str | Path) -> Listing:
     return Listing(folder, tuple(listed))
 
 
-def whole_checkpoints(folder: str | Path) -> list[tuple[Path, Manifest]]:
+def whole_checkpoints(folder: str | Place) -> list[tuple[Place, Manifest]]:
     """All whole checkpoints in `folder` of which that is known now, in the order of their making."""
     return list_checkpoints(folder).whole
 
 
-def next_generation(folder: str | Path) -> int:
+def next_generation(folder: str | Place) -> int:
     """A generation number above that of every checkpoint in `folder`, whole or not; 1 where there is none. Raises
     UnreadableCheckpoint."""
-    return 1 + max((generation for _, _, generation in _folders(Path(folder)) or ()), default=0)
+    return 1 + max((generation for _, _, generation in _folders(place_of(folder)) or ()), default=0)
 
 
-def _folders(folder: Path) -> list[tuple[Path, int, int]] | None:
+def _folders(folder: Place) -> list[tuple[Place, int, int]] | None:
     """(path, step, generation) of all checkpoints, whole or not, in the order of their making; None where there is no
     such folder. Raises UnreadableCheckpoint where it cannot be listed.
 
@@ -318,7 +295,7 @@ def _folders(folder: Path) -> list[tuple[Path, int, int]] | None:
     could not be used, and what is made now is newer than it.
     """
     try:
-        matches = [(path, _FOLDER.match(path.name)) for path in folder.iterdir()]
+        matches = [(folder / name, _FOLDER.match(name)) for name in files_of(folder).names(folder)]
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -5,11 +5,9 @@ A save that fails is an event, never a dead job; the next one tries again.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,8 @@ from workers.comm.shared_work import SharedWork
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointError, MantaError
+from workers.storage.files import files_of
+from workers.storage.places import place_of
 
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Reports an event: type, step, message, data."""
@@ -156,7 +156,8 @@ class Checkpointer:
                 "checkpoint_failed", step, f"checkpoint of step {step} failed: {reason}; {then}", {"path": path}
             )
             if self.comm.rank == 0:
-                shutil.rmtree(path, ignore_errors=True)  # what is left of it would keep a full disk full
+                place = place_of(path)
+                files_of(place).remove_folder(place)  # what is left of it would keep a full disk full
         else:
             if self.comm.rank == 0:
                 self._prune(step)
@@ -174,7 +175,7 @@ class Checkpointer:
         spec = self.spec.model_dump(mode="json")
         generation, block_bytes = self.comm.generation, next(iter(sums.values())).block_bytes
         manifest = Manifest(self.job, generation, step, files, spec, loss_scale, blocks, block_bytes, numbers)
-        catalog.seal(Path(path), manifest)
+        catalog.seal(place_of(path), manifest)
         data = {"path": path, "bytes": manifest.bytes}
         self._report("checkpoint_saved", step, f"checkpoint of step {step} is complete", data)
 

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workers.errors import CheckpointError
+from workers.storage.files import Reader, Writer, files_of
+from workers.storage.places import Place
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 BLOCK_BYTES = 4 * 1024 * 1024
 """How precisely damage is located, and the least that is read of a file."""
+BUFFER_BYTES = 1024 * 1024
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -34,18 +35,18 @@ class UnreadableCheckpoint(CheckpointError):
     away, not mounted), may not be read, or its medium does not answer. It may be read later."""
 
 
-def damaged(file: Path, problem: str) -> DamagedCheckpoint:
+def damaged(file: Place, problem: str) -> DamagedCheckpoint:
     """The error that says what is wrong with `file` of a checkpoint."""
     return DamagedCheckpoint(f"the checkpoint at {file.parent} is damaged: {file.name} {problem}")
 
 
-def unreadable(file: Path, error: OSError, at: int = 0) -> CheckpointError:
+def unreadable(file: Place, error: OSError, at: int = 0) -> CheckpointError:
     """The error for what the system said about `file`, from byte `at` on: damage where the file is gone from a folder
     that is there; anything else, such as missing rights or a medium that fails, is UnreadableCheckpoint, since it says
     nothing about what was written."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         try:
-            file.parent.stat()
+            files_of(file).check_folder(file.parent)
         except NotADirectoryError:
             pass  # a file has its place, which is an answer too
         except OSError as gone:
@@ -68,18 +69,24 @@ class FileSums:
     """Bytes of each block but the last."""
 
 
-class SummingFile(io.FileIO):
+class SummingFile(io.RawIOBase):
     """A new file that sums what is written to it, from its beginning to its end."""
 
-    def __init__(self, path: Path):
-        super().__init__(path, "w")
+    def __init__(self, file: Writer):
+        self._file = file
         self._blocks: list[int] = []
         self._size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
 
     def write(self, data: ReadableBuffer, /) -> int:
         """As any file's."""
         content = memoryview(data).cast("B")
-        count = super().write(content)
+        count = self._file.write(content) or 0
         content = content[:count]
         while content:
             filled = self._size % BLOCK_BYTES
@@ -97,10 +104,27 @@ class SummingFile(io.FileIO):
         return FileSums(self._size, tuple(self._blocks), BLOCK_BYTES)
 
 
+class SummedFiles:
+    """New files that are summed while they are written."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, FileSums] = {}
+        """By name, of those that are complete."""
+
+    @contextmanager
+    def create(self, file: Place) -> Iterator[io.BufferedWriter[SummingFile]]:
+        """A new file, which stays whatever happens to the machine once the block has ended. Raises OSError."""
+        with files_of(file).writer(file) as opened:
+            summing = SummingFile(opened)
+            with io.BufferedWriter(summing, BUFFER_BYTES) as stream:
+                yield stream
+        self.sums[file.name] = summing.sums
+
+
 class CheckedFile(io.RawIOBase):
     """Reads a file block by block; no byte of a block is given out unless all of it is as it was written."""
 
-    def __init__(self, file: Path, stream: io.FileIO, sums: FileSums):
+    def __init__(self, file: Place, stream: Reader, sums: FileSums):
         self._file, self._stream, self._sums = file, stream, sums
         self._position = 0
         # The last two blocks, newest last: readers of archives go from their ends to their beginnings and back.
@@ -135,8 +159,16 @@ class CheckedFile(io.RawIOBase):
             self._position += len(part)
         return count
 
+    def expect(self, pieces: Iterable[tuple[int, int]]) -> None:
+        """(First byte, count) of all that will be read, from the beginning of the file to its end: what lies far away
+        is fetched ahead."""
+        size = self._sums.block_bytes
+        numbers = dict.fromkeys(block for at, count in pieces for block in range(at // size, -(-(at + count) // size)))
+        self._stream.expect((n * size, min(size, self._sums.size - n * size)) for n in numbers)
+
     def check(self) -> None:
         """Read all of it. Raises DamagedCheckpoint at the first block that is not as it was written."""
+        self.expect([(0, self._sums.size)])
         for number in range(-(-self._sums.size // self._sums.block_bytes)):
             self._checked(number)
 
@@ -154,12 +186,11 @@ class CheckedFile(io.RawIOBase):
         at = number * self._sums.block_bytes
         block = buffer[: self._sums.size - at]
         try:
-            self._stream.seek(at)
-            count = self._stream.readinto(block)
+            count = self._stream.read_into(block, at)
         except OSError as error:
             raise unreadable(self._file, error, at) from error
         if count != len(block):
-            raise damaged(self._file, f"is cut off at byte {at + (count or 0)}: it should have {self._sums.size} bytes")
+            raise damaged(self._file, f"is cut off at byte {at + count}: it should have {self._sums.size} bytes")
         if self._sums.blocks is not None and zlib.crc32(block) != self._sums.blocks[number]:
             raise damaged(self._file, f"is not what was written, in the {len(block)} bytes from byte {at}")
 
@@ -204,15 +235,14 @@ class Window(io.RawIOBase):
 
 
 @contextmanager
-def checked(file: Path, sums: FileSums) -> Iterator[CheckedFile]:
+def checked(file: Place, sums: FileSums) -> Iterator[CheckedFile]:
     """`file`, open for reading. Raises DamagedCheckpoint where it is missing or has another size than `sums` says."""
     with contextlib.ExitStack() as stack:
         try:
-            stream = stack.enter_context(io.FileIO(file))
-            size = os.fstat(stream.fileno()).st_size
+            stream = stack.enter_context(files_of(file).reader(file))
         except OSError as error:
             raise unreadable(file, error) from error
-        if size != sums.size:
-            what = "is cut off at byte" if size < sums.size else "goes on to byte"
-            raise damaged(file, f"{what} {size}: it should have {sums.size} bytes")
+        if stream.size != sums.size:
+            what = "is cut off at byte" if stream.size < sums.size else "goes on to byte"
+            raise damaged(file, f"{what} {stream.size}: it should have {sums.size} bytes")
         yield stack.enter_context(CheckedFile(file, stream, sums))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -56,6 +58,34 @@ def metadata_of(contents: Contents) -> tuple[Metadata, list[list[WriteResult]]]:
             place = _StorageInfo(each.file, each.at, each.bytes)
             written.append(WriteResult(MetadataIndex(name, each.offsets), each.bytes, place))
     return Metadata(state_dict_metadata=tensors), [written]
+
+
+def metadata_file(path: str, contents: Contents) -> bytes:
+    """The `.metadata` of the checkpoint at `path`, as DCP's writer ends with it. Raises MalformedMessage."""
+    writer, memory = dcp.FileSystemWriter(path, sync_files=False), _Memory()
+    writer.fs = memory
+    writer.finish(*metadata_of(contents))
+    return memory.content
+
+
+class _Memory(FileSystem):
+    """Takes the one file that a writer ends with."""
+
+    content = b""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.BytesIO]:
+        """That file."""
+        stream = io.BytesIO()
+        yield stream
+        self.content = stream.getvalue()
+
+    def exists(self, path: Any) -> bool:
+        """There is no other."""
+        return False
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """It has no name here."""
 
 
 def read_metadata(stream: io.RawIOBase) -> Contents:

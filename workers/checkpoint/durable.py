@@ -10,32 +10,31 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from workers.checkpoint.catalog import Manifest, manifest_of
 from workers.checkpoint.checksums import (
     CheckedFile,
     DamagedCheckpoint,
     FileSums,
+    SummedFiles,
     SummingFile,
     Window,
     checked,
     damaged,
 )
 from workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, StoredTensor, merged
-from workers.checkpoint.dcp_metadata import METADATA, metadata_of, read_metadata
+from workers.checkpoint.dcp_metadata import METADATA, metadata_file, read_metadata
 from workers.checkpoint.rectangles import Rectangle
 from workers.comm.shared_work import SharedWork
 from workers.errors import CheckpointError
+from workers.storage.files import files_of
+from workers.storage.places import Place, place_of
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
 
@@ -57,24 +56,20 @@ def save(
 
     Raises what the file system raised or, where there are several ranks, SharedWorkFailed on each of them.
     """
-    files = _SummingFiles()
+    files, folder = SummedFiles(), place_of(path)
 
     def write() -> Written:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        files_of(folder).make_folder(folder)
         name = f"__{ranks.rank}_0.distcp"  # as DCP names a rank's file
-        with files.create_stream(Path(path) / name, "wb") as stream:
+        with files.create(folder / name) as stream:
             contents = _write_rectangles(stream, name, rectangles, parts)
-            _flush(stream)
         return Written(contents, files.sums)
 
     def finish(written: list[Written]) -> list[dict[str, FileSums]]:
         contents = merged(each.contents for each in written)
-        with files.create_stream(Path(path) / CONTENTS, "wb") as stream:
-            stream.write(contents.to_bytes())
-            _flush(stream)
-        writer = dcp.FileSystemWriter(path, sync_files=True)
-        writer.fs = files
-        writer.finish(*metadata_of(contents))
+        for name, content in ((CONTENTS, contents.to_bytes()), (METADATA, metadata_file(path, contents))):
+            with files.create(folder / name) as stream:
+                stream.write(content)
         together = {name: each for rank in written for name, each in rank.sums.items()}
         return [together | files.sums, *({} for _ in written[1:])]
 
@@ -82,7 +77,7 @@ def save(
 
 
 def _write_rectangles(
-    stream: io.BufferedWriter, file: str, rectangles: list[Rectangle], parts: dict[str, torch.Tensor]
+    stream: io.BufferedWriter[SummingFile], file: str, rectangles: list[Rectangle], parts: dict[str, torch.Tensor]
 ) -> Contents:
     """Append each rectangle of each part to the new `file` as an archive of its own, and say where they lie."""
     tensors: dict[str, tuple[tuple[int, ...], str, list[StoredRectangle]]] = {}
@@ -96,12 +91,6 @@ def _write_rectangles(
     return Contents({name: StoredTensor(shape, kind, tuple(r)) for name, (shape, kind, r) in tensors.items()})
 
 
-def _flush(stream: io.BufferedWriter) -> None:
-    """Have what was written on disk when this returns."""
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
 def load(path: str, rectangles: list[Rectangle], length: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """What the checkpoint at `path` holds of `rectangles`, in new parts of `length` elements (by KINDS, on the CPU;
     zero where no rectangle lies), and its manifest. Each rank reads what it needs by itself.
@@ -112,7 +101,7 @@ def load(path: str, rectangles: list[Rectangle], length: int) -> tuple[Manifest,
 
     Raises DamagedCheckpoint naming file and byte, CheckpointError when it holds another model or cannot be read.
     """
-    manifest = manifest_of(Path(path))
+    manifest = manifest_of(place_of(path))
     parts = {kind: torch.zeros(length) for kind in KINDS}
     try:
         contents = read_contents(path, manifest)
@@ -135,7 +124,7 @@ def read_contents(path: str, manifest: Manifest) -> Contents:
     """What the checkpoint at `path`, of that `manifest`, contains. One of before there was `contents.json` has to say
     so in `.metadata`. Raises CheckpointError."""
     name = CONTENTS if CONTENTS in manifest.files else METADATA
-    with _opened(Path(path) / name, manifest) as stream:
+    with _opened(place_of(path) / name, manifest) as stream:
         contents = Contents.from_bytes(stream.read()) if name == CONTENTS else read_metadata(stream)
         contents.check(manifest)
     return contents
@@ -194,13 +183,15 @@ def _read(path: str, manifest: Manifest, reads: list[_Read]) -> None:
     for each in reads:
         by_file.setdefault(each.source.file, []).append(each)
     for name, here in sorted(by_file.items()):
-        with _opened(Path(path) / name, manifest) as stream:
-            for each in sorted(here, key=lambda each: each.source.at):
+        in_order = sorted(here, key=lambda each: each.source.at)
+        with _opened(place_of(path) / name, manifest) as stream:
+            stream.expect((each.source.at, each.source.bytes) for each in in_order)
+            for each in in_order:
                 each.read(stream)
 
 
 @contextmanager
-def _opened(file: Path, manifest: Manifest) -> Iterator[CheckedFile]:
+def _opened(file: Place, manifest: Manifest) -> Iterator[CheckedFile]:
     """A file of a checkpoint, checked while it is read. What goes wrong with its content names it."""
     with checked(file, manifest.sums(file)) as stream:
         try:
@@ -216,25 +207,3 @@ def _opened(file: Path, manifest: Manifest) -> Iterator[CheckedFile]:
 def _sentence(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-class _SummingFiles(FileSystem):
-    """Files that are summed while they are written."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, FileSums] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """A new file; its sums are known once it is closed."""
-        if mode != "wb":
-            raise ValueError(f"{path} is to be written, not opened as {mode}")
-        raw = SummingFile(Path(path))
-        with io.BufferedWriter(raw, buffer_size=1024 * 1024) as stream:
-            yield stream
-        self.sums[Path(path).name] = raw.sums
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        """As any rename."""
-        super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)

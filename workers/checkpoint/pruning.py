@@ -8,11 +8,11 @@ and what generations before it have saved is older, but may be further.
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 from workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, list_checkpoints
+from workers.storage.files import files_of
+from workers.storage.places import Place
 
 
 def to_prune(
@@ -44,29 +44,27 @@ def to_undo(listed: Sequence[ListedCheckpoint], step: int, began: int = 0) -> li
     return [each for each in whole if each.step > step and each.generation >= began]
 
 
-def prune(folder: str | Path, keep: int, generation: int, undoes: int = 0, began: int = 0) -> list[Path]:
+def prune(folder: str | Place, keep: int, generation: int, undoes: int = 0, began: int = 0) -> list[Place]:
     """Delete what `to_prune` says. Returns what was deleted; what cannot be stays."""
     return _removed(to_prune(list_checkpoints(folder).checkpoints, keep, generation, undoes, began))
 
 
-def remove_after(folder: str | Path, step: int, began: int = 0) -> list[Path]:
+def remove_after(folder: str | Place, step: int, began: int = 0) -> list[Place]:
     """Delete what `to_undo` says. Returns what was deleted; what cannot be stays."""
     return _removed(to_undo(list_checkpoints(folder).checkpoints, step, began))
 
 
-def _removed(to_delete: Sequence[ListedCheckpoint]) -> list[Path]:
+def _removed(to_delete: Sequence[ListedCheckpoint]) -> list[Place]:
     for each in to_delete:
+        files = files_of(each.path)
         with contextlib.suppress(OSError):
-            (each.path / MANIFEST).unlink()  # first, so that a half-deleted one is never taken for whole
-        shutil.rmtree(each.path, ignore_errors=True)
+            files.remove(each.path / MANIFEST)  # first, so that a half-deleted one is never taken for whole
+        files.remove_folder(each.path)
     return [each.path for each in to_delete if _is_gone(each.path)]
 
 
-def _is_gone(path: Path) -> bool:
+def _is_gone(path: Place) -> bool:
     try:
-        path.lstat()
-    except FileNotFoundError:
-        return True
+        return not files_of(path).is_there(path)
     except OSError:
         return False
-    return False

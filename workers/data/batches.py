@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from workers.data.corpus_record import as_recorded
 from workers.data.order import SampleOrder
 from workers.data.skipped_samples import SkippedSamples
 from workers.data.sources import corpus_files, split_corpus
+from workers.storage.places import Place
 
 # Target of a position that has none: it adds nothing to the loss and does not count as a token.
 NO_TARGET = -1
@@ -45,7 +45,7 @@ class Batches:
         replica: int,
         device: torch.device,
         reads_tokens: bool = True,
-        record: Path | None = None,
+        record: Place | None = None,
         records: bool = False,
     ):
         """`reads_tokens`: whether this rank's stage is the first or the last; `record`: file that says what the corpus

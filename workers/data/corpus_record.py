@@ -12,6 +12,8 @@ from pathlib import Path
 
 from workers.data.sources import CorpusFile
 from workers.errors import DataError
+from workers.storage.files import files_of
+from workers.storage.places import Place
 
 FILE_NAME = "corpus.json"
 HEAD_BYTES = 4096
@@ -24,14 +26,14 @@ def head_digest(content: bytes) -> str:
     return hashlib.sha256(content[:HEAD_BYTES]).hexdigest()
 
 
-def as_recorded(files: Sequence[CorpusFile], record: Path, write: bool) -> list[CorpusFile]:
+def as_recorded(files: Sequence[CorpusFile], record: Place, write: bool) -> list[CorpusFile]:
     """`files` with the digests that `record` holds, which are checked when a file is first read.
 
     `write`: make the record where there is none. One that cannot be read or written now is no reason not to train: then
     `files` come back as they are. Raises DataError where they are others than the record's.
     """
     try:
-        recorded = [CorpusFile(**entry) for entry in json.loads(record.read_bytes())["files"]]
+        recorded = [CorpusFile(**entry) for entry in json.loads(files_of(record).read(record))["files"]]
     except FileNotFoundError:
         return _recorded_now(files, record) if write else list(files)
     except (OSError, ValueError, TypeError, KeyError):
@@ -52,14 +54,12 @@ def _compare(file: CorpusFile | None, before: CorpusFile) -> None:
         raise DataError(f"{file.path} has {sizes}: {ADVICE}")
 
 
-def _recorded_now(files: Sequence[CorpusFile], record: Path) -> list[CorpusFile]:
+def _recorded_now(files: Sequence[CorpusFile], record: Place) -> list[CorpusFile]:
     recorded = [replace(file, head=_head_of(file)) for file in files]
     entries = [{"path": file.path, "size": file.size, "head": file.head} for file in recorded]
-    beside = record.with_suffix(".tmp")
     with contextlib.suppress(OSError):  # a full disk: the next start records it
-        record.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps({"files": entries}))
-        beside.replace(record)
+        files_of(record).make_folder(record.parent)
+        files_of(record).write_whole(record, json.dumps({"files": entries}).encode())
     return recorded
 
 

@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -66,6 +65,7 @@ from workers.rank.priority import give_way
 from workers.rank.report_lines import report_lines, reports_of
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
+from workers.storage.places import place_of
 from workers.trainer import Places, Trainer
 
 EXIT_FAILED, EXIT_PEER_LOST = 1, 75
@@ -308,6 +308,6 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
     spec = parse_job_spec(order.spec)
     comm = Comm(RankGrid(spec.layout), order.rank, device, progress=progress)
     peak = order.peak_flops or measure_peak_flops(device.type).flops
-    record = Path(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
+    record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
     places = Places(order.job, order.snapshot_folder, order.checkpoint_folder, record)
     return comm, Trainer(spec, comm, reporter, peak, places)

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from api.cli import checkpoints as checkpoint_commands
 from api.cli import main
 from api.cli.main import app
 from api.client import MantaClient
@@ -15,6 +16,8 @@ from service.recovery.timeline import RecoveryTimeline
 from service.store import checkpoints, events, generations, ranks, recoveries
 from service.store.recoveries import Beginning
 from tests.api.support.silent_service import SilentService
+
+checkpoint_commands.register(app)
 
 
 @pytest.fixture

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.checkpoint import pruning
 from workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, Manifest, checkpoint_path, seal
 from workers.checkpoint.pruning import prune, remove_after, to_prune, to_undo
+from workers.storage.local_files import LocalFiles
 
 names = st.tuples(st.integers(1, 6), st.integers(0, 12))
 """(Generation, step)."""
@@ -132,7 +133,7 @@ def test_the_newest_one_from_before_what_may_be_undone_is_enough(tmp_path):
 
 def test_what_cannot_be_deleted_is_not_called_deleted_and_whole_no_more(tmp_path, monkeypatch):
     paths = [saved(tmp_path, step, 1) for step in (10, 20)]
-    monkeypatch.setattr(pruning.shutil, "rmtree", lambda path, ignore_errors: None)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
     assert prune(tmp_path, 1, generation=1) == []
     assert sorted(tmp_path.iterdir()) == paths
     assert not (paths[0] / MANIFEST).exists() and (paths[1] / MANIFEST).exists()
@@ -142,8 +143,8 @@ def test_what_may_not_be_looked_at_is_not_called_deleted(tmp_path, monkeypatch):
     saved(tmp_path, 10, 1)
     saved(tmp_path, 20, 1)
 
-    def refuse(path):
+    def refuse(self, path):
         raise PermissionError
 
-    monkeypatch.setattr(Path, "lstat", refuse)
+    monkeypatch.setattr(LocalFiles, "is_there", refuse)
     assert prune(tmp_path, 1, generation=1) == []

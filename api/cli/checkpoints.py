@@ -1,0 +1,170 @@
+"""`manta checkpoints`, `export`: what a job has saved, whether every byte of it is as it was written, and copies of it.
+
+Where a checkpoint lies is asked of the service, or named as a folder or a URL of an object store; its files are read
+here, with the credentials of whoever calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from api.cli import render
+from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, JobId, Json, MantaGroup, Url, connect, fail, show
+from api.cli.render import size
+from api.client import MantaClient
+from api.schemas import Checkpoint
+from service.store.ids import is_job_id
+from workers.checkpoint.catalog import Manifest, generation_of, list_checkpoints, verify
+from workers.checkpoint.checksums import DamagedCheckpoint
+from workers.checkpoint.transfer import copy
+from workers.errors import MantaError
+from workers.storage.places import Place, place_of
+
+PAGE = 200
+
+
+class NoCheckpoint(MantaError):
+    """There is no whole checkpoint where one was to be read."""
+
+
+class JobOrCommand(MantaGroup):
+    """Takes `checkpoints JOB` for `checkpoints list JOB`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the command that is meant in front."""
+        if args[:1] != ["--help"] and not set(args[:1]) & self.commands.keys():
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+checkpoints_app = typer.Typer(cls=JobOrCommand, help="A job's durable checkpoints: list, verify, pull, push.")
+
+Source = Annotated[
+    str, typer.Argument(metavar="WHAT", help="A job's id, or the folder or URL of a checkpoint or of several.")
+]
+To = Annotated[str, typer.Option("--to", help="Folder or URL in which the checkpoint's own folder is made.")]
+Step = Annotated[int | None, typer.Option("--step", min=1, help="The checkpoint of this step; default: the newest.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.add_typer(checkpoints_app, name="checkpoints")
+    app.command()(export)
+
+
+@checkpoints_app.command("list")
+def list_of_job(job: JobId, url: Url = None, as_json: Json = False) -> None:
+    """List a job's durable checkpoints."""
+    with connect(url) as client:
+        page = client.checkpoints(job)
+    show(page, as_json, lambda console: render.checkpoint_table(console, page.items))
+
+
+@checkpoints_app.command("verify")
+def verify_one(what: Source, step: Step = None, url: Url = None, as_json: Json = False) -> None:
+    """Read every byte of a checkpoint, and say whether it is as it was written; exit code 1 where it is not."""
+    place = _source(what, step, url)
+    try:
+        manifest = verify(place)
+    except DamagedCheckpoint as error:
+        raise fail(str(error), EXIT_FAILED) from error
+    _say(place, manifest, as_json, "is as it was written")
+
+
+@checkpoints_app.command()
+def pull(what: Source, to: To, step: Step = None, url: Url = None, as_json: Json = False) -> None:
+    """Copy a checkpoint here, every byte checked; it is whole once its manifest is there, which comes last."""
+    source = _source(what, step, url)
+    _copy(source, place_of(to) / source.name, as_json)
+
+
+@checkpoints_app.command()
+def push(
+    what: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder of a checkpoint, or of several.")],
+    to: To,
+    step: Step = None,
+    as_json: Json = False,
+) -> None:
+    """Copy a checkpoint from here to an object store or another folder, every byte checked."""
+    source = _in_place(place_of(what), step)
+    _copy(source, place_of(to) / source.name, as_json)
+
+
+def export(
+    job: JobId,
+    to: Annotated[str, typer.Option("--to", help="Folder or URL that becomes the checkpoint.")],
+    step: Step = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Copy a job's newest checkpoint to a folder of its own, in torch.distributed.checkpoint's format."""
+    _copy(_source(job, step, url), place_of(to), as_json)
+
+
+def _source(what: str, step: int | None, url: str | None) -> Place:
+    """The whole checkpoint that is meant. Raises NoCheckpoint, ApiError, UnreadableCheckpoint."""
+    if not is_job_id(what):
+        return _in_place(place_of(what), step)
+    with connect(url) as client:
+        rows = _complete(client, what)
+    wanted = [row for row in rows if step is None or row.step == step]
+    if not wanted:
+        raise NoCheckpoint(f"{what} has no complete checkpoint{_of(step)}; it has {_steps(row.step for row in rows)}")
+    newest = max(wanted, key=lambda row: (generation_of(row.path) or 0, row.step))
+    return place_of(newest.path)
+
+
+def _complete(client: MantaClient, job: str) -> list[Checkpoint]:
+    rows: list[Checkpoint] = []
+    cursor = None
+    while True:
+        page = client.checkpoints(job, limit=PAGE, cursor=cursor)
+        rows += [row for row in page.items if row.state == "complete"]
+        if (cursor := page.next_cursor) is None:
+            return rows
+
+
+def _in_place(place: Place, step: int | None) -> Place:
+    """The checkpoint at `place`, or the newest in it."""
+    if generation_of(place) is not None:
+        return place
+    listing = list_checkpoints(place)
+    if listing.problem is not None:
+        raise NoCheckpoint(listing.problem)
+    whole = [path for path, manifest in listing.whole if step in (None, manifest.step)]
+    if not whole:
+        have = _steps(manifest.step for _, manifest in listing.whole)
+        raise NoCheckpoint(f"there is no whole checkpoint{_of(step)} in {place}; it has {have}")
+    return whole[-1]
+
+
+def _of(step: int | None) -> str:
+    return "" if step is None else f" of step {step}"
+
+
+def _steps(steps: Iterable[int]) -> str:
+    return f"those of steps {', '.join(map(str, known))}" if (known := sorted(steps)) else "none"
+
+
+def _copy(source: Place, target: Place, as_json: bool) -> None:
+    with Progress(transient=True, disable=as_json) as bar:
+        task = bar.add_task("copying", total=None)
+        tell: Callable[[int, int], None] = lambda done, of: bar.update(task, completed=done, total=of)  # noqa: E731
+        try:
+            manifest = copy(source, target, tell)
+        except OSError as error:
+            raise fail(f"{target} cannot be written: {error.strerror or error}", EXIT_BAD_INPUT) from error
+    _say(target, manifest, as_json, f"is a copy of {source}")
+
+
+def _say(place: Place, manifest: Manifest, as_json: bool, what: str) -> None:
+    if as_json:
+        about = {"path": str(place), "step": manifest.step, "generation": manifest.generation, "bytes": manifest.bytes}
+        typer.echo(json.dumps({**about, "job": manifest.job}))
+    else:
+        typer.echo(f"{place} {what}: step {manifest.step}, {len(manifest.files)} files, {size(manifest.bytes)}")

@@ -1,0 +1,118 @@
+"""`manta checkpoints` and `export`: what there is, whether it is whole, and copies of it."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import checkpoints as commands
+from api.cli.main import app
+from service.store import checkpoints, generations
+from workers.checkpoint.catalog import Manifest, checkpoint_path, seal, verify
+from workers.checkpoint.checksums import SummedFiles
+
+commands.register(app)
+
+
+@pytest.fixture
+def manta(service, tmp_path):
+    """Runs a command; checks its exit code and that nobody sees a traceback."""
+
+    def run(*arguments, code=0):
+        environment = {"MANTA_URL": service.url, "MANTA_HOME": str(tmp_path), "COLUMNS": "200"}
+        result = CliRunner().invoke(app, [*map(str, arguments)], env=environment)
+        assert result.exit_code == code, result.output
+        assert "Traceback" not in result.output
+        return result.output
+
+    return run
+
+
+def saved(folder, step, generation=1):
+    """A whole checkpoint of one file."""
+    path = checkpoint_path(folder, step, generation)
+    path.mkdir(parents=True)
+    files = SummedFiles()
+    with files.create(path / "data") as stream:
+        stream.write(b"x" * step)
+    seal(path, Manifest("j", generation, step, {"data": step}, {}, blocks={"data": list(files.sums["data"].blocks)}))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def job(service, folder):
+    """A job with three checkpoints, the last of which failed; step 20 was saved twice."""
+    job_id = service.submit()["id"]
+    service.move(job_id, "STARTING", "RUNNING")
+
+    def prepare(session):
+        for step, ended in ((10, checkpoints.complete), (20, checkpoints.complete), (30, None)):
+            generation = generations.begin(session, job_id, "submitted", False)
+            path = saved(folder, step, generation)
+            row = checkpoints.begin(session, job_id, generation, step, str(path))
+            if ended is None:
+                checkpoints.fail(session, row.id)
+            else:
+                ended(session, row.id, 5)
+
+    service.store.write(prepare)
+    return job_id
+
+
+def test_a_job_in_place_of_a_command_lists_its_checkpoints(manta, job):
+    for words in (["checkpoints", job], ["checkpoints", "list", job]):
+        assert "complete" in manta(*words) and "failed" in manta(*words)
+    assert [row["step"] for row in json.loads(manta("checkpoints", "--json", job))["items"]] == [30, 20, 10]
+    assert "pull" in manta("checkpoints", "--help")
+    assert "Missing argument 'JOB'" in manta("checkpoints", code=2)
+
+
+def test_the_newest_complete_one_of_a_job_is_meant_or_that_of_a_step(manta, job, folder):
+    newest = checkpoint_path(folder, 20, 2)
+    assert manta("checkpoints", "verify", job).replace("\n", "") == (
+        f"{newest} is as it was written: step 20, 1 files, 20 B"
+    )
+    assert json.loads(manta("checkpoints", "verify", job, "--step", 10, "--json")) == {
+        "path": str(checkpoint_path(folder, 10, 1)), "step": 10, "generation": 1, "bytes": 10, "job": "j",
+    }  # fmt: skip
+    sentence = f"{job} has no complete checkpoint of step 30; it has those of steps 10, 20"
+    assert sentence in manta("checkpoints", "verify", job, "--step", 30, code=2)
+
+
+def test_a_folder_of_one_or_of_several_may_be_named_without_a_service(folder, monkeypatch):
+    one, two = saved(folder, 10), saved(folder, 20)
+    for what, expected in ((folder, two), (one, one)):
+        result = CliRunner().invoke(app, ["checkpoints", "verify", str(what)], env={"MANTA_URL": "http://127.0.0.1:9"})
+        assert result.exit_code == 0 and result.output.startswith(f"{expected} is as it was written")
+
+
+def test_damage_is_named_and_is_the_exit_code(manta, folder):
+    path = saved(folder, 10)
+    (path / "data").write_bytes(b"y" * 10)
+    assert "data is not what was written" in manta("checkpoints", "verify", path, code=1)
+
+
+def test_copies_go_where_they_are_asked_for_and_are_whole(manta, job, folder, tmp_path):
+    manta("checkpoints", "pull", job, "--to", tmp_path / "here")
+    assert verify(tmp_path / "here" / "step-00000020-generation-2").step == 20
+    manta("checkpoints", "push", folder, "--to", tmp_path / "there", "--step", 10)
+    assert verify(tmp_path / "there" / "step-00000010-generation-1").step == 10
+    assert f"{tmp_path}/mine is a copy of {folder}/step-" in manta("export", job, "--to", tmp_path / "mine")
+    assert verify(tmp_path / "mine").step == 20
+    assert "there is something at" in manta("export", job, "--to", tmp_path / "mine", code=2)
+
+
+def test_what_cannot_be_read_or_written_is_one_sentence(manta, folder, tmp_path):
+    assert f"there is no whole checkpoint in {folder}; it has none" in manta("checkpoints", "verify", folder, code=2)
+    saved(folder, 10)
+    assert "of step 7" in manta("checkpoints", "verify", folder, "--step", 7, code=2)
+    (tmp_path / "file").write_text("")
+    assert "cannot be written: Not a directory" in manta(
+        "checkpoints", "push", folder, "--to", tmp_path / "file", code=2
+    )
+    assert "is in no store that Manta knows" in manta("checkpoints", "verify", "ftp://there", code=2)

@@ -1,0 +1,113 @@
+"""Durable checkpoints in an object store: saved, found, loaded, damaged and deleted as in a folder, and readable by
+torch's own."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from engine_specs import spec
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+from workers.checkpoint.catalog import Condition, list_checkpoints, newest_usable, next_generation, verify
+from workers.checkpoint.checksums import DamagedCheckpoint
+from workers.checkpoint.pruning import prune
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.protocol.messages import Resume
+from workers.reporter import Reporter
+from workers.storage import s3_upload
+from workers.storage.files import files_of
+from workers.trainer import Places, Trainer
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def corpus(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("to be or not to be, that is the question. " * 40, encoding="utf-8")
+
+
+def _trained(places, steps=STEPS, path=None):
+    """The parameters after the last step, and all that was reported, of a job that goes on from the checkpoint at
+    `path`."""
+    job = spec(train={"steps": steps}, checkpoint={"every_steps": 2, "keep": 2})
+    reported = []
+    reporter = Reporter(reported.extend)
+    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), reporter, 1e12, places)
+    trainer.restore(Resume() if path is None else Resume("checkpoint", 2, str(path)))
+    trainer.train()
+    parameters = trainer.engine.flat.parameters.clone()
+    trainer.close()
+    reporter.close()
+    return parameters, [message.payload for message in reported]
+
+
+def _folder(bucket):
+    return bucket / "manta" / "job-1" / "checkpoints"
+
+
+def test_a_job_goes_on_from_a_bucket_with_the_same_bits(bucket, tmp_path):
+    local, _ = _trained(Places(job="job-1", checkpoints=str(tmp_path / "checkpoints")))
+    folder = _folder(bucket)
+    kept, told = _trained(Places(job="job-1", checkpoints=str(folder), corpus_record=folder.parent / "corpus.json"))
+    listing = list_checkpoints(folder)
+    assert [(each.step, each.condition) for each in listing.checkpoints] == [(2, Condition.WHOLE), (4, Condition.WHOLE)]
+    assert str(listing.checkpoints[0].path) == f"{folder}/step-00000002-generation-0"
+    assert next_generation(str(folder)) == 1
+    assert [each.type for each in told if getattr(each, "type", "") == "checkpoint_failed"] == []
+    assert files_of(folder).is_there(folder.parent / "corpus.json")
+    again, _ = _trained(Places(job="job-1", checkpoints=str(folder)), path=listing.checkpoints[0].path)
+    assert torch.equal(kept, local) and torch.equal(again, local)
+
+
+def test_torchs_own_reader_finds_every_tensor(bucket):
+    _trained(Places(job="job-1", checkpoints=str(_folder(bucket))))
+    newest, _ = newest_usable(_folder(bucket))
+    state = {"model.final_norm.weight": torch.zeros(16)}
+    metadata = FsspecReader(str(newest)).read_metadata().state_dict_metadata
+    state = {"model.final_norm.weight": torch.zeros(metadata["model.final_norm.weight"].size)}
+    dcp.load(state, storage_reader=FsspecReader(str(newest)), no_dist=True)
+    assert state["model.final_norm.weight"].abs().sum() > 0
+
+
+def test_damage_is_found_and_the_checkpoint_before_is_used(bucket):
+    _trained(Places(job="job-1", checkpoints=str(_folder(bucket))))
+    older, newer = (each.path for each in list_checkpoints(_folder(bucket)).checkpoints)
+    files, file = files_of(newer), newer / "__0_0.distcp"
+    content = bytearray(files.read(file))
+    content[len(content) // 2] ^= 1
+    files.write_whole(file, bytes(content))
+    with pytest.raises(DamagedCheckpoint, match=f"the checkpoint at {newer} is damaged: __0_0.distcp is not what was"):
+        verify(newer)
+    assert newest_usable(_folder(bucket))[0] == older
+    files.remove(file)
+    (_, missing) = list_checkpoints(_folder(bucket)).checkpoints
+    assert missing.condition is Condition.NOT_WHOLE and missing.problem.endswith("__0_0.distcp is missing")
+
+
+def test_what_newer_ones_replace_is_deleted(bucket):
+    _, told = _trained(Places(job="job-1", checkpoints=str(_folder(bucket))), steps=6)
+    assert [each.step for each in list_checkpoints(_folder(bucket)).checkpoints] == [4, 6]
+    deleted = [each.data["path"] for each in told if getattr(each, "type", "") == "checkpoint_deleted"]
+    assert deleted == [f"{_folder(bucket)}/step-00000002-generation-0"]
+    assert prune(str(_folder(bucket)), 1, generation=0) == [_folder(bucket) / "step-00000004-generation-0"]
+
+
+def test_a_save_that_the_store_breaks_off_is_an_event_and_leaves_nothing(wired_bucket, wire, monkeypatch):
+    monkeypatch.setattr(s3_upload, "PART_BYTES", 5 * 1024 * 1024)
+    wire.meddle = lambda head: "cut" if head.startswith(b"PUT") and b"step-00000002" in head else None
+    _, told = _trained(Places(job="job-1", checkpoints=str(_folder(wired_bucket))))
+    types = [(each.type, each.step) for each in told if getattr(each, "type", "").startswith("checkpoint_")]
+    assert ("checkpoint_failed", 2) in types and ("checkpoint_saved", 4) in types
+    assert [each.step for each in list_checkpoints(_folder(wired_bucket)).checkpoints] == [4]
+
+
+def test_a_store_that_is_away_leaves_all_unknown(bucket, wire):
+    from s3_server import reached_at
+
+    _trained(Places(job="job-1", checkpoints=str(_folder(bucket))))
+    path = str(list_checkpoints(_folder(bucket)).checkpoints[1].path)
+    wire.meddle = lambda head: "cut"
+    with reached_at(wire.url):
+        listing = list_checkpoints(_folder(bucket))
+    assert listing.problem is not None and listing.look_up(path, [path])[0] is Condition.UNKNOWN

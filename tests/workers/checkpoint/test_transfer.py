@@ -1,0 +1,75 @@
+"""A copy of a checkpoint is whole and the same, or there is none."""
+
+import pytest
+
+from workers.checkpoint.catalog import MANIFEST, Condition, Manifest, checkpoint_path, look_at, seal, verify
+from workers.checkpoint.checksums import DamagedCheckpoint, SummedFiles
+from workers.checkpoint.transfer import PlaceTaken, copy
+from workers.storage.files import files_of
+
+CONTENT = bytes(range(256)) * 30_000
+"""More than one block."""
+
+
+def made(folder, step=10):
+    """A whole checkpoint of two files."""
+    path = checkpoint_path(folder, step, 1)
+    files, contents = SummedFiles(), {"data": CONTENT, "empty": b""}
+    files_of(path).make_folder(path)
+    for name, content in contents.items():
+        with files.create(path / name) as stream:
+            stream.write(content)
+    blocks = {name: list(sums.blocks) for name, sums in files.sums.items()}
+    seal(path, Manifest("j", 1, step, {name: len(c) for name, c in contents.items()}, {}, blocks=blocks))
+    return path
+
+
+@pytest.mark.parametrize("way", ["from here to here", "up", "down"])
+def test_a_copy_has_every_byte(way, tmp_path, request):
+    source = made(tmp_path / "a") if way != "down" else made(request.getfixturevalue("bucket") / "a")
+    target = tmp_path / "b" if way != "up" else request.getfixturevalue("bucket") / "b"
+    told = []
+    manifest = copy(source, target / source.name, lambda done, of: told.append((done, of)))
+    assert verify(target / source.name) == verify(source) == manifest
+    assert told[-1] == (len(CONTENT), len(CONTENT)) and [done for done, _ in told] == sorted(done for done, _ in told)
+    assert sorted(files_of(target).names(target / source.name)) == ["data", "empty", MANIFEST]
+
+
+def test_what_is_there_already_is_left_alone(tmp_path):
+    source, other = made(tmp_path / "a"), made(tmp_path / "b", 20)
+    with pytest.raises(PlaceTaken, match=f"there is something at {other} already: name another place, or remove it"):
+        copy(source, other)
+    assert verify(other).step == 20
+
+
+def test_a_copy_that_was_broken_off_is_begun_anew(tmp_path):
+    source, target = made(tmp_path / "a"), tmp_path / "b"
+    target.mkdir()
+    (target / "data").write_bytes(b"half")
+    assert look_at(target)[0] is Condition.NOT_WHOLE
+    copy(source, target)
+    assert look_at(target)[0] is Condition.WHOLE
+
+
+def test_damage_is_not_copied(tmp_path):
+    source, target = made(tmp_path / "a"), tmp_path / "b"
+    with (source / "data").open("r+b") as file:
+        file.seek(5_000_000)
+        file.write(b"\xff\xff")
+    with pytest.raises(DamagedCheckpoint, match=f"the checkpoint at {source} is damaged: data is not what was written"):
+        copy(source, target)
+    assert look_at(target)[0] is Condition.NOT_WHOLE
+    with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is missing"):
+        copy(tmp_path / "a", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_what_the_store_does_not_take_is_no_copy(tmp_path, wired_bucket, wire):
+    source = made(tmp_path / "a")
+    wire.meddle = lambda head: "cut" if head.startswith(b"PUT") and b"empty" in head else None
+    with pytest.raises(OSError, match="empty"):
+        copy(source, wired_bucket / "b")
+    wire.meddle = lambda head: None
+    assert look_at(wired_bucket / "b")[0] is Condition.NOT_WHOLE
+    copy(source, wired_bucket / "b")
+    assert look_at(wired_bucket / "b")[0] is Condition.WHOLE

@@ -1,0 +1,89 @@
+"""What can be done with durable files is the same in a folder and in a bucket."""
+
+import pytest
+
+from workers.storage.files import files_of
+
+CONTENT = bytes(range(256)) * 40
+
+
+@pytest.fixture(params=["local", "s3"])
+def folder(request, tmp_path):
+    place = tmp_path if request.param == "local" else request.getfixturevalue("bucket")
+    return place / "some" / "folder"
+
+
+def _write(file, content=CONTENT):
+    files = files_of(file)
+    files.make_folder(file.parent)
+    with files.writer(file) as opened:
+        assert opened.write(content[:100]) == len(content[:100])
+        assert opened.write(memoryview(content)[100:]) == len(content[100:])
+
+
+def test_what_is_written_is_read_back_whole_and_in_pieces(folder):
+    files, file = files_of(folder), folder / "a"
+    _write(file)
+    assert files.read(file) == CONTENT
+    with files.reader(file) as opened:
+        assert opened.size == len(CONTENT)
+        opened.expect([(0, 10), (500, 10), (9000, 10)])
+        buffer = memoryview(bytearray(10))
+        for at in (500, 9000, 0, 77):
+            assert opened.read_into(buffer, at) == 10 and buffer == CONTENT[at : at + 10]
+        assert opened.read_into(buffer, len(CONTENT) - 4) == 4 and buffer[:4] == CONTENT[-4:]
+
+
+def test_an_empty_file_is_a_file(folder):
+    _write(folder / "empty", b"")
+    assert files_of(folder).read(folder / "empty") == b""
+    assert list(files_of(folder).sizes(folder, ["empty"])) == [("empty", 0)]
+
+
+def test_names_are_those_of_files_and_folders_right_there(folder):
+    files = files_of(folder)
+    for name in ("b", "a"):
+        _write(folder / name)
+    _write(folder / "deeper" / "c")
+    assert sorted(files.names(folder)) == ["a", "b", "deeper"]
+    assert sorted(files.names(folder.parent)) == ["folder"]
+    assert files.bytes_in(folder) == files.bytes_in(folder.parent) == 3 * len(CONTENT)
+
+
+def test_what_is_not_there_is_not_found(folder):
+    files = files_of(folder)
+    for look in (files.names, files.check_folder, files.read):
+        with pytest.raises(FileNotFoundError):
+            look(folder)
+    with pytest.raises(FileNotFoundError), files.reader(folder / "a"):
+        pass
+    assert not files.is_there(folder)
+    assert files.bytes_in(folder) == 0
+    files.remove(folder / "a")
+    files.remove_folder(folder)
+
+
+def test_sizes_say_which_file_is_missing(folder):
+    _write(folder / "a")
+    (first, size), (second, error) = files_of(folder).sizes(folder, ["a", "b"])
+    assert (first, size, second) == ("a", len(CONTENT), "b") and isinstance(error, FileNotFoundError)
+
+
+def test_what_is_written_at_once_replaces_what_was_there(folder):
+    files = files_of(folder)
+    files.make_folder(folder)
+    for content in (b"one", b"two, longer", b""):
+        files.write_whole(folder / "manifest", content)
+        assert files.read(folder / "manifest") == content
+    assert files.names(folder) == ["manifest"]
+
+
+def test_removed_is_what_was_named_and_nothing_beside_it(folder):
+    files = files_of(folder)
+    for name in ("a", "ab"):
+        _write(folder / name / "file")
+    files.remove(folder / "a" / "file")
+    files.remove_folder(folder / "a")
+    assert files.names(folder) == ["ab"] and files.is_there(folder)
+    files.remove_folder(folder)
+    assert not files.is_there(folder)

@@ -1,0 +1,134 @@
+"""What a store that misbehaves costs: another try, or an error that says so; never a file that is not whole, and never
+one that is taken for absent."""
+
+import itertools
+
+import fsspec
+import pytest
+from s3_server import answer, reached_at
+
+from workers.storage import object_files, s3_upload
+from workers.storage.files import files_of
+from workers.storage.places import ObjectPath
+
+PART = 5 * 1024 * 1024
+"""The least that S3 takes as a part."""
+CONTENT = bytes(bytearray(itertools.islice(itertools.cycle(range(251)), 3 * PART + 1000)))
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(s3_upload, "PART_BYTES", PART)
+
+
+def _upload(file, content=CONTENT):
+    with files_of(file).writer(file) as opened:
+        for at in range(0, len(content), 1 << 20):
+            opened.write(content[at : at + (1 << 20)])
+
+
+def _uploads_left(bucket):
+    store = fsspec.filesystem("s3", skip_instance_cache=True)
+    return store.call_s3("list_multipart_uploads", Bucket=bucket.key).get("Uploads", [])
+
+
+def _once_each(said, *lines):
+    """Answers the first request that begins with each of these lines with what is `said`."""
+    left = list(lines)
+
+    def meddle(head):
+        for line in left:
+            if line in head.split(b"\r\n", 1)[0]:
+                left.remove(line)
+                return said
+        return None
+
+    return meddle
+
+
+def test_a_long_file_is_uploaded_in_parts_and_is_there_once_it_is_whole(bucket):
+    file = bucket / "long"
+    with files_of(file).writer(file) as opened:
+        opened.write(CONTENT)
+        assert not files_of(file).is_there(file)
+    assert files_of(file).read(file) == CONTENT
+    assert _uploads_left(bucket) == []
+
+
+@pytest.mark.parametrize("said", [answer("503 Slow Down"), answer("500 Internal Server Error", "InternalError"), "cut"])
+def test_what_breaks_off_once_is_done_again(wire, wired_bucket, said):
+    file = wired_bucket / "file"
+    wire.meddle = _once_each(said, b"partNumber=1", b"partNumber=3", b"?uploads", b"POST /" + wired_bucket.key.encode())
+    _upload(file)
+    wire.meddle = _once_each(said, b"GET", b"HEAD")
+    with files_of(file).reader(file) as opened:
+        opened.expect([(0, 1000), (PART, 1000)])
+        buffer = memoryview(bytearray(1000))
+        for at in (0, PART, 7):
+            assert opened.read_into(buffer, at) == 1000 and buffer == CONTENT[at : at + 1000]
+    assert files_of(file).read(file) == CONTENT
+
+
+def test_a_part_that_never_gets_through_leaves_nothing(wire, wired_bucket):
+    file = wired_bucket / "file"
+    wire.meddle = lambda head: answer("503 Slow Down") if b"partNumber=2" in head else None
+    with pytest.raises(OSError, match=r"SlowDown|reduce your request rate"):
+        _upload(file)
+    wire.meddle = lambda head: None
+    assert not files_of(file).is_there(file)
+    assert _uploads_left(wired_bucket) == []
+
+
+def test_whoever_breaks_off_leaves_nothing(bucket):
+    file = bucket / "file"
+    with pytest.raises(KeyError), files_of(file).writer(file) as opened:
+        opened.write(CONTENT)
+        raise KeyError
+    assert not files_of(file).is_there(file)
+    assert _uploads_left(bucket) == []
+
+
+def test_a_bucket_that_is_not_there_says_nothing_about_what_was_in_it(bucket):
+    files, place = files_of(bucket), ObjectPath("s3", "no-such-bucket/folder")
+    for ask in (files.names, files.read, files.is_there, files.check_folder, files.bytes_in):
+        with pytest.raises(OSError, match="no-such-bucket") as caught:
+            ask(place)
+        assert not isinstance(caught.value, FileNotFoundError)
+
+
+@pytest.mark.parametrize("status", ["403 Forbidden", "503 Slow Down"])
+def test_a_store_that_refuses_or_is_overloaded_says_nothing_either(wire, wired_bucket, status):
+    files_of(wired_bucket).write_whole(wired_bucket / "file", b"1")
+    wire.meddle = lambda head: answer(status, "AccessDenied" if "403" in status else "SlowDown")
+    with pytest.raises(OSError) as caught:
+        files_of(wired_bucket).read(wired_bucket / "file")
+    assert not isinstance(caught.value, FileNotFoundError)
+
+
+def test_a_store_that_does_not_answer_is_named(bucket):
+    with reached_at("http://127.0.0.1:9"), pytest.raises(OSError, match=r"127\.0\.0\.1:9") as caught:
+        files_of(bucket).read(bucket / "file")
+    assert not isinstance(caught.value, FileNotFoundError)
+
+
+def test_a_store_whose_package_is_missing_says_what_to_install(monkeypatch):
+    def missing(scheme, **options):
+        raise ImportError
+
+    object_files.forget_connections()
+    monkeypatch.setattr(fsspec, "filesystem", missing)
+    with pytest.raises(object_files.StoreNotInstalled, match=r"^s3:// needs the package s3fs, .*'manta-train\[s3\]'$"):
+        files_of(ObjectPath("s3", "bucket"))
+
+
+def test_no_more_parts_are_on_their_way_than_memory_is_meant_for(wire, wired_bucket):
+    wire.pace, most = 40e6, []
+    upload = s3_upload.S3Upload
+    file = wired_bucket / "file"
+    with files_of(file).writer(file) as opened:
+        assert isinstance(opened, upload)
+        for _ in range(8):
+            opened.write(CONTENT[:PART])
+            most.append(len(opened._under_way))
+    assert max(most) == s3_upload.PARTS_AT_ONCE
+    assert files_of(file).bytes_in(file) == 8 * PART

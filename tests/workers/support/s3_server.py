@@ -1,0 +1,156 @@
+"""An S3 server as a process, and a wire to it that can be cut, slow, or answered by somebody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+HOST = "127.0.0.1"
+START_SECONDS = 60.0
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_MAX_ATTEMPTS": "3",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+}
+"""Of the environment: nothing of it is a setting of ours."""
+
+
+def environment_of(url: str) -> dict[str, str]:
+    """What a process needs to find the server at `url`."""
+    return {**CREDENTIALS, "AWS_ENDPOINT_URL_S3": url}
+
+
+class S3Server:
+    """Keeps what is stored in memory."""
+
+    def __init__(self) -> None:
+        with socket.create_server((HOST, 0)) as free:
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.url = f"http://{HOST}:{port}"
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            assert self.process.poll() is None and time.monotonic() < deadline, "the S3 server did not start"
+            time.sleep(0.05)
+
+    def _answers(self) -> bool:
+        try:
+            urllib.request.urlopen(f"{self.url}/moto-api/", timeout=5).close()
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def make_bucket(self, name: str) -> None:
+        """An empty one."""
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/{name}", method="PUT"), timeout=10).close()
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+
+
+class Wire:
+    """Stands between a client and the server. `meddle(head)` is asked for each request whose head has arrived: None
+    lets it pass, bytes are answered in the server's place, and "cut" ends the connection there and then. `pace`: bytes
+    a second that get through, to the server; None: all."""
+
+    def __init__(self, server: S3Server):
+        self._server = server
+        self._listener = socket.create_server((HOST, 0))
+        self.url = f"http://{HOST}:{self._listener.getsockname()[1]}"
+        self.meddle: Callable[[bytes], Any] = lambda head: None
+        self.pace: float | None = None
+        self.requests: list[str] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Nobody is listened to any more."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        """One request a connection: every answer says that it ends with it."""
+        with contextlib.suppress(OSError), client:
+            head, body = _head(client)
+            if not head:
+                return
+            self.requests.append(head.split(b"\r\n", 1)[0].decode())
+            said = self.meddle(head)
+            if said == "cut":
+                return
+            if said is not None:
+                client.sendall(said)
+                return
+            port = int(self._server.url.rpartition(":")[2])
+            with socket.create_connection((HOST, port)) as server:
+                if b"expect: 100-continue" in head.lower():
+                    client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+                lines = head.split(b"\r\n")
+                kept = [line for line in lines if not line.lower().startswith((b"connection:", b"expect:"))]
+                server.sendall(b"\r\n".join([kept[0], b"Connection: close", *kept[1:]]) + b"\r\n\r\n" + body)
+                upstream = threading.Thread(target=self._pump, args=(client, server), daemon=True)
+                upstream.start()
+                while chunk := server.recv(1 << 16):
+                    client.sendall(chunk)
+
+    def _pump(self, client: socket.socket, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := client.recv(1 << 16):
+                if self.pace is not None:
+                    time.sleep(len(chunk) / self.pace)
+                server.sendall(chunk)
+
+
+def _head(client: socket.socket) -> tuple[bytes, bytes]:
+    received = b""
+    while b"\r\n\r\n" not in received:
+        chunk = client.recv(1 << 16)
+        if not chunk:
+            return b"", b""
+        received += chunk
+    head, _, body = received.partition(b"\r\n\r\n")
+    return head, body
+
+
+def answer(status: str, code: str = "SlowDown", headers: str = "") -> bytes:
+    """An S3 error as bytes on the wire."""
+    body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{code}</Message></Error>'
+    about = f"Content-Length: {len(body)}\r\nContent-Type: application/xml\r\nConnection: close\r\n{headers}"
+    return f"HTTP/1.1 {status}\r\n{about}\r\n{body}".encode()
+
+
+@contextlib.contextmanager
+def reached_at(url: str) -> Iterator[None]:
+    """This process finds the server at `url`, with nothing known of others."""
+    from workers.storage import object_files
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment_of(url).items():
+            patch.setenv(name, value)
+        object_files.forget_connections()
+        yield
+    object_files.forget_connections()

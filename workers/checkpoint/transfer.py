@@ -1,0 +1,55 @@
+"""Copies a durable checkpoint from one place to another, byte by byte, and makes sure of each byte on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from workers.checkpoint.catalog import MANIFEST, Condition, Manifest, look_at, manifest_of, seal
+from workers.checkpoint.checksums import SummedFiles, checked, damaged
+from workers.errors import CheckpointError
+from workers.storage.files import files_of
+from workers.storage.places import Place
+
+PIECE_BYTES = 1024 * 1024
+
+
+class PlaceTaken(CheckpointError):
+    """Something lies where a checkpoint was to be copied to."""
+
+
+def copy(source: Place, target: Place, progress: Callable[[int, int], None] = lambda done, of: None) -> Manifest:
+    """Copy the whole checkpoint at `source` to `target`, where nothing may be yet; what a copy before has broken off is
+    replaced. `progress` is told how many bytes of how many are there.
+
+    Like any checkpoint the copy has its manifest last, so that it is whole or none. Raises DamagedCheckpoint,
+    UnreadableCheckpoint, PlaceTaken, OSError.
+    """
+    manifest = manifest_of(source)
+    _clear(target)
+    files = SummedFiles()
+    files_of(target).make_folder(target)
+    done = 0
+    for name in manifest.files:
+        sums = manifest.sums(source / name)
+        with checked(source / name, sums) as stream, files.create(target / name) as new:
+            stream.expect([(0, sums.size)])
+            while piece := stream.read(PIECE_BYTES):
+                new.write(piece)
+                done += len(piece)
+                progress(done, manifest.bytes)
+        if manifest.blocks is not None and files.sums[name].blocks != sums.blocks:
+            raise damaged(target / name, "is not what was read")
+    seal(target, manifest)
+    return manifest
+
+
+def _clear(target: Place) -> None:
+    """Raises PlaceTaken."""
+    files = files_of(target)
+    if not files.is_there(target):
+        return
+    condition, _, _ = look_at(target)
+    if condition is not Condition.NOT_WHOLE or MANIFEST in files.names(target):
+        raise PlaceTaken(f"there is something at {target} already: name another place, or remove it")
+    if files.names(target):
+        files.remove_folder(target)

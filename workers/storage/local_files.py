@@ -1,0 +1,118 @@
+"""Files in folders, as `files.Files` says."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from workers.storage.files import Reader, Writer
+from workers.storage.places import Place
+
+
+class LocalFiles:
+    """Files of this machine, or of a file system that it mounts. See `Files` for what each method raises."""
+
+    def names(self, folder: Place) -> list[str]:
+        """Of all in `folder`."""
+        return [each.name for each in _path(folder).iterdir()]
+
+    def check_folder(self, folder: Place) -> None:
+        """Whether there is such a thing."""
+        _path(folder).stat()
+
+    def is_there(self, folder: Place) -> bool:
+        """Also where it is a link that leads nowhere."""
+        try:
+            _path(folder).lstat()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def bytes_in(self, folder: Place) -> int:
+        """See `bytes_in`."""
+        return bytes_in(_path(folder))
+
+    def make_folder(self, folder: Place) -> None:
+        """With those that it is in."""
+        _path(folder).mkdir(parents=True, exist_ok=True)
+
+    def read(self, file: Place) -> bytes:
+        """All of it."""
+        return _path(file).read_bytes()
+
+    def sizes(self, folder: Place, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
+        """Each file is opened: one that may not be read is of no use."""
+        for name in names:
+            try:
+                descriptor = os.open(_path(folder) / name, os.O_RDONLY)
+                try:
+                    size: int | OSError = os.fstat(descriptor).st_size
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                size = error
+            yield name, size
+
+    @contextmanager
+    def reader(self, file: Place) -> Iterator[Reader]:
+        """The open file."""
+        with io.FileIO(_path(file)) as opened:
+            yield _LocalReader(opened)
+
+    @contextmanager
+    def writer(self, file: Place) -> Iterator[Writer]:
+        """On disk once the block has ended."""
+        with io.FileIO(_path(file), "w") as opened:
+            yield opened
+            os.fsync(opened.fileno())
+
+    def write_whole(self, file: Place, content: bytes) -> None:
+        """By a file beside it that takes its name; the folder, and the one that it is in, survive a power cut too."""
+        path = _path(file)
+        temporary = path.with_name(f".{path.name}")
+        with temporary.open("wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        temporary.rename(path)
+        for folder in (path.parent, path.parent.parent):
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def remove(self, file: Place) -> None:
+        """Remove one file."""
+        _path(file).unlink(missing_ok=True)
+
+    def remove_folder(self, folder: Place) -> None:
+        """Remove all of it that can be removed."""
+        shutil.rmtree(_path(folder), ignore_errors=True)
+
+
+def bytes_in(folder: Path) -> int:
+    """Of all files in `folder`, at any depth; links count by themselves. Raises OSError."""
+    return sum(Path(place, name).lstat().st_size for place, _, names in os.walk(folder) for name in names)
+
+
+class _LocalReader:
+    def __init__(self, opened: io.FileIO):
+        self._opened = opened
+        self.size = os.fstat(opened.fileno()).st_size
+
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        self._opened.seek(at)
+        return self._opened.readinto(buffer)
+
+    def expect(self, pieces: Iterable[tuple[int, int]]) -> None:
+        """The kernel reads ahead by itself."""
+
+
+def _path(place: Place) -> Path:
+    assert isinstance(place, Path)
+    return place

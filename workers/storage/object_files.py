@@ -1,0 +1,220 @@
+"""Files in object stores, as `files.Files` says, by fsspec. A folder is a prefix: it is there while anything is in it.
+
+An object appears with its last byte or not at all, so nothing needs another name. What a store does not answer, refuses
+or breaks off is tried again by its client; what stays of that is an OSError, and never FileNotFoundError.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from typing import Any, ParamSpec, TypeVar
+
+from workers.errors import MantaError
+from workers.storage.files import Reader, Writer
+from workers.storage.places import ObjectPath, Place
+from workers.storage.s3_upload import S3Upload
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+AHEAD = 8
+"""Pieces that are fetched before they are asked for."""
+PACKAGES = {"s3": "s3fs"}
+
+
+class StoreNotInstalled(MantaError):
+    """The package that speaks to an object store is missing."""
+
+
+def object_files(scheme: str) -> ObjectFiles:
+    """The files of the store `scheme`, with the credentials of the environment. Raises StoreNotInstalled."""
+    return _object_files(scheme, os.getpid())  # a connection is no use to a process forked from the one that made it
+
+
+@cache
+def _object_files(scheme: str, pid: int) -> ObjectFiles:
+    try:
+        import fsspec
+
+        store = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
+    except ImportError as error:
+        package = PACKAGES[scheme]
+        raise StoreNotInstalled(
+            f"{scheme}:// needs the package {package}, which is not installed here: pip install 'manta-train[{scheme}]'"
+        ) from error
+    return ObjectFiles(store)
+
+
+def forget_connections() -> None:
+    """Have what the environment says read anew."""
+    _object_files.cache_clear()
+
+
+class ObjectFiles:
+    """Objects in the buckets of one store. See `Files` for what each method raises."""
+
+    def __init__(self, store: Any):
+        """`store`: a file system of fsspec's."""
+        self._store = store
+
+    def names(self, folder: Place) -> list[str]:
+        """Of all under the prefix, up to the next slash."""
+        key = _key(folder)
+        found = self._asked(folder, self._store.ls, key, detail=False)
+        return sorted({each.rstrip("/").rpartition("/")[2] for each in found if each.rstrip("/") != key})
+
+    def check_folder(self, folder: Place) -> None:
+        """Whether anything is under the prefix, or is called so."""
+        if not self.is_there(folder):
+            raise FileNotFoundError(f"there is nothing under {folder}")
+
+    def is_there(self, folder: Place) -> bool:
+        """Whether anything is under the prefix, or is called so."""
+        if self._asked(folder, self._store.exists, _key(folder)):
+            return True
+        self._refuse_bucket(folder)
+        return False
+
+    def bytes_in(self, folder: Place) -> int:
+        """Of all objects under the prefix."""
+        try:
+            sizes = self._asked(folder, self._store.find, _key(folder), detail=True)
+        except FileNotFoundError:
+            return 0
+        return sum(int(each["size"]) for each in sizes.values())
+
+    def make_folder(self, folder: Place) -> None:
+        """A prefix need not be made."""
+
+    def read(self, file: Place) -> bytes:
+        """All of it."""
+        content: bytes = self._asked(file, self._store.cat_file, _key(file))
+        return content
+
+    def sizes(self, folder: Place, names: Iterable[str]) -> Iterator[tuple[str, int | OSError]]:
+        """From one list of all that is there."""
+        listed: dict[str, int] | OSError
+        try:
+            listed = {
+                each["name"].rpartition("/")[2]: int(each["size"])
+                for each in self._asked(folder, self._store.ls, _key(folder), detail=True)
+            }
+        except OSError as error:
+            listed = error
+        for name in names:
+            if isinstance(listed, OSError):
+                yield name, listed
+            else:
+                yield name, listed.get(name, FileNotFoundError(f"there is no {folder / name}"))
+
+    @contextmanager
+    def reader(self, file: Place) -> Iterator[Reader]:
+        """Read by ranges, several at once."""
+        size = int(self._asked(file, self._store.info, _key(file))["size"])
+
+        def fetch(at: int, count: int) -> bytes:
+            content: bytes = self._asked(file, self._store.cat_file, _key(file), start=at, end=at + count)
+            return content
+
+        reader = _ObjectReader(size, fetch)
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+    @contextmanager
+    def writer(self, file: Place) -> Iterator[Writer]:
+        """Uploaded in parts while it is written; there is no such object before the block has ended."""
+        bucket, _, key = _key(file).partition("/")
+        upload = S3Upload(partial(self._asked, file, self._store.call_s3), bucket, key)
+        try:
+            yield upload
+            upload.complete()
+        except BaseException:
+            with suppress(OSError):
+                upload.abort()
+            raise
+
+    def write_whole(self, file: Place, content: bytes) -> None:
+        """One request."""
+        self._asked(file, self._store.pipe_file, _key(file), content)
+
+    def remove(self, file: Place) -> None:
+        """Remove one object."""
+        with suppress(FileNotFoundError):
+            self._asked(file, self._store.rm_file, _key(file))
+
+    def remove_folder(self, folder: Place) -> None:
+        """Remove all objects under the prefix."""
+        with suppress(OSError):
+            self._asked(folder, self._store.rm, _key(folder), recursive=True)
+
+    def _refuse_bucket(self, place: Place) -> None:
+        """Raise OSError where there is no such bucket: that nothing is in it says nothing about what was stored."""
+        bucket = ObjectPath(_object(place).scheme, _object(place).bucket)
+        if not self._asked(bucket, self._store.exists, bucket.key):
+            raise OSError(f"there is no bucket {bucket}")
+
+    def _asked(self, place: Place, ask: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """What the store answers. Raises OSError for whatever goes wrong, FileNotFoundError only for a missing key."""
+        try:
+            return ask(*arguments, **named)
+        except FileNotFoundError:
+            if _object(place).key != _object(place).bucket:
+                self._refuse_bucket(place)
+            raise
+        except OSError:
+            raise
+        except Exception as error:  # each store's client has kinds of its own
+            raise OSError(f"{place}: {_sentence(error)}") from error
+
+
+class _ObjectReader:
+    """Fetches what is expected ahead of time, in threads of its own."""
+
+    def __init__(self, size: int, fetch: Callable[[int, int], bytes]):
+        self.size, self._fetch = size, fetch
+        self._pool = ThreadPoolExecutor(AHEAD, thread_name_prefix="object reader")
+        self._expected: Iterator[tuple[int, int]] = iter(())
+        self._under_way: OrderedDict[tuple[int, int], Future[bytes]] = OrderedDict()
+
+    def expect(self, pieces: Iterable[tuple[int, int]]) -> None:
+        self._under_way.clear()
+        self._expected = iter(pieces)
+        self._go_ahead()
+
+    def read_into(self, buffer: memoryview, at: int) -> int:
+        wanted = (at, min(len(buffer), max(0, self.size - at)))
+        while self._under_way and wanted in self._under_way and next(iter(self._under_way)) != wanted:
+            self._under_way.popitem(last=False)  # expected before, and passed over
+        piece = self._under_way.pop(wanted, None)
+        content = self._fetch(*wanted) if piece is None else piece.result()
+        self._go_ahead()
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _go_ahead(self) -> None:
+        while len(self._under_way) < AHEAD and (piece := next(self._expected, None)) is not None:
+            self._under_way[piece] = self._pool.submit(self._fetch, *piece)
+
+
+def _object(place: Place) -> ObjectPath:
+    assert isinstance(place, ObjectPath)
+    return place
+
+
+def _key(place: Place) -> str:
+    return _object(place).key
+
+
+def _sentence(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

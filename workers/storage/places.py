@@ -1,0 +1,72 @@
+"""Names of durable files and folders: paths, or URLs of an object store such as `s3://bucket/prefix`. Pure Python."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.errors import MantaError
+
+SCHEMES = ("s3",)
+"""Object stores that are known to work."""
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+class BadPlace(MantaError):
+    """A text names no place where files can lie."""
+
+
+@dataclass(frozen=True)
+class ObjectPath:
+    """A key, or the prefix of keys, in a bucket; with those methods of a Path that a name has."""
+
+    scheme: str
+    """Which store, as fsspec calls it."""
+    key: str
+    """Bucket and key, without a slash at either end."""
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        """What is called `name` in it."""
+        return ObjectPath(self.scheme, f"{self.key}/{name}")
+
+    @property
+    def name(self) -> str:
+        """What comes after the last slash."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> ObjectPath:
+        """What it is in; of a bucket the bucket itself."""
+        return ObjectPath(self.scheme, self.key.rpartition("/")[0] or self.key)
+
+    @property
+    def bucket(self) -> str:
+        """What comes before the first slash."""
+        return self.key.partition("/")[0]
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.key}"
+
+
+Place = Path | ObjectPath
+"""Where a file or a folder lies."""
+
+
+def place_of(text: str | Place) -> Place:
+    """The place that `text` names: a URL of an object store, or a path. Raises BadPlace."""
+    if not isinstance(text, str):
+        return text
+    match = _URL.fullmatch(text)
+    if match is None:
+        return Path(text)
+    scheme, key = match[1].lower(), match[2].rstrip("/")
+    if scheme == "file":
+        return Path(f"/{key.lstrip('/')}")
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{each}://" for each in SCHEMES)
+        raise BadPlace(f"{text} is in no store that Manta knows: use a folder, or a URL that begins with {known}")
+    parts = key.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        raise BadPlace(f"{text} names no bucket and prefix, such as {scheme}://bucket/prefix")
+    return ObjectPath(scheme, key)

@@ -1,0 +1,81 @@
+"""One object of S3, uploaded in parts while it is written: several parts at a time, each with a checksum that the store
+verifies. The object appears when the upload is completed; until then there is nothing of that name."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+PART_BYTES = 16 * 1024 * 1024
+"""Of each part but the last. S3 takes 10,000 parts: 160 GB an object."""
+PARTS_AT_ONCE = 4
+"""Parts on their way. With the one that is being filled they are all the memory that an upload takes."""
+
+Call = Callable[..., Any]
+"""An operation of S3 by its name and parameters; raises OSError."""
+
+
+class S3Upload:
+    """Takes the bytes of one object. `complete` or `abort` ends it."""
+
+    def __init__(self, call: Call, bucket: str, key: str):
+        """`call` is used by several threads."""
+        self._call, self._object = call, {"Bucket": bucket, "Key": key}
+        self._pool = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="upload")
+        self._part = bytearray()
+        self._upload: str | None = None
+        self._sent = 0
+        self._under_way: deque[Future[dict[str, Any]]] = deque()
+        self._stored: list[dict[str, Any]] = []
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Take all of `data`; waits while too many parts are on their way. Raises OSError."""
+        content = memoryview(data).cast("B")
+        taken = 0
+        while taken < len(content):
+            count = min(PART_BYTES - len(self._part), len(content) - taken)
+            self._part += content[taken : taken + count]
+            taken += count
+            if len(self._part) == PART_BYTES:
+                self._send()
+        return taken
+
+    def complete(self) -> None:
+        """Have the object there. Raises OSError; then there is none, or the one that was there before."""
+        if self._upload is None:
+            self._call("put_object", **self._object, Body=self._part)
+        else:
+            if self._part:
+                self._send()
+            while self._under_way:
+                self._stored.append(self._under_way.popleft().result())
+            parts = {"Parts": self._stored}
+            self._call("complete_multipart_upload", **self._object, UploadId=self._upload, MultipartUpload=parts)
+        self._pool.shutdown()
+
+    def abort(self) -> None:
+        """Leave nothing. Raises OSError where the store does not hear of it."""
+        self._pool.shutdown(cancel_futures=True)
+        self._part.clear()
+        if self._upload is not None:
+            self._call("abort_multipart_upload", **self._object, UploadId=self._upload)
+
+    def _send(self) -> None:
+        if self._upload is None:
+            self._upload = str(self._call("create_multipart_upload", **self._object)["UploadId"])
+        while len(self._under_way) >= PARTS_AT_ONCE:
+            self._stored.append(self._under_way.popleft().result())
+        self._sent += 1
+        self._under_way.append(self._pool.submit(self._send_part, self._sent, self._part))
+        self._part = bytearray()
+
+    def _send_part(self, number: int, body: bytearray) -> dict[str, Any]:
+        answer = self._call("upload_part", **self._object, UploadId=self._upload, PartNumber=number, Body=body)
+        checksums = {name: value for name, value in answer.items() if name.startswith("Checksum") and name.isalnum()}
+        checksums.pop("ChecksumType", None)
+        return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
