@@ -72,6 +72,17 @@ def test_a_step_that_is_missing_is_no_equal_step(tmp_path, engine):
     assert replay(Job(tmp_path, rows), DOCUMENT, "job", 10, 20, tmp_path / "replay").differing == (15,)
 
 
+def test_a_step_that_was_not_trained_again_is_no_equal_step(tmp_path, engine, monkeypatch):
+    run = demo_replay.subprocess.run
+
+    def ends_early(command, **about):
+        at = command.index("--stop-after-step") + 1
+        return run([*command[:at], "18", *command[at + 1 :]], **about)
+
+    monkeypatch.setattr(demo_replay.subprocess, "run", ends_early)
+    assert replay(Job(tmp_path, ROWS), DOCUMENT, "job", 10, 20, tmp_path / "replay").differing == (19, 20)
+
+
 def test_without_its_checkpoint_it_says_so(tmp_path, engine):
     job = Job(tmp_path, ROWS)
     with pytest.raises(ReplayFailed, match="the checkpoint of step 12 is not there"):

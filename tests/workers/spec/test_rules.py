@@ -170,7 +170,12 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "elastic.max_data", "5 is more than the 4 of the smallest batch (train.global_batch_size)", "4",
     ),
     (
-        "more replicas than samples",
+        "one replica more than samples",
+        {"elastic": {"max_data": 9}},
+        "elastic.max_data", "9 replicas do not work: a batch of 8 leaves some of parallel.data (9)", "8",
+    ),
+    (
+        "several replicas more than samples",
         {"elastic": {"max_data": 12}},
         "elastic.max_data", "9 replicas do not work: a batch of 8 leaves some of parallel.data (9)", "8",
     ),

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
+import pytest
 
 from workers.system.process_end import ended, kill_group
 
@@ -39,3 +41,30 @@ def test_the_end_of_a_process_is_waited_for():
     asyncio.run(body())
     process.wait()
     asyncio.run(ended(process.pid))
+
+
+def _descriptors():
+    return {each.name for each in Path("/proc/self/fd").iterdir()}
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_whoever_waited_holds_nothing_of_it_any_more(given_up):
+    process, open_files = subprocess.Popen(["sleep", "1000"]), []
+
+    async def body():
+        open_files.append(_descriptors())
+        waiting = asyncio.create_task(ended(process.pid))
+        await asyncio.sleep(0)
+        assert _descriptors() != open_files[0]
+        if given_up:
+            waiting.cancel()
+        else:
+            process.kill()
+        await asyncio.wait({waiting}, timeout=10)
+        assert waiting.done()
+        open_files.append(_descriptors())
+
+    asyncio.run(body())
+    process.kill()
+    process.wait()
+    assert open_files[0] == open_files[1]

@@ -1,0 +1,19 @@
+"""YAML as people write it."""
+
+import pytest
+
+from workers.spec.yaml import read_yaml
+
+
+@pytest.mark.parametrize(("text", "number"), [
+    ("1e3", 1000.0), ("1E3", 1000.0), ("1e-3", 0.001), ("1e+3", 1000.0), ("2.5e6", 2.5e6), ("2.e2", 200.0),
+    (".5e1", 5.0), ("-1e3", -1000.0), ("+1e3", 1000.0), ("1.0e-3", 0.001),
+])  # fmt: skip
+def test_numbers_with_an_exponent_are_numbers(text, number):
+    value = read_yaml(f"rate: {text}")["rate"]
+    assert isinstance(value, float) and value == number
+
+
+@pytest.mark.parametrize("text", ["1e", "e3", "1e3x", "1e-", "--1e3", "1.2.3e4", ".e3"])
+def test_what_is_no_number_is_a_text(text):
+    assert read_yaml(f"name: {text}") == {"name": text}
