@@ -81,6 +81,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         settings.database_url,
         settings.jobs_kept_days,
         settings.checkpoints,
+        settings.node_notices,
     )
     _keep_to_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)

@@ -85,21 +85,22 @@ class ControlPlane:
         database_url: str | None = None,
         kept_days: float = 0.0,
         checkpoints: Place | None = None,
+        node_notices: str | None = None,
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
         `allow_faults`: make faults in jobs on request; `memory_seconds`: how long the snapshots of a failed job are
         kept for a retry; `data_roots`: below which folders jobs may read; `database_url`: where the job database is, by
         default in the home; `kept_days`: how long jobs are kept after their end; 0: until somebody deletes them;
-        `checkpoints`: where the checkpoints of all jobs are, by default in the home. Raises BadDatabaseUrl,
-        StoreUnusable."""
+        `checkpoints`: where the checkpoints of all jobs are, by default in the home; `node_notices`: the cloud whose
+        notices the nodes ask for, as `MetadataSource.of` reads it. Raises BadDatabaseUrl, StoreUnusable."""
         self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults, self._memory_seconds, self._kept_days = allow_faults, memory_seconds, kept_days
         me = new_id()
         self._store = Store(url_in(home, database_url), connection_name(me))
         self._leases = Leases(self._store, me)
-        self._home_of_jobs, self._checkpoints = home, checkpoints
+        self._home_of_jobs, self._checkpoints, self._node_notices = home, checkpoints, node_notices
         self._owners: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
@@ -146,7 +147,7 @@ class ControlPlane:
         self._call(self._begin(cluster))
 
     def _connect(self, namespace: str) -> Cluster:
-        return Cluster.connected(self._head.connect(namespace), self._paths_of_jobs)
+        return Cluster.connected(self._head.connect(namespace), self._paths_of_jobs, self._node_notices)
 
     @property
     def _paths_of_jobs(self) -> Paths:
@@ -216,12 +217,12 @@ class ControlPlane:
         for owner, _ in list(self._owners.values()):
             owner.node_lost(node, why)
 
-    def _node_draining(self, node: str, seconds: float) -> None:
+    def _node_draining(self, node: str, seconds: float, reason: str = "") -> None:
         assert self._cluster is not None
         if node not in self._cluster.nodes.draining:
             self._cluster.nodes.draining.add(node)
             for owner, _ in list(self._owners.values()):
-                owner.node_draining(node, seconds)
+                owner.node_draining(node, seconds, reason)
 
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
         """Have all jobs leave `node`, an id or the start of one, within `seconds`; the node as in `cluster`. Raises

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.errors import MantaError
+from workers.node.cloud_notices import MetadataSource, MetadataUnavailable
 from workers.storage.places import BadPlace, Place, place_of
 
 DEFAULT_HOST = "127.0.0.1"
@@ -96,6 +97,9 @@ class Settings:
     checkpoints: Place | None = None
     """Where the checkpoints of all jobs are, such as `s3://bucket/manta` or a folder that all nodes share
     (MANTA_CHECKPOINTS); None: in the home."""
+    node_notices: str | None = None
+    """Cloud whose notices the nodes ask for (MANTA_NODE_NOTICES: aws, gcp or azure, or aws=http://HOST:PORT where its
+    metadata service answers elsewhere); None: nobody is asked."""
     dashboard: bool = True
     """Whether browsers are shown a dashboard; MANTA_NO_DASHBOARD=1 says no, which starts the service faster."""
 
@@ -126,6 +130,7 @@ class Settings:
             ),
             _number(source, "MANTA_JOBS_KEPT_DAYS", 0.0),
             _place(source, "MANTA_CHECKPOINTS"),
+            _cloud(source, "MANTA_NODE_NOTICES"),
             not _switch(source, "MANTA_NO_DASHBOARD"),
         )
 
@@ -167,6 +172,16 @@ def _place(source: Mapping[str, str], name: str) -> Place | None:
     except BadPlace as error:
         raise BadSetting(f"{name}: {error}") from error
     return place.expanduser().absolute() if isinstance(place, Path) else place
+
+
+def _cloud(source: Mapping[str, str], name: str) -> str | None:
+    text = source.get(name) or None
+    if text is not None:
+        try:
+            MetadataSource.of(text)
+        except MetadataUnavailable as error:
+            raise BadSetting(f"{name}: {error}") from error
+    return text
 
 
 def _networks(source: Mapping[str, str], name: str) -> tuple[str, ...]:

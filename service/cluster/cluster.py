@@ -42,11 +42,12 @@ class Cluster:
         self._epoch = self.agents.epoch = self.groups.epoch = epoch
 
     @classmethod
-    def connected(cls, ray: Any, paths: Paths) -> Cluster:
-        """The cluster that the module `ray` is connected to. `paths`: of the embedded state."""
+    def connected(cls, ray: Any, paths: Paths, node_notices: str | None = None) -> Cluster:
+        """The cluster that the module `ray` is connected to. `paths`: of the embedded state; `node_notices`: as
+        NodeDaemon's."""
         connection = RayConnection(ray)
         nodes = Nodes(connection)
-        agents, daemons = Agents(connection, nodes, paths), NodeDaemons(connection, nodes, paths)
+        agents, daemons = Agents(connection, nodes, paths), NodeDaemons(connection, nodes, paths, node_notices)
         cluster = cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons)
         cluster.identity = session_name(ray)
         return cluster

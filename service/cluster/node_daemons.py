@@ -43,8 +43,9 @@ class HeartbeatSource:
 class NodeDaemons:
     """Starts, finds and ends daemons."""
 
-    def __init__(self, ray: RayConnection, nodes: Nodes, paths: Paths):
-        self._ray, self._nodes, self._paths = ray, nodes, paths
+    def __init__(self, ray: RayConnection, nodes: Nodes, paths: Paths, notices: str | None = None):
+        """`notices`: as NodeDaemon's."""
+        self._ray, self._nodes, self._paths, self._notices = ray, nodes, paths, notices
         self._class = ray.module.remote(NodeDaemon)
         self._next_look: dict[str, float] = {}
         """By node when it is looked again whether a daemon of another release can be replaced."""
@@ -170,7 +171,7 @@ class NodeDaemons:
             scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False),
             get_if_exists=True,
         )
-        return made.remote(node, str(self._paths.home), list(options), dict(environment))
+        return made.remote(node, str(self._paths.home), list(options), dict(environment), self._notices)
 
     async def _end(self, actor: Any) -> None:
         with contextlib.suppress(AgentError):

@@ -38,10 +38,13 @@ class NodeWatch:
     """Watches all nodes, those that join later too, and sees to it that each has a daemon."""
 
     def __init__(
-        self, cluster: Cluster, lost: Callable[[str, str], None], draining: Callable[[str, float], None] | None = None
+        self,
+        cluster: Cluster,
+        lost: Callable[[str, str], None],
+        draining: Callable[[str, float, str], None] | None = None,
     ):
         """`lost` is called with a node that is lost, and why; `draining` with one that is to be left, and within how
-        many seconds."""
+        many seconds, and why where that was said."""
         self._cluster, self._lost, self._draining = cluster, lost, draining
         self._watchers: dict[str, asyncio.Task[None]] = {}
 
@@ -129,7 +132,7 @@ class NodeWatch:
 
     def _hear(self, heartbeat: Heartbeat) -> None:
         if heartbeat.drain_seconds is not None and self._draining is not None:
-            self._draining(heartbeat.node, heartbeat.drain_seconds)
+            self._draining(heartbeat.node, heartbeat.drain_seconds, heartbeat.drain_reason)
 
     async def _lose(self, node: str, why: str) -> None:
         if node in self._cluster.nodes.lost:

@@ -121,12 +121,13 @@ class Supervisor:
             for rank in lost:
                 self._running.lose(rank, f"was on node {node[:12]}, which is lost")
 
-    def node_draining(self, node: str, seconds: float) -> None:
-        """A node is to be left within `seconds`."""
+    def node_draining(self, node: str, seconds: float, reason: str = "") -> None:
+        """A node is to be left within `seconds`; `reason`: why, in words, where that was said."""
         there = self._gang.on([node])
         if there:
-            message = f"node {node[:12]} is to be left within {seconds:g} s; {len(there)} ranks are there"
-            data = {"node": node, "ranks": there, "seconds": seconds}
+            why = f" ({reason})" if reason else ""
+            message = f"node {node[:12]} is to be left within {seconds:.0f} s{why}; {len(there)} ranks are there"
+            data = {"node": node, "ranks": there, "seconds": seconds, **({"reason": reason} if reason else {})}
             self._in_background(self._record.event("node_draining", message, data=data))
             self._planner.reconsider()
 

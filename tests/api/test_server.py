@@ -115,9 +115,20 @@ class NotedControl:
     store = SimpleNamespace(location="postgresql://me:***@there/manta")
 
     def __init__(
-        self, home, head, start_over, allow_faults, memory_seconds, data_roots, database_url, kept_days, checkpoints
+        self,
+        home,
+        head,
+        start_over,
+        allow_faults,
+        memory_seconds,
+        data_roots,
+        database_url,
+        kept_days,
+        checkpoints,
+        node_notices,
     ):
-        self.database_url, self.kept_days, self.checkpoints = database_url, kept_days, checkpoints
+        self.database_url, self.kept_days = database_url, kept_days
+        self.checkpoints, self.node_notices = checkpoints, node_notices
         self.head, self.allow_faults, self.memory_seconds = head, allow_faults, memory_seconds
         self.data_roots = data_roots
         NotedControl.made = self
@@ -139,14 +150,16 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     few = RequestLimits(requests_per_second=3)
     database = "postgresql://me:secret@there/manta"
     settings = Settings(tmp_path, None, True, ("manta.example.org",), hours, (tmp_path / "data",), database, limits=few)
-    settings = dataclasses.replace(settings, jobs_kept_days=30, checkpoints=BUCKET, dashboard=dashboard)
+    settings = dataclasses.replace(
+        settings, jobs_kept_days=30, checkpoints=BUCKET, node_notices="aws", dashboard=dashboard
+    )
     server.serve(settings, "127.0.0.1", 0, 3, None)
     made, ((hosts, limits, secure_cookies), *mounted, announced) = NotedControl.made, served
     assert (limits, secure_cookies) == (few, False)
     assert mounted == (["dashboard"] if dashboard else [])
     assert (made.allow_faults, made.memory_seconds) == (True, seconds)
     assert made.kept_days == 30
-    assert made.checkpoints == BUCKET
+    assert (made.checkpoints, made.node_notices) == (BUCKET, "aws")
     assert made.data_roots.folders == (tmp_path / "data",)
     assert (made.database_url, announced["database"]) == (database, "postgresql://me:***@there/manta")
     assert '--resources={"manta_slot": 3}' in made.head._command()

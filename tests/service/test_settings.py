@@ -52,6 +52,15 @@ def test_checkpoints_are_in_the_home_or_where_the_operator_says():
         read({"MANTA_CHECKPOINTS": "ftp://there"})
 
 
+def test_notices_are_asked_for_where_the_operator_says_of_which_cloud():
+    read = Settings.from_environment
+    assert read({}).node_notices is None
+    assert read({"MANTA_NODE_NOTICES": "aws"}).node_notices == "aws"
+    assert read({"MANTA_NODE_NOTICES": "gcp=http://there:80"}).node_notices == "gcp=http://there:80"
+    with pytest.raises(BadSetting, match="MANTA_NODE_NOTICES: 'ibm' names no cloud whose notices are known: use aws,"):
+        read({"MANTA_NODE_NOTICES": "ibm"})
+
+
 def test_folders_of_data_are_separated_by_colons_and_absolute():
     assert Settings.from_environment({}).data_roots is None
     read = Settings.from_environment({"MANTA_DATA_ROOTS": "/data:/srv/texts:"})

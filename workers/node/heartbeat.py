@@ -35,6 +35,7 @@ class HeartbeatServer:
         self.secret = secrets.token_hex()
         """What a ping says."""
         self._drain_at: float | None = None
+        self._drain_reason = ""
         self._listener = socket.create_server((host, 0), backlog=BACKLOG)
         self._listener.setblocking(False)
         self._woken, self._waker = socket.socketpair()
@@ -57,9 +58,9 @@ class HeartbeatServer:
         """For how long the node can still be counted on; None: nobody has said that it ends."""
         return None if self._drain_at is None else max(0.0, self._drain_at - time.monotonic())
 
-    def drain(self, seconds: float) -> None:
-        """The node is to be left within `seconds`: say so to all who are connected. The last word counts."""
-        self._drain_at = time.monotonic() + seconds
+    def drain(self, seconds: float, reason: str = "") -> None:
+        """The node is to be left within `seconds`: say so, and why, to all who are connected. The last word counts."""
+        self._drain_at, self._drain_reason = time.monotonic() + seconds, reason
         with contextlib.suppress(OSError):
             self._waker.send(b"\n")
 
@@ -135,7 +136,7 @@ class HeartbeatServer:
             return b""
 
     def _answer(self, connection: socket.socket) -> None:
-        line = json.dumps(to_json(Heartbeat(self._node, self.drain_seconds))) + "\n"
+        line = json.dumps(to_json(Heartbeat(self._node, self.drain_seconds, self._drain_reason))) + "\n"
         try:
             connection.sendall(line.encode())
         except OSError:  # it is gone, or does not read

@@ -285,6 +285,8 @@ class Heartbeat:
     """Ray's id of the node."""
     drain_seconds: float | None = None
     """How long the node can still be counted on; None where nobody has said that it ends."""
+    drain_reason: str = ""
+    """Why it ends, in words; empty where nobody has said why."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def made(monkeypatch, others):
     )
     connection = RayConnection(ray)
     nodes = Nodes(connection)
-    return NodeDaemons(connection, nodes, Paths.of("/nowhere")), nodes, actors
+    return NodeDaemons(connection, nodes, Paths.of("/nowhere"), "aws"), nodes, actors
 
 
 def test_node_whose_daemon_does_not_answer_is_closed_until_it_does(made):
@@ -218,7 +218,7 @@ def test_daemon_is_started_on_its_node_alone_with_all_that_it_needs(made, others
     assert list(asyncio.run(daemons.ensure(["-X", "frozen"], {"A": "b"}))) == ["sick", "well"]
     ((name, options, arguments),) = others.started
     assert name == node_daemon_name("sick")
-    assert arguments == ("sick", "/nowhere", ["-X", "frozen"], {"A": "b"})
+    assert arguments == ("sick", "/nowhere", ["-X", "frozen"], {"A": "b"}, "aws")
     assert options["scheduling_strategy"] == {"node_id": "sick", "soft": False}
     assert options["get_if_exists"], "another control plane may start it at the same time"
     assert (options["lifetime"], options["max_concurrency"]) == ("detached", node_daemons.CONCURRENCY)

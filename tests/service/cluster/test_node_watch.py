@@ -172,7 +172,7 @@ def test_daemon_that_was_restarted_is_no_loss(cluster):
         cluster.heartbeat = HeartbeatServer("127.0.0.1", "n1")
         await until(lambda: cluster.asked >= 2)
         cluster.heartbeat.drain(60)  # heard: the new one is listened to
-        node, seconds = await reports.get()
+        node, seconds, _ = await reports.get()
         return node, 0 < seconds <= 60
 
     assert watched(cluster, story) == ("n1", True)
@@ -181,13 +181,13 @@ def test_daemon_that_was_restarted_is_no_loss(cluster):
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
 def test_node_that_is_to_be_left_is_told_however_little_time_is_left(cluster, seconds):
-    cluster.heartbeat.drain(seconds)
+    cluster.heartbeat.drain(seconds, "it is sold")
 
     async def story(reports):
         return await reports.get()
 
-    node, left = watched(cluster, story)
-    assert node == "n1"
+    node, left, reason = watched(cluster, story)
+    assert (node, reason) == ("n1", "it is sold")
     assert 0 <= left <= seconds
 
 

@@ -300,7 +300,7 @@ def test_elastic_job_leaves_a_node_by_going_on_without_the_replica(two_replicas,
         await job.watched(1)
         await job.commit(1)
         cluster.nodes.draining.add("one")
-        job.supervisor.node_draining("one", 60.0)
+        job.supervisor.node_draining("one", 60.0, "it is sold")
         await job.watched(2)
         assert [(agent.rank, agent.node) for agent in job.ranks] == [(0, "two"), (1, "two")]
         await job.commit(2)
@@ -309,6 +309,7 @@ def test_elastic_job_leaves_a_node_by_going_on_without_the_replica(two_replicas,
     story(body)
     assert job.log == [*UP, "node_draining", *CHANGED, "SUCCEEDED"]
     assert job.generations[1] == ("went on without replicas [0]: their nodes are to be left", "memory", 1)
+    assert job.message("node_draining") == "node one is to be left within 60 s (it is sold); 2 ranks are there"
 
 
 def test_job_that_finds_no_room_elsewhere_stays_and_says_so_once(two_replicas, tmp_path):

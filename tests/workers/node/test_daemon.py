@@ -9,6 +9,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from metadata_service import MetadataService
 
 from workers import paths
 from workers.node import daemon as module
@@ -171,6 +172,39 @@ def test_machine_that_is_taken_away_is_to_be_left_at_once(go, daemon, home, monk
         go(body)
     finally:
         home.remove_runtime_folder()
+
+
+def test_a_cloud_that_takes_the_machine_is_heard(go, home, monkeypatch):
+    service = MetadataService()
+    service.answers = {"/computeMetadata/v1/instance/preempted": "TRUE"}
+    daemon = NodeDaemon("n1", str(home.home), notices=f"gcp={service.url}")
+
+    async def nothing(*arguments):
+        raise ZygoteUnavailable("none is started here")
+
+    async def started(owner):
+        return None
+
+    monkeypatch.setattr(module, "on_termination", lambda act: None)
+    monkeypatch.setattr(module, "fork", nothing)
+    monkeypatch.setattr(ZygoteOwner, "start", started)
+
+    async def body():
+        assert daemon._heartbeat.drain_seconds is None
+        await daemon.start()
+        async with asyncio.timeout(10):
+            while daemon._heartbeat.drain_seconds is None:
+                await asyncio.sleep(0.01)
+        await daemon.shutdown()
+
+    try:
+        go(body)
+    finally:
+        service.close()
+        home.remove_runtime_folder()
+    assert 20 < daemon._heartbeat.drain_seconds <= 30
+    assert daemon._heartbeat._drain_reason == "Google Cloud preempts the machine"
+    assert daemon._notices._stopped.is_set()
 
 
 def test_a_node_says_where_it_is_what_it_has_and_what_was_measured(go, daemon, home, monkeypatch):

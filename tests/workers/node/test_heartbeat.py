@@ -35,9 +35,9 @@ def ping(connection, heartbeat):
 
 def test_answers_each_ping(heartbeat):
     connection, lines = connected(heartbeat)
-    assert json.loads(lines.readline()) == {"node": "n1", "drain_seconds": None}
+    assert json.loads(lines.readline()) == {"node": "n1", "drain_seconds": None, "drain_reason": ""}
     ping(connection, heartbeat)
-    assert json.loads(lines.readline()) == {"node": "n1", "drain_seconds": None}
+    assert json.loads(lines.readline()) == {"node": "n1", "drain_seconds": None, "drain_reason": ""}
 
 
 def test_ping_may_come_in_pieces(heartbeat):

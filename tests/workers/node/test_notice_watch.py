@@ -1,0 +1,66 @@
+"""A notice is passed on once; a metadata service that does not answer is asked again."""
+
+import logging
+import threading
+
+import pytest
+from metadata_service import MetadataService
+
+from workers.node.cloud_notices import MetadataSource
+from workers.node.notice_watch import NoticeWatch
+
+PREEMPTED = "/computeMetadata/v1/instance/preempted"
+MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"
+
+
+@pytest.fixture
+def service():
+    made = MetadataService()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def watch(service):
+    noticed = []
+    made = NoticeWatch(
+        MetadataSource.of(f"gcp={service.url}"), lambda seconds, why: noticed.append((seconds, why)), 0.02
+    )
+    made.noticed = noticed
+    yield made
+    made.stop()
+
+
+def test_the_same_notice_is_passed_on_once_and_another_one_too(service, watch):
+    for _ in range(3):
+        watch.look()
+    assert watch.noticed == []
+    service.answers = {MAINTENANCE: "TERMINATE_ON_HOST_MAINTENANCE"}
+    watch.look()
+    watch.look()
+    service.answers[PREEMPTED] = "TRUE"
+    watch.look()
+    watch.look()
+    assert [seconds for seconds, _ in watch.noticed] == [60.0, 30.0]
+
+
+def test_silence_is_no_notice_and_is_said_once(service, watch, caplog):
+    service.answers = {PREEMPTED: 503}
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            watch.look()
+        service.answers = {}
+        watch.look()
+    assert watch.noticed == []
+    assert [record.message.partition(";")[0].rpartition(" ")[2] for record in caplog.records] == ["503", "again"]
+
+
+def test_it_asks_until_it_is_stopped(service, watch):
+    passed_on = threading.Event()
+    watch._noticed = lambda seconds, why: passed_on.set()
+    watch.start()
+    service.answers = {PREEMPTED: "TRUE"}
+    assert passed_on.wait(10)
+    watch.stop()
+    watch._thread.join(10)
+    assert not watch._thread.is_alive()

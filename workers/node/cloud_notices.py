@@ -1,0 +1,193 @@
+"""What a cloud says before it takes a machine, asked of the machine's own metadata service.
+
+| cloud | asked | says |
+| --- | --- | --- |
+| AWS | `spot/instance-action` | a spot instance is stopped or terminated at a time, two minutes ahead |
+| AWS | `events/maintenance/scheduled` | a reboot, stop or retirement of the instance, days ahead |
+| GCP | `instance/preempted` | a spot or preemptible machine ends in 30 s |
+| GCP | `instance/maintenance-event` | a machine that cannot be moved live ends, at least 60 s ahead |
+| Azure | `scheduledevents` | preemption (30 s ahead), termination, reboot, redeployment, at a time |
+
+Each cloud's answers become a `Notice` by a pure function. What a service does not answer is unknown, not "no notice".
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from workers.errors import MantaError
+
+Cloud = Literal["aws", "gcp", "azure"]
+CLOUDS: tuple[Cloud, ...] = get_args(Cloud)
+SERVICES: dict[Cloud, str] = {
+    "aws": "http://169.254.169.254",
+    "gcp": "http://169.254.169.254",
+    "azure": "http://169.254.169.254",
+}
+"""Where each cloud's metadata service answers."""
+ANSWER_SECONDS = 2.0
+LEAD_SECONDS = 600.0
+"""Work that is announced days ahead is heeded when it is this near."""
+GCP_PREEMPTED_SECONDS, GCP_MAINTENANCE_SECONDS = 30.0, 60.0
+AZURE_PREEMPT_SECONDS = 30.0
+"""Where an event of Azure's names no time it may begin at once; a preemption comes this long after its notice."""
+_TOKEN_SECONDS = "21600"
+_AWS_ENDS = {"instance-reboot", "system-reboot", "instance-stop", "instance-retirement"}
+_AZURE_ENDS = {"Reboot", "Redeploy", "Preempt", "Terminate"}
+_MOST_BYTES = 1 << 20
+
+
+class MetadataUnavailable(MantaError):
+    """The metadata service does not answer, or not as it should."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """The machine goes."""
+
+    id: str
+    """The same as long as the same is meant."""
+    seconds: float
+    """For how long it can still be counted on, from when that was asked."""
+    reason: str
+    """Why, in words."""
+
+
+@dataclass(frozen=True)
+class MetadataSource:
+    """Which metadata service is asked."""
+
+    cloud: Cloud
+    url: str
+
+    @classmethod
+    def of(cls, text: str) -> MetadataSource:
+        """From `CLOUD`, or `CLOUD=URL` where the service answers elsewhere. Raises MetadataUnavailable."""
+        name, _, url = text.partition("=")
+        if name not in CLOUDS or (url and urlsplit(url).scheme != "http"):
+            raise MetadataUnavailable(
+                f"{text!r} names no cloud whose notices are known: use {', '.join(CLOUDS)}, or CLOUD=http://HOST:PORT"
+            )
+        return cls(name, url or SERVICES[name])
+
+    def notice(self, now: datetime) -> Notice | None:
+        """What the cloud says now, at `now` by this machine's clock. Raises MetadataUnavailable."""
+        return _ASK[self.cloud](_Service(self.url), now)
+
+
+def aws_spot_notice(document: Any, now: datetime) -> Notice | None:
+    """From `spot/instance-action`."""
+    at = datetime.fromisoformat(document["time"])
+    action = document["action"]
+    return Notice(f"spot {action} {document['time']}", _until(at, now), f"AWS takes the spot instance back ({action})")
+
+
+def aws_maintenance_notice(document: Any, now: datetime) -> Notice | None:
+    """From `events/maintenance/scheduled`: the next one that is near."""
+    coming = []
+    for event in document:
+        at = parsedate_to_datetime(event["NotBefore"])
+        if event.get("State", "active") == "active" and event["Code"] in _AWS_ENDS and _until(at, now) <= LEAD_SECONDS:
+            name = event.get("EventId", f"{event['Code']} {event['NotBefore']}")
+            coming.append(Notice(str(name), _until(at, now), f"AWS has scheduled maintenance ({event['Code']})"))
+    return min(coming, key=lambda notice: notice.seconds, default=None)
+
+
+def gcp_notice(preempted: str, maintenance: str) -> Notice | None:
+    """From `instance/preempted` and `instance/maintenance-event`."""
+    if preempted.strip() == "TRUE":
+        return Notice("preempted", GCP_PREEMPTED_SECONDS, "Google Cloud preempts the machine")
+    if maintenance.strip() == "TERMINATE_ON_HOST_MAINTENANCE":
+        return Notice("maintenance", GCP_MAINTENANCE_SECONDS, "Google Cloud has scheduled maintenance of the host")
+    return None
+
+
+def azure_notice(document: Any, name: str, now: datetime) -> Notice | None:
+    """From `scheduledevents`: the next one that ends the machine called `name`; a freeze of some seconds does not."""
+    coming = []
+    for event in document["Events"]:
+        kind = event["EventType"]
+        if kind not in _AZURE_ENDS or name not in event["Resources"]:
+            continue
+        least = AZURE_PREEMPT_SECONDS if kind == "Preempt" else 0.0
+        seconds = _until(parsedate_to_datetime(event["NotBefore"]), now) if event.get("NotBefore") else least
+        if seconds <= LEAD_SECONDS:
+            coming.append(Notice(str(event["EventId"]), seconds, f"Azure has scheduled an event ({kind})"))
+    return min(coming, key=lambda notice: notice.seconds, default=None)
+
+
+def _until(at: datetime, now: datetime) -> float:
+    return max(0.0, ((at if at.tzinfo else at.replace(tzinfo=UTC)) - now).total_seconds())
+
+
+class _Service:
+    """Asks one metadata service, past all proxies."""
+
+    def __init__(self, url: str):
+        self._host = urlsplit(url).netloc
+
+    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
+        """The answer; None where there is nothing at `path`. Raises MetadataUnavailable."""
+        connection = http.client.HTTPConnection(self._host, timeout=ANSWER_SECONDS)
+        try:
+            connection.request(method, path, headers=dict(headers))
+            response = connection.getresponse()
+            content = response.read(_MOST_BYTES).decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise MetadataUnavailable(f"the metadata service at {self._host} does not answer: {error}") from error
+        finally:
+            connection.close()
+        if response.status == 404:
+            return None
+        if response.status != 200:
+            raise MetadataUnavailable(f"the metadata service at {self._host} answers {path} with {response.status}")
+        return content
+
+
+def _understood(read: Callable[..., Notice | None], content: str, *about: Any) -> Notice | None:
+    """What `read` makes of a JSON document. Raises MetadataUnavailable where it is another than it knows."""
+    try:
+        return read(json.loads(content), *about)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise MetadataUnavailable(f"the metadata service says what is not known: {content[:200]!r}") from error
+
+
+def _ask_aws(service: _Service, now: datetime) -> Notice | None:
+    wanted = {"X-aws-ec2-metadata-token-ttl-seconds": _TOKEN_SECONDS}
+    token = service.ask("/latest/api/token", wanted, "PUT")
+    headers = {} if token is None else {"X-aws-ec2-metadata-token": token}
+    spot = service.ask("/latest/meta-data/spot/instance-action", headers)
+    if spot is not None:
+        return _understood(aws_spot_notice, spot, now)
+    maintenance = service.ask("/latest/meta-data/events/maintenance/scheduled", headers)
+    return None if maintenance is None else _understood(aws_maintenance_notice, maintenance, now)
+
+
+def _ask_gcp(service: _Service, now: datetime) -> Notice | None:
+    headers, instance = {"Metadata-Flavor": "Google"}, "/computeMetadata/v1/instance"
+    preempted = service.ask(f"{instance}/preempted", headers)
+    maintenance = service.ask(f"{instance}/maintenance-event", headers)
+    return gcp_notice(preempted or "", maintenance or "")
+
+
+def _ask_azure(service: _Service, now: datetime) -> Notice | None:
+    headers = {"Metadata": "true"}
+    events = service.ask("/metadata/scheduledevents?api-version=2020-07-01", headers)
+    if events is None:
+        return None
+    name = service.ask("/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers)
+    return _understood(azure_notice, events, (name or "").strip(), now)
+
+
+_ASK: dict[Cloud, Callable[[_Service, datetime], Notice | None]] = {
+    "aws": _ask_aws,
+    "gcp": _ask_gcp,
+    "azure": _ask_azure,
+}
