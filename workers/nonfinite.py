@@ -9,6 +9,11 @@ NON_FINITE = ("nan", "inf", "-inf")
 """How numbers that JSON does not know are spelled, everywhere in Manta."""
 
 
+def spell_series(numbers: list[float | None]) -> list[Any]:
+    """`spell` for many numbers at once, of which each is looked at only where their sum is not finite."""
+    return numbers if math.isfinite(sum(filter(None, numbers))) else [spell(each) for each in numbers]
+
+
 def spell(value: Any) -> Any:
     """`value` with every non-finite number in it, at any depth, as one of "nan", "inf", "-inf"."""
     if isinstance(value, float):

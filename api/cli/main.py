@@ -337,27 +337,6 @@ def inject(
     show(made, as_json, lambda console: console.print(f"{made.id}: {made.message}", highlight=False))
 
 
-@app.command()
-def drain(
-    node: Annotated[str, typer.Argument(metavar="NODE", help="Id of the node, or enough of its start.")],
-    deadline: Annotated[float, typer.Option("--deadline", min=0, help="Seconds that the node lives on.")] = 120.0,
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """Have all jobs leave a node before it goes away."""
-    with connect(url) as client:
-        answer = client.drain(node, deadline)
-    show(answer, as_json, lambda console: console.print(f"{answer.id} is being left", highlight=False))
-
-
-@app.command()
-def nodes(url: Url = None, as_json: Json = False) -> None:
-    """Show the cluster's nodes and what runs on them."""
-    with connect(url) as client:
-        cluster = client.cluster()
-    show(cluster, as_json, lambda console: render.node_table(console, cluster))
-
-
 def _read(file: Path) -> Any:
     """The spec in `file`, with its relative data paths made absolute."""
     try:
@@ -391,12 +370,14 @@ def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
 
 def main() -> None:
     """Entry of the `manta` command."""
-    from api.cli import access, checkpoints, service, version
+    from api.cli import access, checkpoints, doctor, nodes, service, version
     from api.cli.db import db
 
     app.callback()(version.options)
     access.register(app)
     checkpoints.register(app)
+    doctor.register(app)
+    nodes.register(app)
     service.register(app)
     app.add_typer(db, name="db")
     app()

@@ -21,7 +21,7 @@ from api.problem_codes import OF_A_JOB, reads
 from api.threads import Threads
 from service.store import JobNotFound, Store, jobs, metric_bins, metrics
 from service.store.tables import METRIC_NAMES
-from workers.nonfinite import spell
+from workers.nonfinite import spell_series
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/metrics", tags=["metrics"])
 
@@ -50,7 +50,8 @@ def _read(store: Store, job_id: str, names: Sequence[str], after_step: int, max_
     with store.read() as session:
         behind = metric_bins.is_behind(session, jobs.get(session, job_id))
         points = metrics.series(session, job_id, names, after_step, max_points)
-    return to_json({"steps": points.steps, "series": spell(points.series)}), behind
+    spelled = {name: spell_series(numbers) for name, numbers in points.series.items()}
+    return to_json({"steps": points.steps, "series": spelled}), behind
 
 
 async def _catch_up(store: Store, job_id: str) -> None:

@@ -78,9 +78,15 @@ def series(
     query = select(*shown).where(Metric.job_id == job_id)
     kept = _downsampled(session, query, job_id, after_step, max_points).order_by(Metric.step)
     rows = session.execute(kept).all()
-    values = {name: [number(row[at]) for row in rows] for at, name in enumerate(known, start=1)}
-    values |= {name: [row[-1].get(name) for row in rows] for name in others}
-    return Series([row[0] for row in rows], {name: values[name] for name in names})
+    steps, *numbers = map(list, zip(*rows, strict=True)) if rows else [[] for _ in shown]
+    values = {name: _numbers_in(column) for name, column in zip(known, numbers, strict=False)}
+    values |= {name: [extra.get(name) for extra in numbers[-1]] for name in others}
+    return Series(steps, {name: values[name] for name in names})
+
+
+def _numbers_in(column: list[Any]) -> list[float | None]:
+    """A column as numbers. Each is looked at only where there is a text among them, as SQLite has a NaN."""
+    return [number(value) for value in column] if str in set(map(type, column)) else column
 
 
 def recent_step_seconds(reader: Reader, some: Collection[Job | Row[Any]]) -> dict[str, float]:

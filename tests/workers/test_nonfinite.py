@@ -3,7 +3,9 @@
 import json
 import math
 
-from workers.nonfinite import number, spell
+import pytest
+
+from workers.nonfinite import number, spell, spell_series
 
 
 def test_numbers_that_json_lacks_are_words_at_any_depth():
@@ -18,3 +20,11 @@ def test_words_become_numbers_again_and_all_else_stays():
     values = [math.inf, -math.inf, 1.5, 2, None, "infinite"]
     assert [number(each) for each in json.loads(json.dumps(spell(values), allow_nan=False))] == values
     assert math.isnan(number(spell(math.nan)))
+
+
+@pytest.mark.parametrize("numbers", [
+    [], [1.5, None, -2.0], [0.0, None], [1.0, math.inf], [-math.inf, 2.0], [math.inf, -math.inf], [None, math.nan],
+    [1e308, 1e308], [-1e308, -1e308, 3.0],
+])  # fmt: skip
+def test_many_numbers_at_once_are_spelled_as_one_by_one(numbers):
+    assert spell_series(list(numbers)) == spell(numbers)

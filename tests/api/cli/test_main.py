@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from api.cli import checkpoints as checkpoint_commands
 from api.cli import main
+from api.cli import nodes as node_commands
 from api.cli.main import app
 from api.client import MantaClient
 from service.logs import log_file, log_folder
@@ -18,6 +19,7 @@ from service.store.recoveries import Beginning
 from tests.api.support.silent_service import SilentService
 
 checkpoint_commands.register(app)
+node_commands.register(app)
 
 
 @pytest.fixture

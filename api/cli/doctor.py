@@ -1,0 +1,85 @@
+"""`manta doctor`: whether this machine, and what a service would use from here, will do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from api.cli.main import EXIT_FAILED, Json
+from api.cli.service import Database, settings_with
+from api.client import ApiError, MantaClient, ServiceUnreachable
+from api.local_service import running_service
+from service.doctor.checkup import findings, looks
+from service.doctor.findings import Finding
+from service.settings import Settings
+from workers.spec.reading import load_job_spec
+
+_MARKS = {"ok": "ok  ", "warning": "WARN", "problem": "FAIL", "skipped": "-   "}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(doctor)
+
+
+def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(help="A job's YAML file: whether there is room for it, too.", dir_okay=False)
+    ] = None,
+    database: Database = None,
+    as_json: Json = False,
+) -> None:
+    """Look at this machine, at what is installed, and at what a service would use from here, and say what is wrong and
+    what to do. Works before `manta up`, on a node, and in a container. Exit code 1 where something will not do."""
+    settings = settings_with(database)
+    job = None if file is None else load_job_spec(file)
+    all_looks = {**looks(settings, job), "service": lambda: _service(settings)}
+    seen = []
+    for finding in findings(all_looks):
+        seen.append(finding)
+        if not as_json:
+            _say(finding)
+    counts = {verdict: sum(each.verdict == verdict for each in seen) for verdict in _MARKS}
+    if as_json:
+        typer.echo(json.dumps({"items": [asdict(each) for each in seen], "counts": counts}))
+    else:
+        typer.echo(f"{counts['problem']} problems, {counts['warning']} warnings")
+    if counts["problem"]:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _say(finding: Finding) -> None:
+    typer.echo(f"{_MARKS[finding.verdict]}  {finding.subject}: {finding.message}")
+    if finding.advice:
+        typer.echo(f"      -> {finding.advice}")
+
+
+def _service(settings: Settings) -> Iterator[Finding]:
+    """The service of this home, or that of MANTA_URL, and its nodes."""
+    if settings.url is None and running_service(settings.home) is None:
+        yield Finding("service", "skipped", f"none runs with home {settings.home}")
+        return
+    try:
+        with MantaClient.of_home(settings.home) if settings.url is None else MantaClient(settings.url) as client:
+            client.ready()
+            nodes = client.cluster().nodes
+            address = client.url
+    except (ServiceUnreachable, ApiError) as error:
+        yield Finding("service", "problem", str(error), "its log is in the home: logs/service.log")
+        return
+    yield Finding("service", "ok", f"{address} answers and can run jobs")
+    for node in nodes:
+        places = f"{node.free:g} of {node.total:g} places free"
+        if not node.alive:
+            yield Finding(
+                "nodes", "warning", f"{node.id[:12]} ({node.address}) does not answer", "nothing is placed there"
+            )
+        elif node.draining:
+            yield Finding("nodes", "warning", f"{node.id[:12]} ({node.address}) is to be left; {places}")
+        else:
+            yield Finding("nodes", "ok", f"{node.id[:12]} ({node.address}) answers; {places}")

@@ -1,0 +1,54 @@
+"""All that a doctor looks at, one after the other. A look that fails is a finding too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from service.doctor import machine, packages, stores
+from service.doctor.findings import Finding
+from service.settings import Settings
+from workers.config import JobSpec
+from workers.paths import Paths
+
+Look = Callable[[], Iterable[Finding]]
+
+
+def looks(settings: Settings, job: JobSpec | None) -> dict[str, Look]:
+    """By subject what is looked at for a service of these `settings`, and for `job`."""
+    paths = Paths.of(settings.home)
+    return {
+        "Python": machine.python,
+        "packages": packages.requirements,
+        "torch": packages.torch,
+        "Ray": packages.ray,
+        "shared memory": lambda: machine.shared_memory(job),
+        "limits": machine.limits,
+        "disk": lambda: machine.disk(paths.home, job, settings.checkpoints is not None),
+        "folders": lambda: machine.folders(paths),
+        "network": machine.network,
+        "database": lambda: stores.database(settings),
+        "checkpoints": lambda: stores.checkpoints(settings.checkpoints),
+        "data": lambda: _data(job, settings.data_roots),
+    }
+
+
+def findings(these: dict[str, Look]) -> Iterator[Finding]:
+    """What each of the looks shows, as soon as it does."""
+    for subject, look in these.items():
+        try:
+            yield from look()
+        except Exception as error:  # noqa: BLE001 - whatever hinders a look is what its user has to know
+            yield Finding(subject, "problem", f"could not be looked at: {type(error).__name__}: {error}")
+
+
+def _data(job: JobSpec | None, roots: tuple[Path, ...] | None) -> Iterator[Finding]:
+    """Whether what the job reads is here."""
+    for name in (job.data.paths or ()) if job is not None else ():
+        path = Path(name)
+        if roots is not None and not any(path.resolve().is_relative_to(root) for root in roots):
+            yield Finding("data", "problem", f"{path} is outside of the roots for data", "see MANTA_DATA_ROOTS")
+        elif not path.exists():
+            yield Finding("data", "problem", f"{path} is not there", "each node has to have it at that path")
+        else:
+            yield Finding("data", "ok", f"{path} is there")

@@ -1,0 +1,143 @@
+"""The machine: Python, shared memory, limits, disk, folders, network. Nothing is changed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from service.doctor.findings import Finding, size
+from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
+from workers.config import JobSpec
+from workers.paths import SHARED_MEMORY, Paths
+from workers.snapshot.snapshot_file import memory_available
+from workers.system.own_address import LOOPBACK, outward_address
+
+OLDEST_PYTHON, NEXT_PYTHON = (3, 11), (3, 14)
+LEAST_SHARED_BYTES = 1 << 30
+"""Below this a container has probably been given the usual 64 MiB."""
+LEAST_FILES = 4096
+LEAST_DISK_BYTES = 1 << 30
+SOCKET_PATH_BYTES = 107
+
+
+def python() -> Iterator[Finding]:
+    """The interpreter."""
+    version = sys.version_info[:2]
+    text = f"Python {sys.version.split()[0]} at {sys.executable}"
+    if OLDEST_PYTHON <= version < NEXT_PYTHON:
+        yield Finding("Python", "ok", text)
+    else:
+        yield Finding("Python", "problem", text, "install Manta with Python 3.11, 3.12 or 3.13")
+
+
+def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
+    """Whether the snapshots of `job` fit, or those of some job."""
+    try:
+        room = shutil.disk_usage(folder)
+    except OSError as error:
+        yield Finding(
+            "shared memory",
+            "problem",
+            f"{folder} cannot be used: {error.strerror}",
+            "mount a tmpfs there: snapshots lie in it",
+        )
+        return
+    free = min(room.free, memory_available())
+    text = f"{folder} has {size(free)} free of {size(room.total)}"
+    enlarge = "enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory at /dev/shm)"
+    if job is not None:
+        needed = snapshot_bytes(job)
+        text += f"; the snapshots of {job.name} take {size(needed)} over all nodes"
+        if needed > free:
+            yield Finding(
+                "shared memory",
+                "problem",
+                text,
+                f"spread the job over more nodes, or {enlarge}; parallel.zero: 1 takes less",
+            )
+            return
+    if room.total < LEAST_SHARED_BYTES:
+        yield Finding("shared memory", "warning", text, f"most jobs need more: {enlarge}")
+    else:
+        yield Finding("shared memory", "ok", text)
+
+
+def limits() -> Iterator[Finding]:
+    """What the kernel allows this user's processes."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{files} open files a process"
+    if files < LEAST_FILES:
+        advice = (
+            f"`ulimit -n {LEAST_FILES}` before `manta up`" if most >= LEAST_FILES else "raise nofile in limits.conf"
+        )
+        yield Finding("limits", "warning", text, f"ranks and clients each take some: {advice}")
+    else:
+        yield Finding("limits", "ok", text)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if Path("/dev/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
+        text = f"{size(locked)} of locked memory a process, beside InfiniBand"
+        yield Finding("limits", "warning", text, "NCCL registers buffers with the adapter: set memlock to unlimited")
+
+
+def disk(home: Path, job: JobSpec | None, checkpoints_elsewhere: bool) -> Iterator[Finding]:
+    """Whether there is room for what a service writes into its home."""
+    folder = next(each for each in (home, *home.parents) if each.is_dir())
+    free = shutil.disk_usage(folder).free
+    text = f"{folder} has {size(free)} free"
+    needed = LEAST_DISK_BYTES
+    if job is not None and not checkpoints_elsewhere:
+        needed += (job.checkpoint.keep + 1) * checkpoint_bytes(job)
+        text += f"; {job.checkpoint.keep + 1} checkpoints of {job.name} take {size(needed - LEAST_DISK_BYTES)}"
+    if free < needed:
+        yield Finding(
+            "disk", "warning", text, "free some, put the home (MANTA_HOME) elsewhere, or set MANTA_CHECKPOINTS"
+        )
+    else:
+        yield Finding("disk", "ok", text)
+
+
+def folders(paths: Paths) -> Iterator[Finding]:
+    """Whether the folders are this user's, and nobody else's."""
+    ours = (("home", paths.home), ("sockets", paths.runtime_folder), ("snapshots", paths.snapshot_root))
+    for what, folder in ours:
+        try:
+            status = folder.lstat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            yield Finding(
+                "folders", "problem", f"{folder} ({what}): {error.strerror}", "make it readable for this user"
+            )
+            continue
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
+            problem = f"{folder} ({what}) is no folder of this user's (uid {os.getuid()})"
+            yield Finding("folders", "problem", problem, "have its owner remove it, or use another MANTA_HOME")
+        elif status.st_mode & 0o077:
+            problem = f"{folder} ({what}) is open to others (mode {stat.S_IMODE(status.st_mode):o})"
+            yield Finding("folders", "warning", problem, f"chmod 700 {folder}")
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            yield Finding("folders", "problem", f"{folder} ({what}) cannot be written", "its file system is read-only")
+        else:
+            yield Finding("folders", "ok", f"{folder} ({what}) is this user's alone")
+    longest = len(os.fsencode(paths.ray_folder)) + 60
+    if longest > SOCKET_PATH_BYTES:
+        yield Finding(
+            "folders",
+            "problem",
+            f"sockets below {paths.ray_folder} have too long names",
+            "use a user with a shorter number",
+        )
+
+
+def network() -> Iterator[Finding]:
+    """How other machines reach this one."""
+    address = outward_address()
+    if address == LOOPBACK:
+        yield Finding("network", "warning", "no way leads out of this machine", "jobs can use this machine alone")
+    else:
+        yield Finding("network", "ok", f"other machines reach this one at {address}")

@@ -1,0 +1,112 @@
+"""What is installed: Manta's own requirements, torch and what it sees of GPUs, Ray."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from service.cluster.ray_head import count_gpus
+from service.cluster.ray_private import TRIED_WITH
+from service.doctor.findings import Finding
+
+DISTRIBUTION = "manta-train"
+TORCH_SECONDS = 120.0
+DRIVER = Path("/proc/driver/nvidia/version")
+# In a process of its own: neither the service nor its commands ever import torch.
+_ASK_TORCH = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+    "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+}))
+"""
+
+
+def requirements() -> Iterator[Finding]:
+    """Whether each package that Manta needs is there in a version that it takes."""
+    try:
+        wanted = [Requirement(each) for each in importlib.metadata.requires(DISTRIBUTION) or ()]
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("packages", "warning", f"{DISTRIBUTION} is not installed here", "pip install it, or `make setup`")
+        return
+    needed = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+    wrong = list(filter(None, map(_wrong, needed)))
+    for problem in wrong:
+        yield Finding("packages", "problem", problem, f"pip install --upgrade {DISTRIBUTION}")
+    if not wrong:
+        version = importlib.metadata.version(DISTRIBUTION)
+        yield Finding("packages", "ok", f"{DISTRIBUTION} {version} and the {len(needed)} packages that it needs")
+
+
+def _wrong(wanted: Requirement) -> str | None:
+    try:
+        version = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{wanted.name} is not installed"
+    return None if wanted.specifier.contains(version, True) else f"{wanted.name} is {version}, not {wanted.specifier}"
+
+
+def torch(gpus: int | None = None) -> Iterator[Finding]:
+    """Whether torch starts, and uses the GPUs that the machine has. `gpus`: how many those are; None: look."""
+    gpus = count_gpus() if gpus is None else gpus
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=TORCH_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding(
+            "torch", "problem", f"torch did not start within {TORCH_SECONDS:g} s", "see whether the disk is slow"
+        )
+        return
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        yield Finding("torch", "problem", f"torch cannot be imported: {last}", "pip install torch")
+        return
+    yield judge_torch(json.loads(asked.stdout), gpus, driver_version())
+
+
+def judge_torch(about: dict[str, Any], gpus: int, driver: str | None) -> Finding:
+    """What torch says of itself (`version`, `cuda`, `nccl`, `devices`), beside `gpus` of the machine."""
+    text = f"torch {about['version']}"
+    if not gpus:
+        return Finding("torch", "ok", f"{text}; this machine has no GPU, so ranks take CPU slots")
+    seen = len(about["devices"])
+    if about["cuda"] is None:
+        advice = "install a CUDA build of torch, or jobs run on CPU slots (resources.accelerator: cpu)"
+        return Finding("torch", "problem", f"{text} is a CPU build, and this machine has {gpus} GPUs", advice)
+    text += f", CUDA {about['cuda']}, driver {driver or 'unknown'}, NCCL {about['nccl'] or 'unknown'}"
+    if seen < gpus:
+        advice = "see nvidia-smi: the driver may be too old for this CUDA, or CUDA_VISIBLE_DEVICES hides some"
+        return Finding("torch", "problem", f"{text}: it sees {seen} of {gpus} GPUs", advice)
+    return Finding("torch", "ok", f"{text}; GPUs: {', '.join(about['devices'])}")
+
+
+def driver_version(file: Path = DRIVER) -> str | None:
+    """NVIDIA's kernel driver, as it says itself; None where there is none."""
+    try:
+        words = file.read_text().split()
+    except OSError:
+        return None
+    return next((word for word in words if word[:1].isdigit() and "." in word), None)
+
+
+def ray() -> Iterator[Finding]:
+    """Which Ray there is."""
+    try:
+        version = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("Ray", "problem", "ray is not installed", "pip install ray")
+        return
+    if version == TRIED_WITH:
+        yield Finding("Ray", "ok", f"ray {version}")
+    else:
+        yield Finding("Ray", "warning", f"ray {version}", f"Manta was tried with {TRIED_WITH}")

@@ -1,0 +1,86 @@
+"""The job database and the place of the checkpoints, as a service of these settings would use them."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Iterator
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from service.doctor.findings import Finding
+from service.settings import Settings
+from service.store import Store, leases
+from service.store.database import newest_revision
+from service.store.errors import StoreUnusable
+from service.store.health import refuse_none
+from service.store.location import file_of, parse_url, shown, url_in
+from workers.errors import MantaError
+from workers.storage.files import files_of
+from workers.storage.places import Place
+
+SKEW_SECONDS = 5.0
+"""Clocks that differ by more make times hard to read; S3 refuses whoever is off by 15 minutes."""
+
+
+def database(settings: Settings) -> Iterator[Finding]:
+    """Whether the database answers and is of this release; none is made."""
+    url = url_in(settings.home, settings.database_url)
+    file = file_of(parse_url(url))
+    if file is not None and not file.exists():
+        yield Finding("database", "ok", f"{file} will be made by the first `manta up`")
+        return
+    try:
+        with contextlib.closing(Store(url)) as store:
+            refuse_none(store)
+            yield _revision(store)
+            if file is None:
+                with store.read() as session:
+                    yield _skew("the database", leases.now(session) - time.time())
+    except (MantaError, SQLAlchemyError) as error:
+        is_empty = isinstance(error, StoreUnusable) and isinstance(error.__cause__, ValueError)
+        if is_empty or "no jobs in it" in str(error):
+            yield Finding("database", "ok", f"{shown(parse_url(url))} is empty; the first `manta up` makes its tables")
+        else:
+            yield Finding("database", "problem", str(error), "see whether it runs, and that its URL is right")
+
+
+def _revision(store: Store) -> Finding:
+    revision, newest = store.revision, newest_revision()
+    if revision == newest:
+        return Finding("database", "ok", f"{store.location} answers, at revision {revision}")
+    text = f"{store.location} is at revision {revision}, and this release's is {newest}"
+    return Finding("database", "warning", text, "`manta up` brings it up to date; a newer one needs that release")
+
+
+def checkpoints(place: Place | None) -> Iterator[Finding]:
+    """Whether something can be written, read and removed where the checkpoints are."""
+    if place is None:
+        yield Finding("checkpoints", "ok", "in the home (MANTA_CHECKPOINTS would put them elsewhere)")
+        return
+    probe = place / f"manta-doctor-{secrets.token_hex(8)}"
+    said = secrets.token_bytes(32)
+    try:
+        files = files_of(place)
+        files.make_folder(place)
+        files.write_whole(probe, said)
+        try:
+            same = files.read(probe) == said
+        finally:
+            files.remove(probe)
+    except (OSError, MantaError) as error:
+        advice = "see that it is there, that it can be reached from here, and that the credentials may write and delete"
+        yield Finding("checkpoints", "problem", f"{place}: {error}", advice)
+        return
+    if same:
+        yield Finding("checkpoints", "ok", f"{place} can be written, read and removed from")
+    else:
+        yield Finding("checkpoints", "problem", f"{place} gives back other bytes than were written", "do not use it")
+
+
+def _skew(whose: str, seconds: float) -> Finding:
+    text = f"{whose}'s differs from this machine's by {abs(seconds):.1f} s"
+    if abs(seconds) > SKEW_SECONDS:
+        return Finding("clock", "warning", text, "set both by NTP")
+    return Finding("clock", "ok", text)

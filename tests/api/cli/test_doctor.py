@@ -1,0 +1,63 @@
+"""`manta doctor`: a line for each thing, advice under what is wrong, an exit code for programs."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import doctor as command
+from api.cli.main import app
+from service.doctor.findings import Finding
+
+command.register(app)
+
+
+@pytest.fixture
+def doctor(tmp_path, monkeypatch):
+    """Runs the command on made-up findings, in a home without a service or with MANTA_URL."""
+
+    def run(*arguments, seen=(), code=0, **environment):
+        monkeypatch.setattr(command, "looks", lambda settings, job: {"all": lambda: seen})
+        settings = {"MANTA_HOME": str(tmp_path / "home"), **environment}
+        result = CliRunner().invoke(app, ["doctor", *map(str, arguments)], env=settings)
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return run
+
+
+def test_each_finding_is_a_line_and_what_is_wrong_has_its_advice(doctor, tmp_path):
+    seen = [Finding("disk", "ok", "room"), Finding("limits", "warning", "few", "raise them")]
+    assert doctor(seen=seen).splitlines() == [
+        "ok    disk: room",
+        "WARN  limits: few",
+        "      -> raise them",
+        f"-     service: none runs with home {tmp_path}/home",
+        "0 problems, 1 warnings",
+    ]
+
+
+def test_a_problem_is_the_exit_code(doctor):
+    output = doctor(seen=[Finding("torch", "problem", "no", "install it")], code=1)
+    assert "FAIL  torch: no" in output and output.endswith("1 problems, 0 warnings\n")
+
+
+def test_programs_get_all_of_it(doctor):
+    document = json.loads(doctor("--json", seen=[Finding("disk", "ok", "room")]))
+    assert document["items"][0] == {"subject": "disk", "verdict": "ok", "message": "room", "advice": ""}
+    assert document["counts"] == {"ok": 1, "warning": 0, "problem": 0, "skipped": 1}
+
+
+def test_a_service_and_its_nodes_are_looked_at(doctor, service):
+    output = doctor(MANTA_URL=service.url)
+    assert f"ok    service: {service.url} answers and can run jobs" in output
+    assert "nodes: " in output
+
+
+def test_a_service_that_does_not_answer_is_a_problem(doctor):
+    assert "FAIL  service: " in doctor(MANTA_URL="http://127.0.0.1:9", code=1)
+
+
+def test_a_job_file_that_makes_no_sense_is_refused_as_ever(doctor, tmp_path):
+    (tmp_path / "job.yaml").write_text("model: 3")
+    doctor(tmp_path / "job.yaml", code=2)

@@ -1,0 +1,30 @@
+"""Everything is looked at, and a look that fails is a finding."""
+
+from service.doctor.checkup import findings, looks
+from service.doctor.findings import Finding
+from service.settings import Settings
+from workers.spec.reading import parse_job_spec
+
+
+def test_a_look_that_fails_hides_no_other():
+    def broken():
+        raise RuntimeError("no")
+
+    good = Finding("b", "ok", "fine")
+    seen = list(findings({"a": broken, "b": lambda: [good]}))
+    assert seen == [Finding("a", "problem", "could not be looked at: RuntimeError: no"), good]
+
+
+def test_the_data_of_a_job_is_looked_for(tmp_path):
+    (tmp_path / "here").write_text("text")
+    document = {
+        "model": {"layers": 1, "hidden_size": 8, "heads": 1, "sequence_length": 8},
+        "data": {"source": "text", "paths": [str(tmp_path / "here"), str(tmp_path / "gone")]},
+        "train": {"steps": 1},
+    }
+    job = parse_job_spec(document)
+    data = looks(Settings(tmp_path), job)["data"]
+    assert [each.verdict for each in data()] == ["ok", "problem"]
+    elsewhere = looks(Settings(tmp_path, data_roots=(tmp_path / "roots",)), job)["data"]
+    assert {each.verdict for each in elsewhere()} == {"problem"}
+    assert list(looks(Settings(tmp_path), None)["data"]()) == []

@@ -1,0 +1,131 @@
+"""What is said of a machine: what is wrong, and what helps."""
+
+import resource
+from types import SimpleNamespace
+
+import pytest
+
+from service.doctor import machine
+from service.doctor.findings import size
+from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
+from workers.paths import Paths
+from workers.spec.reading import parse_job_spec
+
+GIB = 1 << 30
+
+
+def job(**parallel):
+    return parse_job_spec(
+        {
+            "name": "big",
+            "model": {"layers": 2, "hidden_size": 512, "heads": 8, "sequence_length": 64},
+            "data": {"source": "python-stdlib"},
+            "train": {"steps": 10, "global_batch_size": 8, "micro_batch_size": 1},
+            "parallel": parallel,
+        }
+    )
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Sets what a file system has, in all and free."""
+
+    def is_there(total, free, available=1 << 60):
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: SimpleNamespace(total=total, free=free))
+        monkeypatch.setattr(machine, "memory_available", lambda: available)
+
+    return is_there
+
+
+def verdicts(found):
+    return [(each.verdict, each.message) for each in found]
+
+
+def test_this_python_will_do():
+    (seen,) = machine.python()
+    assert seen.verdict == "ok" and seen.message.startswith("Python 3.")
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 14)])
+def test_another_python_will_not(monkeypatch, version):
+    monkeypatch.setattr(
+        machine, "sys", SimpleNamespace(version_info=(*version, 0), version="3.x", executable="/python")
+    )
+    (seen,) = machine.python()
+    assert seen.verdict == "problem" and "3.11, 3.12 or 3.13" in seen.advice
+
+
+def test_shared_memory_as_containers_have_it_is_little(room):
+    room(64 << 20, 64 << 20)
+    (seen,) = machine.shared_memory(None)
+    assert seen.verdict == "warning" and "64 MiB free of 64 MiB" in seen.message and "--shm-size" in seen.advice
+    room(8 * GIB, 8 * GIB)
+    assert [each.verdict for each in machine.shared_memory(None)] == ["ok"]
+
+
+def test_shared_memory_is_compared_with_what_a_job_takes(room):
+    needed = snapshot_bytes(job())
+    room(8 * GIB, needed - 1)
+    (seen,) = machine.shared_memory(job())
+    assert seen.verdict == "problem" and f"the snapshots of big take {size(needed)}" in seen.message
+    room(8 * GIB, needed)
+    assert [each.verdict for each in machine.shared_memory(job())] == ["ok"]
+    room(8 * GIB, 8 * GIB, available=needed - 1)
+    assert [each.verdict for each in machine.shared_memory(job())] == ["problem"], (
+        "it may be promised more than there is"
+    )
+
+
+def test_no_shared_memory_at_all_is_a_problem(tmp_path):
+    (seen,) = machine.shared_memory(None, tmp_path / "none")
+    assert seen.verdict == "problem" and "mount a tmpfs" in seen.advice
+
+
+@pytest.mark.parametrize(("soft", "hard", "verdict", "advice"), [
+    (1024, 1 << 20, "warning", "ulimit -n 4096"), (1024, 1024, "warning", "nofile"), (4096, 4096, "ok", ""),
+])  # fmt: skip
+def test_few_open_files_are_a_warning(monkeypatch, soft, hard, verdict, advice):
+    given = {resource.RLIMIT_NOFILE: (soft, hard), resource.RLIMIT_MEMLOCK: (-1, -1)}
+    monkeypatch.setattr(machine.resource, "getrlimit", given.__getitem__)
+    (seen,) = machine.limits()
+    assert seen.verdict == verdict and advice in seen.advice
+
+
+def test_disk_has_to_hold_the_checkpoints_of_a_job_unless_they_are_elsewhere(room, tmp_path):
+    kept = (job().checkpoint.keep + 1) * checkpoint_bytes(job())
+    room(100 * GIB, GIB + kept - 1)
+    home = tmp_path / "not" / "yet"
+    assert [each.verdict for each in machine.disk(home, job(), False)] == ["warning"]
+    assert [each.verdict for each in machine.disk(home, job(), True)] == ["ok"]
+    room(100 * GIB, GIB + kept)
+    (seen,) = machine.disk(home, job(), False)
+    assert seen.verdict == "ok" and seen.message.startswith(f"{tmp_path} has ")
+
+
+def test_folders_that_are_not_there_yet_are_no_finding(tmp_path):
+    assert list(machine.folders(Paths.of(tmp_path / "home"))) == []
+
+
+def test_folders_have_to_be_this_users_alone(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    assert verdicts(machine.folders(Paths.of(home))) == [("ok", f"{home} (home) is this user's alone")]
+    home.chmod(0o755)
+    (seen,) = machine.folders(Paths.of(home))
+    assert (seen.verdict, seen.advice) == ("warning", f"chmod 700 {home}") and "mode 755" in seen.message
+    uid = machine.os.getuid()
+    monkeypatch.setattr(machine.os, "getuid", lambda: uid + 1)
+    assert [each.verdict for each in machine.folders(Paths.of(home))] == ["problem"]
+
+
+def test_a_machine_without_a_network_has_itself_alone(monkeypatch):
+    monkeypatch.setattr(machine, "outward_address", lambda: "127.0.0.1")
+    assert [each.verdict for each in machine.network()] == ["warning"]
+    monkeypatch.setattr(machine, "outward_address", lambda: "192.0.2.7")
+    assert verdicts(machine.network()) == [("ok", "other machines reach this one at 192.0.2.7")]
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1023, "1023 B"), (1 << 20, "1 MiB"),
+                                             (1.5 * GIB, "1.5 GiB"), (5 * 1024 * GIB, "5 TiB")])  # fmt: skip
+def test_sizes_are_for_people(count, text):
+    assert size(count) == text

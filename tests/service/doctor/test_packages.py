@@ -1,0 +1,71 @@
+"""What is installed is compared with what is needed, and with the machine."""
+
+import importlib.metadata
+
+import pytest
+
+from service.doctor import packages
+
+CPU = {"version": "2.13.0+cpu", "cuda": None, "nccl": None, "devices": []}
+CUDA = {"version": "2.14.1", "cuda": "13.0", "nccl": "2.29.1", "devices": ["H100", "H100"]}
+
+
+def test_here_all_is_there():
+    (seen,) = packages.requirements()
+    assert seen.verdict == "ok" and seen.message.startswith("manta-train ")
+    (seen,) = packages.ray()
+    assert seen.verdict == "ok"
+
+
+def test_what_is_missing_or_too_old_is_named(monkeypatch):
+    wanted = ["numpy>=99", "no-such-package>=1", "pydantic>=2", "moto>=99; extra == 'dev'"]
+    monkeypatch.setattr(packages.importlib.metadata, "requires", lambda name: wanted)
+    seen = list(packages.requirements())
+    numpy = importlib.metadata.version("numpy")
+    assert [each.message for each in seen] == [f"numpy is {numpy}, not >=99", "no-such-package is not installed"]
+    assert {each.verdict for each in seen} == {"problem"}
+
+
+def test_a_source_folder_without_an_installation_is_a_warning(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(packages.importlib.metadata, "requires", missing)
+    assert [each.verdict for each in packages.requirements()] == ["warning"]
+
+
+def test_another_ray_than_the_one_that_was_tried_is_a_warning(monkeypatch):
+    monkeypatch.setattr(packages.importlib.metadata, "version", lambda name: "2.99.0")
+    (seen,) = packages.ray()
+    assert seen.verdict == "warning" and packages.TRIED_WITH in seen.advice
+
+
+@pytest.mark.parametrize(("about", "gpus", "verdict", "said"), [
+    (CPU, 0, "ok", "ranks take CPU slots"),
+    (CPU, 2, "problem", "is a CPU build, and this machine has 2 GPUs"),
+    (CUDA, 2, "ok", "CUDA 13.0, driver 570.1, NCCL 2.29.1; GPUs: H100, H100"),
+    (CUDA, 3, "problem", "it sees 2 of 3 GPUs"),
+    ({**CUDA, "devices": []}, 1, "problem", "it sees 0 of 1 GPUs"),
+    (CUDA, 0, "ok", "this machine has no GPU"),
+])  # fmt: skip
+def test_torch_has_to_see_the_gpus_of_the_machine(about, gpus, verdict, said):
+    seen = packages.judge_torch(about, gpus, "570.1")
+    assert seen.verdict == verdict and said in seen.message
+
+
+def test_torch_is_asked_in_a_process_of_its_own():
+    (seen,) = packages.torch(gpus=0)
+    assert seen.verdict == "ok" and seen.message.startswith("torch 2.")
+
+
+def test_a_torch_that_cannot_be_imported_is_quoted(monkeypatch):
+    monkeypatch.setattr(packages, "_ASK_TORCH", "raise ImportError('libcudart.so.13: no such file')")
+    (seen,) = packages.torch(gpus=0)
+    assert seen.verdict == "problem" and seen.message.endswith("ImportError: libcudart.so.13: no such file")
+
+
+def test_the_driver_says_its_version(tmp_path):
+    file = tmp_path / "version"
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 2026\nGCC version: 12\n")
+    assert packages.driver_version(file) == "570.124.06"
+    assert packages.driver_version(tmp_path / "none") is None

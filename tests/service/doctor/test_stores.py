@@ -1,0 +1,62 @@
+"""Whether database and checkpoints can be used, without a trace of the question."""
+
+import pytest
+
+from service.doctor import stores
+from service.settings import Settings
+from service.store import Store
+from workers.storage.places import ObjectPath
+
+
+def test_a_database_that_is_not_there_yet_will_be_made(tmp_path):
+    (seen,) = stores.database(Settings(tmp_path / "home"))
+    assert seen.verdict == "ok" and "will be made by the first `manta up`" in seen.message
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_database_of_this_release_answers(database_url, tmp_path):
+    seen = list(stores.database(Settings(tmp_path, database_url=database_url)))
+    assert {each.verdict for each in seen} == {"ok"}
+    assert [each.subject for each in seen] == ["database", "clock"][: len(seen)]
+    assert seen[0].message.endswith("at revision " + Store(database_url).revision)
+
+
+def test_a_database_of_another_release_is_a_warning(store, database_url, tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "newest_revision", lambda: "9999")
+    assert next(iter(stores.database(Settings(tmp_path, database_url=database_url)))).verdict == "warning"
+
+
+def test_a_server_that_does_not_answer_is_a_problem_without_its_password(tmp_path):
+    url = "postgresql://me:secret@127.0.0.1:9/manta"
+    (seen,) = stores.database(Settings(tmp_path, database_url=url))
+    assert seen.verdict == "problem" and "secret" not in seen.message
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.2, "ok"), (-6.0, "warning"), (3600.0, "warning")])
+def test_clocks_may_not_differ_by_much(seconds, verdict):
+    assert stores._skew("the database", seconds).verdict == verdict
+
+
+def test_a_folder_for_checkpoints_can_be_used_and_nothing_is_left_in_it(tmp_path):
+    assert [each.verdict for each in stores.checkpoints(None)] == ["ok"]
+    (seen,) = stores.checkpoints(tmp_path / "checkpoints")
+    assert seen.verdict == "ok" and list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_a_problem(tmp_path):
+    (tmp_path / "file").write_text("")
+    (seen,) = stores.checkpoints(tmp_path / "file" / "below")
+    assert seen.verdict == "problem" and "Not a directory" in seen.message
+
+
+def test_a_store_that_does_not_answer_is_a_problem(monkeypatch):
+    class Away:
+        def make_folder(self, folder):
+            pass
+
+        def write_whole(self, file, content):
+            raise OSError("s3://bucket: no answer")
+
+    monkeypatch.setattr(stores, "files_of", lambda place: Away())
+    (seen,) = stores.checkpoints(ObjectPath("s3", "bucket"))
+    assert seen.verdict == "problem" and "no answer" in seen.message and "credentials" in seen.advice

@@ -1,0 +1,36 @@
+"""What snapshots take is known before a job runs: compared with the files of real ones."""
+
+import pytest
+import torch
+from engine_specs import spec
+
+from workers.accounting.snapshot_bytes import SLOTS, checkpoint_bytes, snapshot_bytes
+from workers.checkpoint.catalog import list_checkpoints
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.protocol.messages import Resume
+from workers.reporter import Reporter
+from workers.snapshot.files import snapshot_files
+from workers.trainer import Places, Trainer
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_ranks_file_is_as_large_as_is_said(tmp_path, monkeypatch, precision):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("to be or not to be, that is the question. " * 40, encoding="utf-8")
+    job = spec(train={"steps": 2, "precision": precision}, checkpoint={"every_steps": 2})
+    places = Places(snapshots=str(tmp_path / "shared"), checkpoints=str(tmp_path / "durable"))
+    trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), Reporter(lambda _: None), 1e9, places)
+    trainer.restore(Resume())
+    trainer.train()
+    trainer.close()
+    (file,) = snapshot_files(tmp_path / "shared")
+    assert 0 <= file.path.stat().st_size - snapshot_bytes(job) <= SLOTS * 1024 * 1024
+    (saved,) = list_checkpoints(tmp_path / "durable").whole
+    assert checkpoint_bytes(job) <= saved[1].bytes <= 2 * checkpoint_bytes(job) + 200_000
+
+
+def test_replicas_share_the_state_with_zero_and_have_copies_without():
+    alone, four, copies = (spec(parallel=layout) for layout in ({}, {"data": 4, "zero": 1}, {"data": 4, "zero": 0}))
+    assert snapshot_bytes(four) == snapshot_bytes(alone) == snapshot_bytes(copies) / 4
+    assert checkpoint_bytes(four) == checkpoint_bytes(copies) == snapshot_bytes(alone) / 2

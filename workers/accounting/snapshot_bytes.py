@@ -1,0 +1,23 @@
+"""How much shared memory the snapshots of a job take, before it runs. Pure Python."""
+
+from __future__ import annotations
+
+from workers.accounting.flops import rank_parameters
+from workers.config import JobSpec
+
+STATE_BYTES = 12
+"""Of a parameter: itself and its two moments in fp32, whatever the precision of the products."""
+SLOTS = 2
+"""Snapshots that a rank keeps at a time (`workers/snapshot/snapshot_file.py`)."""
+
+
+def snapshot_bytes(spec: JobSpec) -> int:
+    """Bytes that the snapshots of all ranks take together, less than 1 MiB a rank for notes and sums aside. With
+    `zero: 1` each replica keeps its own part of the state, else all of it."""
+    replicas = 1 if spec.layout.zero else spec.layout.data
+    return SLOTS * STATE_BYTES * spec.layout.tensor * sum(rank_parameters(spec)) * replicas
+
+
+def checkpoint_bytes(spec: JobSpec) -> int:
+    """Bytes of one durable checkpoint: each element of the state once."""
+    return STATE_BYTES * spec.layout.tensor * sum(rank_parameters(spec))
