@@ -90,6 +90,7 @@ class RankState:
         if self.snapshots is not None:
             self.snapshots.finish()  # what follows changes the state
         if self.checkpoints is not None:
+            self.checkpoints.finish_copy()
             self.checkpoints.began = self.comm.generation if resume.source == "start" else resume.began
         self.guard.finish()
         self.interval.restart()
@@ -175,6 +176,9 @@ class RankState:
             with self.comm.step.phase("snapshot"):
                 if self.snapshots.finish():
                     self.interval.note_stall(self.snapshots.stall_seconds)
+        if self.checkpoints is not None:
+            with self.comm.step.phase("checkpoint"):
+                self.checkpoints.finish_copy()
 
     def note_step_seconds(self, step: int, seconds: float) -> None:
         """What step `step` took, from which the interval between snapshots follows. Raises PeerLost."""
@@ -206,6 +210,8 @@ class RankState:
         PeerLost; NonFiniteError or SpikeError when the job has rolled back often enough.
         """
         self.comm.step.enter("restoring")
+        if self.checkpoints is not None:
+            self.checkpoints.finish_copy()
         done = self.guard.roll_back(step, samples, bad)
         self._settle(done.back_to)
         self._journal.forget_after(done.back_to)

@@ -1,10 +1,12 @@
-"""Saves durable checkpoints beside the training: the state is copied aside, a thread writes it.
+"""Saves durable checkpoints beside the training: a thread copies the state aside while the next step's forward and
+backward leave it alone, and writes it.
 
 A save that fails is an event, never a dead job; the next one tries again.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,6 +47,8 @@ class Checkpointer:
         self._needed = rectangles_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
+        self._copied = threading.Event()
+        self._copied.set()
         self.began = 0
         """The generation that began at step 0 and from which the state descends; 0: none is known."""
         self.failure: str | None = None
@@ -87,18 +91,23 @@ class Checkpointer:
         return bool(seen.item())
 
     def start(self, step: int, numbers: dict[str, Any] | None = None, if_it_fails: str | None = None) -> None:
-        """Copy the state of committed step `step` aside and begin to write it, with its `numbers` in the manifest.
-        Waits for the save before. `if_it_fails`: what happens then, in words."""
+        """Begin to copy the state of committed step `step` aside and to write it, with its `numbers` in the manifest;
+        nothing may change the state before `finish_copy`. Waits for the save before. `if_it_fails`: what happens then,
+        in words."""
         self.finish()
         self.failure = None
-        parts = {kind: part.to("cpu", copy=True) for kind, part in self._parts().items()}
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
         self._report("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
         loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
         # Of this generation: by the time the thread looks, the rank may have left it.
         ranks = self.comm.shared_work
         then = if_it_fails or ("training goes on" if step < self.spec.train.steps else "it is tried again")
-        self._under_way = self._writer.submit(self._write, ranks, step, path, parts, loss_scale, numbers, then)
+        self._copied.clear()
+        self._under_way = self._writer.submit(self._write, ranks, step, path, loss_scale, numbers, then)
+
+    def finish_copy(self) -> None:
+        """Wait until the state that is being saved has been copied aside."""
+        self._copied.wait()
 
     def finish(self) -> None:
         """Wait until the save under way is on disk or has failed."""
@@ -130,6 +139,12 @@ class Checkpointer:
         take_over(self.engine, parts, manifest.loss_scale)
         return manifest.numbers
 
+    def _copy_aside(self) -> dict[str, torch.Tensor]:
+        try:
+            return {kind: part.to("cpu", copy=True) for kind, part in self._parts().items()}
+        finally:
+            self._copied.set()
+
     def _parts(self) -> dict[str, torch.Tensor]:
         optimizer = self.optimizer
         whole = optimizer.parameters[0] if len(optimizer.parameters) == 1 else torch.cat(optimizer.parameters)
@@ -140,13 +155,12 @@ class Checkpointer:
         ranks: SharedWork,
         step: int,
         path: str,
-        parts: dict[str, torch.Tensor],
         loss_scale: list[float] | None,
         numbers: dict[str, Any] | None,
         then: str,
     ) -> None:
         try:
-            sums = durable.save(path, self._owned, parts, ranks)
+            sums = durable.save(path, self._owned, self._copy_aside, ranks)
             if self.comm.rank == 0:
                 self._seal(step, path, sums, loss_scale, numbers)
         except (OSError, RuntimeError, MantaError) as error:
@@ -161,6 +175,8 @@ class Checkpointer:
         else:
             if self.comm.rank == 0:
                 self._prune(step)
+        finally:
+            self._copied.set()
 
     def _seal(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, cast
@@ -49,20 +49,21 @@ class Written:
 
 
 def save(
-    path: str, rectangles: list[Rectangle], parts: dict[str, torch.Tensor], ranks: SharedWork
+    path: str, rectangles: list[Rectangle], parts: Callable[[], dict[str, torch.Tensor]], ranks: SharedWork
 ) -> dict[str, FileSums]:
-    """Write this rank's `rectangles` of each part in `parts` (by KINDS, CPU tensors) below `path`, together with all
-    `ranks`. On rank 0 what comes back are the sums of all files of all ranks.
+    """Write this rank's `rectangles` of each of the `parts` (by KINDS, CPU tensors; called once) below `path`, together
+    with all `ranks`. On rank 0 what comes back are the sums of all files of all ranks.
 
     Raises what the file system raised or, where there are several ranks, SharedWorkFailed on each of them.
     """
     files, folder = SummedFiles(), place_of(path)
 
     def write() -> Written:
+        state = parts()
         files_of(folder).make_folder(folder)
         name = f"__{ranks.rank}_0.distcp"  # as DCP names a rank's file
         with files.create(folder / name) as stream:
-            contents = _write_rectangles(stream, name, rectangles, parts)
+            contents = _write_rectangles(stream, name, rectangles, state)
         return Written(contents, files.sums)
 
     def finish(written: list[Written]) -> list[dict[str, FileSums]]:

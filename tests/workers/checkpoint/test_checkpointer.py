@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ from checkpoint_programs import bits, is_still, job, lone
 
 from workers.checkpoint import checkpointer as module
 from workers.checkpoint.catalog import checkpoint_path, whole_checkpoints
+from workers.checkpoint.checkpointer import Checkpointer
 from workers.checkpoint.checksums import SummingFile
 from workers.protocol.messages import Resume
 from workers.trainer import Trainer
@@ -55,19 +57,87 @@ def test_a_save_that_failed_is_forgotten_once_the_next_one_is_whole(trainer):
 
 
 def test_what_is_saved_is_the_state_as_it_was_when_the_save_began(trainer):
-    """The training goes on meanwhile."""
+    """The training goes on once the state is copied aside."""
     trainer.train_step()
     checkpoints, go_on, before = trainer.state.checkpoints, threading.Event(), bits(trainer)
     checkpoints.finish()
-    checkpoints._writer.submit(go_on.wait, 30)
-    checkpoints.start(2)
-    for tensor in trainer.engine.optimizer.state():
-        tensor.mul_(2.0)
-    go_on.set()
-    checkpoints.finish()
+    write = SummingFile.write
+
+    def held_up(self: SummingFile, data: Any) -> int:
+        go_on.wait(30)
+        return write(self, data)
+
+    with patch.object(SummingFile, "write", held_up):
+        checkpoints.start(2)
+        checkpoints.finish_copy()
+        for tensor in trainer.engine.optimizer.state():
+            tensor.mul_(2.0)
+        go_on.set()
+        checkpoints.finish()
     assert not is_still(trainer, before)
     checkpoints.restore(str(whole_checkpoints(checkpoints.folder)[-1][0]))
     assert is_still(trainer, before)
+
+
+def _copies_when_asked_for(checkpoints: Checkpointer) -> list[str]:
+    """The thread copies nothing before somebody waits for the copy, as on a busy machine; what happened when."""
+    asked, log = threading.Event(), list[str]()
+    copy_aside, finish_copy = checkpoints._copy_aside, checkpoints.finish_copy
+
+    def late() -> Any:
+        assert asked.wait(30), "nobody waits for the copy"
+        log.append("copied")
+        return copy_aside()
+
+    def finish() -> None:
+        asked.set()
+        finish_copy()
+        log.append("waited for")
+
+    checkpoints._copy_aside, checkpoints.finish_copy = late, finish
+    return log
+
+
+def test_the_state_is_copied_beside_the_next_step_which_waits_before_it_changes_it(trainer):
+    trainer.train_step()
+    checkpoints = trainer.state.checkpoints
+    checkpoints.finish()
+    checkpoints.due = lambda step: False
+    before, log = bits(trainer), _copies_when_asked_for(checkpoints)
+    checkpoints.start(2)
+    assert log == [], "whoever begins a save does not wait for it"
+    trainer.train_step()
+    assert log[:2] == ["copied", "waited for"]
+    checkpoints.finish()
+    saved = checkpoint_path(checkpoints.folder, 2, trainer.comm.generation)
+    assert not is_still(trainer, before)
+    checkpoints.restore(str(saved))
+    assert is_still(trainer, before)
+
+
+def test_a_roll_back_and_a_restored_state_wait_for_the_copy_too(trainer):
+    trainer.train_step()
+    checkpoints = trainer.state.checkpoints
+    checkpoints.finish()
+    log = _copies_when_asked_for(checkpoints)
+    checkpoints.start(1)
+    trainer.restore(Resume())
+    assert log == ["copied", "waited for"]
+
+
+def test_a_copy_that_there_is_no_memory_for_is_a_failed_save_and_holds_nobody_up(trainer):
+    trainer.train_step()
+    checkpoints = trainer.state.checkpoints
+    checkpoints.finish()
+
+    def too_large() -> Any:
+        raise RuntimeError("not enough memory: you tried to allocate 12 bytes")
+
+    checkpoints._parts = too_large
+    checkpoints.start(1)
+    checkpoints.finish_copy()
+    checkpoints.finish()
+    assert checkpoints.failure == "not enough memory: you tried to allocate 12 bytes"
 
 
 def test_however_far_a_roll_back_reaches_a_checkpoint_is_left(trainer):

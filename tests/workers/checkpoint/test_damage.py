@@ -146,7 +146,7 @@ def lengths(saved, reader) -> tuple[int, int]:
 
 def write(trainer: Trainer, path: Path) -> dict[str, FileSums]:
     """All of a save but its manifest."""
-    return durable.save(str(path), trainer.state.checkpoints._owned, trainer.state.checkpoints._parts(), SharedWork())
+    return durable.save(str(path), trainer.state.checkpoints._owned, trainer.state.checkpoints._parts, SharedWork())
 
 
 @settings(deadline=None, max_examples=40)
