@@ -27,7 +27,7 @@ AHEAD = 8
 PACKAGES = {"s3": "s3fs"}
 # A server that cannot be reached is given up after a minute or so: s3fs waits 5 s for a connection, and tries a request
 # five times itself.
-_OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"retries": {"max_attempts": 3, "mode": "standard"}}}}
+OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"retries": {"max_attempts": 3, "mode": "standard"}}}}
 
 
 class StoreNotInstalled(MantaError):
@@ -44,7 +44,7 @@ def _object_files(scheme: str, pid: int) -> ObjectFiles:
     try:
         import fsspec
 
-        store = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS[scheme])
+        store = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **OPTIONS[scheme])
     except ImportError as error:
         package = PACKAGES[scheme]
         raise StoreNotInstalled(

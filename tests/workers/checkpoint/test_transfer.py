@@ -1,27 +1,12 @@
 """A copy of a checkpoint is whole and the same, or there is none."""
 
 import pytest
+from checkpoint_files import CONTENT, made
 
-from workers.checkpoint.catalog import MANIFEST, Condition, Manifest, checkpoint_path, look_at, seal, verify
-from workers.checkpoint.checksums import DamagedCheckpoint, SummedFiles
+from workers.checkpoint.catalog import MANIFEST, Condition, look_at, verify
+from workers.checkpoint.checksums import DamagedCheckpoint
 from workers.checkpoint.transfer import PlaceTaken, copy
 from workers.storage.files import files_of
-
-CONTENT = bytes(range(256)) * 30_000
-"""More than one block."""
-
-
-def made(folder, step=10):
-    """A whole checkpoint of two files."""
-    path = checkpoint_path(folder, step, 1)
-    files, contents = SummedFiles(), {"data": CONTENT, "empty": b""}
-    files_of(path).make_folder(path)
-    for name, content in contents.items():
-        with files.create(path / name) as stream:
-            stream.write(content)
-    blocks = {name: list(sums.blocks) for name, sums in files.sums.items()}
-    seal(path, Manifest("j", 1, step, {name: len(c) for name, c in contents.items()}, {}, blocks=blocks))
-    return path
 
 
 @pytest.mark.parametrize("way", ["from here to here", "up", "down"])

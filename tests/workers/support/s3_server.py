@@ -144,10 +144,16 @@ def answer(status: str, code: str = "SlowDown", headers: str = "") -> bytes:
 
 @contextlib.contextmanager
 def reached_at(url: str) -> Iterator[None]:
-    """This process finds the server at `url`, with nothing known of others."""
+    """This process finds the server at `url`, with nothing known of others, and is not as patient as usual."""
+    import s3fs
+
     from workers.storage import object_files
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s3fs.S3FileSystem, "retries", 1)
+        patch.setitem(
+            object_files.OPTIONS, "s3", {"config_kwargs": {"retries": {"max_attempts": 2, "mode": "standard"}}}
+        )
         for name, value in environment_of(url).items():
             patch.setenv(name, value)
         object_files.forget_connections()

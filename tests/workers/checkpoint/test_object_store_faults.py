@@ -1,0 +1,72 @@
+"""Whatever becomes of the way to the store, or of the store, in the middle of a save: a checkpoint in it is whole, or
+it is none; and the next save is whole."""
+
+import random
+
+import pytest
+from checkpoint_files import made
+from s3_server import S3Server, Wire, answer, reached_at
+
+from workers.checkpoint.catalog import Condition, look_at, verify
+from workers.checkpoint.checksums import UnreadableCheckpoint
+from workers.checkpoint.transfer import copy
+from workers.storage import s3_upload
+from workers.storage.files import files_of
+from workers.storage.places import ObjectPath
+
+PART = 5 * 1024 * 1024
+SEEDS = [pytest.param(seed, marks=() if seed < 2 else pytest.mark.soak) for seed in range(50)]
+REFUSALS = (answer("503 Slow Down"), answer("500 Internal Server Error", "InternalError"), "cut")
+
+
+class Trouble:
+    """Drawn from a seed: each request is refused or cut with some chance, the wire may be slow, and after some request
+    the server is killed."""
+
+    def __init__(self, seed: int, server: S3Server, wire: Wire):
+        draw = random.Random(seed)
+        self._draw, self._server, self._wire = draw, server, wire
+        self._chance = draw.choice((0.0, 0.1, 0.3, 0.8))
+        self._killed_after = draw.choice((None, None, draw.randrange(1, 12)))
+        self._requests = 0
+        wire.pace = draw.choice((None, 60e6))
+        wire.meddle = self._meddle
+
+    def _meddle(self, head: bytes):
+        self._requests += 1
+        if self._requests == self._killed_after:
+            self._server.process.kill()
+        return self._draw.choice(REFUSALS) if self._draw.random() < self._chance else None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_save_ends_whole_or_not_at_all(seed, tmp_path, monkeypatch):
+    monkeypatch.setattr(s3_upload, "PART_BYTES", PART)
+    source = made(tmp_path / "source")
+    server = S3Server()
+    server.make_bucket("bucket")
+    wire, target = Wire(server), ObjectPath("s3", "bucket/job/step-00000010-generation-1")
+    try:
+        with reached_at(wire.url):
+            trouble = Trouble(seed, server, wire)
+            try:
+                copy(source, target)
+                ended = True
+            except OSError:
+                ended = False
+            wire.meddle, wire.pace = lambda head: None, None
+            if server.process.poll() is None or trouble._killed_after is None:
+                condition, _, _ = look_at(target)
+                assert condition is Condition.WHOLE or not ended
+                if condition is Condition.WHOLE:
+                    verify(target)
+                else:
+                    files_of(target).remove_folder(target)
+                    copy(source, target)
+                    verify(target)
+            else:  # the server has lost what it had: nobody can say anything
+                with pytest.raises(UnreadableCheckpoint):
+                    verify(target)
+    finally:
+        wire.close()
+        server.close()

@@ -1,0 +1,21 @@
+"""A checkpoint whose content is made up, but whole in every way."""
+
+from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
+from workers.checkpoint.checksums import SummedFiles
+from workers.storage.files import files_of
+
+CONTENT = bytes(range(256)) * 30_000
+"""More than one block."""
+
+
+def made(folder, step=10):
+    """A whole checkpoint of two files."""
+    path = checkpoint_path(folder, step, 1)
+    files, contents = SummedFiles(), {"data": CONTENT, "empty": b""}
+    files_of(path).make_folder(path)
+    for name, content in contents.items():
+        with files.create(path / name) as stream:
+            stream.write(content)
+    blocks = {name: list(sums.blocks) for name, sums in files.sums.items()}
+    seal(path, Manifest("j", 1, step, {name: len(c) for name, c in contents.items()}, {}, blocks=blocks))
+    return path
