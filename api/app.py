@@ -17,6 +17,7 @@ from api.identification import Identification
 from api.openapi import describe, operation_id
 from api.rate_limits import CallerLimits
 from api.rendered_jobs import RenderedJobs
+from api.rendered_pages import RenderedPages
 from api.request_guard import RequestGuard, TellVersion
 from api.routes import (
     all_events,
@@ -95,6 +96,7 @@ def create_app(
     app.state.long_reads = LongReads()
     app.state.job_lists = LongReads(JOB_LISTS)
     app.state.rendered_jobs = RenderedJobs()
+    app.state.rendered_pages = RenderedPages(app.state.rendered_jobs)
     app.state.limits = CallerLimits(limits or RequestLimits())
     app.state.identities = Identities(lambda: control.store)
     app.state.job_projects = JobProjects(lambda: control.store)

@@ -62,8 +62,12 @@ class RenderedJobs:
     def page(self, store: Store, *filters: Any) -> Page[RenderedJob]:
         """Jobs, newest first. `filters` are those of `job_rows.page`, which says what it raises."""
         with store.read_rows() as connection:
-            page = job_rows.page(connection, *filters)
-            return Page(self._rendered(connection, page.items), page.next_cursor)
+            return self.page_in(connection, *filters)
+
+    def page_in(self, connection: Connection, *filters: Any) -> Page[RenderedJob]:
+        """The same, of what `connection` sees."""
+        page = job_rows.page(connection, *filters)
+        return Page(self._rendered(connection, page.items), page.next_cursor)
 
     def _rendered(self, connection: Connection, rows: Sequence[JobRow]) -> list[RenderedJob]:
         now = self._clock()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -29,6 +28,7 @@ from api.parameters import (
 )
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.rendered_jobs import rendered_jobs_of
+from api.rendered_pages import rendered_pages_of
 from api.threads import JobListThreads
 from service.states import STATE_NAMES
 from service.store import edits, failed_jobs, jobs, pauses
@@ -111,11 +111,9 @@ async def list_jobs(
     cursor: Cursor = None,
 ) -> Response:
     """Jobs, newest first."""
-    rendered, filters = rendered_jobs_of(request), (state, name, limit, cursor, caller.bound)
-    page = await threads.run(lambda: rendered.page(control.store, *filters))
-    items = b",".join(job.body for job in page.items)
-    next_cursor = json.dumps(page.next_cursor).encode()
-    return Response(b'{"items":[%b],"next_cursor":%b}' % (items, next_cursor), media_type="application/json")
+    rendered, filters = rendered_pages_of(request), (state, name, limit, cursor, caller.bound)
+    body = await threads.run(lambda: rendered.page(control.store, *filters))
+    return Response(body, media_type="application/json")
 
 
 @router.get(

@@ -1,0 +1,144 @@
+"""A page that is as it was is not put together again, and no answer is older than the rows of its jobs."""
+
+import json
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from api import rendered_pages
+from api.rendered_jobs import FRESH_SECONDS, SETTLED_SECONDS, RenderedJobs
+from api.rendered_pages import RenderedPages
+from service.states import JobState
+from service.store import InvalidCursor, edits, jobs
+from workers.config import JobSpec
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pages(clock) -> RenderedPages:
+    return RenderedPages(RenderedJobs(clock), clock)
+
+
+@pytest.fixture
+def submit(store, document):
+    def submit(**fields: Any) -> str:
+        spec = JobSpec.model_validate(document | fields)
+        return store.write(lambda session: jobs.create(session, spec)[0]).id
+
+    return submit
+
+
+@pytest.fixture
+def over(store, submit):
+    """Submits a job that has been over for a while, so that nothing of it changes by itself."""
+
+    def submit_and_end(**fields: Any) -> str:
+        job_id = submit(**fields)
+
+        def end(session):
+            jobs.transition(session, job_id, JobState.CANCELLED)
+            jobs.get(session, job_id).finished_at -= SETTLED_SECONDS + 5
+
+        store.write(end)
+        return job_id
+
+    return submit_and_end
+
+
+def items(body: bytes) -> list[dict[str, Any]]:
+    return json.loads(body)["items"]
+
+
+def test_answer_is_that_of_the_jobs_in_it(store, submit, pages):
+    ids = [submit(name=name) for name in ("a", "b", "a")]
+    page = json.loads(pages.page(store, None, "a", 1))
+    assert [job["id"] for job in page["items"]] == [ids[2]]
+    assert page["items"][0] == json.loads(RenderedJobs().one(store, ids[2]).body)
+    rest = json.loads(pages.page(store, None, "a", 1, page["next_cursor"]))
+    assert [job["id"] for job in rest["items"]] == [ids[0]] and rest["next_cursor"] is None
+    assert json.loads(pages.page(store, "PAUSED")) == {"items": [], "next_cursor": None}
+
+
+def test_page_that_is_as_it_was_costs_one_query_and_is_the_same(store, over, pages):
+    for _ in range(4):
+        over()
+    first = pages.page(store)
+    statements: list[str] = []
+    event.listen(store.database.readers, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
+    assert pages.page(store) is first
+    assert len([each for each in statements if each.startswith("SELECT")]) == 1
+    assert pages.page(store, None, None, 2) is not first
+
+
+@pytest.mark.parametrize("change", ["edited", "moved on", "ended", "another", "deleted", "its metrics"])
+def test_whatever_changes_is_seen_at_once(store, submit, over, pages, change):
+    ids = [over(), submit(), over()]
+    before = items(pages.page(store))
+
+    def act(session):
+        job = jobs.get(session, ids[1])
+        if change == "edited":
+            edits.edit(session, ids[0], name="new")
+        elif change == "moved on":
+            jobs.transition(session, ids[1], JobState.STARTING)
+        elif change == "ended":
+            jobs.transition(session, ids[1], JobState.CANCELLED)
+        elif change == "deleted":
+            session.delete(job)
+        elif change == "its metrics":
+            job.metrics = {"loss": float("nan"), "step": 3}
+
+    store.write(act)
+    if change == "another":
+        submit()
+    after = items(pages.page(store))
+    assert after != before
+    assert after == [json.loads(job.body) for job in RenderedJobs().page(store).items]
+
+
+def test_what_is_not_in_the_rows_is_a_second_old_at_most(store, submit, over, pages, clock):
+    submit()
+    first = pages.page(store)
+    clock.now += FRESH_SECONDS / 2
+    assert pages.page(store) is first
+    clock.now += FRESH_SECONDS / 2
+    assert pages.page(store) is not first
+
+
+def test_a_page_of_jobs_that_are_over_stays_until_one_of_them_changes(store, over, pages, clock):
+    over()
+    first = pages.page(store)
+    clock.now += 1000 * FRESH_SECONDS
+    assert pages.page(store) is first
+
+
+def test_pages_that_nobody_asks_for_any_more_are_forgotten_where_there_is_room_for_no_more(
+    store, over, pages, monkeypatch
+):
+    ids = [over() for _ in range(3)]
+    kinds = [(None, None, limit) for limit in (1, 2, 3)]
+    made = [pages.page(store, *kind) for kind in kinds]
+    assert pages._kept_bytes == sum(kept.size for kept in pages._kept.values()) > 0
+    assert [pages.page(store, *kind) is body for kind, body in zip(kinds, made, strict=True)] == [True] * 3
+    monkeypatch.setattr(rendered_pages, "MOST_KEPT_BYTES", pages._kept_bytes)
+    store.write(lambda session: edits.edit(session, ids[2], name="a much longer name than before"))
+    pages.page(store, *kinds[2])
+    assert list(pages._kept) == [kinds[1], kinds[2]]
+    assert pages._kept_bytes == sum(kept.size for kept in pages._kept.values())
+
+
+def test_a_cursor_that_is_none_is_refused(store, pages):
+    with pytest.raises(InvalidCursor):
+        pages.page(store, None, None, 50, "nonsense")
