@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import Row, func, select
+from sqlalchemy import Row, bindparam, func, select
 from sqlalchemy.orm import Session, load_only
 
 from service.cluster.sizes import SizeOutOfBounds, sizes_of
@@ -20,6 +20,19 @@ from service.store.tables import Job
 from service.store.types import Reader
 from service.stored_specs import as_written, not_default, stored_spec
 from workers.config import JobSpec, ParallelConfig
+
+# Made once: to put these together takes longer than to run them.
+_COLUMNS = Job.__table__.columns
+_NEWEST = select(func.max(_COLUMNS.id))
+_AHEAD = (
+    select(func.count())
+    .select_from(Job.__table__)
+    .where(
+        _COLUMNS.state == JobState.QUEUED.value,
+        (_COLUMNS.priority > bindparam("priority"))
+        | ((_COLUMNS.priority == bindparam("priority")) & (_COLUMNS.id < bindparam("id"))),
+    )
+)
 
 
 def create(
@@ -192,9 +205,7 @@ def queue_positions(reader: Reader, some: Collection[Job | Row[Any]]) -> dict[st
         return {}
     if len(queued) == 1:  # counting is quicker than numbering all
         (job,) = queued
-        ahead = (Job.priority > job.priority) | ((Job.priority == job.priority) & (Job.id < job.id))
-        count = select(func.count()).select_from(Job).where(Job.state == JobState.QUEUED.value, ahead)
-        return {job.id: (reader.scalar(count) or 0) + 1}
+        return {job.id: (reader.scalar(_AHEAD, {"priority": job.priority, "id": job.id}) or 0) + 1}
     place = func.row_number().over(order_by=(Job.priority.desc(), Job.id))
     places = select(Job.id, place.label("place")).where(Job.state == JobState.QUEUED.value).subquery()
     rows = reader.execute(select(places.c.id, places.c.place).where(places.c.id.in_([job.id for job in queued])))
@@ -232,7 +243,7 @@ def bound_key(project: str, idempotency_key: str | None) -> str | None:
 
 def _new_job(session: Session, spec: JobSpec, idempotency_key: str | None, digest: str | None, project: str) -> Job:
     now = time.time()
-    newest = session.scalar(select(func.max(Job.id)))
+    newest = session.scalar(_NEWEST)
     return Job(
         id=next_job_id(now, secrets.randbits(32), newest),
         project=project,
