@@ -59,13 +59,8 @@ class RenderedJobs:
         with store.read_rows() as connection:
             return self._rendered(connection, [job_rows.one(connection, job_id)])[0]
 
-    def page(self, store: Store, *filters: Any) -> Page[RenderedJob]:
+    def page(self, connection: Connection, *filters: Any) -> Page[RenderedJob]:
         """Jobs, newest first. `filters` are those of `job_rows.page`, which says what it raises."""
-        with store.read_rows() as connection:
-            return self.page_in(connection, *filters)
-
-    def page_in(self, connection: Connection, *filters: Any) -> Page[RenderedJob]:
-        """The same, of what `connection` sees."""
         page = job_rows.page(connection, *filters)
         return Page(self._rendered(connection, page.items), page.next_cursor)
 

@@ -56,7 +56,7 @@ class RenderedPages:
                 kept = self._kept.get(filters)
             if kept is not None and kept.rows == rows and now < kept.good_until:
                 return kept.body
-            page = self._jobs.page_in(connection, *filters)
+            page = self._jobs.page(connection, *filters)
         items, cursor = b",".join(job.body for job in page.items), json.dumps(page.next_cursor).encode()
         good_until = min((job.good_until for job in page.items), default=math.inf)
         made = _RenderedPage(rows, good_until, b'{"items":[%b],"next_cursor":%b}' % (items, cursor))

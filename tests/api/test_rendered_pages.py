@@ -4,13 +4,14 @@ import json
 from typing import Any
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, select
 
 from api import rendered_pages
 from api.rendered_jobs import FRESH_SECONDS, SETTLED_SECONDS, RenderedJobs
 from api.rendered_pages import RenderedPages
 from service.states import JobState
 from service.store import InvalidCursor, edits, jobs
+from service.store.tables import Job
 from workers.config import JobSpec
 
 
@@ -105,7 +106,9 @@ def test_whatever_changes_is_seen_at_once(store, submit, over, pages, change):
         submit()
     after = items(pages.page(store))
     assert after != before
-    assert after == [json.loads(job.body) for job in RenderedJobs().page(store).items]
+    with store.read() as session:
+        there = list(session.scalars(select(Job.id).order_by(Job.id.desc())))
+    assert after == [json.loads(RenderedJobs().one(store, job_id).body) for job_id in there]
 
 
 def test_what_is_not_in_the_rows_is_a_second_old_at_most(store, submit, over, pages, clock):

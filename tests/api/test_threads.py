@@ -3,21 +3,21 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from api.rendered_jobs import RenderedJobs
+from api.rendered_pages import RenderedPages
 from api.threads import JOB_LISTS, LONG_READS
 
 SECONDS = 20.0
 
 
 def test_lists_of_jobs_that_stand_still_hold_up_no_other_request(service, monkeypatch):
-    begun, go_on, page = threading.Semaphore(0), threading.Event(), RenderedJobs.page
+    begun, go_on, page = threading.Semaphore(0), threading.Event(), RenderedPages.page
 
     def page_later(*arguments):
         begun.release()
         assert go_on.wait(SECONDS)
         return page(*arguments)
 
-    monkeypatch.setattr(RenderedJobs, "page", page_later)
+    monkeypatch.setattr(RenderedPages, "page", page_later)
     job = service.submit()
     asked = LONG_READS + JOB_LISTS
     with ThreadPoolExecutor(asked) as pool:
