@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import Progress
 
 from api.cli import render
@@ -152,7 +153,7 @@ def _steps(steps: Iterable[int]) -> str:
 
 
 def _copy(source: Place, target: Place, as_json: bool) -> None:
-    with Progress(transient=True, disable=as_json) as bar:
+    with Progress(transient=True, disable=as_json or not Console().is_terminal) as bar:
         task = bar.add_task("copying", total=None)
         tell: Callable[[int, int], None] = lambda done, of: bar.update(task, completed=done, total=of)  # noqa: E731
         try:
