@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from workers.checkpoint.catalog import MANIFEST, Condition, Manifest, look_at, manifest_of, seal
+from workers.checkpoint.catalog import MANIFEST, Manifest, manifest_of, seal
 from workers.checkpoint.checksums import SummedFiles, checked, damaged
 from workers.errors import CheckpointError
 from workers.storage.files import files_of
@@ -25,7 +25,7 @@ def copy(source: Place, target: Place, progress: Callable[[int, int], None] = la
     UnreadableCheckpoint, PlaceTaken, OSError.
     """
     manifest = manifest_of(source)
-    _clear(target)
+    _clear(target, manifest.files)
     files = SummedFiles()
     files_of(target).make_folder(target)
     done = 0
@@ -43,13 +43,12 @@ def copy(source: Place, target: Place, progress: Callable[[int, int], None] = la
     return manifest
 
 
-def _clear(target: Place) -> None:
-    """Raises PlaceTaken."""
+def _clear(target: Place, ours: Collection[str]) -> None:
+    """Remove what a copy of files called `ours` has left when it was broken off; nothing else is ever removed. Raises
+    PlaceTaken."""
     files = files_of(target)
-    if not files.is_there(target):
-        return
-    condition, _, _ = look_at(target)
-    if condition is not Condition.NOT_WHOLE or MANIFEST in files.names(target):
+    left = set(files.names(target)) if files.is_there(target) else set()
+    if not left <= {*ours, f".{MANIFEST}"}:
         raise PlaceTaken(f"there is something at {target} already: name another place, or remove it")
-    if files.names(target):
-        files.remove_folder(target)
+    for name in left:
+        files.remove(target / name)

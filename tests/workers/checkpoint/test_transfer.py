@@ -36,6 +36,17 @@ def test_a_copy_that_was_broken_off_is_begun_anew(tmp_path):
     assert look_at(target)[0] is Condition.WHOLE
 
 
+@pytest.mark.parametrize("name", ["thesis.tex", "folder"])
+def test_a_folder_with_anything_else_in_it_is_never_cleared(tmp_path, name):
+    source, theirs = made(tmp_path / "a"), tmp_path / "theirs"
+    (theirs / "folder").mkdir(parents=True)
+    (theirs / "thesis.tex").write_text("years of work")
+    (theirs / "data").write_bytes(b"half")
+    with pytest.raises(PlaceTaken, match=f"there is something at {theirs} already: name another place"):
+        copy(source, theirs)
+    assert (theirs / name).exists() and (theirs / "data").read_bytes() == b"half"
+
+
 def test_damage_is_not_copied(tmp_path):
     source, target = made(tmp_path / "a"), tmp_path / "b"
     with (source / "data").open("r+b") as file:
