@@ -10,13 +10,14 @@ from typing import Annotated
 
 import typer
 
-from api.cli.main import EXIT_FAILED, Json
+from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, fail
 from api.cli.service import Database, settings_with
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service
 from service.doctor.checkup import findings, looks
 from service.doctor.findings import Finding
 from service.settings import Settings
+from workers.config import JobSpec
 from workers.spec.reading import load_job_spec
 
 _MARKS = {"ok": "ok  ", "warning": "WARN", "problem": "FAIL", "skipped": "-   "}
@@ -37,7 +38,7 @@ def doctor(
     """Look at this machine, at what is installed, and at what a service would use from here, and say what is wrong and
     what to do. Works before `manta up`, on a node, and in a container. Exit code 1 where something will not do."""
     settings = settings_with(database)
-    job = None if file is None else load_job_spec(file)
+    job = None if file is None else _read(file)
     all_looks = {**looks(settings, job), "service": lambda: _service(settings)}
     seen = []
     for finding in findings(all_looks):
@@ -51,6 +52,13 @@ def doctor(
         typer.echo(f"{counts['problem']} problems, {counts['warning']} warnings")
     if counts["problem"]:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _read(file: Path) -> JobSpec:
+    try:
+        return load_job_spec(file)
+    except OSError as error:
+        raise fail(f"{file} cannot be read: {error.strerror}", EXIT_BAD_INPUT) from error
 
 
 def _say(finding: Finding) -> None:

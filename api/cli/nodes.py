@@ -42,9 +42,9 @@ def drain(
         raise fail("name a node, or say --this-node", EXIT_BAD_INPUT)
     with connect(url) as client:
         answer = client.drain(this_one(client.cluster().nodes, own_addresses()) if node is None else node, deadline)
-        left = wait and not _until_empty(client, answer.id, deadline)
+        stays = wait and not _until_empty(client, answer.id, deadline)
     show(answer, as_json, lambda console: console.print(f"{answer.id} is being left", highlight=False))
-    if left:
+    if stays:
         raise fail(f"{answer.id} was not left within {deadline:g} s: see `manta nodes`", EXIT_FAILED)
 
 

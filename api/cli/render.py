@@ -14,6 +14,7 @@ from rich.table import Table
 
 from api import access_schemas, schemas
 from api.cli.progress import figure, percent, progress_line
+from service.byte_counts import byte_count
 
 
 def as_json(answer: BaseModel | Sequence[BaseModel]) -> str:
@@ -30,14 +31,7 @@ def moment(time: datetime | None) -> str:
 
 def size(count: float | None) -> str:
     """A number of bytes for people; - where unknown."""
-    if count is None:
-        return "-"
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    return "-" if count is None else byte_count(count)
 
 
 def table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:

@@ -21,12 +21,3 @@ class Finding:
     """What was seen."""
     advice: str = ""
     """What to do about it."""
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"

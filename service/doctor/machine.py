@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from service.doctor.findings import Finding, size
+from service.byte_counts import byte_count
+from service.doctor.findings import Finding
 from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
 from workers.config import JobSpec
 from workers.paths import SHARED_MEMORY, Paths
@@ -48,11 +49,11 @@ def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator
         )
         return
     free = min(room.free, memory_available())
-    text = f"{folder} has {size(free)} free of {size(room.total)}"
+    text = f"{folder} has {byte_count(free)} free of {byte_count(room.total)}"
     enlarge = "enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory at /dev/shm)"
     if job is not None:
         needed = snapshot_bytes(job)
-        text += f"; the snapshots of {job.name} take {size(needed)} over all nodes"
+        text += f"; the snapshots of {job.name} take {byte_count(needed)} over all nodes"
         if needed > free:
             yield Finding(
                 "shared memory",
@@ -80,7 +81,7 @@ def limits() -> Iterator[Finding]:
         yield Finding("limits", "ok", text)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/dev/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
-        text = f"{size(locked)} of locked memory a process, beside InfiniBand"
+        text = f"{byte_count(locked)} of locked memory a process, beside InfiniBand"
         yield Finding("limits", "warning", text, "NCCL registers buffers with the adapter: set memlock to unlimited")
 
 
@@ -88,11 +89,11 @@ def disk(home: Path, job: JobSpec | None, checkpoints_elsewhere: bool) -> Iterat
     """Whether there is room for what a service writes into its home."""
     folder = next(each for each in (home, *home.parents) if each.is_dir())
     free = shutil.disk_usage(folder).free
-    text = f"{folder} has {size(free)} free"
+    text = f"{folder} has {byte_count(free)} free"
     needed = LEAST_DISK_BYTES
     if job is not None and not checkpoints_elsewhere:
         needed += (job.checkpoint.keep + 1) * checkpoint_bytes(job)
-        text += f"; {job.checkpoint.keep + 1} checkpoints of {job.name} take {size(needed - LEAST_DISK_BYTES)}"
+        text += f"; {job.checkpoint.keep + 1} checkpoints of {job.name} take {byte_count(needed - LEAST_DISK_BYTES)}"
     if free < needed:
         yield Finding(
             "disk", "warning", text, "free some, put the home (MANTA_HOME) elsewhere, or set MANTA_CHECKPOINTS"

@@ -13,7 +13,7 @@ from service.doctor.findings import Finding
 from service.settings import Settings
 from service.store import Store, leases
 from service.store.database import newest_revision
-from service.store.errors import StoreUnusable
+from service.store.errors import StoreEmpty
 from service.store.health import refuse_none
 from service.store.location import file_of, parse_url, shown, url_in
 from workers.errors import MantaError
@@ -26,24 +26,26 @@ SKEW_SECONDS = 5.0
 
 def database(settings: Settings) -> Iterator[Finding]:
     """Whether the database answers and is of this release; none is made."""
-    url = url_in(settings.home, settings.database_url)
-    file = file_of(parse_url(url))
-    if file is not None and not file.exists():
-        yield Finding("database", "ok", f"{file} will be made by the first `manta up`")
+    url = parse_url(url_in(settings.home, settings.database_url))
+    file = file_of(url)
+    if file is not None and not file.exists():  # to open it would make its folder
+        yield _to_be_made(str(file))
         return
     try:
-        with contextlib.closing(Store(url)) as store:
+        with contextlib.closing(Store(url_in(settings.home, settings.database_url))) as store:
             refuse_none(store)
             yield _revision(store)
             if file is None:
                 with store.read() as session:
                     yield _skew("the database", leases.now(session) - time.time())
+    except StoreEmpty:
+        yield _to_be_made(shown(url))
     except (MantaError, SQLAlchemyError) as error:
-        is_empty = isinstance(error, StoreUnusable) and isinstance(error.__cause__, ValueError)
-        if is_empty or "no jobs in it" in str(error):
-            yield Finding("database", "ok", f"{shown(parse_url(url))} is empty; the first `manta up` makes its tables")
-        else:
-            yield Finding("database", "problem", str(error), "see whether it runs, and that its URL is right")
+        yield Finding("database", "problem", str(error), "see whether it runs, and that its URL is right")
+
+
+def _to_be_made(place: str) -> Finding:
+    return Finding("database", "ok", f"{place} is empty; the first `manta up` makes what is needed")
 
 
 def _revision(store: Store) -> Finding:
@@ -80,7 +82,7 @@ def checkpoints(place: Place | None) -> Iterator[Finding]:
 
 
 def _skew(whose: str, seconds: float) -> Finding:
-    text = f"{whose}'s differs from this machine's by {abs(seconds):.1f} s"
+    text = f"{whose}'s clock differs from this machine's by {abs(seconds):.1f} s"
     if abs(seconds) > SKEW_SECONDS:
         return Finding("clock", "warning", text, "set both by NTP")
     return Finding("clock", "ok", text)

@@ -130,6 +130,10 @@ class StoreUnusable(MantaError):
         super().__init__(f"cannot use the database {location}: {why}" + (f" ({advice})" if advice else ""))
 
 
+class StoreEmpty(StoreUnusable):
+    """There is no job database where one was to be read."""
+
+
 class OutcomeUnknown(OperationalError):
     """The connection to the database was lost in the middle of a commit, and the database does not say either whether
     it was made. What is not harmed by being done twice is done again."""

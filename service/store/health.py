@@ -8,7 +8,7 @@ from sqlalchemy import Connection, func, inspect, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from service.store.database import Store, newest_revision
-from service.store.errors import StoreUnusable
+from service.store.errors import StoreEmpty, StoreUnusable
 from service.store.sqlite import SqliteDatabase
 from service.store.tables import Base, Compatibility, Installation
 
@@ -34,7 +34,7 @@ def refuse_none(store: Store) -> None:
     """Raise StoreUnusable where the database cannot be reached, or there is none; none is made then either."""
     database = store.database
     if isinstance(database, SqliteDatabase) and not database.file.exists():
-        raise StoreUnusable(store.location, FileNotFoundError("there is no such file"), _MAKE)
+        raise StoreEmpty(store.location, FileNotFoundError("there is no such file"), _MAKE)
     database.refuse_unsuitable()
     try:
         with database.readers.connect() as connection:
@@ -42,7 +42,7 @@ def refuse_none(store: Store) -> None:
     except SQLAlchemyError as error:
         raise StoreUnusable(store.location, error) from error
     if not is_there:
-        raise StoreUnusable(store.location, ValueError("there are no jobs in it, and no place for any"), _MAKE)
+        raise StoreEmpty(store.location, ValueError("there are no jobs in it, and no place for any"), _MAKE)
 
 
 def _schema(connection: Connection) -> Iterator[str]:

@@ -87,7 +87,8 @@ def page_as_text(
 ) -> str:
     """The rows of that page as one text, which is equal to another one where nothing changed that is shown. The
     database puts it together: of fifty rows the interpreter's lock would be let go of and taken again fifty times,
-    each time to stand in line behind the threads of other requests. Raises what `page` does."""
+    each time to stand in line behind the threads of other requests. SQLite's JSON has 15 digits of a number, so a time
+    that alone moved by less than 10 microseconds is not seen. Raises what `page` does."""
     _, given = _conditions(state, name, cursor, bound)
     statement = _newest_first_as_text(frozenset(given), connection.dialect.name)
     return connection.execute(statement, {**given, "rows": limit + 1}).scalar_one() or ""

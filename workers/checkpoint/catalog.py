@@ -197,6 +197,8 @@ def _is_valid(manifest: Manifest) -> bool:
     """Whether the fields of a manifest, which may be without a checksum, have values of the right types."""
     if not isinstance(manifest.files, dict) or not isinstance(manifest.spec, dict):
         return False
+    if any(name in ("", ".", "..") or "/" in name for name in manifest.files):  # whoever copies it stays in its folder
+        return False
     if manifest.numbers is not None and not isinstance(manifest.numbers, dict):
         return False
     if not all(isinstance(size, int) for size in (manifest.step, manifest.generation, *manifest.files.values())):

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from service.byte_counts import byte_count
 from service.doctor import machine
-from service.doctor.findings import size
 from workers.accounting.snapshot_bytes import checkpoint_bytes, snapshot_bytes
 from workers.paths import Paths
 from workers.spec.reading import parse_job_spec
@@ -58,7 +58,7 @@ def test_another_python_will_not(monkeypatch, version):
 def test_shared_memory_as_containers_have_it_is_little(room):
     room(64 << 20, 64 << 20)
     (seen,) = machine.shared_memory(None)
-    assert seen.verdict == "warning" and "64 MiB free of 64 MiB" in seen.message and "--shm-size" in seen.advice
+    assert seen.verdict == "warning" and "64.0 MiB free of 64.0 MiB" in seen.message and "--shm-size" in seen.advice
     room(8 * GIB, 8 * GIB)
     assert [each.verdict for each in machine.shared_memory(None)] == ["ok"]
 
@@ -67,7 +67,7 @@ def test_shared_memory_is_compared_with_what_a_job_takes(room):
     needed = snapshot_bytes(job())
     room(8 * GIB, needed - 1)
     (seen,) = machine.shared_memory(job())
-    assert seen.verdict == "problem" and f"the snapshots of big take {size(needed)}" in seen.message
+    assert seen.verdict == "problem" and f"the snapshots of big take {byte_count(needed)}" in seen.message
     room(8 * GIB, needed)
     assert [each.verdict for each in machine.shared_memory(job())] == ["ok"]
     room(8 * GIB, 8 * GIB, available=needed - 1)
@@ -123,9 +123,3 @@ def test_a_machine_without_a_network_has_itself_alone(monkeypatch):
     assert [each.verdict for each in machine.network()] == ["warning"]
     monkeypatch.setattr(machine, "outward_address", lambda: "192.0.2.7")
     assert verdicts(machine.network()) == [("ok", "other machines reach this one at 192.0.2.7")]
-
-
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1023, "1023 B"), (1 << 20, "1 MiB"),
-                                             (1.5 * GIB, "1.5 GiB"), (5 * 1024 * GIB, "5 TiB")])  # fmt: skip
-def test_sizes_are_for_people(count, text):
-    assert size(count) == text

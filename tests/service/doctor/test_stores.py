@@ -10,8 +10,14 @@ from workers.storage.places import ObjectPath
 
 def test_a_database_that_is_not_there_yet_will_be_made(tmp_path):
     (seen,) = stores.database(Settings(tmp_path / "home"))
-    assert seen.verdict == "ok" and "will be made by the first `manta up`" in seen.message
+    assert seen.verdict == "ok" and "is empty; the first `manta up` makes what is needed" in seen.message
     assert not (tmp_path / "home").exists()
+
+
+def test_a_database_without_tables_will_get_them(tmp_path):
+    (tmp_path / "manta.db").touch()
+    (seen,) = stores.database(Settings(tmp_path))
+    assert seen.verdict == "ok" and "is empty" in seen.message
 
 
 def test_a_database_of_this_release_answers(database_url, tmp_path):

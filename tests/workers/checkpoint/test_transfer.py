@@ -1,5 +1,8 @@
 """A copy of a checkpoint is whole and the same, or there is none."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 from checkpoint_files import CONTENT, made
 
@@ -45,6 +48,16 @@ def test_a_folder_with_anything_else_in_it_is_never_cleared(tmp_path, name):
     with pytest.raises(PlaceTaken, match=f"there is something at {theirs} already: name another place"):
         copy(source, theirs)
     assert (theirs / name).exists() and (theirs / "data").read_bytes() == b"half"
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside", "a/b", "..", ""])
+def test_a_manifest_that_names_files_elsewhere_is_none(tmp_path, name):
+    source = made(tmp_path / "a")
+    manifest = verify(source)
+    files_of(source).write_whole(source / MANIFEST, json.dumps({**asdict(manifest), "files": {name: 1}}).encode())
+    with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} is no manifest"):
+        copy(source, tmp_path / "b" / "c")
+    assert not (tmp_path / "b").exists()
 
 
 def test_damage_is_not_copied(tmp_path):
