@@ -176,7 +176,7 @@ class RankState:
             with self.comm.step.phase("snapshot"):
                 if self.snapshots.finish():
                     self.interval.note_stall(self.snapshots.stall_seconds)
-        if self.checkpoints is not None:
+        if self.checkpoints is not None and self.checkpoints.copying:  # else the step is in no such phase
             with self.comm.step.phase("checkpoint"):
                 self.checkpoints.finish_copy()
 

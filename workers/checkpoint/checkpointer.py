@@ -105,6 +105,11 @@ class Checkpointer:
         self._copied.clear()
         self._under_way = self._writer.submit(self._write, ranks, step, path, loss_scale, numbers, then)
 
+    @property
+    def copying(self) -> bool:
+        """Whether the state that is being saved has not been copied aside yet."""
+        return not self._copied.is_set()
+
     def finish_copy(self) -> None:
         """Wait until the state that is being saved has been copied aside."""
         self._copied.wait()

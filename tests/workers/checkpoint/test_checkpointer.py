@@ -115,6 +115,17 @@ def test_the_state_is_copied_beside_the_next_step_which_waits_before_it_changes_
     assert is_still(trainer, before)
 
 
+def test_a_step_that_waits_for_no_copy_is_in_no_phase_of_saving(trainer):
+    """Its limit of time is that of a step, and a fault that is to strike while it is saved does not strike there."""
+    trainer.train_step()
+    checkpoints, seen = trainer.state.checkpoints, list[str]()
+    checkpoints.finish()
+    checkpoints.due = lambda step: False
+    trainer.comm.step.on_phase = lambda step, phase: seen.append(phase)
+    trainer.train_step()
+    assert "optimizer" in seen and "checkpoint" not in seen
+
+
 def test_a_roll_back_and_a_restored_state_wait_for_the_copy_too(trainer):
     trainer.train_step()
     checkpoints = trainer.state.checkpoints
