@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from service.data_roots import DataRoots
 from service.deletion import Deletion
 from service.store import Store
+from workers.data.roots import DataRoots
 from workers.protocol.messages import Fault
 
 

@@ -16,9 +16,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from api.local_service import announce, running_service, write_whole, writing_in
 from service import automatic_key
-from service.cluster.ray_head import ExistingRay, RayHead
+from service.cluster.existing_ray import ExistingRay
+from service.cluster.ray_head import RayHead
 from service.control_plane import ControlPlane
-from service.data_roots import LOOPBACK_HOSTS, DataRoots
+from service.data_roots import LOOPBACK_HOSTS, roots_of
 from service.settings import Settings
 from service.store import Store, StoreUnusable, keys
 from service.store.location import file_of, parse_url, url_in
@@ -70,14 +71,14 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     url = f"{'http' if tls.certificate is None else 'https'}://{host}:{port}"
-    head = ExistingRay(ray) if ray else RayHead(home, slots)
+    head = ExistingRay(ray, home, settings.ship_code) if ray else RayHead(home, slots)
     control = ControlPlane(
         home,
         head,
         lambda: _start_over(settings, host, port, slots),
         settings.allow_faults,
         settings.failed_memory_hours * 3600,
-        DataRoots.of(settings.data_roots, host),
+        roots_of(settings.data_roots, host),
         settings.database_url,
         settings.jobs_kept_days,
         settings.checkpoints,

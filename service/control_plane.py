@@ -21,11 +21,11 @@ from sqlalchemy.orm import Session
 
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
+from service.cluster.existing_ray import ExistingRay
 from service.cluster.node_care import NodeCare
 from service.cluster.node_watch import NodeWatch
-from service.cluster.ray_head import ExistingRay, RayHead
+from service.cluster.ray_head import RayHead
 from service.cluster_view import cluster_view
-from service.data_roots import ANYWHERE, DataRoots
 from service.deletion import Deletion, delete_job
 from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.housekeeping import Housekeeping
@@ -41,7 +41,9 @@ from service.store.leases import connection_name
 from service.store.location import url_in
 from service.store.tables import Job
 from service.takeover import refuse_what_cannot_be_taken_over
+from workers.data.roots import ANYWHERE, DataRoots
 from workers.errors import MantaError
+from workers.node.folders import mark
 from workers.paths import Paths
 from workers.protocol.messages import Fault
 from workers.storage.places import Place
@@ -101,6 +103,7 @@ class ControlPlane:
         self._store = Store(url_in(home, database_url), connection_name(me))
         self._leases = Leases(self._store, me)
         self._home_of_jobs, self._checkpoints, self._node_notices = home, checkpoints, node_notices
+        self._installation = ""
         self._owners: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
@@ -147,11 +150,23 @@ class ControlPlane:
         self._call(self._begin(cluster))
 
     def _connect(self, namespace: str) -> Cluster:
-        return Cluster.connected(self._head.connect(namespace), self._paths_of_jobs, self._node_notices)
+        self._installation = namespace
+        self._mark_folders()
+        ray, is_elsewhere = self._head.connect(namespace), isinstance(self._head, ExistingRay)
+        return Cluster.connected(ray, self._paths_of_jobs, self._node_notices, is_elsewhere)
+
+    def _mark_folders(self) -> None:
+        """Let nodes see whether they share what this service has."""
+        for folder in {self._paths_of_jobs.home, self._paths_of_jobs.checkpoint_root}:
+            if isinstance(folder, Path):
+                try:
+                    mark(folder, self._installation)
+                except OSError as error:  # nodes do without what they do not share
+                    log.warning("%s cannot be marked as ours: %s", folder, error)
 
     @property
     def _paths_of_jobs(self) -> Paths:
-        return Paths.of(self._home_of_jobs, self._checkpoints)
+        return Paths.of(self._home_of_jobs, self._checkpoints, self._installation)
 
     def _find_home_of_jobs(self) -> None:
         """Raises JobsElsewhere."""

@@ -15,7 +15,6 @@ from sqlalchemy.orm import Session
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.node_care import NodeCare
-from service.data_roots import ANYWHERE, DataRoots
 from service.job.older_database import catch_up
 from service.job.record import JobRecord
 from service.leases.decisions import HOUSEKEEPING
@@ -25,6 +24,7 @@ from service.scheduler import Placed, Scheduler
 from service.states import SUPERVISED, JobState, is_final
 from service.store import Store, deletion, failed_jobs, jobs
 from service.stored_specs import SpecNotUnderstood
+from workers.data.roots import ANYWHERE, DataRoots
 from workers.protocol.messages import ProtocolMismatch
 
 log = logging.getLogger(__name__)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable
-from service.cluster.placement import missing, unit_of
+from service.cluster.placement import Shortage, missing, unit_of
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
-from service.data_roots import ANYWHERE, DataRoots
 from service.job.record import JobRecord
 from service.leases.errors import LeaseLost
 from service.leases.held import Leases
@@ -28,6 +27,7 @@ from service.store.retries import may_pass
 from service.store.tables import Job
 from service.stored_specs import SpecNotUnderstood, stored_spec
 from workers.config import JobSpec, ParallelConfig
+from workers.data.roots import ANYWHERE, DataRoots
 from workers.errors import DataError, MantaError
 
 log = logging.getLogger(__name__)
@@ -131,12 +131,22 @@ class Scheduler:
             return None
 
     async def _data_is_good(self, job: Job, spec: JobSpec) -> bool:
+        problem = await self._problem_of_data(spec)
+        if problem is not None:
+            await self._transition(job, JobState.FAILED, "bad_data", problem)
+        return problem is None
+
+    async def _problem_of_data(self, spec: JobSpec) -> str | None:
+        """None too where no node says whether it can read the data: the ranks will."""
+        if self._cluster.is_elsewhere:
+            folders = self._data_roots.folders
+            roots = None if folders is None else [str(folder) for folder in folders]
+            return await self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), roots)
         try:
             await asyncio.to_thread(self._data_roots.check, spec)
         except DataError as error:
-            await self._transition(job, JobState.FAILED, "bad_data", str(error))
-            return False
-        return True
+            return str(error)
+        return None
 
     async def _shortage(self, spec: JobSpec) -> Any:
         unit = unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
@@ -160,8 +170,9 @@ class Scheduler:
         if shortage is not None:
             kind = "gpus" if shortage.unit == "GPU" else "slots"
             waiting_for = {"unit": kind, "needed": shortage.needed, "available": shortage.available}
+            why = _why(shortage, list(self._cluster.nodes.problems.values()))
             await self._store.write_async(
-                lambda s: jobs.set_waiting(s, job.id, waiting_for, f"insufficient_{kind}", str(shortage))
+                lambda s: jobs.set_waiting(s, job.id, waiting_for, f"insufficient_{kind}", why)
             )
             return False
         unit = unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
@@ -215,6 +226,14 @@ class Scheduler:
         if self._leases is not None and epoch is not None:
             self._leases.hold(job.id, epoch)
         return True
+
+
+def _why(shortage: Shortage, problems: Sequence[str]) -> str:
+    """Why a job waits: what it lacks, and what is wrong with nodes."""
+    if not problems:
+        return str(shortage)
+    others = f" (and {len(problems) - 1} more nodes with problems)" if len(problems) > 1 else ""
+    return f"{shortage}; {problems[0]}{others}"
 
 
 class _StillHeld(MantaError):

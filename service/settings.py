@@ -78,7 +78,7 @@ class Settings:
     """How long the snapshots of a job that failed stay in shared memory for `manta retry`
     (MANTA_FAILED_MEMORY_HOURS); 0: they go at once."""
     data_roots: tuple[Path, ...] | None = None
-    """Folders below which jobs may read data (MANTA_DATA_ROOTS, separated by colons); None: `DataRoots.of` says which,
+    """Folders below which jobs may read data (MANTA_DATA_ROOTS, separated by colons); None: `roots_of` says which,
     by the address on which the service listens."""
     database_url: str | None = field(default=None, repr=False)
     """Where the job database is (MANTA_DATABASE_URL, or `manta up --database`), as `service.store.location` reads it;
@@ -100,6 +100,8 @@ class Settings:
     node_notices: str | None = None
     """Cloud whose notices the nodes ask for (MANTA_NODE_NOTICES: aws, gcp or azure, or aws=http://HOST:PORT where its
     metadata service answers elsewhere); None: nobody is asked."""
+    ship_code: bool = False
+    """Whether the nodes of an existing Ray get this installation's code, instead of their own (MANTA_SHIP_CODE=1)."""
     dashboard: bool = True
     """Whether browsers are shown a dashboard; MANTA_NO_DASHBOARD=1 says no, which starts the service faster."""
 
@@ -131,6 +133,7 @@ class Settings:
             _number(source, "MANTA_JOBS_KEPT_DAYS", 0.0),
             _place(source, "MANTA_CHECKPOINTS"),
             _cloud(source, "MANTA_NODE_NOTICES"),
+            _switch(source, "MANTA_SHIP_CODE"),
             not _switch(source, "MANTA_NO_DASHBOARD"),
         )
 

@@ -32,11 +32,18 @@ class Paths:
     home: Path
     checkpoints: Place | None = None
     """Where the durable checkpoints of all jobs are; None: in the home."""
+    installation: str = ""
+    """The service's id, by which nodes see if they share its folders (`workers/node/folders.py`); empty: all do."""
 
     @classmethod
-    def of(cls, home: str | Path, checkpoints: Place | None = None) -> Paths:
+    def of(cls, home: str | Path, checkpoints: Place | None = None, installation: str = "") -> Paths:
         """Paths of a home folder, made absolute so that its tag is the same from everywhere."""
-        return cls(Path(home).expanduser().resolve(), checkpoints)
+        return cls(Path(home).expanduser().resolve(), checkpoints, installation)
+
+    @property
+    def checkpoint_root(self) -> Place:
+        """Folder below which the checkpoints of all jobs are."""
+        return self.home if self.checkpoints is None else self.checkpoints
 
     @property
     def tag(self) -> str:

@@ -14,9 +14,9 @@ import uvicorn
 from api.app import create_app
 from api.connections import connections_at_once, limited_to
 from api.control import ControlPlane
-from service.data_roots import ANYWHERE
 from service.settings import RequestLimits
 from service.store import Store
+from workers.data.roots import ANYWHERE
 
 UNLIMITED = RequestLimits(0, 10_000, 10_000, 0)
 

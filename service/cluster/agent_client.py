@@ -177,6 +177,11 @@ class NodeClient(Protocol):
         """The jobs that have a store or snapshots on the node. Daemons of releases before do not know: AgentFailed."""
         ...
 
+    async def check_data(self, spec: JsonObject, roots: list[str] | None) -> str | None:
+        """Why the corpus of the job `spec` cannot be trained on there; None when it can. `roots`: below which folders
+        jobs may read; None: anywhere."""
+        ...
+
     async def shutdown(self) -> None:
         """End stores and zygote; remove all snapshots."""
         ...
@@ -341,6 +346,9 @@ class RayNodeDaemon(RayActor):
 
     async def jobs(self) -> list[str]:
         return await self._call(NodeClient.jobs)
+
+    async def check_data(self, spec: JsonObject, roots: list[str] | None) -> str | None:
+        return await self._call(NodeClient.check_data, spec=spec, roots=roots)
 
     async def shutdown(self) -> None:
         await self._call(NodeClient.shutdown)

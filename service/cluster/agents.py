@@ -14,7 +14,7 @@ from service.cluster.placement import Seat, Unit, agent_name, job_of
 from service.cluster.ray_private import node_of_actor
 from workers.paths import Paths
 from workers.protocol.messages import AgentDescription
-from workers.rank.agent import Agent
+from workers.rank.agent_on_node import AgentOnNode
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Agents:
 
     def __init__(self, ray: RayConnection, nodes: Nodes, paths: Paths):
         self._ray, self._nodes, self._paths = ray, nodes, paths
-        self._class = ray.module.remote(Agent)
+        self._class = ray.module.remote(AgentOnNode)
         self.epoch: OrderEpoch | None = None
         """What calls carry; None: there are no leases."""
 
@@ -128,7 +128,7 @@ class Agents:
                     groups[seat.group], placement_group_bundle_index=seat.bundle
                 ),
             )
-            actor = options.remote(job, rank, *self._folders(job), seat.group)
+            actor = options.remote(job, rank, str(self._paths.home), self._paths.installation, seat.group)
             agents.append(RayAgent(self._ray.module, actor, job, self.epoch))
         return agents
 
@@ -139,11 +139,9 @@ class Agents:
             options = self._class.options(
                 num_cpus=0, max_concurrency=CONCURRENCY, scheduling_strategy=affinity(node_id=node, soft=False)
             )
-            holders.append(RayAgent(self._ray.module, options.remote(job, 0, *self._folders(job))))
+            holder = options.remote(job, 0, str(self._paths.home), self._paths.installation)
+            holders.append(RayAgent(self._ray.module, holder))
         return holders
-
-    def _folders(self, job: str) -> tuple[str, str, str]:
-        return str(self._paths.home), str(self._paths.runtime_folder), str(self._paths.snapshot_folder(job))
 
 
 def _client(agent: AgentClient) -> RayAgent:

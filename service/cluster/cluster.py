@@ -36,20 +36,22 @@ class Cluster:
         self._epoch: OrderEpoch | None = None
         self.identity = ""
         """Which Ray it is; empty where there is none."""
+        self.is_elsewhere = False
+        """Whether its nodes may see other files than the control plane does."""
 
     def obey(self, epoch: OrderEpoch) -> None:
         """From now on what concerns a job is done only where `epoch` allows it."""
         self._epoch = self.agents.epoch = self.groups.epoch = epoch
 
     @classmethod
-    def connected(cls, ray: Any, paths: Paths, node_notices: str | None = None) -> Cluster:
+    def connected(cls, ray: Any, paths: Paths, node_notices: str | None = None, is_elsewhere: bool = False) -> Cluster:
         """The cluster that the module `ray` is connected to. `paths`: of the embedded state; `node_notices`: as
-        NodeDaemon's."""
+        NodeDaemon's; `is_elsewhere`: whether its nodes may see other files than this process does."""
         connection = RayConnection(ray)
         nodes = Nodes(connection)
         agents, daemons = Agents(connection, nodes, paths), NodeDaemons(connection, nodes, paths, node_notices)
         cluster = cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons)
-        cluster.identity = session_name(ray)
+        cluster.identity, cluster.is_elsewhere = session_name(ray), is_elsewhere
         return cluster
 
     async def replace_agents(

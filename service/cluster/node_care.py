@@ -71,7 +71,8 @@ class NodeCare:
         """Until the node is gone: a sweep when it is new or back, or was not reached before."""
         nodes, swept, reported = self._cluster.nodes, False, False
         while True:
-            if not swept or node in nodes.silent | nodes.unswept or node not in self._cluster.peak_flops:
+            unsettled = nodes.silent | nodes.unswept | nodes.problems.keys()
+            if not swept or node in unsettled or node not in self._cluster.peak_flops:
                 try:
                     daemon = await self._daemon(node)
                     self._note_asked(node)

@@ -8,16 +8,19 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from service.cluster.agent_client import AgentError, AgentSilent, NodeClient, RayNodeDaemon, within
 from service.cluster.connection import RayConnection, detached
+from service.cluster.node_problems import problem_of, problem_of_start
 from service.cluster.nodes import Nodes
 from service.cluster.placement import job_of, node_daemon_name
 from service.cluster.ray_private import node_of_actor
 from workers.node.daemon import NodeDaemon
 from workers.paths import Paths
 from workers.protocol.messages import ProtocolMismatch
+from workers.system.own_code import own_code
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +30,8 @@ START_SECONDS = 30.0
 # One that stands, or that has not answered before, and takes longer has its node closed until it answers.
 ANSWER_SECONDS = 10.0
 CLOSE_SECONDS = 10.0
+# How long a node may take to look at a corpus.
+DATA_SECONDS = 60.0
 # How often it is looked whether the daemon of another release can be replaced: it takes a look at all agents.
 LOOK_SECONDS = 5.0
 
@@ -53,6 +58,8 @@ class NodeDaemons:
         """By node with a daemon of another release what was said about it."""
         self._foreign: set[str] = set()
         """Nodes where a daemon that we started is of another release: so is the Manta that is installed there."""
+        self._other_code: set[str] = set()
+        """Nodes where a daemon that we started runs other code than we do."""
 
     async def ensure(
         self, zygote_options: Sequence[str] = (), zygote_environment: Mapping[str, str] | None = None
@@ -76,10 +83,12 @@ class NodeDaemons:
                 if actor is None:
                     actor = await self._ray.run(self._create, node, zygote_options, zygote_environment or {})
                 daemon = RayNodeDaemon(self._ray.module, actor)
-                await within(START_SECONDS if patient else ANSWER_SECONDS, daemon.start())
+                about = await within(START_SECONDS if patient else ANSWER_SECONDS, daemon.start())
             except AgentSilent:
                 break  # another try would find the same one
-            except AgentError:
+            except AgentError as error:
+                if existing is None:
+                    self._note_problem(node, problem_of_start(node, str(error)))
                 continue  # it died since its name was looked up: one more, with a new handle
             except ProtocolMismatch as error:
                 if existing is None:
@@ -89,10 +98,20 @@ class NodeDaemons:
                 break
             self._nodes.silent.discard(node)
             self._left_out.pop(node, None)
+            if existing is None and about.code not in ("", own_code()):
+                self._other_code.add(node)
+            self._note_problem(node, problem_of(about, node in self._other_code))
             return daemon
         self._nodes.silent.add(node)
         self._nodes.unswept.add(node)
         return None
+
+    def _note_problem(self, node: str, problem: str | None) -> None:
+        if problem is None:
+            self._nodes.problems.pop(node, None)
+        elif self._nodes.problems.get(node) != problem:
+            log.error("nothing is placed on a node: %s", problem)
+            self._nodes.problems[node] = problem
 
     async def _replace(self, node: str, actor: Any, problem: str) -> bool:
         """End a daemon of another release, with its zygote; False while that would end trainers, or would be no use.
@@ -139,6 +158,18 @@ class NodeDaemons:
             return False
         return True
 
+    async def problem_of_data(self, spec: Mapping[str, Any], roots: list[str] | None) -> str | None:
+        """What the first node that answers says about a job's corpus (`NodeDaemon.check_data`); None when it can be
+        trained on, or no node answers."""
+        for node in sorted(set(await self._nodes.living()) - self._nodes.closed):
+            try:
+                daemon = await self.of(node)
+                if daemon is not None:
+                    return await within(DATA_SECONDS, daemon.check_data(dict(spec), roots))
+            except AgentError as error:
+                log.warning("node %s did not say whether it can read the data of a job: %s", node[:12], error)
+        return None
+
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
         """Let every node remove what is left of `job`, or all but its snapshots. One that does not answer is noted, to
         be swept later."""
@@ -171,7 +202,12 @@ class NodeDaemons:
             scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False),
             get_if_exists=True,
         )
-        return made.remote(node, str(self._paths.home), list(options), dict(environment), self._notices)
+        about_us = (self._paths.installation, [str(folder) for folder in self._folders_to_share()])
+        return made.remote(node, str(self._paths.home), list(options), dict(environment), self._notices, *about_us)
+
+    def _folders_to_share(self) -> list[Path]:
+        root = self._paths.checkpoint_root
+        return [root] if isinstance(root, Path) else []
 
     async def _end(self, actor: Any) -> None:
         with contextlib.suppress(AgentError):

@@ -61,7 +61,8 @@ class NodeWatch:
 
     async def _look(self) -> None:
         try:
-            living = {node.id: node for node in await self._cluster.nodes.known() if node.alive}
+            known = await self._cluster.nodes.known()
+            living = {node.id: node for node in known if node.alive and node.holds_ranks}
         except Exception:  # Ray may be restarting: somebody else watches over it
             log.exception("Ray did not tell its nodes")
             return
@@ -70,8 +71,9 @@ class NodeWatch:
         for node in self._watchers.keys() - living.keys():
             self._watchers.pop(node).cancel()
             await self._lose(node, "Ray says that it is gone")
-            for known in (self._cluster.nodes.lost, self._cluster.nodes.draining):
-                known.discard(node)  # ids of nodes never come again
+            for marked in (self._cluster.nodes.lost, self._cluster.nodes.draining):
+                marked.discard(node)  # ids of nodes never come again
+            self._cluster.nodes.problems.pop(node, None)
 
     async def _watch(self, node: RayNode) -> None:
         """Until Ray itself gives the node up."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from service.cluster.connection import RayConnection
 from service.cluster.errors import ClusterUnavailable
-from service.cluster.placement import Capacity, Unit
+from service.cluster.placement import UNITS, Capacity, Unit
 from service.cluster.ray_private import free_resources
 
 # How long units that were given back may take to be shown as free, and how often that is looked at.
@@ -27,6 +27,8 @@ class RayNode:
     """Name of its machine."""
     alive: bool = True
     """Whether Ray takes it for living."""
+    holds_ranks: bool = True
+    """Whether it offers what a rank takes; others, such as a head without, are none of our business."""
 
 
 class Nodes:
@@ -42,26 +44,29 @@ class Nodes:
         """Nodes whose daemon does not answer: nothing more is placed there until it does."""
         self.unswept: set[str] = set()
         """Nodes where jobs that are over may have left something, since the daemon could not be told."""
+        self.problems: dict[str, str] = {}
+        """By node a sentence that says why nothing is placed there and what to do, where somebody has to do it."""
 
     @property
     def closed(self) -> set[str]:
         """Nodes where nothing more is placed."""
-        return self.lost | self.draining | self.silent
+        return self.lost | self.draining | self.silent | self.problems.keys()
 
     async def known(self) -> list[RayNode]:
-        """All nodes that Ray knows, dead ones too."""
+        """All nodes that Ray knows, dead ones and those without room for ranks too."""
         return [
             RayNode(
                 node["NodeID"],
                 (node["NodeManagerAddress"], node["NodeManagerPort"]),
                 node["NodeManagerHostname"],
                 node["Alive"],
+                _holds_ranks(node),
             )
             for node in await self._ray.read(self._all)
         ]
 
     async def living(self) -> list[str]:
-        """Ids of the nodes that live."""
+        """Ids of the nodes that live and may hold ranks."""
         return [node["NodeID"] for node in await self._living()]
 
     async def capacity(self, unit: Unit, all_living: bool = False) -> Capacity:
@@ -90,7 +95,7 @@ class Nodes:
 
     async def _living(self) -> list[dict[str, Any]]:
         nodes = await self._ray.read(self._all)
-        return [node for node in nodes if node["Alive"] and node["NodeID"] not in self.lost]
+        return [node for node in nodes if node["Alive"] and node["NodeID"] not in self.lost and _holds_ranks(node)]
 
     def _all(self) -> list[dict[str, Any]]:
         nodes: list[dict[str, Any]] = self._ray.module.nodes()
@@ -100,3 +105,7 @@ class Nodes:
 
     def _free(self) -> dict[str, dict[str, float]]:
         return free_resources(self._ray.module)
+
+
+def _holds_ranks(node: dict[str, Any]) -> bool:
+    return any(node["Resources"].get(unit, 0) for unit in UNITS)

@@ -14,6 +14,7 @@ from workers.config import ParallelConfig
 
 Unit = Literal["GPU", "manta_slot"]
 """The Ray resource of which each rank takes one."""
+UNITS: tuple[Unit, ...] = ("GPU", "manta_slot")
 
 
 @dataclass(frozen=True)

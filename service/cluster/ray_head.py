@@ -110,7 +110,7 @@ class RayHead:
         record = self.record()
         if record is None or _refuses(record.address):
             return self.start()
-        if not _answers(record.address):
+        if not answers(record.address):
             raise RayUnavailable(
                 f"Ray (process {record.pid}) runs but does not answer at {record.address}, and its jobs may run on: "
                 f"try again, or end it and them with `manta down`. Its log is {self._paths.ray_log}."
@@ -140,7 +140,7 @@ class RayHead:
         if record is None:
             raise RayUnavailable(f"There is no Ray of this service; its log is {self._paths.ray_log}.")
         os.environ.update(self._authentication())
-        return _connect(record.address, namespace)
+        return connect(record.address, namespace)
 
     def stop(self) -> None:
         """Kill all processes of this home's head and nobody else's, and remove Ray's temporary files.
@@ -222,37 +222,31 @@ class RayHead:
             raise RayUnavailable(f"Ray did not start; its log is {self._paths.ray_log}.")
 
 
-class ExistingRay:
-    """A Ray cluster that somebody else runs: used, never started or stopped."""
-
-    def __init__(self, address: str):
-        """`address`: host:port of its control store."""
-        self._address = address
-
-    def connect(self, namespace: str = NAMESPACE) -> Any:
-        """Connect this process to the cluster and return the ray module; `namespace`: of all names there. Raises
-        RayUnavailable."""
-        if not _answers(self._address):
-            raise RayUnavailable(f"No Ray answers at {self._address}; check --ray and that the cluster is up.")
-        return _connect(self._address, namespace)
-
-
 def count_gpus() -> int:
     """NVIDIA GPUs of this machine, by their device files."""
     return sum(1 for file in Path("/dev").glob("nvidia[0-9]*") if file.name.removeprefix("nvidia").isdigit())
 
 
-def _connect(address: str, namespace: str) -> Any:
+def connect(address: str, namespace: str, runtime_environment: Mapping[str, Any] | None = None) -> Any:
+    """Connect this process to the Ray at `address` and return the ray module. `runtime_environment`: Ray's, of all that
+    this process starts there. Raises RayUnavailable."""
     import ray
 
     try:
-        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=address,
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env=None if runtime_environment is None else dict(runtime_environment),
+        )
     except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
         raise RayUnavailable(f"Ray at {address} does not let us in: {' '.join(str(error).split())}") from error
     return ray
 
 
-def _answers(address: str) -> bool:
+def answers(address: str) -> bool:
+    """Whether somebody listens at `address`, host:port."""
     try:
         _touch(address)
     except (OSError, ValueError):

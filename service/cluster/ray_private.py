@@ -56,6 +56,22 @@ def node_of_actor(ray: Any, actor: Any) -> str | None:
     return node
 
 
+def node_addresses(address: str) -> list[str]:
+    """Addresses of the living nodes of the Ray whose control store is at `address`, for a process that is not connected
+    to it. Raises what Ray raises where it does not answer, or takes no token of ours."""
+    from ray import _raylet
+    from ray._private.state import GlobalState
+
+    compiled: Any = _raylet
+    state = GlobalState()
+    options = compiled.GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+    state._initialize_global_state(options)
+    try:
+        return [str(node["NodeManagerAddress"]) for node in state.node_table() if node["Alive"]]
+    finally:
+        state.disconnect()
+
+
 def session_name(ray: Any) -> str:
     """Which cluster this process is connected to: a name that each has anew. `ray`: the module, connected."""
     return str(ray._private.worker.global_worker.node.session_name)

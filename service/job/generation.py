@@ -15,7 +15,7 @@ from typing import Any
 from service.cluster.agent_client import AgentClient, AgentError, within
 from service.recovery.decisions import Death, culprit_of, describe_exit
 from workers.liveness.trainer_status import TrainerStatus
-from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Report, Resting
+from workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Report, Resting
 
 POLL_SECONDS = 30.0
 POLLS_A_SECOND = 0.5
@@ -183,7 +183,11 @@ class RunningGeneration:
                 self._note_death(Death(rank, "agent_lost", message=f"lost its agent ({error.kind})"))
                 return
             for report in reports:
-                ended = report.generation == self.generation and await self._take(rank, report)
+                if isinstance(report.payload, Printed):  # the last lines of a generation may come after its end
+                    await self._handle(report)
+                    ended = False
+                else:
+                    ended = report.generation == self.generation and await self._take(rank, report)
                 self._after[rank] = report.sequence
                 if ended:
                     return

@@ -15,6 +15,7 @@ from service.job.actions import Launch
 from service.job.context import JobContext
 from service.job.generation import RunningGeneration
 from service.job.hangs_and_stragglers import HangWatch
+from service.job.received_lines import ReceivedLines
 from service.job.report_writer import ReportWriter
 from service.job.resume import newest_state
 from service.recovery.durable_state import beginning_of
@@ -103,7 +104,8 @@ def watch_generation(job: JobContext, generation: int, resume_step: int, taken_o
     """The gang during `generation`, which resumed at `resume_step`. `taken_over`: from another control plane, which may
     have seen what we did not."""
     gang, record = job.gang, job.record
-    writer = ReportWriter(record.store, record.id, generation, resume_step)
+    lines = ReceivedLines(job.cluster.paths.log_folder(job.id))
+    writer = ReportWriter(record.store, record.id, generation, resume_step, lines)
 
     async def take(report: Report) -> None:
         hangs.note(report)

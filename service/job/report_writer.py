@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from sqlalchemy.orm import Session
 
+from service.job.received_lines import ReceivedLines
 from service.leases.errors import LeaseLost
 from service.states import JobState
 from service.store import Store, checkpoints, events, generations, jobs, metrics, ranks, recoveries
@@ -16,7 +17,7 @@ from service.store.generations import TrainedStep
 from service.store.retries import until_done
 from service.store.tables import Recovery
 from workers.protocol.json_codec import JsonObject
-from workers.protocol.reports import Event, Exited, Finished, Metrics, Report, Started
+from workers.protocol.reports import Event, Exited, Finished, Metrics, Printed, Report, Started
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,8 +29,9 @@ REPORTING_RANK = 0
 class ReportWriter:
     """Takes the reports of one generation of a job. Each report and what follows from it is one transaction."""
 
-    def __init__(self, store: Store, job_id: str, generation: int, resume_step: int):
-        """`resume_step`: the committed step that the generation began with."""
+    def __init__(self, store: Store, job_id: str, generation: int, resume_step: int, lines: ReceivedLines):
+        """`resume_step`: the committed step that the generation began with; `lines`: takes what ranks print."""
+        self._lines = lines
         self._store, self._job_id, self._generation = store, job_id, generation
         self._resume_step, self._stepped = resume_step, False
 
@@ -53,6 +55,8 @@ class ReportWriter:
                 self._stepped = self._stepped or any(row["step"] > self._resume_step for row in rows)
             case Event() as event:
                 await self._write(self._event, report, event)
+            case Printed() as printed:
+                await self._lines.take(report, printed)
             case Started() as started:
                 await self._write(self._started, report, started)
             case Finished() as finished:

@@ -15,7 +15,6 @@ import uvicorn
 from api.app import create_app
 from api.connections import MOST_CONNECTIONS, limited_to
 from service.cluster.errors import NodeNotFound
-from service.data_roots import DataRoots
 from service.deletion import Deletion, delete_job
 from service.faults import FaultsNotAllowed, refuse_impossible
 from service.settings import RequestLimits
@@ -23,6 +22,7 @@ from service.states import JobState
 from service.store import Store, generations, jobs, metrics
 from tests.api.support.described_api import description_at
 from tests.api.support.keys import ADMIN, add_admin, bearer
+from workers.data.roots import DataRoots
 from workers.paths import Paths
 from workers.protocol.messages import Fault
 

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from service.data_roots import DataRoots
 from service.store import jobs
 from workers.config import ParallelConfig
+from workers.data.roots import DataRoots
 
 JOB_KEYS = {
     "id", "project", "name", "state", "reason", "message", "spec", "step", "steps", "eta_seconds", "parallel",

@@ -17,7 +17,7 @@ from api import app as api_app
 from api import server, ui
 from api.cli import service
 from api.local_service import HomeUnusable, announce, running_service
-from service.cluster.ray_head import ExistingRay
+from service.cluster.existing_ray import ExistingRay
 from service.identity import Scope
 from service.settings import RequestLimits, Settings, Tls
 from service.store import keys

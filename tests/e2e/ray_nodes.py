@@ -14,78 +14,12 @@ import psutil
 
 from service.cluster.ray_head import MARK, RayHead
 from tests.e2e.conftest import SECONDS, Manta
+from tests.e2e.network import Network
 
 SLOTS = 2
 SHARED_MEMORY_MEGABYTES = 300
 # A node's first process: gives itself a name and a shared memory, and becomes what it was told to be.
 ENTRY = f'hostname "$0" && mount -t tmpfs -o size={SHARED_MEMORY_MEGABYTES}m tmpfs /dev/shm && exec "$@"'
-
-
-class Network:
-    """A bridge that nodes are plugged into."""
-
-    def __init__(self, tag: str):
-        """`tag`: something short that no other network of this machine has."""
-        self.bridge = f"mt{tag[:8]}"
-        self._subnet = f"10.213.{int(tag[:6], 16) % 250 + 1}"
-        self._plugged = 0
-        self.nodes: list[Node] = []
-        self.usable = self._set_up()
-
-    def _set_up(self) -> bool:
-        """False where this user may not."""
-        try:
-            _ip("link", "add", self.bridge, "type", "bridge")
-            _ip("addr", "add", f"{self._subnet}.1/24", "dev", self.bridge)
-            _ip("link", "set", self.bridge, "up")
-        except (OSError, subprocess.CalledProcessError):
-            return False
-        return True
-
-    def plug_in(self) -> Cable:
-        """A namespace with an address in this network."""
-        self._plugged += 1
-        return Cable(self.bridge, self._plugged, self._subnet)
-
-    def close(self) -> None:
-        """Take it down, and all of its nodes."""
-        for node in self.nodes:
-            node.close()
-        if self.usable:
-            _ip("link", "del", self.bridge)
-
-
-class Cable:
-    """What connects one namespace with the bridge."""
-
-    def __init__(self, bridge: str, number: int, subnet: str):
-        self.namespace, self.address = f"{bridge}-{number}", f"{subnet}.{number + 1}"
-        self._here, there = f"{bridge}{number}h", f"{bridge}{number}n"
-        _ip("netns", "add", self.namespace)
-        _ip("link", "add", self._here, "type", "veth", "peer", "name", there, "netns", self.namespace)
-        _ip("link", "set", self._here, "master", bridge)
-        _ip("link", "set", self._here, "up")
-        inside = ("-n", self.namespace)
-        _ip(*inside, "addr", "add", f"{self.address}/24", "dev", there)
-        for device in ("lo", there):
-            _ip(*inside, "link", "set", device, "up")
-        _ip(*inside, "route", "add", "default", "via", f"{subnet}.1")
-
-    def pull(self) -> None:
-        """From now on nothing gets through, and nobody is told."""
-        _ip("link", "set", self._here, "down")
-
-    def put_back(self) -> None:
-        """As before."""
-        _ip("link", "set", self._here, "up")
-
-    def close(self) -> None:
-        """Remove the namespace, once nobody lives there."""
-        _ip("netns", "del", self.namespace)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
 class Node:
@@ -112,7 +46,7 @@ class Node:
         ]
         self._environment = {**os.environ, **environment}
         self._manta, self.id = manta, ""
-        network.nodes.append(self)
+        network.plugged_in.append(self)
         self._others = {node.id for node in manta.client.cluster().nodes}
         self._start()
 

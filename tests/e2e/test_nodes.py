@@ -44,7 +44,7 @@ def nodes(manta, network, host):
 def last(manta, network, host):
     """The only further node from now on: one that the tests before have left."""
     living = {node.id for node in manta.client.cluster().nodes if node.alive and not node.draining}
-    left, *more = [node for node in network.nodes if node.id in living]
+    left, *more = [node for node in network.plugged_in if node.id in living]
     for node in more:
         node.kill()
     return left

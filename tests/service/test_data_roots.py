@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from service.data_roots import DataRoots
+from service.data_roots import roots_of
+from workers.data.roots import DataRoots
 from workers.errors import DataError
 
 
@@ -76,7 +77,7 @@ def test_standard_library_may_always_be_read(make_spec):
     ],
 )
 def test_without_a_setting_it_is_everything_on_loopback_and_nothing_elsewhere(set_to, host, folders):
-    assert DataRoots.of(set_to, host).folders == folders
+    assert roots_of(set_to, host).folders == folders
 
 
 def test_where_no_folder_is_set_the_sentence_says_so(make_spec):

@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from service import data_roots
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.leases.errors import LeaseLost
@@ -14,6 +13,7 @@ from service.states import JobState
 from service.store import generations, jobs, leases, pauses
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.waiting import reached
+from workers.data import roots
 
 
 @pytest.fixture
@@ -90,9 +90,36 @@ def test_job_that_cannot_be_looked_at_holds_up_no_other(store, submit, look, mon
         if spec.name == "odd":
             raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
 
-    monkeypatch.setattr(data_roots, "check_data", check)
+    monkeypatch.setattr(roots, "check_data", check)
     assert [job for job, _ in look()] == [fine.id]
     assert job_now(store, odd).state == "QUEUED"
+
+
+def test_corpus_is_looked_at_where_the_ranks_will_be(store, submit, look, cluster):
+    """The control plane of a cluster elsewhere may not see it, and a node that does not answer proves nothing."""
+    cluster.is_elsewhere = True
+    paths = {"source": "text", "paths": ["/on/the/nodes/only"]}
+    bad, good, later = (submit(name=name, data=paths) for name in ("bad", "good", "later"))
+    asked = []
+
+    async def problem(spec, folders):
+        asked.append((spec["name"], spec["data"]["paths"], folders))
+        return "it is empty" if spec["name"] == "bad" else None
+
+    cluster.daemons.problem_of_data = problem
+    assert [job for job, _ in look()] == [good.id, later.id]
+    assert asked[0] == ("bad", ["/on/the/nodes/only"], None)
+    assert (job_now(store, bad).state, job_now(store, bad).message) == ("FAILED", "it is empty")
+
+
+def test_waiting_job_says_what_is_wrong_with_nodes(store, submit, look, cluster):
+    cluster.nodes.problems = {node: f"node {node} has no Manta" for node in cluster.nodes.slots}
+    job = submit()
+    assert look() == []
+    message = job_now(store, job).message
+    assert "0 of 0 are free; node " in message and "has no Manta" in message
+    if len(cluster.nodes.slots) > 1:
+        assert f"(and {len(cluster.nodes.slots) - 1} more nodes with problems)" in message
 
 
 def test_job_is_being_placed_until_it_has_an_owner(store, submit, cluster):

@@ -12,19 +12,24 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from workers.config import JobSpec
+from workers.data.roots import DataRoots
 from workers.errors import MantaError
 from workers.node.cloud_notices import MetadataSource
+from workers.node.folders import paths_on_node, unshared
 from workers.node.heartbeat import HeartbeatServer
 from workers.node.host import this_host
 from workers.node.notice_watch import NoticeWatch
 from workers.node.preemption import NOTICE_SECONDS, on_termination
-from workers.paths import SHARED_MEMORY, Paths, zygote_socket
+from workers.paths import SHARED_MEMORY, zygote_socket
 from workers.protocol.json_codec import JsonObject, from_json, to_json
 from workers.protocol.messages import NodeDescription, PeakRate, StoreAddress, StoreArgument, StorePort
 from workers.protocol.remote_call import serve
 from workers.system.own_address import LOOPBACK
+from workers.system.own_code import own_code
 from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from workers.zygote.owner import ZygoteOwner
 
@@ -54,13 +59,18 @@ class NodeDaemon:
         zygote_options: Sequence[str] = (),
         zygote_environment: Mapping[str, str] | None = None,
         notices: str | None = None,
+        installation: str = "",
+        to_share: Sequence[str] = (),
     ):
         """`node`: Ray's node id, or any name outside of Ray; `home`: the service's; `notices`: whose metadata service
-        is asked whether the machine is to be taken, as `MetadataSource.of` reads it; None: nobody's.
+        is asked whether the machine is to be taken, as `MetadataSource.of` reads it; None: nobody's;
+        `installation`: the service's id, and `to_share`: folders of the service that it should see
+        (`workers/node/folders.py`).
 
         The zygote's options and environment are for tests, which replace the trainer.
         """
-        self._node, self._paths = node, Paths.of(home)
+        self._node, self._paths = node, paths_on_node(home, installation)
+        self._installation, self._to_share = installation, tuple(to_share)
         self._socket_path = zygote_socket(self._paths.runtime_folder, this_host().node)
         self._zygote = ZygoteOwner(self._socket_path, self._paths.zygote_log(node), zygote_options, zygote_environment)
         self._stores: dict[str, _Store] = {}
@@ -101,6 +111,8 @@ class NodeDaemon:
             shared_memory_bytes=memory.total,
             shared_memory_free_bytes=memory.free,
             peak_flops=peak.peak_flops if peak is not None else None,
+            unshared=unshared(self._to_share, self._installation),
+            code=own_code(),
         )
 
     async def drain(self, seconds: float) -> None:
@@ -156,6 +168,16 @@ class NodeDaemon:
         """The jobs that have a store or snapshots here."""
         root = self._paths.snapshot_root
         return sorted({*self._stores, *(folder.name for folder in (root.iterdir() if root.is_dir() else []))})
+
+    async def check_data(self, spec: JsonObject, roots: list[str] | None) -> str | None:
+        """Why the corpus of the job `spec` cannot be trained on here, in a sentence; None when it can. `roots`: below
+        which folders jobs may read; None: anywhere."""
+        allowed = DataRoots(None if roots is None else tuple(map(Path, roots)))
+        try:
+            await asyncio.to_thread(allowed.check, JobSpec.model_validate(spec))
+        except MantaError as error:
+            return str(error)
+        return None
 
     async def shutdown(self) -> None:
         """End stores and zygote, and with it every process forked on this node; remove all snapshots."""

@@ -310,4 +310,8 @@ class NodeDescription:
     shared_memory_free_bytes: int = 0
     peak_flops: float | None = None
     """Peak FLOP/s of one rank's device; None until measured, or when that failed."""
+    unshared: tuple[str, ...] = ()
+    """Folders of the service that this node does not share, though it should."""
+    code: str = ""
+    """Which code runs there (`workers/system/own_code.py`); empty in releases that do not say."""
     protocol: int = PROTOCOL

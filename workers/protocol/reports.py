@@ -51,6 +51,15 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Printed:
+    """Lines that a trainer printed, from a node that does not share the folder of the job's logs."""
+
+    stream: str
+    """stdout or stderr; agent for what its agent wrote."""
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Resting:
     """The trainer has lost a peer, or was ordered to rest, and waits for the next generation's order."""
 
@@ -123,7 +132,7 @@ class Exited:
     """Where its agent killed it on request."""
 
 
-Payload = Prepared | Started | Metrics | Event | TrainerStatus | Resting | Finished | Failure | Exited
+Payload = Prepared | Started | Metrics | Event | Printed | TrainerStatus | Resting | Finished | Failure | Exited
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,7 @@ PAYLOADS: dict[str, Any] = {
     "started": Started,
     "metrics": Metrics,
     "event": Event,
+    "printed": Printed,
     "stalled": TrainerStatus,
     "resting": Resting,
     "finished": Finished,

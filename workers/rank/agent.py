@@ -36,10 +36,11 @@ class Agent:
     ask of it are its public methods."""
 
     def __init__(
-        self, job: str, rank: int, home: str, runtime_folder: str, snapshot_folder: str | None, group: str = ""
+        self, job: str, rank: int, home: str | None, runtime_folder: str, snapshot_folder: str | None, group: str = ""
     ):
-        """`home`, `runtime_folder`: see `workers/paths.py`; `snapshot_folder`: the job's, in shared memory; `group`:
-        the placement group that it is in."""
+        """`home`: of the job's logs, None where they go to the control plane with the reports; `runtime_folder`: see
+        `workers/paths.py`; `snapshot_folder`: the job's, in shared memory; `group`: the placement group that it is
+        in."""
         self._group = group
         self._ownership = Ownership()
         self._reports = ReportBuffer()

@@ -7,10 +7,22 @@ import json
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 LINE_CHARACTERS = 8192
 TAIL_LINES = 20
+
+
+class LineSink(Protocol):
+    """Takes what the trainers of one rank print."""
+
+    def write(self, generation: int, stream: str, lines: list[str]) -> None:
+        """Take `lines` of `stream` (stdout or stderr)."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes for now."""
+        ...
 
 
 class RankLog:

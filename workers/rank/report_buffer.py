@@ -7,11 +7,13 @@ import time
 from collections import deque
 from dataclasses import replace
 
-from workers.protocol.reports import Metrics, Payload, Report
+from workers.protocol.reports import Metrics, Payload, Printed, Report
 
 REPORTS_PER_READ = 2000
 MOST_ROWS = 50_000
 """Rows of metrics that are kept whole: some 50 MB, and more than an hour of steps of 0.1 s."""
+MOST_LINES = 20_000
+"""Printed lines that wait at most, where they go with the reports: the oldest are left out."""
 
 
 class ReportBuffer:
@@ -21,6 +23,7 @@ class ReportBuffer:
         """`most_rows`: when more rows of metrics wait, only those of every second step are kept, later of every fourth,
         and so on: a control plane that is gone for days costs the curve its resolution, not the agent its memory."""
         self._most_rows, self._rows, self._stride = most_rows, 0, 1
+        self._lines = 0
         self._reports: deque[Report] = deque()
         self._last = 0
         self._changed = asyncio.Event()
@@ -31,10 +34,29 @@ class ReportBuffer:
         self._last += 1
         made = time.time() if when is None else when
         self._reports.append(Report(payload, generation, rank, made, self._last))
-        self._rows += _rows_in(self._reports[-1])
+        self._count(self._reports[-1], 1)
         if self._rows > self._most_rows:
             self._thin()
+        if self._lines > MOST_LINES:
+            self._leave_lines_out()
         self._changed.set()
+
+    def _count(self, report: Report, sign: int) -> None:
+        self._rows += sign * _rows_in(report)
+        self._lines += sign * _lines_in(report)
+
+    def _leave_lines_out(self) -> None:
+        """Forget the older half of the lines; the last report of those says how many they were."""
+        left_out, last = 0, 0
+        for report in self._reports:
+            if self._lines - left_out <= MOST_LINES // 2:
+                break
+            if isinstance(report.payload, Printed):
+                left_out, last = left_out + len(report.payload.lines), report.sequence
+        note = Printed("agent", (f"{left_out} lines are left out here: the control plane did not fetch them",))
+        waiting = [report for report in self._reports if _lines_in(report) == 0 or report.sequence >= last]
+        self._reports = deque(replace(each, payload=note) if each.sequence == last else each for each in waiting)
+        self._lines += 1 - left_out
 
     def _thin(self) -> None:
         """Keep the rows of fewer steps, and the newest. Those that came since the last time are of every step: where it
@@ -66,7 +88,7 @@ class ReportBuffer:
         me = self._reader
         self._changed.set()
         while self._reports and self._reports[0].sequence <= after:
-            self._rows -= _rows_in(self._reports.popleft())
+            self._count(self._reports.popleft(), -1)
         if not self._reports:
             self._stride = 1
         try:
@@ -92,3 +114,7 @@ class ReportBuffer:
 
 def _rows_in(report: Report) -> int:
     return len(report.payload.rows) if isinstance(report.payload, Metrics) else 0
+
+
+def _lines_in(report: Report) -> int:
+    return len(report.payload.lines) if isinstance(report.payload, Printed) else 0

@@ -13,7 +13,7 @@ from workers.protocol.json_codec import MalformedMessage
 from workers.protocol.messages import FAULT_STRUCK, Fault, LaunchOrder
 from workers.protocol.reports import Event, Exited, Failure, KillReason, Prepared, Report, Resting
 from workers.rank.commands import Arm, Command, Go, Rest, SaveAndEnd, command_line
-from workers.rank.rank_log import LineSplitter, RankLog
+from workers.rank.rank_log import LineSink, LineSplitter
 from workers.rank.report_buffer import ReportBuffer
 from workers.zygote.client import Exit, ForkedProcess
 
@@ -33,7 +33,7 @@ class TrainerHandle:
         order: LaunchOrder,
         process: ForkedProcess,
         reports: ReportBuffer,
-        log: RankLog,
+        log: LineSink,
         prepared: bool = False,
         struck: set[str] | None = None,
     ):
@@ -100,7 +100,7 @@ class TrainerHandle:
             await self.stop()
         return self.at_rest
 
-    def become(self, rank: int, log: RankLog) -> None:
+    def become(self, rank: int, log: LineSink) -> None:
         """What the trainer says from now on, it says as `rank`."""
         self._rank, self._log = rank, log
 

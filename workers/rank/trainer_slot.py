@@ -16,8 +16,9 @@ from workers.paths import Paths, zygote_socket
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Fault, Launched, LaunchOrder, TrainerArgument
 from workers.protocol.reports import KillReason
-from workers.rank.rank_log import RankLog
+from workers.rank.rank_log import LineSink, RankLog
 from workers.rank.report_buffer import ReportBuffer
+from workers.rank.reported_lines import ReportedLines
 from workers.rank.trainer_handle import TrainerHandle
 from workers.zygote.client import Exit, ZygoteUnavailable, fork
 
@@ -50,18 +51,18 @@ class TrainerSlot:
         self,
         job: str,
         rank: int,
-        home: str,
+        home: str | None,
         runtime_folder: str,
         snapshot_folder: str | None,
         reports: ReportBuffer,
     ):
-        """`home`, `runtime_folder`: see `workers/paths.py`; `snapshot_folder`: the job's, in shared memory; `reports`:
-        takes what trainers report."""
+        """`home`: of the job's logs, None where they are reported; `runtime_folder`: see `workers/paths.py`;
+        `snapshot_folder`: the job's, in shared memory; `reports`: takes what trainers report."""
         self._job, self._home = job, home
         self._runtime_folder, self._snapshot_folder, self._reports = runtime_folder, snapshot_folder, reports
         self.rank, self.generation = rank, 0
         """Of the last launch; generation 0 before the first."""
-        self._log = self._log_of(rank)
+        self._log: LineSink = self._log_of(rank)
         self._lock = asyncio.Lock()
         self._occupant: _Occupant | None = None
         self._order: LaunchOrder | None = None
@@ -216,7 +217,9 @@ class TrainerSlot:
             if self._occupant is not None:
                 self._occupant.trainer.become(rank, self._log)
 
-    def _log_of(self, rank: int) -> RankLog:
+    def _log_of(self, rank: int) -> LineSink:
+        if self._home is None:
+            return ReportedLines(self._reports, rank)
         return RankLog(Paths.of(self._home).rank_log(self._job, rank), rank)
 
     def _refuse_stale(self, order: LaunchOrder) -> None:

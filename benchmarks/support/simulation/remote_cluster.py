@@ -48,6 +48,7 @@ class SimulatedNodes:
         self.lost: set[str] = set()
         self.draining: set[str] = set()
         self.silent: set[str] = set()
+        self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()
 
     @property

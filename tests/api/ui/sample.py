@@ -18,7 +18,6 @@ import uvicorn
 from api.app import create_app
 from api.permissions import LINK_PATH
 from api.ui import mount
-from service.data_roots import DataRoots
 from service.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
 from service.logs import log_file, log_folder
 from service.recovery.timeline import RecoveryTimeline
@@ -39,6 +38,7 @@ from service.store import (
 )
 from service.store.recoveries import Beginning
 from workers.config import JobSpec
+from workers.data.roots import DataRoots
 
 STEPS, DONE, CRASHED_AT = 400, 200, 120
 SPEC: dict[str, Any] = {

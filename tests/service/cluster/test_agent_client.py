@@ -23,6 +23,7 @@ from service.leases.errors import LeaseLost, LeaseUncertain
 from tests.service.support.fake_agents import FakeAgent
 from workers.node.daemon import NodeDaemon
 from workers.protocol import messages
+from workers.protocol.json_codec import JsonObject
 from workers.protocol.messages import (
     AgentDescription,
     BackupAddress,
@@ -114,6 +115,7 @@ def test_all_that_an_agent_or_a_daemon_is_given_arrives_there(protocol, client, 
         bool: lambda: True, int | None: lambda: next(numbers), str | None: lambda: f"text {next(numbers)}",
         Fault: lambda: Fault("f", "kill", 3), BackupAddress: lambda: BackupAddress("there", 7000),
         LaunchOrder: lambda: LaunchOrder("job-1", 2, 3, {"any": 1}),
+        JsonObject: lambda: {"any": next(numbers)}, list[str] | None: lambda: [f"text {next(numbers)}"],
     }  # fmt: skip
 
     async def note(self, **given):

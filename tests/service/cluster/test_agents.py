@@ -65,7 +65,7 @@ def agents(tmp_path):
         ),
     )
     connection = RayConnection(ray)
-    return Agents(connection, Nodes(connection), Paths.of(tmp_path))
+    return Agents(connection, Nodes(connection), Paths.of(tmp_path, installation="installation-1"))
 
 
 def actors(started):
@@ -84,10 +84,7 @@ def test_agents_are_started_in_their_seats_with_what_a_rank_takes(agents, tmp_pa
     assert first.options.num_gpus == (1 if unit == "GPU" else 0)
     assert unit == "GPU" or first.options.resources == {"manta_slot": 1}
     assert first.options.max_concurrency == agents_module.CONCURRENCY
-    job, rank, home, runtime, snapshots, group = second.arguments
-    assert runtime == str(Paths.of(tmp_path).runtime_folder)
-    assert (job, rank, home, group) == ("job_1", 3, str(tmp_path.resolve()), "two")
-    assert snapshots.endswith("/job_1")
+    assert second.arguments == ("job_1", 3, str(tmp_path.resolve()), "installation-1", "two")
 
 
 @pytest.mark.parametrize(("wanted", "lost", "used"), [

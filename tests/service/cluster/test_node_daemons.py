@@ -32,21 +32,24 @@ class FakeDaemonActor:
         self.answer = to_json(NodeDescription(node, node, "127.0.0.1", 1, 2, **options))
         self.call = SimpleNamespace(remote=self._call)
         self.calls, self.killed = [], False
+        self.answers = {}
+        """By method where it is another one."""
 
     async def _call(self, method, arguments):
         self.calls.append(method)
-        if self.answer is None:
+        answer = self.answers.get(method, self.answer)
+        if answer is None:
             await asyncio.Event().wait()
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 @pytest.fixture
 def others():
-    """What else is in Ray: the node of each agent, the nodes whose daemon was killed, the protocol of new daemons,
-    and (name, options, arguments) of each that was started."""
-    return SimpleNamespace(agents={}, killed=[], protocol=PROTOCOL, started=[])
+    """What else is in Ray: the node of each agent, the nodes whose daemon was killed, protocol and code of new daemons
+    and what all their answers are, if it is an error, and (name, options, arguments) of each that was started."""
+    return SimpleNamespace(agents={}, killed=[], protocol=PROTOCOL, code="", error=None, started=[])
 
 
 @pytest.fixture
@@ -70,7 +73,9 @@ def made(monkeypatch, others):
 
     def options(name, **more):
         node = name.removeprefix(node_daemon_name(""))
-        actors[node] = FakeDaemonActor(node, protocol=others.protocol)
+        actors[node] = FakeDaemonActor(node, protocol=others.protocol, code=others.code)
+        if others.error is not None:
+            actors[node].answer = others.error
 
         def remote(*arguments):
             others.started.append((name, more, arguments))
@@ -91,7 +96,7 @@ def made(monkeypatch, others):
     )
     connection = RayConnection(ray)
     nodes = Nodes(connection)
-    return NodeDaemons(connection, nodes, Paths.of("/nowhere"), "aws"), nodes, actors
+    return NodeDaemons(connection, nodes, Paths.of("/nowhere", installation="installation-1"), "aws"), nodes, actors
 
 
 def test_node_whose_daemon_does_not_answer_is_closed_until_it_does(made):
@@ -218,7 +223,7 @@ def test_daemon_is_started_on_its_node_alone_with_all_that_it_needs(made, others
     assert list(asyncio.run(daemons.ensure(["-X", "frozen"], {"A": "b"}))) == ["sick", "well"]
     ((name, options, arguments),) = others.started
     assert name == node_daemon_name("sick")
-    assert arguments == ("sick", "/nowhere", ["-X", "frozen"], {"A": "b"}, "aws")
+    assert arguments == ("sick", "/nowhere", ["-X", "frozen"], {"A": "b"}, "aws", "installation-1", ["/nowhere"])
     assert options["scheduling_strategy"] == {"node_id": "sick", "soft": False}
     assert options["get_if_exists"], "another control plane may start it at the same time"
     assert (options["lifetime"], options["max_concurrency"]) == ("detached", node_daemons.CONCURRENCY)
@@ -284,3 +289,58 @@ def test_daemon_that_does_not_end_in_time_is_killed(made):
     actors["sick"].answer = None
     asyncio.run(daemons.end_all())
     assert actors["sick"].killed and actors["well"].killed
+
+
+def test_node_that_does_not_share_the_checkpoints_is_closed_until_it_does(made):
+    daemons, nodes, actors = made
+    answer = actors["sick"].answer
+    actors["sick"].answer = {**answer, "unshared": ["/nowhere"]}
+
+    async def body():
+        assert list(await daemons.ensure()) == ["sick", "well"], "what lies there is looked after"
+        assert nodes.closed == {"sick"} and "does not share /nowhere" in nodes.problems["sick"]
+        actors["sick"].answer = answer
+        await daemons.ensure()
+        assert nodes.closed == set()
+
+    asyncio.run(body())
+
+
+def test_node_where_other_code_is_installed_is_closed_but_a_daemon_of_before_an_upgrade_is_not(made, others):
+    daemons, nodes, actors = made
+    actors["well"].answer = {**actors["well"].answer, "code": "of an older release"}
+    del actors["sick"]
+    others.code = "something else"
+
+    async def body():
+        for _ in range(2):
+            await daemons.ensure()
+            assert nodes.closed == {"sick"} and "runs another Manta" in nodes.problems["sick"]
+
+    asyncio.run(body())
+
+
+def test_node_where_no_daemon_can_be_started_says_why(made, others, caplog):
+    daemons, nodes, actors = made
+    del actors["sick"]
+    others.error = ActorError("died at its birth\nModuleNotFoundError: No module named 'workers'")
+
+    async def body():
+        for _ in range(3):
+            assert list(await daemons.ensure()) == ["well"]
+        assert "has no Manta" in nodes.problems["sick"]
+        assert caplog.text.count("has no Manta") == 1
+        others.error = None
+        del actors["sick"]
+        assert list(await daemons.ensure()) == ["sick", "well"] and nodes.closed == set()
+
+    asyncio.run(body())
+
+
+def test_data_is_looked_at_by_a_node_on_which_something_may_be_placed(made):
+    daemons, nodes, actors = made
+    nodes.draining = {"sick"}
+    actors["well"].answers = {"check_data": "it is empty"}
+    assert asyncio.run(daemons.problem_of_data({"name": "x"}, ["/data"])) == "it is empty"
+    actors["well"].answers = {"check_data": ActorError("died")}
+    assert asyncio.run(daemons.problem_of_data({"name": "x"}, None)) is None, "it is not known, which is no problem"

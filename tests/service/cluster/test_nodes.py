@@ -102,3 +102,16 @@ def test_what_was_given_back_is_waited_for_as_long_as_ray_may_take_to_show_it(ra
         assert loop.run_until_complete(wait()) == pytest.approx(waited, abs=2 * nodes_module.LOOK_SECONDS)
     finally:
         loop.close()
+
+
+def test_nodes_without_room_for_ranks_are_none_of_our_business(ray, nodes):
+    living = ray.nodes()
+    ray.nodes = lambda: [{**node("head"), "Resources": {"CPU": 8.0, "manta_slot": 0.0}}, *living]
+    assert asyncio.run(nodes.living()) == list("abcd")
+    assert {each.id: each.holds_ranks for each in asyncio.run(nodes.known())}["head"] is False
+    assert "head" not in asyncio.run(nodes.capacity("manta_slot", all_living=True)).nodes
+
+
+def test_nothing_is_placed_on_a_node_with_a_problem(nodes):
+    nodes.problems = {"b": "it has no Manta"}
+    assert asyncio.run(nodes.capacity("manta_slot")).nodes.keys() == {"a", "c", "d"}

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from service.cluster import ray_head as module
+from service.cluster.existing_ray import ExistingRay
 from service.cluster.processes import same_process, start_of, wait_until_ended
-from service.cluster.ray_head import MARK, ExistingRay, HeadRecord, RayHead, RayUnavailable
+from service.cluster.ray_head import MARK, HeadRecord, RayHead, RayUnavailable
 from service.cluster.ray_private import NO_AUTOSCALER
 from service.settings import SECRETS
 from workers.paths import Paths
@@ -104,7 +105,7 @@ def test_without_a_head_there_is_one_clear_sentence(tmp_path):
     with pytest.raises(RayUnavailable, match="There is no Ray of this service"):
         RayHead(tmp_path).connect()
     with pytest.raises(RayUnavailable, match=r"No Ray answers at 127\.0\.0\.1:1;"):
-        ExistingRay("127.0.0.1:1").connect()
+        ExistingRay("127.0.0.1:1", tmp_path).connect()
 
 
 def test_ray_that_does_not_start_names_its_log(second_home, monkeypatch):
@@ -174,7 +175,7 @@ def test_ray_that_lets_nobody_in_is_one_clear_sentence(monkeypatch, error):
     # Not the real one: it reads what says how to come in when it is imported, and is needed by other tests.
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=refuse, exceptions=SimpleNamespace(RayError=RayError)))
     with pytest.raises(RayUnavailable, match=r"Ray at 127\.0\.0\.1:1 does not let us in: no entry"):
-        module._connect("127.0.0.1:1", "manta")
+        module.connect("127.0.0.1:1", "manta")
 
 
 def test_head_that_refuses_is_about_to_end_and_another_is_started(tmp_path, monkeypatch):

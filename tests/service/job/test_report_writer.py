@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from service.job.received_lines import ReceivedLines
 from service.job.report_writer import ReportWriter
 from service.leases.errors import LeaseLost
 from service.recovery.timeline import RecoveryTimeline
@@ -15,6 +16,8 @@ from service.store import checkpoints, events, generations, jobs, metrics, ranks
 from service.store.recoveries import Beginning
 from workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest
 from workers.protocol.reports import Metrics, Report, payload_of
+
+LINES = ReceivedLines(Path("/nowhere"))
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def generation(store, started):
 @pytest.fixture
 def take(store, started, generation):
     """Hands one report to the writer of generation 1."""
-    writer = ReportWriter(store, started.id, generation, resume_step=4)
+    writer = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
 
     def give(kind, sequence, rank=0, **data):
         asyncio.run(writer.take(Report(payload_of(kind, data), 1, rank, time.time(), sequence)))
@@ -90,7 +93,7 @@ def test_job_runs_from_the_first_step_after_the_one_it_resumed_at(store, started
 def test_generation_has_one_first_step_whoever_writes_its_reports(store, started, generation, take):
     take("metrics", 1, rows=[row(5)])
     store.write(lambda s: jobs.transition(s, started.id, JobState.RESIZING))
-    next_one = ReportWriter(store, started.id, generation, resume_step=4)
+    next_one = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
     asyncio.run(next_one.take(Report(Metrics((row(6),)), 1, 0, 100.0, 2)))
     assert steps(store, started) == [5, 6]
     assert read(store, lambda s: jobs.get(s, started.id)).state == "RESIZING", "a change is under way"
@@ -126,7 +129,7 @@ def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_pha
 
     take("metrics", 1, rows=[row(5), row(6)])
     number = store.write(recover)
-    writer = ReportWriter(store, started.id, number, resume_step=4)
+    writer = ReportWriter(store, started.id, number, resume_step=4, lines=LINES)
 
     def tell(kind, sequence, at, **data):
         asyncio.run(writer.take(Report(payload_of(kind, data), number, 0, at, sequence)))
@@ -160,7 +163,7 @@ def test_a_generation_that_resumes_past_what_was_reported_has_redone_nothing(sto
         return number
 
     number = store.write(recover)
-    writer = ReportWriter(store, started.id, number, resume_step=4)
+    writer = ReportWriter(store, started.id, number, resume_step=4, lines=LINES)
     asyncio.run(writer.take(Report(Metrics(({**row(5), "time": 105.0},)), number, 0, 105.0, 1)))
     (recovery,) = read(store, lambda s: recoveries.of_job(s, started.id))
     assert (recovery.first_step_at, recovery.steps_redone) == (105.0, 0)
@@ -168,7 +171,7 @@ def test_a_generation_that_resumes_past_what_was_reported_has_redone_nothing(sto
 
 def test_event_has_the_time_at_which_it_happened(store, started, generation):
     """Its report may come much later: with the next control plane."""
-    writer = ReportWriter(store, started.id, generation, resume_step=4)
+    writer = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
     payload = payload_of("event", {"type": "note", "step": 5, "message": "hello"})
     asyncio.run(writer.take(Report(payload, 1, 0, 100.0, 1)))
     (event,) = [each for each in read(store, lambda s: events.page(s, started.id)).items if each.type == "note"]
@@ -281,7 +284,7 @@ def test_report_of_a_job_that_somebody_else_has_now_is_left_to_them(store, start
     async def lost(operation):
         raise LeaseLost(started.id)
 
-    writer = ReportWriter(store, started.id, generation, resume_step=4)
+    writer = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
     with monkeypatch.context() as patch:
         patch.setattr(store, "write_async", lost)
         with pytest.raises(LeaseLost):
@@ -311,7 +314,7 @@ def test_database_that_is_locked_for_a_while_is_waited_for(store, started, gener
         connection.exec_driver_sql("PRAGMA busy_timeout=1")  # of the connection that the writer takes next
     other = sqlite3.connect(store.engine.url.database, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    writer = ReportWriter(store, started.id, generation, resume_step=4)
+    writer = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
 
     async def body():
         report = Report(payload_of("metrics", {"rows": [row(5)]}), 1, 0, time.time(), 1)

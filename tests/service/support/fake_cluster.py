@@ -38,13 +38,14 @@ class FakeNodes:
         self.lost: set[str] = set()
         self.draining: set[str] = set()
         self.silent: set[str] = set()
+        self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()
         self.error: Exception | None = None
         """What the next look at the nodes raises."""
 
     @property
     def closed(self):
-        return self.lost | self.draining | self.silent
+        return self.lost | self.draining | self.silent | self.problems.keys()
 
     async def has_gpus(self):
         return False

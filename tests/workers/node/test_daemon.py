@@ -275,3 +275,37 @@ def test_a_daemon_that_is_shut_down_ends_its_zygote_and_answers_no_more(go, daem
     assert ended == [False], "the snapshots of its trainers are gone by then"
     assert not daemon._heartbeat._thread.is_alive()
     assert stores[0].ended and stores[0].closed
+
+
+def test_corpus_is_looked_at_as_the_ranks_will_see_it(go, home, tmp_path):
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("words and more words. " * 200)
+    document = {
+        "model": {"layers": 1, "hidden_size": 16, "heads": 2, "sequence_length": 8},
+        "data": {"source": "text", "paths": [str(corpus)]},
+        "train": {"steps": 1, "global_batch_size": 2},
+    }
+
+    async def body():
+        daemon = NodeDaemon("n1", str(home.home))
+        assert await daemon.check_data(document, None) is None
+        assert await daemon.check_data(document, [str(tmp_path)]) is None
+        assert "is not below any of the folders" in await daemon.check_data(document, ["/elsewhere"])
+        corpus.unlink()
+        assert str(corpus) in await daemon.check_data(document, None)
+        daemon._heartbeat.close()
+
+    go(body)
+
+
+def test_daemon_says_what_it_does_not_share_and_keeps_its_own_elsewhere(go, home, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "own"))
+
+    async def body():
+        daemon = NodeDaemon("n1", "/not/here", installation="manta-1", to_share=["/not/here"])
+        about = await daemon.describe()
+        assert about.unshared == ("/not/here",) and len(about.code) == 16
+        assert str(tmp_path / "own") in str(daemon._paths.home)
+        daemon._heartbeat.close()
+
+    go(body)

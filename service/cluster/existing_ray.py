@@ -1,0 +1,32 @@
+"""A Ray cluster that somebody else runs: used, never started or stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from service.cluster.own_raylet import ensure_raylet
+from service.cluster.ray_head import MARK, NAMESPACE, ROOT, RayUnavailable, answers, connect
+from workers.paths import Paths
+
+
+class ExistingRay:
+    """The cluster whose control store is at an address."""
+
+    def __init__(self, address: str, home: str | Path, ship_code: bool = False):
+        """`address`: host:port; `home`: of the service; `ship_code`: give the nodes our own code, instead of what is
+        installed there."""
+        self._address, self._paths, self._ship_code = address, Paths.of(home), ship_code
+
+    def connect(self, namespace: str = NAMESPACE) -> Any:
+        """Connect this process to the cluster and return the ray module; `namespace`: of all names there. Where no
+        raylet of it runs on this machine, one without resources is started. Raises RayUnavailable."""
+        if not answers(self._address):
+            raise RayUnavailable(f"No Ray answers at {self._address}; check --ray and that the cluster is up.")
+        ensure_raylet(self._address, self._paths, MARK)
+        return connect(self._address, namespace, self._runtime_environment())
+
+    def _runtime_environment(self) -> dict[str, Any] | None:
+        if not self._ship_code:
+            return None
+        return {"py_modules": [str(ROOT / "workers")], "excludes": ["**/__pycache__"]}

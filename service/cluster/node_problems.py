@@ -1,0 +1,31 @@
+"""Why nothing can be placed on a node, and what somebody has to do about it: sentences for logs and waiting jobs."""
+
+from __future__ import annotations
+
+from workers.protocol.messages import NodeDescription
+
+SAME_CODE = "install the same Manta there as here, or have ours shipped to the nodes with MANTA_SHIP_CODE=1"
+
+
+def problem_of(about: NodeDescription, other_code: bool) -> str | None:
+    """The problem of a node whose daemon answers; None: it has none. `other_code`: its installation is another one."""
+    name = f"node {about.host} ({about.address})"
+    if other_code:
+        return f"{name} runs another Manta than the control plane: {SAME_CODE}"
+    if about.unshared:
+        return (
+            f"{name} does not share {about.unshared[0]}, where the checkpoints would be: set MANTA_CHECKPOINTS to an "
+            "object store, or to a folder that control plane and nodes have at the same path and may write to"
+        )
+    return None
+
+
+def problem_of_start(node: str, error: str) -> str:
+    """The problem of a node where no daemon can be started, by the last line of the `error`."""
+    name = f"node {node[:12]}"
+    if "No module named" in error:
+        missing = error.rpartition("No module named")[2].strip(" '\".")
+        if missing.partition(".")[0] in ("workers", "service", "api"):
+            return f"{name} has no Manta: {SAME_CODE}"
+        return f"{name} lacks the Python package {missing!r}, which Manta needs there: install it"
+    return f"the daemon of {name} does not start: {error}"

@@ -1,0 +1,86 @@
+"""A raylet without resources on the control plane's machine: Ray takes a process in only where one of its own runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil  # type: ignore[import-untyped]
+
+from service.cluster.ray_head import RayUnavailable
+from service.cluster.ray_private import START_COMMAND, node_addresses
+from service.settings import without_secrets
+from workers.paths import Paths
+from workers.system.own_address import address_towards
+
+log = logging.getLogger(__name__)
+
+START_SECONDS, POLL_SECONDS = 60.0, 0.2
+OBJECT_STORE_BYTES = 80 * 1024 * 1024
+"""The least that Ray takes: nothing goes through it."""
+
+
+def ensure_raylet(address: str, paths: Paths, mark: str) -> None:
+    """Have a raylet of the Ray at `address` on this machine: the one that runs here, else a new one, which outlives
+    this process and has `mark` in its environment with the home's tag as value. Raises RayUnavailable."""
+    here = _own_addresses()
+    if not here.isdisjoint(_addresses(address)):
+        return
+    log.info("no raylet of the Ray at %s runs on this machine: one without resources is started", address)
+    paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
+    process = _spawn(address, paths, mark)
+    if not _until(lambda: not here.isdisjoint(_addresses(address)), process):
+        process.terminate()
+        raise RayUnavailable(f"A raylet that joins the Ray at {address} did not start; its log is {paths.ray_log}.")
+
+
+def _addresses(address: str) -> list[str]:
+    try:
+        return node_addresses(address)
+    except Exception as error:  # Ray raises its own errors, RuntimeError and what gRPC has
+        raise RayUnavailable(f"Ray at {address} does not let us in: {' '.join(str(error).split())}") from error
+
+
+def _own_addresses() -> set[str]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    interfaces = psutil.net_if_addrs().values()
+    return {entry.address for entries in interfaces for entry in entries if entry.family in families}
+
+
+def _spawn(address: str, paths: Paths, mark: str) -> subprocess.Popen[bytes]:
+    options = {
+        "address": address,
+        "node-ip-address": address_towards(address.rpartition(":")[0]),
+        "num-cpus": "0",
+        "num-gpus": "0",
+        "object-store-memory": str(OBJECT_STORE_BYTES),
+    }
+    command = [sys.executable, "-c", START_COMMAND, "start", "--block", "--disable-usage-stats"]
+    with paths.ray_log.open("ab") as output:
+        return subprocess.Popen(
+            [*command, *(f"--{name}={value}" for name, value in options.items())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+            env={**without_secrets(os.environ), mark: paths.tag, "RAY_USAGE_STATS_ENABLED": "0"},
+            start_new_session=True,
+        )
+
+
+def _until(there: Callable[[], bool], process: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if there():
+            return True
+        try:
+            process.wait(POLL_SECONDS)
+            return False
+        except subprocess.TimeoutExpired:
+            continue
+    return False

@@ -1,0 +1,147 @@
+"""A Ray cluster of machines of their own (`machines.py`), and a service beside it on one more."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import signal
+import site
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from api.client import MantaClient
+from tests.e2e.conftest import SECONDS, Manta
+from tests.e2e.machines import Machine, python
+from tests.e2e.network import Network
+from workers.paths import Paths
+
+SLOTS = 2
+CORPUS = "/home/data/words.txt"
+"""Where the nodes, and nobody else, have their corpus."""
+PORT = 8400
+RAY_PORT = 6379
+OBJECT_STORE_BYTES = 80 * 2**20
+START_RAY = "from ray.scripts.scripts import main; main()"
+
+
+class ApartCluster:
+    """A head without room for ranks, and nodes with room for some."""
+
+    def __init__(self, network: Network, folder: Path, corpus: Path, nodes: int, without: Sequence[Path] = ()):
+        """`without`: what of the installation the nodes do not have."""
+        self._token = secrets.token_hex(32)
+        self.head = Machine(network, "head", folder)
+        self.nodes = [Machine(network, f"node{number}", folder, without) for number in range(nodes)]
+        for node in self.nodes:
+            file = node.path(CORPUS)
+            file.parent.mkdir()
+            shutil.copy(corpus, file)
+        self.environment: dict[str, str] = {}
+        """Of all nodes, such as what they need to reach an object store."""
+
+    @property
+    def address(self) -> str:
+        """Of its control store."""
+        return f"{self.head.address}:{RAY_PORT}"
+
+    @property
+    def token(self) -> dict[str, str]:
+        """What a process needs to be let in."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token}
+
+    def start(self) -> None:
+        """All of it."""
+        self.start_head()
+        for node in self.nodes:
+            self.start_node(node)
+
+    def start_head(self) -> None:
+        """The head, once it listens."""
+        self._ray(self.head, "--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--num-cpus=0")
+        deadline = time.monotonic() + SECONDS
+        while not _listens(self.head.address, RAY_PORT):
+            assert time.monotonic() < deadline, "Ray's head did not start"
+            time.sleep(0.05)
+
+    def start_node(self, node: Machine) -> None:
+        """Have a node join."""
+        slots = json.dumps({"manta_slot": SLOTS})
+        self._ray(node, f"--address={self.address}", f"--num-cpus={SLOTS + 1}", f"--resources={slots}")
+
+    def _ray(self, machine: Machine, *options: str) -> None:
+        memory = f"--object-store-memory={OBJECT_STORE_BYTES}"
+        ours = ("start", "--block", "--disable-usage-stats", f"--node-ip-address={machine.address}", memory)
+        environment = {**self.token, **self.environment, "RAY_memory_monitor_refresh_ms": "0"}
+        machine.start(*python("-c", START_RAY), *ours, *options, **environment)
+
+    def node_of(self, pid: int) -> Machine:
+        """The machine on which a process runs."""
+        return next(node for node in self.nodes if pid in {process.pid for process in node.processes()})
+
+    def an_agent_on(self, node: Machine) -> psutil.Process:
+        """The process of some rank's agent."""
+        return next(each for each in node.processes() if each.name().startswith("ray::Agent"))
+
+    def close(self) -> None:
+        """Leave nothing of it."""
+        for machine in (*self.nodes, self.head):
+            machine.close()
+
+
+class ApartService(Manta):
+    """A service on a machine of its own, without torch, that uses such a cluster."""
+
+    def __init__(self, network: Network, folder: Path, cluster: ApartCluster, environment: Mapping[str, str]):
+        """`environment`: of the service, beside what lets it into Ray."""
+        torch = [Path(each) / "torch" for each in site.getsitepackages()]
+        self.machine = Machine(network, "control", folder, [each for each in torch if each.is_dir()])
+        self.cluster = cluster
+        self._environment = {**environment, **cluster.token, "MANTA_NO_DASHBOARD": "1"}
+        self.home = self.machine.path(f"{self.machine.home}/.manta")
+        self.paths, self._corpus = Paths.of(self.home), Path(CORPUS)
+        self.log = folder / "service.log"
+        made = self.machine.run(*python("-m", "api.cli", "keys", "create", "--admin"), **self._environment)
+        assert made.returncode == 0, made.stderr
+        self.client = MantaClient(f"http://{self.machine.address}:{PORT}", key=made.stdout.strip())
+        self.start()
+
+    def start(self) -> None:
+        """`manta serve`, until it answers."""
+        self.serve()
+        self.until("the service", self.answers, 3 * SECONDS)
+
+    def serve(self, **environment: str) -> None:
+        """`manta serve`."""
+        options = ("--host", self.machine.address, "--port", str(PORT), "--ray", self.cluster.address)
+        command = python("-m", "api.cli", "serve", *options, "--tls-terminated", "--allow-faults")
+        self.process = self.machine.start(*command, log=self.log, **{**self._environment, **environment})
+
+    def kill_service(self, with_signal: int = signal.SIGKILL) -> None:
+        """Send the service's process this signal, and nobody else; return when it has ended."""
+        self.process.send_signal(with_signal)
+        self.process.wait(30)
+
+    def until_nodes(self, count: int) -> None:
+        """Wait until jobs can be placed on so many nodes."""
+        self.until(f"{count} nodes", lambda: self._usable() >= count, 2 * SECONDS)
+
+    def _usable(self) -> int:
+        return sum(1 for node in self.client.cluster().nodes if node.free)
+
+    def close(self) -> None:
+        """Leave nothing of it."""
+        self.client.close()
+        self.machine.close()
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,86 @@
+"""A network of namespaces on this machine: a bridge, and cables that can be pulled."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Protocol
+
+
+class Closable(Protocol):
+    """Something that ends."""
+
+    def close(self) -> None:
+        """Leave nothing of it."""
+
+
+class Network:
+    """A bridge that machines are plugged into."""
+
+    def __init__(self, tag: str):
+        """`tag`: something short that no other network of this machine has."""
+        self.bridge = f"mt{tag[:8]}"
+        self._subnet = f"10.213.{int(tag[:6], 16) % 250 + 1}"
+        self._plugged = 0
+        self.plugged_in: list[Closable] = []
+        """What goes with it, beside cables."""
+        self.usable = self._set_up()
+
+    def _set_up(self) -> bool:
+        """False where this user may not."""
+        try:
+            _ip("link", "add", self.bridge, "type", "bridge")
+            _ip("addr", "add", f"{self._subnet}.1/24", "dev", self.bridge)
+            _ip("link", "set", self.bridge, "up")
+        except (OSError, subprocess.CalledProcessError):
+            return False
+        return True
+
+    @property
+    def address(self) -> str:
+        """Of the machine that the bridge is on."""
+        return f"{self._subnet}.1"
+
+    def plug_in(self) -> Cable:
+        """A namespace with an address in this network."""
+        self._plugged += 1
+        return Cable(self.bridge, self._plugged, self._subnet)
+
+    def close(self) -> None:
+        """Take it down, and all that is plugged in."""
+        for each in self.plugged_in:
+            each.close()
+        if self.usable:
+            _ip("link", "del", self.bridge)
+
+
+class Cable:
+    """What connects one namespace with the bridge."""
+
+    def __init__(self, bridge: str, number: int, subnet: str):
+        self.namespace, self.address = f"{bridge}-{number}", f"{subnet}.{number + 1}"
+        self._here, there = f"{bridge}{number}h", f"{bridge}{number}n"
+        _ip("netns", "add", self.namespace)
+        _ip("link", "add", self._here, "type", "veth", "peer", "name", there, "netns", self.namespace)
+        _ip("link", "set", self._here, "master", bridge)
+        _ip("link", "set", self._here, "up")
+        inside = ("-n", self.namespace)
+        _ip(*inside, "addr", "add", f"{self.address}/24", "dev", there)
+        for device in ("lo", there):
+            _ip(*inside, "link", "set", device, "up")
+        _ip(*inside, "route", "add", "default", "via", f"{subnet}.1")
+
+    def pull(self) -> None:
+        """From now on nothing gets through, and nobody is told."""
+        _ip("link", "set", self._here, "down")
+
+    def put_back(self) -> None:
+        """As before."""
+        _ip("link", "set", self._here, "up")
+
+    def close(self) -> None:
+        """Remove the namespace, once nobody lives there."""
+        _ip("netns", "del", self.namespace)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)

@@ -1,0 +1,114 @@
+"""A Ray cluster whose nodes are other machines: with other users, homes and memory, and the control plane on one more,
+without torch. They share no folder: checkpoints are in an object store, jobs in PostgreSQL."""
+
+import uuid
+
+import pytest
+from s3_server import environment_of
+
+from tests.e2e.cluster_apart import SLOTS, ApartCluster, ApartService
+from tests.e2e.conftest import EVERY_STEP
+from tests.e2e.forwarder import Forwarder
+from tests.e2e.network import Network
+
+NODES = 4
+STEPS = 40
+LAYOUT = (2, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def network():
+    made = Network(uuid.uuid4().hex)
+    if not made.usable:
+        pytest.skip("this user may not make network namespaces")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the machines' disks are; their users may pass through."""
+    made = tmp_path_factory.mktemp("machines")
+    for each in (made, *made.parents[:2]):
+        each.chmod(0o755)
+    return made
+
+
+@pytest.fixture(scope="module")
+def cluster(network, folder, corpus, object_store):
+    ways = Forwarder(network.address, ("127.0.0.1", int(object_store.url.rpartition(":")[2])))
+    made = ApartCluster(network, folder, corpus, NODES)
+    made.environment = environment_of(f"http://{network.address}:{ways.port}")
+    made.start()
+    yield made
+    made.close()
+    ways.close()
+
+
+@pytest.fixture(scope="module")
+def apart(network, folder, cluster, postgres):
+    database = Forwarder(network.address, f"{postgres.folder}/.s.PGSQL.5432")
+    name = postgres.make_empty()
+    environment = {
+        **cluster.environment,
+        "MANTA_CHECKPOINTS": "s3://checkpoints/apart",
+        "MANTA_DATA_ROOTS": "/home/data",
+        "MANTA_DATABASE_URL": f"postgresql://manta@{network.address}:{database.port}/{name}",
+    }
+    made = ApartService(network, folder, cluster, environment)
+    made.until_nodes(NODES)
+    yield made
+    made.close()
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def clean(apart):
+    """A job to which nothing happens."""
+    job = apart.submit(spec(apart))
+    apart.until_state(job, "SUCCEEDED")
+    return job
+
+
+def spec(apart):
+    return apart.spec(STEPS, LAYOUT, checkpoint={**EVERY_STEP, "every_steps": 20})
+
+
+def test_job_trains_where_nothing_is_shared(apart, cluster, clean):
+    assert len(apart.curve(clean)) == STEPS
+    (newest,) = (row for row in apart.client.checkpoints(clean).items if row.state == "complete" and row.step == STEPS)
+    assert newest.path.startswith(f"s3://checkpoints/apart/{clean}/")
+    for machine in (cluster.head, apart.machine):
+        assert not [each for each in machine.processes() if each.name().startswith("ray::NodeDaemon")], "no ranks there"
+    assert not (apart.home / "jobs" / clean / "checkpoints").exists()
+
+
+def test_rank_agent_node_and_control_plane_are_killed_in_turn_and_the_bits_stay(apart, cluster, clean, kill):
+    job = apart.submit(spec(apart))
+    apart.hold(job, 0, step=5)
+    kill(apart.pids(job)[3])
+    (first,) = apart.until("the recovery", lambda: apart.events(job, "recovered"))
+    assert first.data["steps_redone"] <= 1
+    cluster.an_agent_on(cluster.node_of(apart.pids(job)[2])).kill()
+    apart.until("the second recovery", lambda: len(apart.events(job, "recovered")) == 2)
+    apart.kill_service()
+    apart.start()
+    lost = cluster.node_of(apart.pids(job)[2])
+    lost.power_off()
+    *_, third = apart.until("the third recovery", lambda: apart.events(job, "recovered")[2:])
+    assert third.data["steps_redone"] <= 2, "what the node had came from another node's memory"
+    apart.until_state(job, "SUCCEEDED")
+    assert apart.curve(job) == apart.curve(clean)
+    assert all("memory" in event.data["source"] for event in apart.events(job, "recovered")), apart.story(job)
+    cluster.start_node(lost)
+    apart.until_nodes(NODES)
+
+
+def test_what_ranks_print_is_in_the_logs(apart, cluster):
+    job = apart.submit(spec(apart))
+    apart.inject(job, "exception", 1, at_step=3)
+    apart.until_state(job, "SUCCEEDED")
+    lines = [line.text for line in apart.client.logs(job, rank=1).items]
+    assert any("Traceback" in line for line in lines)
+    assert not [path for node in cluster.nodes for path in node.disk.rglob("rank-*.jsonl")]
+    assert SLOTS == 2

@@ -1,0 +1,64 @@
+"""What ranks print on other machines is in the job's log files: each line once, as agents would write it."""
+
+import asyncio
+
+import pytest
+
+from service.job.received_lines import ReceivedLines
+from service.logs import read_page
+from workers.protocol.reports import Printed, Report
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "logs"
+
+
+def take(lines, sequence, *texts, generation=1, rank=0, at=7.5):
+    printed = Printed("stderr", texts)
+    asyncio.run(lines.take(Report(printed, generation, rank, at, sequence), printed))
+
+
+def texts_in(folder):
+    return [line.text for line in read_page(folder, {}).lines]
+
+
+def test_lines_are_read_as_those_of_other_jobs(folder):
+    take(ReceivedLines(folder), 3, "one", "two", generation=2, rank=4)
+    first, second = read_page(folder, {}).lines
+    assert (first.text, second.text) == ("one", "two")
+    assert (first.rank, first.generation, first.stream, first.time) == (4, 2, "stderr", 7.5)
+
+
+def test_report_that_comes_again_to_the_same_or_the_next_control_plane_changes_nothing(folder):
+    lines = ReceivedLines(folder)
+    for sequence in (1, 2, 2, 1):
+        take(lines, sequence, f"of {sequence}", "and more")
+    for sequence in (2, 3):
+        take(ReceivedLines(folder), sequence, f"of {sequence}")
+    assert texts_in(folder) == ["of 1", "and more", "of 2", "and more", "of 3"]
+
+
+def test_next_agent_of_a_rank_begins_to_count_anew(folder):
+    take(ReceivedLines(folder), 9, "first agent")
+    take(ReceivedLines(folder), 1, "second agent", generation=2)
+    assert texts_in(folder) == ["first agent", "second agent"]
+
+
+@pytest.mark.parametrize("damage", [b'{"generation": 5, "sequ', b"no JSON at all\n", b"[]\n"])
+def test_line_that_was_cut_short_by_a_crash_loses_nothing_that_comes_after_it(folder, damage):
+    take(ReceivedLines(folder), 1, "before")
+    with (folder / "rank-00000.jsonl").open("ab") as file:
+        file.write(damage)
+    take(ReceivedLines(folder), 2, "cut, perhaps")
+    take(ReceivedLines(folder), 3, "after")
+    assert texts_in(folder)[0] == "before" and texts_in(folder)[-1] == "after"
+
+
+def test_disk_that_takes_nothing_loses_lines_and_raises_nothing(folder, caplog):
+    folder.write_text("a file in the folder's place")
+    take(ReceivedLines(folder), 1, "lost")
+    assert "1 lines of rank 0 are lost" in caplog.text
+    folder.unlink()
+    take(ReceivedLines(folder), 2, "there is room again")
+    assert texts_in(folder) == ["there is room again"]

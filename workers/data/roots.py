@@ -1,0 +1,52 @@
+"""Below which folders jobs may read their data: whoever may submit a job could otherwise have any file read that the
+service's user can read, and learn what is there from the errors."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.config import DataConfig, JobSpec
+from workers.data.sources import CorpusFile, check_data, corpus_files
+from workers.errors import DataError
+from workers.spec.problems import Problem
+
+
+@dataclass(frozen=True)
+class DataRoots:
+    """The folders; links are followed before a path is compared with them."""
+
+    folders: tuple[Path, ...] | None = None
+    """None: wherever the service's user may read."""
+
+    def problems(self, spec: JobSpec) -> list[Problem]:
+        """Which of the spec's paths are outside. Says nothing about what is there."""
+        named = enumerate(spec.data.paths)
+        return [Problem(f"data.paths.{at}", self._rule(path)) for at, path in named if not self._holds(path)]
+
+    def check(self, spec: JobSpec) -> None:
+        """Raise DataError when the spec's corpus cannot be trained on, or has a file outside."""
+        for problem in self.problems(spec):
+            raise DataError(f"{problem.path}: {problem.rule}")
+        check_data(spec)
+        for file in self._files(spec.data):
+            if not self._holds(file.path):
+                raise DataError(f"{file.path} leads elsewhere: {self._rule(file.path)}")
+
+    def _files(self, data: DataConfig) -> list[CorpusFile]:
+        """Those that may lie anywhere: the standard library's do not."""
+        return [] if self.folders is None or data.source == "python-stdlib" else corpus_files(data)
+
+    def _holds(self, path: str) -> bool:
+        if self.folders is None:
+            return True
+        real = Path(os.path.realpath(path))
+        return any(real.is_relative_to(os.path.realpath(folder)) for folder in self.folders)
+
+    def _rule(self, path: str) -> str:
+        allowed = ", ".join(str(folder) for folder in self.folders or ()) or "none is set"
+        return f"{path} is not below any of the folders that jobs may read (MANTA_DATA_ROOTS: {allowed})"
+
+
+ANYWHERE = DataRoots()

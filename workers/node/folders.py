@@ -1,0 +1,47 @@
+"""Which folders of a service a node shares, and where it keeps what is its own. Pure Python.
+
+A service marks its folders with the id of its installation. A node that finds the mark in a folder at the same path,
+and may write there, shares it. Another machine, or another user on it, has a folder of its own instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from workers.paths import Paths, safe_name
+
+MARK = ".installation"
+
+
+def mark(folder: Path, installation: str) -> None:
+    """Mark `folder`, which is made where it is missing, as one of the service with this id. Raises OSError."""
+    file = folder / MARK
+    folder.mkdir(parents=True, exist_ok=True)
+    if not shares(folder, installation):
+        file.write_text(installation, encoding="utf-8")
+
+
+def shares(folder: Path, installation: str) -> bool:
+    """Whether this process sees the `folder` that the service with this id has marked, and may write there. Without an
+    id every folder is taken for shared."""
+    if not installation:
+        return True
+    try:
+        return (folder / MARK).read_text(encoding="utf-8") == installation and os.access(folder, os.W_OK)
+    except (OSError, ValueError):
+        return False
+
+
+def unshared(folders: Iterable[str], installation: str) -> tuple[str, ...]:
+    """Those of `folders` that this process does not share."""
+    return tuple(folder for folder in folders if not shares(Path(folder), installation))
+
+
+def paths_on_node(home: str, installation: str) -> Paths:
+    """Paths of the service on this node: in its `home` where the node shares that, else in a folder of this user's own.
+    Raises UnsafePath for an id that cannot name a folder."""
+    if shares(Path(home), installation):
+        return Paths.of(home)
+    return Paths.of(Path.home() / ".manta" / "nodes" / safe_name(installation))
