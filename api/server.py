@@ -50,8 +50,9 @@ class OtherDatabase(MantaError):
     """The home's jobs are in a database that was not named this time."""
 
 
-def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str | None) -> None:
-    """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of somebody else's Ray.
+def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str | None, patient: bool = False) -> None:
+    """Run the service until SIGTERM or SIGINT. Port 0 picks a free one; `ray`: host:port of somebody else's Ray, which
+    is waited for where this process is `patient`.
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
     PortTaken, AlreadyRunning, OtherDatabase, NotForOthers, RayUnavailable, KeyFileUnsafe, HomeUnusable,
@@ -71,7 +72,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     url = f"{'http' if tls.certificate is None else 'https'}://{host}:{port}"
-    head = ExistingRay(ray, home, settings.ship_code) if ray else RayHead(home, slots)
+    head = ExistingRay(ray, home, settings.ship_code, patient) if ray else RayHead(home, slots)
     control = ControlPlane(
         home,
         head,
@@ -83,6 +84,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         settings.jobs_kept_days,
         settings.checkpoints,
         settings.node_notices,
+        settings.ports,
     )
     _keep_to_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)

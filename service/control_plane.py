@@ -47,6 +47,7 @@ from workers.node.folders import mark
 from workers.paths import Paths
 from workers.protocol.messages import Fault
 from workers.storage.places import Place
+from workers.system.ports import PortRange
 from workers.system.process_end import ended
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class ControlPlane:
         kept_days: float = 0.0,
         checkpoints: Place | None = None,
         node_notices: str | None = None,
+        ports: PortRange | None = None,
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
@@ -95,7 +97,8 @@ class ControlPlane:
         kept for a retry; `data_roots`: below which folders jobs may read; `database_url`: where the job database is, by
         default in the home; `kept_days`: how long jobs are kept after their end; 0: until somebody deletes them;
         `checkpoints`: where the checkpoints of all jobs are, by default in the home; `node_notices`: the cloud whose
-        notices the nodes ask for, as `MetadataSource.of` reads it. Raises BadDatabaseUrl, StoreUnusable."""
+        notices the nodes ask for, as `MetadataSource.of` reads it; `ports`: on which what runs on
+        the nodes listens. Raises BadDatabaseUrl, StoreUnusable."""
         self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults, self._memory_seconds, self._kept_days = allow_faults, memory_seconds, kept_days
@@ -103,7 +106,7 @@ class ControlPlane:
         self._store = Store(url_in(home, database_url), connection_name(me))
         self._leases = Leases(self._store, me)
         self._home_of_jobs, self._checkpoints, self._node_notices = home, checkpoints, node_notices
-        self._installation = ""
+        self._installation, self._ports = "", ports
         self._owners: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
@@ -153,7 +156,7 @@ class ControlPlane:
         self._installation = namespace
         self._mark_folders()
         ray, is_elsewhere = self._head.connect(namespace), isinstance(self._head, ExistingRay)
-        return Cluster.connected(ray, self._paths_of_jobs, self._node_notices, is_elsewhere)
+        return Cluster.connected(ray, self._paths_of_jobs, self._node_notices, is_elsewhere, self._ports)
 
     def _mark_folders(self) -> None:
         """Let nodes see whether they share what this service has."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from workers.errors import MantaError
 from workers.node.cloud_notices import MetadataSource, MetadataUnavailable
 from workers.storage.places import BadPlace, Place, place_of
+from workers.system.ports import BadPorts, PortRange
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400
@@ -100,6 +101,8 @@ class Settings:
     node_notices: str | None = None
     """Cloud whose notices the nodes ask for (MANTA_NODE_NOTICES: aws, gcp or azure, or aws=http://HOST:PORT where its
     metadata service answers elsewhere); None: nobody is asked."""
+    ports: PortRange | None = None
+    """Ports on which what runs on the nodes listens, for firewalls (MANTA_PORTS, such as 20000-20999); None: any."""
     ship_code: bool = False
     """Whether the nodes of an existing Ray get this installation's code, instead of their own (MANTA_SHIP_CODE=1)."""
     dashboard: bool = True
@@ -133,6 +136,7 @@ class Settings:
             _number(source, "MANTA_JOBS_KEPT_DAYS", 0.0),
             _place(source, "MANTA_CHECKPOINTS"),
             _cloud(source, "MANTA_NODE_NOTICES"),
+            _ports(source, "MANTA_PORTS"),
             _switch(source, "MANTA_SHIP_CODE"),
             not _switch(source, "MANTA_NO_DASHBOARD"),
         )
@@ -185,6 +189,14 @@ def _cloud(source: Mapping[str, str], name: str) -> str | None:
         except MetadataUnavailable as error:
             raise BadSetting(f"{name}: {error}") from error
     return text
+
+
+def _ports(source: Mapping[str, str], name: str) -> PortRange | None:
+    text = source.get(name)
+    try:
+        return PortRange.of(text) if text else None
+    except BadPorts as error:
+        raise BadSetting(f"{name}: {error}") from error
 
 
 def _networks(source: Mapping[str, str], name: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import psutil  # type: ignore[import-untyped]
 import typer
 from sqlalchemy.exc import SQLAlchemyError
 
+from api.cli.restarts import run_again_when_ended_by_ray
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service, writing_in
 from api.server import configure_logging, refuse_without_protection, serve, serve_command
@@ -170,7 +171,12 @@ def serve_in_foreground(
     """Run the service in the foreground, for containers."""
     configure_logging()
     settings = _with_options(settings_with(database), allow_faults, tls_cert, tls_key, tls_terminated)
-    serve(settings, host, port, slots, ray)
+    if ray is None:
+        serve(settings, host, port, slots, None)
+    else:
+        run_again_when_ended_by_ray(
+            lambda again: serve(settings, host, port, slots, ray, patient=again), settings.service_file
+        )
 
 
 def start_service(

@@ -15,6 +15,7 @@ from service.cluster.ray_private import node_of_actor
 from workers.paths import Paths
 from workers.protocol.messages import AgentDescription
 from workers.rank.agent_on_node import AgentOnNode
+from workers.system.ports import PortRange
 
 T = TypeVar("T")
 
@@ -59,7 +60,9 @@ async def describe(agents: Sequence[AgentClient]) -> list[AgentDescription] | No
 class Agents:
     """Starts, finds and ends agents."""
 
-    def __init__(self, ray: RayConnection, nodes: Nodes, paths: Paths):
+    def __init__(self, ray: RayConnection, nodes: Nodes, paths: Paths, ports: PortRange | None = None):
+        """`ports`: on which agents and trainers listen; None: any."""
+        self._ports = None if ports is None else str(ports)
         self._ray, self._nodes, self._paths = ray, nodes, paths
         self._class = ray.module.remote(AgentOnNode)
         self.epoch: OrderEpoch | None = None
@@ -128,7 +131,7 @@ class Agents:
                     groups[seat.group], placement_group_bundle_index=seat.bundle
                 ),
             )
-            actor = options.remote(job, rank, str(self._paths.home), self._paths.installation, seat.group)
+            actor = options.remote(job, rank, str(self._paths.home), self._paths.installation, seat.group, self._ports)
             agents.append(RayAgent(self._ray.module, actor, job, self.epoch))
         return agents
 
@@ -139,7 +142,7 @@ class Agents:
             options = self._class.options(
                 num_cpus=0, max_concurrency=CONCURRENCY, scheduling_strategy=affinity(node_id=node, soft=False)
             )
-            holder = options.remote(job, 0, str(self._paths.home), self._paths.installation)
+            holder = options.remote(job, 0, str(self._paths.home), self._paths.installation, "", self._ports)
             holders.append(RayAgent(self._ray.module, holder))
         return holders
 

@@ -17,6 +17,7 @@ from service.cluster.placement_groups import PlacementGroups
 from service.cluster.ray_private import session_name
 from service.leases.errors import LeaseLost, LeaseUncertain
 from workers.paths import Paths
+from workers.system.ports import PortRange
 
 
 class Cluster:
@@ -44,12 +45,21 @@ class Cluster:
         self._epoch = self.agents.epoch = self.groups.epoch = epoch
 
     @classmethod
-    def connected(cls, ray: Any, paths: Paths, node_notices: str | None = None, is_elsewhere: bool = False) -> Cluster:
+    def connected(
+        cls,
+        ray: Any,
+        paths: Paths,
+        node_notices: str | None = None,
+        is_elsewhere: bool = False,
+        ports: PortRange | None = None,
+    ) -> Cluster:
         """The cluster that the module `ray` is connected to. `paths`: of the embedded state; `node_notices`: as
-        NodeDaemon's; `is_elsewhere`: whether its nodes may see other files than this process does."""
+        NodeDaemon's; `is_elsewhere`: whether its nodes may see other files than this process does; `ports`: on which
+        what runs on the nodes listens, None: any."""
         connection = RayConnection(ray)
         nodes = Nodes(connection)
-        agents, daemons = Agents(connection, nodes, paths), NodeDaemons(connection, nodes, paths, node_notices)
+        agents = Agents(connection, nodes, paths, ports)
+        daemons = NodeDaemons(connection, nodes, paths, node_notices, ports)
         cluster = cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons)
         cluster.identity, cluster.is_elsewhere = session_name(ray), is_elsewhere
         return cluster

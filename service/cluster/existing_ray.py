@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +11,35 @@ from service.cluster.own_raylet import ensure_raylet
 from service.cluster.ray_head import MARK, NAMESPACE, ROOT, RayUnavailable, answers, connect
 from workers.paths import Paths
 
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+
 
 class ExistingRay:
     """The cluster whose control store is at an address."""
 
-    def __init__(self, address: str, home: str | Path, ship_code: bool = False):
+    def __init__(self, address: str, home: str | Path, ship_code: bool = False, patient: bool = False):
         """`address`: host:port; `home`: of the service; `ship_code`: give the nodes our own code, instead of what is
-        installed there."""
+        installed there; `patient`: wait for a cluster that does not answer, since it did a moment ago."""
         self._address, self._paths, self._ship_code = address, Paths.of(home), ship_code
+        self._patient = patient
 
     def connect(self, namespace: str = NAMESPACE) -> Any:
         """Connect this process to the cluster and return the ray module; `namespace`: of all names there. Where no
         raylet of it runs on this machine, one without resources is started. Raises RayUnavailable."""
+        if self._patient:
+            self._wait_for_answer()
         if not answers(self._address):
             raise RayUnavailable(f"No Ray answers at {self._address}; check --ray and that the cluster is up.")
         ensure_raylet(self._address, self._paths, MARK)
         return connect(self._address, namespace, self._runtime_environment())
+
+    def _wait_for_answer(self) -> None:
+        if not answers(self._address):
+            log.warning("Ray does not answer at %s: it is waited for", self._address)
+        while not answers(self._address):
+            threading.Event().wait(LOOK_SECONDS)
 
     def _runtime_environment(self) -> dict[str, Any] | None:
         if not self._ship_code:

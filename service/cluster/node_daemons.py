@@ -21,6 +21,7 @@ from workers.node.daemon import NodeDaemon
 from workers.paths import Paths
 from workers.protocol.messages import ProtocolMismatch
 from workers.system.own_code import own_code
+from workers.system.ports import PortRange
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,12 @@ class HeartbeatSource:
 class NodeDaemons:
     """Starts, finds and ends daemons."""
 
-    def __init__(self, ray: RayConnection, nodes: Nodes, paths: Paths, notices: str | None = None):
-        """`notices`: as NodeDaemon's."""
+    def __init__(
+        self, ray: RayConnection, nodes: Nodes, paths: Paths, notices: str | None = None, ports: PortRange | None = None
+    ):
+        """`notices`, `ports`: as NodeDaemon's."""
         self._ray, self._nodes, self._paths, self._notices = ray, nodes, paths, notices
+        self._ports = None if ports is None else str(ports)
         self._class = ray.module.remote(NodeDaemon)
         self._next_look: dict[str, float] = {}
         """By node when it is looked again whether a daemon of another release can be replaced."""
@@ -202,7 +206,7 @@ class NodeDaemons:
             scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False),
             get_if_exists=True,
         )
-        about_us = (self._paths.installation, [str(folder) for folder in self._folders_to_share()])
+        about_us = (self._paths.installation, [str(folder) for folder in self._folders_to_share()], self._ports)
         return made.remote(node, str(self._paths.home), list(options), dict(environment), self._notices, *about_us)
 
     def _folders_to_share(self) -> list[Path]:

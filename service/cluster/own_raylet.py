@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import psutil  # type: ignore[import-untyped]
 
+from service.cluster.processes import end_all
 from service.cluster.ray_head import RayUnavailable
 from service.cluster.ray_private import START_COMMAND, node_addresses
 from service.settings import without_secrets
@@ -32,6 +33,7 @@ def ensure_raylet(address: str, paths: Paths, mark: str) -> None:
     if not here.isdisjoint(_addresses(address)):
         return
     log.info("no raylet of the Ray at %s runs on this machine: one without resources is started", address)
+    end_all((mark, paths.tag), None)  # one of a head that is gone
     paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
     process = _spawn(address, paths, mark)
     if not _until(lambda: not here.isdisjoint(_addresses(address)), process):

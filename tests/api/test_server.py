@@ -126,6 +126,7 @@ class NotedControl:
         kept_days,
         checkpoints,
         node_notices,
+        ports,
     ):
         self.database_url, self.kept_days = database_url, kept_days
         self.checkpoints, self.node_notices = checkpoints, node_notices

@@ -126,7 +126,7 @@ class Machine:
         return here
 
     def power_off(self) -> None:
-        """kill -9 of everything, and the memory is lost."""
+        """kill -9 of everything; what was in memory and in /tmp is lost."""
         while processes := [each for each in self.processes() if each.status() != psutil.STATUS_ZOMBIE]:
             for process in processes:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -135,7 +135,7 @@ class Machine:
         for started in self._processes:
             started.wait(10)
         self._processes.clear()
-        for entry in self._memory.iterdir():
+        for entry in (*self._memory.iterdir(), *(self.disk / "tmp").iterdir()):
             _remove(entry)
 
     def close(self) -> None:

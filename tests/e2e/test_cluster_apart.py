@@ -6,8 +6,9 @@ import uuid
 import pytest
 from s3_server import environment_of
 
+from api.client import ServiceUnreachable
 from tests.e2e.cluster_apart import SLOTS, ApartCluster, ApartService
-from tests.e2e.conftest import EVERY_STEP
+from tests.e2e.conftest import EVERY_STEP, SECONDS
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.network import Network
 
@@ -112,3 +113,24 @@ def test_what_ranks_print_is_in_the_logs(apart, cluster):
     assert any("Traceback" in line for line in lines)
     assert not [path for node in cluster.nodes for path in node.disk.rglob("rank-*.jsonl")]
     assert SLOTS == 2
+
+
+def test_job_comes_back_from_its_checkpoint_when_the_head_is_lost_with_all_that_ray_knew(apart, cluster, clean):
+    job = apart.submit(spec(apart))
+    apart.hold(job, 0, step=25)
+    cluster.head.power_off()
+    cluster.start_head()
+    for node in cluster.nodes:  # as the operator of a cluster does
+        node.power_off()
+        cluster.start_node(node)
+    apart.until("a generation from the checkpoint", lambda: from_checkpoint(apart, job), 3 * SECONDS)
+    apart.until_state(job, "SUCCEEDED")
+    assert apart.curve(job) == apart.curve(clean)
+
+
+def from_checkpoint(apart, job):
+    """Whether the job was begun anew from its checkpoint; the service may be away for a moment."""
+    try:
+        return apart.events(job, "generation_started")[-1].data["resume_source"] == "checkpoint"
+    except ServiceUnreachable:
+        return False

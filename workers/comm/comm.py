@@ -26,6 +26,7 @@ from workers.comm.shared_work import SharedWork
 from workers.errors import PeerLost
 from workers.liveness.progress import Progress
 from workers.system.own_address import address_towards
+from workers.system.ports import PortRange
 from workers.timing.step_phases import StepPhase, StepPhases
 
 BackendKind = Literal["links", "process_groups"]
@@ -43,11 +44,13 @@ class Comm:
         device: torch.device,
         backend: BackendKind | None = None,
         progress: Progress | None = None,
+        ports: PortRange | None = None,
     ):
         """`backend`: our links, through host memory where `device` is a GPU, which several ranks may then share; or
         process groups of torch.distributed. Where none is named, the links on a CPU and process groups on a GPU.
-        `progress`: record of where this rank stands, for whoever watches it; private where there is none."""
-        self.grid, self.rank, self.device = grid, rank, device
+        `progress`: record of where this rank stands, for whoever watches it; private where there is none; `ports`: on
+        which our links listen, None: any."""
+        self.grid, self.rank, self.device, self._ports = grid, rank, device, ports
         self.generation = 0
         self._kind = backend or ("links" if device.type == "cpu" else "process_groups")
         self.progress = progress or Progress()
@@ -80,14 +83,14 @@ class Comm:
             self._backend = self._connected_backend(prefixed, host, Secret(secret, generation, "training"))
             peers, beside = linked_through_first(self.grid, self.rank), dist.PrefixStore("shared-work", prefixed)
             shared = Secret(secret, generation, "shared work")
-            self._work_links = Links(self.rank, peers, beside, shared, host, self._is_over)
+            self._work_links = Links(self.rank, peers, beside, shared, host, self._is_over, ports=self._ports)
         self.shared_work = SharedWork(self._work_links, self.size("world"))
         self.raise_if_over()
 
     def _connected_backend(self, store: dist.Store, host: str, secret: Secret) -> Backend:
         if self._kind == "process_groups":
             return ProcessGroups(self.grid, self.rank, self.device, store)
-        links = LinksBackend(self.grid, self.rank, store, secret, host, self._is_over, self.progress)
+        links = LinksBackend(self.grid, self.rank, store, secret, host, self._is_over, self.progress, self._ports)
         return links if self.device.type == "cpu" else HostStaged(links)
 
     def end(self, generation: int) -> None:

@@ -25,6 +25,7 @@ from workers.comm.meeting import Meeting
 from workers.comm.secret import Secret
 from workers.errors import MantaError, PeerLost
 from workers.liveness.progress import Progress
+from workers.system.ports import PortRange
 
 _HEADER = struct.Struct("<QQ")  # channel, payload bytes
 _BUFFER_BYTES = 4 * 1024 * 1024  # asked of the kernel, which may grant less
@@ -117,13 +118,14 @@ class Links:
         host: str,
         is_over: Callable[[], bool] = lambda: False,
         progress: Progress | None = None,
+        ports: PortRange | None = None,
     ):
         """Connect to `peers`, meeting them through `store` (already prefixed by generation). `secret`: what they know
-        too; `host`: this rank's address; `progress` learns for whom and how long it waits. Raises PeerLost when a peer
-        goes away meanwhile, and once `is_over()`."""
+        too; `host`: this rank's address, where it listens on one of `ports`; `progress` learns for whom and how long it
+        waits. Raises PeerLost when a peer goes away meanwhile, and once `is_over()`."""
         self.rank = rank
         self._progress = progress or Progress()
-        meeting = Meeting(rank, set(peers) - {rank}, store, secret, host, is_over, self._progress)
+        meeting = Meeting(rank, set(peers) - {rank}, store, secret, host, is_over, self._progress, ports)
         self._links = {peer: _Link(peer, each) for peer, each in meeting.connections().items()}
         self._progress.moved()
 

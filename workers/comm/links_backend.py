@@ -13,6 +13,7 @@ from workers.comm.grid import AXES, Axis, RankGrid
 from workers.comm.links import Links
 from workers.comm.secret import Secret
 from workers.liveness.progress import Progress
+from workers.system.ports import PortRange
 
 _PIPELINE_CHANNEL = AXES.index("pipeline")
 
@@ -34,14 +35,15 @@ class LinksBackend:
         host: str,
         is_over: Callable[[], bool],
         progress: Progress,
+        ports: PortRange | None = None,
     ):
-        """Connect. `secret`: what the other ranks know too; `host`: address of this rank; `progress` learns for whom
-        and how long it waits. Raises PeerLost."""
+        """Connect. `secret`: what the other ranks know too; `host`: address of this rank, where it listens on one of
+        `ports`; `progress` learns for whom and how long it waits. Raises PeerLost."""
         ranks = {axis: grid.group(axis, rank) for axis in AXES}
         near = {peer for axis in AXES if axis != "world" for peer in ranks[axis]}
         # Sums over all ranks go through rank 0, so everybody knows it and it knows everybody.
         peers = near | linked_through_first(grid, rank)
-        self.links = Links(rank, peers, store, secret, host, is_over, progress)
+        self.links = Links(rank, peers, store, secret, host, is_over, progress, ports)
         self._pipeline = ranks["pipeline"]
         self._along = {
             axis: Collectives(self.links, channel, ranks[axis], star=axis == "world")

@@ -30,12 +30,15 @@ import torch.distributed as dist
 from workers.comm.secret import PROOF_BYTES, Secret
 from workers.errors import PeerLost
 from workers.liveness.progress import CONNECTING_CHANNEL, Progress
+from workers.system.ports import PortRange, listen
 
 NONCE_BYTES = 32
 STRANGERS = 64
 """Callers at a time, beyond those that are awaited, of whom it is not known who they are."""
 PATIENCE_SECONDS = 20.0
 """How long one may take to say it."""
+REACH_SECONDS = 20.0
+"""After which a port that does not take a call counts as closed: kernels take calls for processes that are busy."""
 DISBELIEF_SECONDS = 10.0
 """How long a rank's address may be somebody else's words, before its reader gives up."""
 _HELLO = struct.Struct(f"<QQ{NONCE_BYTES}s")  # generation, rank, nonce
@@ -87,11 +90,13 @@ class _Conversation:
 class _Call(_Conversation):
     """A call to rank `peer`, which is at `address`."""
 
-    def __init__(self, rank: int, peer: int, address: str, secret: Secret):
+    def __init__(self, rank: int, peer: int, address: str, secret: Secret, here: str):
+        """`here`: the caller's own address, for messages."""
         super().__init__(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-        self._rank, self.peer, self._address, self._secret = rank, peer, address, secret
+        self._rank, self.peer, self._address, self._secret, self._here = rank, peer, address, secret, here
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self.greeted = False
+        self.since = time.monotonic()
         host, port = address.rsplit(":", 1)
         self._began = self.connection.connect_ex((host, int(port)))
 
@@ -99,10 +104,14 @@ class _Call(_Conversation):
         """Begin to talk, unless the connection is not there yet. Raises PeerLost."""
         number = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._began
         if number not in (0, errno.EINPROGRESS):
-            raise PeerLost(f"rank {self.peer} cannot be reached at {self._address}: {os.strerror(number)}")
+            raise self.unreached(os.strerror(number))
         with contextlib.suppress(BlockingIOError):
             self._or_lost(lambda: self._say(_HELLO.pack(self._secret.generation, self._rank, self._nonce)))
             self.greeted = True
+
+    def unreached(self, why: str) -> PeerLost:
+        """The error of a call that nobody takes."""
+        return PeerLost(f"rank {self.peer} cannot be reached at {self._address} from {self._here}: {why}")
 
     def go_on(self) -> bool:
         """Whether both have made sure of each other. Raises PeerLost."""
@@ -171,9 +180,11 @@ class Meeting:
         host: str,
         is_over: Callable[[], bool],
         progress: Progress,
+        ports: PortRange | None = None,
     ):
-        """`store`: prefixed by generation and purpose; `host`: this rank's address."""
-        self._rank, self._store, self._secret, self._host = rank, store, secret, host
+        """`store`: prefixed by generation and purpose; `host`: this rank's address, where it listens on one of
+        `ports`."""
+        self._rank, self._store, self._secret, self._host, self._ports = rank, store, secret, host, ports
         self._is_over, self._progress = is_over, progress
         self._below = sorted(peer for peer in peers if peer < rank)
         self._awaited = {peer for peer in peers if peer > rank}
@@ -187,7 +198,7 @@ class Meeting:
         """A connection to each peer, which does not block. Raises PeerLost when a peer goes away meanwhile, when its
         address is never its own words, and once the generation is over."""
         try:
-            with self._selector, socket.create_server((self._host, 0), backlog=_BACKLOG) as listener:
+            with self._selector, listen(self._host, self._ports, _BACKLOG) as listener:
                 self._address = f"{self._host}:{listener.getsockname()[1]}"
                 self._say_where()
                 # All addresses before the first call: who has called must not be kept waiting.
@@ -253,12 +264,19 @@ class Meeting:
                 elif key.data in self._callers:  # else it had to make room just now
                     self._go_on_with_caller(key.data)
             self._turn_away_the_slow()
+            self._give_up_the_unreached()
+
+    def _give_up_the_unreached(self) -> None:
+        before = time.monotonic() - REACH_SECONDS
+        for call in self._calls:
+            if not call.greeted and call.since < before:
+                raise call.unreached(f"no answer in {REACH_SECONDS:g} s; is that port open between the two?")
 
     def _missing(self) -> int:
         return min((*self._awaited, *(call.peer for call in self._calls)))
 
     def _call(self, peer: int, address: str) -> None:
-        call = _Call(self._rank, peer, address, self._secret)
+        call = _Call(self._rank, peer, address, self._secret, self._host)
         self._calls.add(call)
         call.greet()  # within a machine the connection is there at once
         self._selector.register(call.connection, selectors.EVENT_READ if call.greeted else selectors.EVENT_WRITE, call)

@@ -30,6 +30,7 @@ from workers.protocol.messages import NodeDescription, PeakRate, StoreAddress, S
 from workers.protocol.remote_call import serve
 from workers.system.own_address import LOOPBACK
 from workers.system.own_code import own_code
+from workers.system.ports import PortRange
 from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from workers.zygote.owner import ZygoteOwner
 
@@ -61,22 +62,24 @@ class NodeDaemon:
         notices: str | None = None,
         installation: str = "",
         to_share: Sequence[str] = (),
+        ports: str | None = None,
     ):
         """`node`: Ray's node id, or any name outside of Ray; `home`: the service's; `notices`: whose metadata service
         is asked whether the machine is to be taken, as `MetadataSource.of` reads it; None: nobody's;
         `installation`: the service's id, and `to_share`: folders of the service that it should see
-        (`workers/node/folders.py`).
+        (`workers/node/folders.py`); `ports`: a range on which it and the rendezvous stores listen, None: any.
 
         The zygote's options and environment are for tests, which replace the trainer.
         """
         self._node, self._paths = node, paths_on_node(home, installation)
         self._installation, self._to_share = installation, tuple(to_share)
+        self._ports = None if ports is None else PortRange.of(ports)
         self._socket_path = zygote_socket(self._paths.runtime_folder, this_host().node)
         self._zygote = ZygoteOwner(self._socket_path, self._paths.zygote_log(node), zygote_options, zygote_environment)
         self._stores: dict[str, _Store] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._peak: asyncio.Task[PeakRate | None] | None = None
-        self._heartbeat = HeartbeatServer(this_host().address, node)
+        self._heartbeat = HeartbeatServer(this_host().address, node, self._ports)
         self._notices = None if notices is None else NoticeWatch(MetadataSource.of(notices), self._heartbeat.drain)
 
     async def call(self, method: str, arguments: JsonObject) -> Any:
@@ -139,7 +142,7 @@ class NodeDaemon:
                 current.generation = generation
                 return StoreAddress(host, current.port)
             await self._end_store(job)
-            process = await fork(self._socket_path, "store", to_json(StoreArgument(host)))
+            process = await fork(self._socket_path, "store", to_json(StoreArgument(host, self._ports)))
             self._stores[job] = store = _Store(generation, process, host)
             line = await process.control.readline()
             if not line:

@@ -19,6 +19,7 @@ from typing import Any
 
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Heartbeat
+from workers.system.ports import PortRange, listen
 
 BACKLOG = 64
 CHUNK_BYTES = 4096
@@ -29,14 +30,14 @@ STRANGERS = 64
 class HeartbeatServer:
     """Answers each ping that it receives, on any connection, with a Heartbeat as one JSON line."""
 
-    def __init__(self, host: str, node: str):
-        """Listen at `host`, on a free port."""
+    def __init__(self, host: str, node: str, ports: PortRange | None = None):
+        """Listen at `host`, on one of `ports`; None: any."""
         self._node = node
         self.secret = secrets.token_hex()
         """What a ping says."""
         self._drain_at: float | None = None
         self._drain_reason = ""
-        self._listener = socket.create_server((host, 0), backlog=BACKLOG)
+        self._listener = listen(host, ports, BACKLOG)
         self._listener.setblocking(False)
         self._woken, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()

@@ -12,6 +12,7 @@ from typing import Literal
 
 from workers.errors import MantaError
 from workers.protocol.json_codec import JsonObject
+from workers.system.ports import PortRange
 
 PROTOCOL = 2
 """Version of all messages between processes. Raised by a change that the other end must know of."""
@@ -135,6 +136,8 @@ class LaunchOrder:
     skipped stay skipped."""
     in_place: bool = False
     """Whether a trainer that loses a peer comes to rest and waits for the next order, instead of ending."""
+    ports: PortRange | None = None
+    """On which the rank listens for its peers; None: any. Its agent fills that in."""
     protocol: int = PROTOCOL
     """Of the control plane."""
 
@@ -258,6 +261,8 @@ class StoreArgument:
 
     host: str
     """Address to listen at."""
+    ports: PortRange | None = None
+    """On one of these; None: any."""
 
 
 @dataclass(frozen=True)

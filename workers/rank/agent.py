@@ -28,6 +28,7 @@ from workers.rank.report_buffer import ReportBuffer
 from workers.rank.snapshot_sharing import SnapshotSharing
 from workers.rank.trainer_slot import StaleGeneration, TrainerSlot
 from workers.snapshot.backup import BackupProgress
+from workers.system.ports import PortRange
 from workers.zygote.client import Exit
 
 
@@ -36,16 +37,23 @@ class Agent:
     ask of it are its public methods."""
 
     def __init__(
-        self, job: str, rank: int, home: str | None, runtime_folder: str, snapshot_folder: str | None, group: str = ""
+        self,
+        job: str,
+        rank: int,
+        home: str | None,
+        runtime_folder: str,
+        snapshot_folder: str | None,
+        group: str = "",
+        ports: PortRange | None = None,
     ):
         """`home`: of the job's logs, None where they go to the control plane with the reports; `runtime_folder`: see
         `workers/paths.py`; `snapshot_folder`: the job's, in shared memory; `group`: the placement group that it is
-        in."""
+        in; `ports`: on which it listens, None: any."""
         self._group = group
         self._ownership = Ownership()
         self._reports = ReportBuffer()
         self._slot = TrainerSlot(job, rank, home, runtime_folder, snapshot_folder, self._reports)
-        self._sharing = SnapshotSharing(snapshot_folder)
+        self._sharing = SnapshotSharing(snapshot_folder, ports)
 
     async def call(self, method: str, arguments: JsonObject) -> Any:
         """A method of this class for other processes: arguments and answer as JSON (`remote_call.py`). Raises

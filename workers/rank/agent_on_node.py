@@ -8,18 +8,22 @@ from pathlib import Path
 from workers.node.folders import paths_on_node
 from workers.protocol.messages import Launched, LaunchOrder
 from workers.rank.agent import Agent
+from workers.system.ports import PortRange
 
 
 class AgentOnNode(Agent):
     """Finds out by itself which folders it has there: they may be others than the control plane's."""
 
-    def __init__(self, job: str, rank: int, home: str, installation: str = "", group: str = ""):
+    def __init__(
+        self, job: str, rank: int, home: str, installation: str = "", group: str = "", ports: str | None = None
+    ):
         """`home`: the service's; `installation`: its id, as `workers/node/folders.py` takes it; `group`: the placement
-        group that the agent is in."""
+        group that the agent is in; `ports`: a range on which it and its trainer listen, None: any."""
         paths = paths_on_node(home, installation)
         logs = home if paths.home == Path(home) else None
         self._snapshot_folder = str(paths.snapshot_folder(job))
-        super().__init__(job, rank, logs, str(paths.runtime_folder), self._snapshot_folder, group)
+        self._ports = None if ports is None else PortRange.of(ports)
+        super().__init__(job, rank, logs, str(paths.runtime_folder), self._snapshot_folder, group, self._ports)
 
     async def launch(self, order: LaunchOrder) -> Launched:
         """As `Agent.launch`; where the order has snapshots made, they lie on this node."""
@@ -30,4 +34,5 @@ class AgentOnNode(Agent):
         return await super().prepare(self._here(order))
 
     def _here(self, order: LaunchOrder) -> LaunchOrder:
-        return order if order.snapshot_folder is None else replace(order, snapshot_folder=self._snapshot_folder)
+        snapshots = None if order.snapshot_folder is None else self._snapshot_folder
+        return replace(order, snapshot_folder=snapshots, ports=self._ports)

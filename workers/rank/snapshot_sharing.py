@@ -13,14 +13,15 @@ from workers.protocol.messages import BackupAddress, StoredSnapshot
 from workers.snapshot.backup import BackupError, BackupProgress, BackupSender, BackupServer, fetch
 from workers.snapshot.files import snapshot_files, steps_kept
 from workers.snapshot.snapshot_file import committed_steps
+from workers.system.ports import PortRange
 
 
 class SnapshotSharing:
     """The snapshots of one job, as one agent gives them out and takes them. Without a folder there are none."""
 
-    def __init__(self, folder: str | None):
-        """`folder`: the job's in shared memory."""
-        self._folder = folder
+    def __init__(self, folder: str | None, ports: PortRange | None = None):
+        """`folder`: the job's in shared memory; `ports`: on which it listens, None: any."""
+        self._folder, self._ports = folder, ports
         self._server: BackupServer | None = None
         self._sender: BackupSender | None = None
 
@@ -43,7 +44,7 @@ class SnapshotSharing:
         if self._folder is None:
             return None
         if self._server is None:
-            self._server = BackupServer(self._folder, this_host().address, token, generation)
+            self._server = BackupServer(self._folder, this_host().address, token, generation, self._ports)
         self._server.expect(token, generation)
         return BackupAddress(*self._server.address)
 

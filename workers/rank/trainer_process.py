@@ -213,7 +213,8 @@ class TrainerProcess:
             try:
                 store = dist.TCPStore(order.store_host, order.store_port, is_master=False, timeout=STORE_TIMEOUT)
             except RuntimeError as error:
-                raise PeerLost(f"the rendezvous store does not answer: {str(error).splitlines()[0]}") from error
+                where = f"{order.store_host}:{order.store_port} from {socket.gethostname()}"
+                raise PeerLost(f"no rendezvous store answers at {where}: {str(error).splitlines()[0]}") from error
             self._comm.connect(store, order.generation, order.store_host, order.secret)
         self._connected_at = time.time()
         self._comm.generation = order.generation
@@ -306,7 +307,7 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
         answer_with_stacks(order.snapshot_folder, order.rank)
         progress = Progress.shared(order.snapshot_folder, order.rank)
     spec = parse_job_spec(order.spec)
-    comm = Comm(RankGrid(spec.layout), order.rank, device, progress=progress)
+    comm = Comm(RankGrid(spec.layout), order.rank, device, progress=progress, ports=order.ports)
     peak = order.peak_flops or measure_peak_flops(device.type).flops
     record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
     places = Places(order.job, order.snapshot_folder, order.checkpoint_folder, record)

@@ -22,6 +22,7 @@ from workers.snapshot.backup_transport import BackupError
 from workers.snapshot.files import backup_path, snapshot_path
 from workers.snapshot.notification import NotificationPipe, notification_path
 from workers.snapshot.snapshot_file import SnapshotFile, committed_steps
+from workers.system.ports import PortRange, listen
 
 RETRY_SECONDS = 0.5
 """Between two attempts to reach a partner that refuses or is gone."""
@@ -141,10 +142,11 @@ def _is_at(file: SnapshotFile, path: Path) -> bool:
 class BackupServer:
     """Keeps backups of other ranks' snapshots in `folder`, and gives out what lies there."""
 
-    def __init__(self, folder: str | Path, host: str, token: str, generation: int):
-        """Listen on a free port of `host`, for callers who know `token` and are of `generation` or later."""
+    def __init__(self, folder: str | Path, host: str, token: str, generation: int, ports: PortRange | None = None):
+        """Listen at `host` on one of `ports` (None: any), for callers who know `token` and are of `generation` or
+        later."""
         self.folder, self._token, self._generation = Path(folder), token, generation
-        self._listener = socket.create_server((host, 0))
+        self._listener = listen(host, ports)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._lock = threading.Lock()
         self._writers: dict[tuple[int, str], tuple[int, socket.socket, threading.Thread]] = {}

@@ -50,7 +50,8 @@ POSTGRESQL = "postgresql://me:secret@there/manta"
 def served(monkeypatch):
     """What the service is run with."""
     runs = []
-    monkeypatch.setattr(service, "serve", lambda *arguments: runs.append(arguments))
+    monkeypatch.setattr(service, "serve", lambda *arguments, **more: runs.append(arguments))
+    monkeypatch.setattr(service, "run_again_when_ended_by_ray", lambda run, service_file: run(False))
     monkeypatch.setattr(service, "configure_logging", lambda: None)
     return runs
 

@@ -13,12 +13,15 @@ from service.cluster.nodes import Nodes
 from service.cluster.placement import Seat
 from service.leases.errors import LeaseLost
 from workers.paths import Paths
+from workers.system.ports import PortRange
 
 NODES = [
     {"NodeID": node, "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": 1,
      "NodeManagerHostname": node, "Resources": {"manta_slot": 4}}
     for node in ("a", "b", "c")
 ]  # fmt: skip
+
+PORTS = PortRange(20000, 20010)
 
 
 class ActorError(Exception):
@@ -65,7 +68,7 @@ def agents(tmp_path):
         ),
     )
     connection = RayConnection(ray)
-    return Agents(connection, Nodes(connection), Paths.of(tmp_path, installation="installation-1"))
+    return Agents(connection, Nodes(connection), Paths.of(tmp_path, installation="installation-1"), PORTS)
 
 
 def actors(started):
@@ -84,7 +87,7 @@ def test_agents_are_started_in_their_seats_with_what_a_rank_takes(agents, tmp_pa
     assert first.options.num_gpus == (1 if unit == "GPU" else 0)
     assert unit == "GPU" or first.options.resources == {"manta_slot": 1}
     assert first.options.max_concurrency == agents_module.CONCURRENCY
-    assert second.arguments == ("job_1", 3, str(tmp_path.resolve()), "installation-1", "two")
+    assert second.arguments == ("job_1", 3, str(tmp_path.resolve()), "installation-1", "two", "20000-20010")
 
 
 @pytest.mark.parametrize(("wanted", "lost", "used"), [

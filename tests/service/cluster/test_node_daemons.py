@@ -223,7 +223,7 @@ def test_daemon_is_started_on_its_node_alone_with_all_that_it_needs(made, others
     assert list(asyncio.run(daemons.ensure(["-X", "frozen"], {"A": "b"}))) == ["sick", "well"]
     ((name, options, arguments),) = others.started
     assert name == node_daemon_name("sick")
-    assert arguments == ("sick", "/nowhere", ["-X", "frozen"], {"A": "b"}, "aws", "installation-1", ["/nowhere"])
+    assert arguments == ("sick", "/nowhere", ["-X", "frozen"], {"A": "b"}, "aws", "installation-1", ["/nowhere"], None)
     assert options["scheduling_strategy"] == {"node_id": "sick", "soft": False}
     assert options["get_if_exists"], "another control plane may start it at the same time"
     assert (options["lifetime"], options["max_concurrency"]) == ("detached", node_daemons.CONCURRENCY)

@@ -372,7 +372,8 @@ def test_several_ranks_meet_at_the_store_and_one_that_does_not_answer_is_a_lost_
     run = rig(finish)
     run.start(order(2, spec={"world": 4}, store_host="h", store_port=7, secret="s"))
     failure = run.hear().payload
-    assert (failure.kind, failure.message) == ("peer_lost", "the rendezvous store does not answer: timed out")
+    where = f"h:7 from {socket.gethostname()}"
+    assert (failure.kind, failure.message) == ("peer_lost", f"no rendezvous store answers at {where}: timed out")
     assert run.ended() == EXIT_PEER_LOST
 
 

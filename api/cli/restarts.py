@@ -1,0 +1,80 @@
+"""A service that is started again when Ray ends it: Ray's library ends the process that uses it, without a word to that
+process, when a new head answers in the place of the one that it knew."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+ABORTS = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS})
+"""Signals by which a process may be ended from within. What others send, such as SIGKILL, is meant to end it."""
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PAUSE_SECONDS = 1.0
+"""Before it is started again, so that one that ends at once does not eat a core."""
+
+
+def run_again_when_ended_by_ray(run: Callable[[bool], None], service_file: Path) -> None:
+    """Call `run` in a process forked from this one, and again in another when that one ends without an order while
+    `service_file` says that it serves; the argument says whether it is again. Ends this process as that one ends;
+    signals are passed on to it, and it dies with this one.
+
+    Call it before Ray is imported and before there are threads."""
+    again = False
+    while True:
+        child = os.fork()
+        if child == 0:
+            _die_with_parent(os.getppid())
+            run(again)
+            return
+        status = _wait_for(child)
+        if not (_ended_from_within(status) and _is_said_to_serve(child, service_file)):
+            _end_as(status)
+        log.error("Ray has ended the service, which is started again")
+        time.sleep(PAUSE_SECONDS)
+        again = True
+
+
+def _die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _wait_for(child: int) -> int:
+    before = {each: signal.signal(each, lambda number, _: os.kill(child, number)) for each in FORWARDED}
+    try:
+        return os.waitpid(child, 0)[1]
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _ended_from_within(status: int) -> bool:
+    return os.WTERMSIG(status) in ABORTS if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status) != 0
+
+
+def _is_said_to_serve(pid: int, service_file: Path) -> bool:
+    """A service that ends in order takes its file away."""
+    try:
+        return int(json.loads(service_file.read_text())["pid"]) == pid
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _end_as(status: int) -> None:
+    """End this process with the `status` of one that has ended."""
+    if not os.WIFSIGNALED(status):
+        raise SystemExit(os.waitstatus_to_exitcode(status))
+    ended_by = os.WTERMSIG(status)
+    if ended_by != signal.SIGKILL:
+        signal.signal(ended_by, signal.SIG_DFL)
+    os.kill(os.getpid(), ended_by)

@@ -1,0 +1,55 @@
+"""Ports on which processes of ours listen: any that is free, or those of a range that a firewall lets through."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import socket
+from dataclasses import dataclass
+
+from workers.errors import MantaError
+
+LOWEST, HIGHEST = 1024, 65535
+BACKLOG = 128
+
+
+class BadPorts(MantaError):
+    """A text names no range of ports."""
+
+
+@dataclass(frozen=True)
+class PortRange:
+    """Ports from `first` to `last`, both included."""
+
+    first: int
+    last: int
+
+    @classmethod
+    def of(cls, text: str) -> PortRange:
+        """From `FIRST-LAST`. Raises BadPorts."""
+        first, separator, last = text.strip().partition("-")
+        if not separator or not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):
+            raise BadPorts(f"{text!r} is no range of ports; write one such as 20000-20999")
+        if not LOWEST <= int(first) <= int(last) <= HIGHEST:
+            raise BadPorts(f"{text!r} is no range of ports from {LOWEST} to {HIGHEST}, with the lower one first")
+        return cls(int(first), int(last))
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+
+def listen(host: str, ports: PortRange | None = None, backlog: int = BACKLOG) -> socket.socket:
+    """A socket that listens at `host`, an IP address or a name, on a port of `ports` that nobody uses; None: on any.
+    Raises OSError, which says so where all of them are in use."""
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    if ports is None:
+        return socket.create_server((host, 0), family=family, backlog=backlog)
+    count = ports.last - ports.first + 1
+    start = secrets.randbelow(count)  # processes that start at once do not all try the same ports
+    for number in range(count):
+        try:
+            return socket.create_server((host, ports.first + (start + number) % count), family=family, backlog=backlog)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"all ports of {ports} (MANTA_PORTS) are in use at {host}; name a larger range")
