@@ -32,6 +32,7 @@ from benchmarks.support.report import ROOT, Report, deliver, parser, percentile
 from service.identity import Scope, digest_of, new_key
 from service.store import Store, keys
 from service.store.location import sqlite_url
+from workers.errors import MantaError
 
 CLIENTS = 8
 POINTS = 1000
@@ -263,9 +264,11 @@ def _open_streams(address: str, key: str, running: list[str], count: int) -> Ite
         threads = [threading.Thread(target=listen, args=(number,)) for number in range(count)]
         for thread in threads:
             thread.start()
-        for _ in threads:
-            opened.acquire(timeout=START_SECONDS)
+        deadline = time.monotonic() + START_SECONDS
+        missing = sum(not opened.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in threads)
         try:
+            if missing:
+                raise MantaError(f"{missing} of {count} streams were not open after {START_SECONDS:g} s")
             yield
         finally:
             over.set()
