@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace) -> Report:
     """Fill a database, and ask."""
-    report = Report("api", options.seed)
+    report = Report("api_postgresql" if options.database else "api", options.seed)
     report.settings = {
         "database": "postgresql" if options.database else "sqlite",
         "clients": CLIENTS,
