@@ -18,6 +18,7 @@ from api.openapi import describe, operation_id
 from api.rate_limits import CallerLimits
 from api.rendered_jobs import RenderedJobs
 from api.rendered_pages import RenderedPages
+from api.rendered_series import RenderedSeriesOfJobs
 from api.request_guard import RequestGuard, TellVersion
 from api.routes import (
     all_events,
@@ -41,7 +42,7 @@ from api.routes import (
 )
 from api.state_waits import StateWaits
 from api.telemetry import RequestTimer
-from api.threads import JOB_LISTS, LongReads
+from api.threads import ReadThreads
 from service.settings import RequestLimits
 from service.store import jobs as store_jobs
 
@@ -93,10 +94,10 @@ def create_app(
     app.state.registry = registry
     app.state.waits = StateWaits(lambda job_ids: _states(control, job_ids))
     app.state.changes = Changes(StoredVersions(lambda: control.store))
-    app.state.long_reads = LongReads()
-    app.state.job_lists = LongReads(JOB_LISTS)
+    app.state.read_threads = ReadThreads()
     app.state.rendered_jobs = RenderedJobs()
     app.state.rendered_pages = RenderedPages(app.state.rendered_jobs)
+    app.state.rendered_series = RenderedSeriesOfJobs()
     app.state.limits = CallerLimits(limits or RequestLimits())
     app.state.identities = Identities(lambda: control.store)
     app.state.job_projects = JobProjects(lambda: control.store)

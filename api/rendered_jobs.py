@@ -56,6 +56,11 @@ class RenderedJobs:
 
     def one(self, store: Store, job_id: str) -> RenderedJob:
         """A job. Raises JobNotFound."""
+        with store.read_once() as connection:
+            row = job_rows.one(connection, job_id)
+        kept = self._good([row], self._clock()).get(job_id)
+        if kept is not None:
+            return kept
         with store.read_rows() as connection:
             return self._rendered(connection, [job_rows.one(connection, job_id)])[0]
 
@@ -66,13 +71,7 @@ class RenderedJobs:
 
     def _rendered(self, connection: Connection, rows: Sequence[JobRow]) -> list[RenderedJob]:
         now = self._clock()
-        with self._lock:
-            kept = [self._kept.get(row.id) for row in rows]
-        good = {
-            row.id: job
-            for row, job in zip(rows, kept, strict=True)
-            if job is not None and job.row == row and now < job.good_until
-        }
+        good = self._good(rows, now)
         stale = {row.id: row for row in rows if row.id not in good}
         if stale:
             new = {
@@ -84,6 +83,16 @@ class RenderedJobs:
             self._keep(new)
             good |= new
         return [good[row.id] for row in rows]
+
+    def _good(self, rows: Sequence[JobRow], now: float) -> dict[str, RenderedJob]:
+        """What is kept of these jobs and still good."""
+        with self._lock:
+            kept = [self._kept.get(row.id) for row in rows]
+        return {
+            row.id: job
+            for row, job in zip(rows, kept, strict=True)
+            if job is not None and job.row == row and now < job.good_until
+        }
 
     def _keep(self, new: dict[str, RenderedJob]) -> None:
         with self._lock:

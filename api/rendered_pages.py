@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 from fastapi import Request
 
+from api.kept_answers import KeptAnswers
 from api.rendered_jobs import RenderedJobs
 from service.store import Store, job_rows
 
@@ -30,47 +29,37 @@ class _RenderedPage:
     body: bytes
     """The answer."""
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return len(self.rows) + len(self.body)
-
 
 class RenderedPages:
     """The pages that were asked for last. May be used by many threads."""
 
-    def __init__(self, jobs: RenderedJobs, clock: Callable[[], float] = time.monotonic):
-        """`jobs`: what pages are put together from."""
+    def __init__(
+        self,
+        jobs: RenderedJobs,
+        clock: Callable[[], float] = time.monotonic,
+        most_bytes: int = MOST_KEPT_BYTES,
+    ):
+        """`jobs`: what pages are put together from. `most_bytes`: how much is kept."""
         self._jobs, self._clock = jobs, clock
-        self._kept: OrderedDict[tuple[Any, ...], _RenderedPage] = OrderedDict()
-        self._kept_bytes = 0
-        self._lock = threading.Lock()
+        self._kept: KeptAnswers[tuple[Any, ...], _RenderedPage] = KeptAnswers(most_bytes)
 
     def page(self, store: Store, *filters: Any) -> bytes:
         """Jobs, newest first, as they are answered. `filters` are those of `job_rows.page`, which says what it
         raises."""
         now = self._clock()
+        kept = self._kept.get(filters)
+        if kept is not None and now < kept.good_until:
+            with store.read_once() as connection:
+                if kept.rows == job_rows.page_as_text(connection, *filters):
+                    return kept.body
         with store.read_rows() as connection:
             rows = job_rows.page_as_text(connection, *filters)
-            with self._lock:
-                kept = self._kept.get(filters)
-            if kept is not None and kept.rows == rows and now < kept.good_until:
-                return kept.body
             page = self._jobs.page(connection, *filters)
         items, cursor = b",".join(job.body for job in page.items), json.dumps(page.next_cursor).encode()
         good_until = min((job.good_until for job in page.items), default=math.inf)
         made = _RenderedPage(rows, good_until, b'{"items":[%b],"next_cursor":%b}' % (items, cursor))
-        self._keep(filters, made)
+        self._kept.keep(filters, made, len(rows) + len(made.body))
         return made.body
-
-    def _keep(self, filters: tuple[Any, ...], made: _RenderedPage) -> None:
-        with self._lock:
-            replaced = self._kept.pop(filters, None)
-            self._kept[filters] = made
-            self._kept_bytes += made.size - (0 if replaced is None else replaced.size)
-            while self._kept_bytes > MOST_KEPT_BYTES:
-                _, oldest = self._kept.popitem(last=False)
-                self._kept_bytes -= oldest.size
 
 
 def rendered_pages_of(request: Request) -> RenderedPages:

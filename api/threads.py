@@ -1,5 +1,5 @@
-"""Threads for what may take long: lists, series, and what streams read. Short requests have others, so they never wait
-behind them."""
+"""Threads for what may take long, or is asked for often: jobs, lists, series, and what streams read. All else is short
+and has others, so it never waits behind them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Annotated, TypeVar, cast
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
+from service.store import Store
+
 T = TypeVar("T")
 LONG_READS = 8
-JOB_LISTS = 2
-"""A page of jobs is mostly this process's own work: threads that take turns at it make each take longer (a page of 50
-for eight clients at once: 14 ms with 2 threads, 21 ms with 8), and a second one works while the first waits."""
 
 
 class LongReads:
@@ -27,20 +26,42 @@ class LongReads:
         return await to_thread.run_sync(read, limiter=self._limiter)
 
 
-def long_reads_of(request: Request) -> LongReads:
+class DatabaseReads:
+    """As many at once as make each other no slower, which depends on the database; the others wait without a thread."""
+
+    def __init__(self) -> None:
+        self._limiters: dict[int, CapacityLimiter] = {}
+
+    async def run(self, store: Store, read: Callable[[], T]) -> T:
+        """What `read` of `store` returns, on a thread."""
+        at_once = store.database.reads_at_once
+        limiter = self._limiters.get(at_once)
+        if limiter is None:
+            limiter = self._limiters[at_once] = CapacityLimiter(at_once)
+        return await to_thread.run_sync(read, limiter=limiter)
+
+
+class ReadThreads:
+    """The threads of one app. What takes longer never holds up what is shorter, so each kind has its own."""
+
+    def __init__(self) -> None:
+        self.jobs, self.lists, self.series = DatabaseReads(), DatabaseReads(), DatabaseReads()
+        self.long = LongReads()
+
+
+def read_threads_of(request: Request) -> ReadThreads:
     """Of the app that the request is for."""
-    return cast(LongReads, request.app.state.long_reads)
+    return cast(ReadThreads, request.app.state.read_threads)
+
+
+def long_reads_of(request: Request) -> LongReads:
+    """Those for events and logs."""
+    return read_threads_of(request).long
 
 
 async def _long_reads(request: Request) -> LongReads:
     return long_reads_of(request)
 
 
-async def _job_lists(request: Request) -> LongReads:
-    return cast(LongReads, request.app.state.job_lists)
-
-
 Threads = Annotated[LongReads, Depends(_long_reads)]
-"""The threads for what may take long, as a parameter of a route."""
-JobListThreads = Annotated[LongReads, Depends(_job_lists)]
-"""The threads for pages of jobs, as a parameter of a route."""
+"""The threads for events and logs, as a parameter of a route."""

@@ -29,7 +29,7 @@ from api.parameters import (
 from api.problem_codes import OF_A_JOB, changes, reads
 from api.rendered_jobs import rendered_jobs_of
 from api.rendered_pages import rendered_pages_of
-from api.threads import JobListThreads
+from api.threads import read_threads_of
 from service.states import STATE_NAMES
 from service.store import edits, failed_jobs, jobs, pauses
 from service.store.tables import Job
@@ -67,7 +67,7 @@ KnownState = Annotated[str | None, Query(pattern=_STATE, description="With `wait
         ),
     },
 )
-def submit_job(
+async def submit_job(
     request: Request,
     control: Control,
     caller: Caller,
@@ -78,7 +78,7 @@ def submit_job(
     """Check a JobSpec and store it as a QUEUED job of the key's project; with `dry_run` only check it and show its
     layout."""
     about = request_of_caller(request)
-    spec = _checked(document, control)
+    spec = await _checked(document, control)
     if dry_run:
         about.changes_nothing = True
         return _json(views.dry_run_view(spec), 200)
@@ -91,7 +91,7 @@ def submit_job(
         session.flush()
         return views.job_view(session, job), created
 
-    job, created = control.store.write(operation)
+    job, created = await control.store.write_async(operation)
     about.audited, about.changes_nothing = created, not created
     if not created:
         return _json(job, 200)
@@ -103,7 +103,6 @@ def submit_job(
 async def list_jobs(
     request: Request,
     control: Control,
-    threads: JobListThreads,
     caller: Caller,
     state: StateFilter = None,
     name: Annotated[str | None, Query(max_length=100, description="Only jobs of this name")] = None,
@@ -112,7 +111,8 @@ async def list_jobs(
 ) -> Response:
     """Jobs, newest first."""
     rendered, filters = rendered_pages_of(request), (state, name, limit, cursor, caller.bound)
-    body = await threads.run(lambda: rendered.page(control.store, *filters))
+    threads = read_threads_of(request).lists
+    body = await threads.run(control.store, lambda: rendered.page(control.store, *filters))
     return Response(body, media_type="application/json")
 
 
@@ -128,7 +128,8 @@ async def get_job(
     `wait` seconds whatever it is."""
     if wait:
         await request.app.state.waits.until_changed(job_id, state, wait)
-    job = await run_in_threadpool(rendered_jobs_of(request).one, control.store, job_id)
+    rendered, threads = rendered_jobs_of(request), read_threads_of(request).jobs
+    job = await threads.run(control.store, lambda: rendered.one(control.store, job_id))
     return Response(job.body, media_type="application/json", headers={"ETag": job.etag})
 
 
@@ -229,12 +230,13 @@ def _changed(control: ControlPlane, change: Callable[[Any], Job]) -> schemas.Job
     return control.store.write(lambda session: views.job_view(session, change(session)))
 
 
-def _checked(document: Any, control: ControlPlane) -> JobSpec:
+async def _checked(document: Any, control: ControlPlane) -> JobSpec:
     """The JobSpec in `document`. Raises SpecError."""
     spec = parse_job_spec(document)
     if spec.train.steps > _MOST_STEPS:
         raise SpecError([Problem("train.steps", f"must be at most {_MOST_STEPS}", str(_MOST_STEPS))])
-    outside = control.data_roots.problems(spec)
+    # Where paths lead is asked of file systems, which may take their time.
+    outside = await run_in_threadpool(control.data_roots.problems, spec) if spec.data.paths else []
     if outside:
         raise SpecError(outside)
     return spec

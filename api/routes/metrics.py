@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, BackgroundTasks, Query, Response
+from fastapi import APIRouter, BackgroundTasks, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic_core import to_json
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -18,10 +16,10 @@ from api import schemas
 from api.access import JobId
 from api.parameters import AfterStep, Control
 from api.problem_codes import OF_A_JOB, reads
-from api.threads import Threads
-from service.store import JobNotFound, Store, jobs, metric_bins, metrics
+from api.rendered_series import rendered_series_of
+from api.threads import read_threads_of
+from service.store import JobNotFound, Store, jobs, metric_bins
 from service.store.tables import METRIC_NAMES
-from workers.nonfinite import spell_series
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/metrics", tags=["metrics"])
 
@@ -30,8 +28,8 @@ _NAMES = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}(,[A-Za-z][A-Za-z0-9_]{0,63}){0,
 
 @router.get("", response_model=schemas.MetricSeries, responses=reads(*OF_A_JOB, "invalid_parameter"))
 async def get_metrics(
+    request: Request,
     control: Control,
-    threads: Threads,
     job_id: JobId,
     afterwards: BackgroundTasks,
     names: Annotated[str | None, Query(description="Metric names, separated by commas; default: all")] = None,
@@ -39,19 +37,11 @@ async def get_metrics(
     max_points: Annotated[int, Query(ge=1, le=10_000, description="Most steps in the answer")] = 1000,
 ) -> Response:
     """Metrics, thinned out to `max_points` steps: the first, the last, and the highest losses in between."""
-    body, behind = await threads.run(partial(_read, control.store, job_id, _names(names), after_step, max_points))
-    if behind:
+    read = partial(rendered_series_of(request).one, control.store, job_id, _names(names), after_step, max_points)
+    series = await read_threads_of(request).series.run(control.store, read)
+    if series.behind:
         afterwards.add_task(_catch_up, control.store, job_id)
-    return Response(body, media_type="application/json", background=afterwards)
-
-
-def _read(store: Store, job_id: str, names: Sequence[str], after_step: int, max_points: int) -> tuple[bytes, bool]:
-    """The series, and whether bins are missing. Ten thousand numbers are not worth a look at each by Pydantic."""
-    with store.read() as session:
-        behind = metric_bins.is_behind(session, jobs.get(session, job_id))
-        points = metrics.series(session, job_id, names, after_step, max_points)
-    spelled = {name: spell_series(numbers) for name, numbers in points.series.items()}
-    return to_json({"steps": points.steps, "series": spelled}), behind
+    return Response(series.body, media_type="application/json", background=afterwards)
 
 
 async def _catch_up(store: Store, job_id: str) -> None:

@@ -221,9 +221,10 @@ class Leases:
         self._held.pop(name, None)
 
     def wake_others(self) -> None:
-        """Have other control planes look at once at what was written. Any thread."""
+        """Have other control planes look at once at what was written. Any thread; does not wait, since they look in a
+        moment anyway."""
         if not self.alone:
-            self._store.write(leases.wake_others)
+            self._store.write_later(leases.wake_others)
 
     async def hand_over(self, job_id: str, epoch: int, to: str) -> None:
         """Have `to` look after the job, after whoever did it here, with `epoch`, has stopped. Raises LeaseLost."""

@@ -170,6 +170,13 @@ class Store:
         with self._database.readers.connect() as connection:
             yield connection
 
+    @contextmanager
+    def read_once(self) -> Iterator[Connection]:
+        """As `read_rows`, for one statement, which sees one state of the database by itself: a transaction around it
+        would take a server two more answers."""
+        with self._database.single_readers.connect() as connection:
+            yield connection
+
     def write(self, operation: Callable[[Session], T]) -> T:
         """Run `operation` in the writer thread, in one transaction, and return its result.
 
@@ -181,6 +188,10 @@ class Store:
     async def write_async(self, operation: Callable[[Session], T]) -> T:
         """As `write`, without blocking the event loop."""
         return await asyncio.wrap_future(self._submit(operation))
+
+    def write_later(self, operation: Callable[[Session], None]) -> None:
+        """As `write`, without waiting, for what nobody needs to know the end of: a failure is logged."""
+        self._submit(operation).add_done_callback(_log_failure)
 
     async def exceed(self, epoch: int) -> None:
         """Write on with a higher epoch than this one, which an agent knows; see `Fence.exceed`. Raises LeaseLost."""
@@ -231,6 +242,12 @@ class Store:
                 session.commit()  # into the transaction; rows stay usable whatever comes of that
             self._database.commit(connection, transaction)
             return result
+
+
+def _log_failure(written: Future[None]) -> None:
+    error = None if written.cancelled() else written.exception()
+    if error is not None:
+        log.warning("a write that nobody waits for has failed (%s)", getattr(error, "orig", None) or error)
 
 
 def newest_revision() -> str:

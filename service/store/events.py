@@ -13,6 +13,9 @@ from service.store.paging import Cursors, Page
 from service.store.tables import Event, Job
 
 _INSERT = insert(Event)
+_LOCK = select(func.pg_advisory_xact_lock(EVENTS_LOCK))
+_IN_ORDER = "manta_events_in_order"
+"""Where a session notes in which of its transactions it holds the lock."""
 
 
 def append(
@@ -49,8 +52,12 @@ def append(
 def in_order(session: Session) -> None:
     """Until this transaction ends nobody else appends an event: whoever has read up to an id never finds a lower one
     later. Nor does anybody submit a job, which begins with this. SQLite has one writer anyway."""
+    transaction = session.get_transaction()
+    if transaction is not None and session.info.get(_IN_ORDER) is transaction:
+        return
     if session.get_bind().dialect.name == "postgresql":
-        session.execute(select(func.pg_advisory_xact_lock(EVENTS_LOCK)))
+        session.execute(_LOCK)
+    session.info[_IN_ORDER] = session.get_transaction()
 
 
 def data_of(session: Session, job_id: str, type: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import case, delete, func, insert, literal, select
+from sqlalchemy import Row, case, delete, func, insert, literal, select
 from sqlalchemy.orm import Session
 
 from service.store.tables import Generation, Job, Metric, MetricBin
@@ -79,11 +79,6 @@ def by_height(step: Any, loss: Any) -> tuple[Any, ...]:
     return loss.is_(None), case((loss == -_INFINITY, _INFINITY), else_=loss).desc(), step
 
 
-def candidates(job_id: str, parts: Iterable[Segment]) -> list[Any]:
-    """For each segment a query for step and loss of its bins."""
-    return [_members(job_id, segment) for segment in parts]
-
-
 def _members(job_id: str, segment: Segment) -> Any:
     """A query for steps and losses."""
     if segment.level == 0:
@@ -120,9 +115,9 @@ def catch_up(session: Session, job: Job) -> bool:
     return until < complete
 
 
-def is_behind(session: Session, job: Job) -> bool:
-    """Whether many rows are in no bin: another release has stored them, or they were restored."""
-    newest = session.scalar(select(func.max(Metric.step)).where(Metric.job_id == job.id)) or 0
+def is_behind(newest: int, job: Job | Row[Any]) -> bool:
+    """Whether many rows of the job, whose newest step is `newest`, are in no bin: another release has stored them, or
+    they were restored."""
     return job.binned_generation < job.generation or newest - job.binned_until > STEPS_AT_ONCE
 
 

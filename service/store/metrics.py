@@ -7,11 +7,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import CompoundSelect, Row, Select, func, literal, select, text, type_coerce, union_all
+from sqlalchemy import Row, select, text
 from sqlalchemy.orm import Session
-from sqlalchemy.types import NullType
 
-from service.store import generations, jobs, metric_bins
+from service.store import generations, jobs, metric_bins, metric_points
 from service.store.generations import TrainedStep
 from service.store.tables import METRIC_NAMES, Job, Metric
 from service.store.types import Reader
@@ -29,6 +28,8 @@ class Series:
     """The committed steps, ascending."""
     series: dict[str, list[float | None]]
     """For each name one value a step; None where it is not known."""
+    behind: bool = False
+    """Whether many rows are in no bin; `metric_bins.catch_up` makes the next reading quicker."""
 
 
 def record(
@@ -58,7 +59,7 @@ def record(
 
 
 def series(
-    session: Session,
+    reader: Reader,
     job_id: str,
     names: Sequence[str] = METRIC_NAMES,
     after_step: int = 0,
@@ -68,20 +69,17 @@ def series(
 
     Where there are more steps, these are kept: the first, the last, and of each of at most `max_points - 2` equal
     ranges in between the one with the highest loss, so that a spike is never smoothed away. A loss that is not finite
-    counts as highest. However many steps there are, a few rows are read for each point (`metric_bins`).
+    counts as highest. However many steps there are, a few rows are read for each point (`metric_bins`). Raises
+    JobNotFound.
     """
     known = [name for name in names if name in METRIC_NAMES]
     others = [name for name in names if name not in METRIC_NAMES]
-    # As the database has them: a look of SQLAlchemy at each of ten thousand numbers takes longer than to fetch them.
-    columns = [type_coerce(getattr(Metric, name), NullType()) for name in known]
-    shown: list[Any] = [Metric.step, *columns, *([Metric.extra] if others else [])]
-    query = select(*shown).where(Metric.job_id == job_id)
-    kept = _downsampled(session, query, job_id, after_step, max_points).order_by(Metric.step)
-    rows = session.execute(kept).all()
-    steps, *numbers = map(list, zip(*rows, strict=True)) if rows else [[] for _ in shown]
+    columns = (*known, *(["extra"] if others else []))
+    points = metric_points.points(reader, job_id, columns, after_step, max_points)
+    steps, *numbers = map(list, zip(*points.rows, strict=True)) if points.rows else [[] for _ in (None, *columns)]
     values = {name: _numbers_in(column) for name, column in zip(known, numbers, strict=False)}
     values |= {name: [extra.get(name) for extra in numbers[-1]] for name in others}
-    return Series(steps, {name: values[name] for name in names})
+    return Series(steps, {name: values[name] for name in names}, points.behind)
 
 
 def _numbers_in(column: list[Any]) -> list[float | None]:
@@ -150,36 +148,3 @@ def _emptied(row: Metric) -> Metric:
         setattr(row, name, None)
     row.extra = {}
     return row
-
-
-def _downsampled(session: Session, query: Select[Any], job_id: str, after_step: int, max_points: int) -> Select[Any]:
-    """`query`, which is for all of the job's rows, narrowed to at most `max_points`, as `series` describes."""
-    # Left out where steps are chosen by IN: SQLite would go through all that are above instead of looking those up.
-    above = (Metric.job_id == job_id, Metric.step > after_step)
-    some = select(Metric.step).where(*above).limit(max_points + 1).subquery()
-    if (session.scalar(select(func.count()).select_from(some)) or 0) <= max_points:
-        return query.where(*above)
-    first = session.scalar(select(func.min(Metric.step)).where(*above)) or 0
-    last = session.scalar(select(func.max(Metric.step)).where(*above)) or 0
-    ends = (last,) if max_points == 1 else (first, last)
-    if max_points <= 2:
-        return query.where(Metric.step.in_(ends))
-    binned_until = session.scalar(select(Job.binned_until).where(Job.id == job_id)) or 0
-    highest = _highest_between(job_id, first, last, max_points - 2, binned_until)
-    kept: CompoundSelect[Any] = union_all(highest, *(select(literal(step)) for step in ends))
-    return query.where(Metric.step.in_(kept))
-
-
-def _highest_between(job_id: str, first: int, last: int, most: int, binned_until: int) -> Select[Any]:
-    """Of each of at most `most` equal ranges of the steps between `first` and `last` the one with the highest loss. The
-    ranges begin where bins do."""
-    level = metric_bins.widest(max(1, (last - first - 1) // most))
-    wide = metric_bins.width(level)
-    begin, end = (first + 1) // wide, (last - 1) // wide + 1
-    bins_of_a_range = -(-(end - begin) // most)
-    segments = metric_bins.segments(first + 1, last, binned_until, level)
-    members = union_all(*metric_bins.candidates(job_id, segments)).subquery()
-    number = (members.c.step // wide - begin) // bins_of_a_range
-    place = func.row_number().over(partition_by=number, order_by=metric_bins.by_height(members.c.step, members.c.loss))
-    ranked = select(members.c.step, place.label("place")).subquery()
-    return select(ranked.c.step).where(ranked.c.place == 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 from sqlalchemy import URL, Connection, Engine, RootTransaction, create_engine, event
-from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, InvalidatePoolError, OperationalError, SQLAlchemyError
 
 from service.pauses import growing_pauses
 from service.store.errors import OutcomeUnknown, StoreUnusable
@@ -33,12 +33,17 @@ IDLE_SECONDS = 30
 """A control plane that stands still in the middle of a transaction keeps others from writing for that long."""
 OUTCOME_SECONDS = 30.0
 """How long it is asked what became of a commit that was not answered."""
+TRUSTED_SECONDS = 1.0
+"""How long a connection that was not used counts as one that the server can still be reached on."""
+READS_AT_ONCE = 8
+"""The work is the server's."""
 _CONFLICTS = ("40001", "40P01")
 _SESSION = {
     "statement_timeout": f"{STATEMENT_SECONDS}s",
     "lock_timeout": f"{STATEMENT_SECONDS / 2:g}s",
     "idle_in_transaction_session_timeout": f"{IDLE_SECONDS}s",
     "jit": "off",  # it takes longer than all queries that there are
+    "max_parallel_workers_per_gather": "0",  # so does starting them
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
@@ -62,6 +67,9 @@ _ADVICE = (
 class PostgresDatabase:
     """Connections to a server, and what only PostgreSQL needs or can do."""
 
+    reads_at_once = READS_AT_ONCE
+    """How many reads make each other no slower."""
+
     def __init__(self, url: URL, name: str = USUAL_NAME):
         """`name`: of its connections, as the server shows them; where it is not the usual one, others tell them by it,
         and it comes before one in the URL."""
@@ -72,6 +80,7 @@ class PostgresDatabase:
         # A read is one consistent state of the database, which needs more than READ COMMITTED. Writes do not: they lock
         # the rows that they depend on.
         self.readers = _engine(url, "REPEATABLE READ", read_only=True, pool_size=5, max_overflow=25)
+        self.single_readers = self.readers.execution_options(isolation_level="AUTOCOMMIT")
         self.writer = _engine(url, "READ COMMITTED", read_only=False, pool_size=1, max_overflow=1)
         self._keeper = _engine(url, "AUTOCOMMIT", read_only=False, pool_size=1, max_overflow=0)
         self._closed = threading.Event()
@@ -187,7 +196,6 @@ def _engine(url: URL, isolation: str, read_only: bool, **pool: int) -> Engine:
         url.difference_update_query(["options"]),
         connect_args={**own, "options": " ".join(options)},
         isolation_level=isolation,
-        pool_pre_ping=True,  # a server that was restarted costs no request
         pool_timeout=CONNECT_SECONDS,
         use_native_hstore=False,  # there is none, and it would be looked for
         **pool,
@@ -199,11 +207,27 @@ def _engine(url: URL, isolation: str, read_only: bool, **pool: int) -> Engine:
         connection.read_only = read_only
         return connection
 
+    @event.listens_for(engine, "connect")
+    @event.listens_for(engine, "checkin")
+    def note_use(_connection: BoundedConnection | None, record: Any) -> None:
+        record.info["used_at"] = time.monotonic()
+
     @event.listens_for(engine, "checkout")
-    def begin(connection: BoundedConnection, _record: Any, _proxy: Any) -> None:
+    def begin(connection: BoundedConnection, record: Any, _proxy: Any) -> None:
         connection.answer_seconds = ANSWER_SECONDS
+        # A server that was restarted costs no request. One that has closed a connection has said so on it.
+        if time.monotonic() - record.info["used_at"] > TRUSTED_SECONDS or connection.has_unread:
+            _ping(engine, connection)
 
     return engine
+
+
+def _ping(engine: Engine, connection: BoundedConnection) -> None:
+    """Raises InvalidatePoolError where the server does not know the connection any more: others are made then."""
+    try:
+        engine.dialect.do_ping(connection)  # type: ignore[arg-type]
+    except psycopg.Error as error:
+        raise InvalidatePoolError from error
 
 
 def _driver(connection: Connection) -> BoundedConnection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Generator
 from typing import Any, TypeVar
@@ -20,6 +21,13 @@ class BoundedConnection(psycopg.Connection[Any]):
 
     answer_seconds: float | None = None
     """None: for ever."""
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the server has sent what nobody asked for; while nothing is asked, that is most likely its end."""
+        poll = select.poll()
+        poll.register(self.pgconn.socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def wait(self, gen: Generator[Any, Any, T], interval: float = 0.1) -> T:
         """Raises psycopg.OperationalError where it takes too long; the connection is closed then."""

@@ -17,11 +17,20 @@ from service.store.location import file_of, shown, sqlite_url
 log = logging.getLogger(__name__)
 
 BUSY_MILLISECONDS = 10_000
+READS_AT_ONCE = 2
+"""A read is this process's own work, and lets go of the interpreter's lock for each row: threads that take turns at it
+make each take longer (1,000 points of a series for eight clients at once: 57 ms with 2 threads, 75 ms with 8)."""
+_CACHE_KIBIBYTES = 16_000
+"""Of pages, of each connection: 1,000 points of a long series lie on 2,000 pages of 4 KiB."""
+_ONE_STATEMENT = "manta_one_statement"
 _MOST_EXTRA_READERS = 60
 
 
 class SqliteDatabase:
     """Connections to a file, and what only SQLite needs or can do."""
+
+    reads_at_once = READS_AT_ONCE
+    """How many reads make each other no slower."""
 
     def __init__(self, url: URL):
         """The file's folder is made. Raises StoreUnusable when it cannot be."""
@@ -33,6 +42,7 @@ class SqliteDatabase:
         except OSError as error:
             raise StoreUnusable(self.location, error) from error
         self.readers = self._engine(url, "BEGIN", pool_size=5, max_overflow=_MOST_EXTRA_READERS)
+        self.single_readers = self.readers.execution_options(**{_ONE_STATEMENT: True})
         # Writers take the lock at once: a read that turns into a write may not wait, SQLite would refuse it.
         self.writer = self._engine(url, "BEGIN IMMEDIATE", pool_size=1, max_overflow=1)
 
@@ -44,7 +54,12 @@ class SqliteDatabase:
     def _engine(self, url: URL, begin: str, **pool: int) -> Engine:
         engine = create_engine(url, **pool)
         event.listen(engine, "connect", _configure)
-        event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+
+        @event.listens_for(engine, "begin")
+        def begin_transaction(connection: Connection) -> None:
+            if _ONE_STATEMENT not in connection.get_execution_options():
+                connection.exec_driver_sql(begin)
+
         return engine
 
     def refuse_unsuitable(self) -> None:
@@ -92,5 +107,11 @@ def copy_to(file: Path, copy: Path) -> None:
 def _configure(connection: Any, _record: Any) -> None:
     """Readers beside the writer (WAL), waiting instead of failing, foreign keys, and transactions by our own BEGIN."""
     connection.isolation_level = None
-    for pragma in ("journal_mode=WAL", f"busy_timeout={BUSY_MILLISECONDS}", "foreign_keys=ON", "synchronous=NORMAL"):
+    for pragma in (
+        "journal_mode=WAL",
+        f"busy_timeout={BUSY_MILLISECONDS}",
+        "foreign_keys=ON",
+        "synchronous=NORMAL",
+        f"cache_size=-{_CACHE_KIBIBYTES}",
+    ):
         connection.execute(f"PRAGMA {pragma}")

@@ -205,10 +205,10 @@ def test_what_fails_behind_the_beginning_of_its_answer_is_broken_off(begun):
 def test_a_database_that_does_not_answer_is_a_503_that_says_when_to_try_again(
     service, document, monkeypatch, kind, said
 ):
-    def locked(operation):
+    async def locked(operation):
         raise kind("BEGIN IMMEDIATE", {}, Exception("database is locked"))
 
-    monkeypatch.setattr(service.control.store, "write", locked)
+    monkeypatch.setattr(service.control.store, "write_async", locked)
     response = service.http.post("/v1/jobs", json=document)
     check(response, 503, "database_unavailable")
     assert response.headers["Retry-After"] == "5"

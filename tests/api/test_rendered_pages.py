@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from sqlalchemy import event, select
 
-from api import rendered_pages
 from api.rendered_jobs import FRESH_SECONDS, SETTLED_SECONDS, RenderedJobs
 from api.rendered_pages import RenderedPages
 from service.states import JobState
@@ -127,19 +126,15 @@ def test_a_page_of_jobs_that_are_over_stays_until_one_of_them_changes(store, ove
     assert pages.page(store) is first
 
 
-def test_pages_that_nobody_asks_for_any_more_are_forgotten_where_there_is_room_for_no_more(
-    store, over, pages, monkeypatch
-):
-    ids = [over() for _ in range(3)]
-    kinds = [(None, None, limit) for limit in (1, 2, 3)]
-    made = [pages.page(store, *kind) for kind in kinds]
-    assert pages._kept_bytes == sum(kept.size for kept in pages._kept.values()) > 0
-    assert [pages.page(store, *kind) is body for kind, body in zip(kinds, made, strict=True)] == [True] * 3
-    monkeypatch.setattr(rendered_pages, "MOST_KEPT_BYTES", pages._kept_bytes)
-    store.write(lambda session: edits.edit(session, ids[2], name="a much longer name than before"))
-    pages.page(store, *kinds[2])
-    assert list(pages._kept) == [kinds[1], kinds[2]]
-    assert pages._kept_bytes == sum(kept.size for kept in pages._kept.values())
+def test_pages_that_nobody_asks_for_any_more_are_forgotten_where_there_is_room_for_no_more(store, over, clock):
+    over()
+    first, second = (None, None, 1), (None, None, 2)
+    made = RenderedPages(RenderedJobs(clock), clock).page(store, *first)
+    pages = RenderedPages(RenderedJobs(clock), clock, most_bytes=2 * len(made))
+    body = pages.page(store, *first)
+    assert pages.page(store, *first) is body
+    pages.page(store, *second)
+    assert pages.page(store, *first) is not body and pages.page(store, *first) == body
 
 
 def test_a_cursor_that_is_none_is_refused(store, pages):

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -195,7 +196,7 @@ def said_by_a_stream(monkeypatch, seconds, news, revoked_after=math.inf):
     class App:
         class state:
             changes = ByTheClock(lambda: None)
-            long_reads = AtOnce()
+            read_threads = SimpleNamespace(long=AtOnce())
 
     class OpenRequest:
         app = App

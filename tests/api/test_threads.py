@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from api.rendered_pages import RenderedPages
-from api.threads import JOB_LISTS, LONG_READS
+from api.threads import LONG_READS
 
 SECONDS = 20.0
 
@@ -19,11 +19,12 @@ def test_lists_of_jobs_that_stand_still_hold_up_no_other_request(service, monkey
 
     monkeypatch.setattr(RenderedPages, "page", page_later)
     job = service.submit()
-    asked = LONG_READS + JOB_LISTS
+    at_once = service.store.database.reads_at_once
+    asked = LONG_READS + at_once
     with ThreadPoolExecutor(asked) as pool:
         lists = [pool.submit(service.http.get, "/v1/jobs", timeout=SECONDS) for _ in range(asked)]
         try:
-            for _ in range(JOB_LISTS):
+            for _ in range(at_once):
                 assert begun.acquire(timeout=SECONDS)
             for path in ("", "/metrics", "/events"):
                 assert service.http.get(f"/v1/jobs/{job['id']}{path}", timeout=SECONDS / 2).status_code == 200

@@ -1,6 +1,8 @@
 """Events tell a job's story in order, and a reader can go on where it stopped."""
 
 import pytest
+from sqlalchemy import event
+from sqlalchemy.orm import Session
 
 from service.store import InvalidCursor, events
 
@@ -99,3 +101,27 @@ def test_events_of_all_jobs_are_narrowed_and_go_on_where_a_page_of_the_same_list
     for another in (events.cursors_of_all(other.id, "tick"), events.cursors_of_all(job.id, "noise")):
         with pytest.raises(InvalidCursor):
             another.decode_number(first.next_cursor)
+
+
+def test_a_transaction_takes_its_place_in_the_order_of_events_once(store, submit):
+    job, statements = submit(), list[str]()
+    event.listen(store.engine, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
+
+    def tell(session):
+        for number in range(3):
+            events.append(session, job.id, "tick", f"tick {number}")
+        taken.append(sum("pg_advisory_xact_lock" in statement for statement in statements))
+        statements.clear()
+
+    def tell_in_two_transactions(session):
+        tell(session)
+        session.commit()
+        tell(session)
+
+    taken = list[int]()
+    once = 1 if store.engine.dialect.name == "postgresql" else 0
+    store.write(tell)
+    with Session(store.engine) as session:
+        tell_in_two_transactions(session)
+        session.commit()
+    assert taken == [once] * 3

@@ -10,6 +10,7 @@ from sqlalchemy import text
 from service.states import JobState
 from service.store import IdempotencyConflict, IllegalTransition, JobNotFound, events, generations, jobs
 from service.store.ids import is_job_id, next_job_id
+from service.store.tables import Job
 
 times = st.floats(min_value=1_800_000_000, max_value=3_000_000_000)
 entropy = st.integers(min_value=0, max_value=2**32)
@@ -176,3 +177,22 @@ def test_what_is_not_over_can_be_read_from_the_database_of_another_release(store
         (second.id, "small", "QUEUED", 0, 10),
         (first.id, "small", "QUEUED", 0, 10),
     ]
+
+
+def test_a_new_job_is_known_as_the_database_has_it(store, make_spec):
+    known = store.write(lambda session: jobs.create(session, make_spec(priority=3), "key", "digest", "lab"))[0]
+    with store.read() as session:
+        stored = jobs.get(session, known.id)
+    columns = [column.key for column in Job.__table__.columns]
+    assert {name: getattr(known, name) for name in columns} == {name: getattr(stored, name) for name in columns}
+
+
+def test_a_new_job_can_be_changed_in_the_transaction_that_stores_it(store, make_spec):
+    def submit_and_cancel(session):
+        job, _ = jobs.create(session, make_spec())
+        jobs.request_cancel(session, job.id)
+        return job.id
+
+    job_id = store.write(submit_and_cancel)
+    with store.read() as session:
+        assert jobs.get(session, job_id).state == JobState.CANCELLED

@@ -1,0 +1,59 @@
+"""Series of metrics as JSON, kept for whoever draws the same again, as dashboards do. Every answer is checked against
+the job's row, which changes with every row of its metrics, so none is ever old."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fastapi import Request
+from pydantic_core import to_json
+
+from api.kept_answers import KeptAnswers
+from service.store import Store, metric_points, metrics
+from workers.nonfinite import spell_series
+
+MOST_KEPT_BYTES = 16 * 2**20
+"""Some 200 series of 1,000 points."""
+
+
+@dataclass(frozen=True)
+class RenderedSeries:
+    """A series as it is answered."""
+
+    extent: metric_points.Extent
+    """What the job's metrics were at that time."""
+    body: bytes
+    """The answer."""
+    behind: bool
+    """See `metrics.Series.behind`."""
+
+
+class RenderedSeriesOfJobs:
+    """The series that were asked for last. May be used by many threads."""
+
+    def __init__(self) -> None:
+        self._kept: KeptAnswers[tuple[Any, ...], RenderedSeries] = KeptAnswers(MOST_KEPT_BYTES)
+
+    def one(self, store: Store, job_id: str, names: Sequence[str], after_step: int, max_points: int) -> RenderedSeries:
+        """What `metrics.series` says of these. Raises JobNotFound."""
+        question = job_id, tuple(names), after_step, max_points
+        kept = self._kept.get(question)
+        if kept is not None:
+            with store.read_once() as connection:
+                if kept.extent == metric_points.extent(connection, job_id, after_step, max_points):
+                    return kept
+        with store.read_rows() as connection:
+            extent = metric_points.extent(connection, job_id, after_step, max_points)
+            points = metrics.series(connection, job_id, names, after_step, max_points)
+        # Ten thousand numbers are not worth a look at each by Pydantic.
+        spelled = {name: spell_series(numbers) for name, numbers in points.series.items()}
+        made = RenderedSeries(extent, to_json({"steps": points.steps, "series": spelled}), points.behind)
+        self._kept.keep(question, made, len(made.body))
+        return made
+
+
+def rendered_series_of(request: Request) -> RenderedSeriesOfJobs:
+    """Of the app that the request is for."""
+    return cast(RenderedSeriesOfJobs, request.app.state.rendered_series)

@@ -1,0 +1,167 @@
+"""Which rows of a job's metrics are drawn as its series, and the statements that fetch them. Those are made once: to
+put one together takes longer than to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    BindParameter,
+    Row,
+    Select,
+    Text,
+    bindparam,
+    cast,
+    func,
+    select,
+    type_coerce,
+    union_all,
+)
+from sqlalchemy.types import NullType
+
+from service.store import metric_bins
+from service.store.errors import JobNotFound
+from service.store.metric_bins import Segment
+from service.store.tables import Job, Metric, MetricBin
+from service.store.types import Reader
+
+_MOST_STATEMENTS = 256
+_JOB, _METRIC, _BIN = Job.__table__.c, Metric.__table__.c, MetricBin.__table__.c
+
+
+def _given(name: str) -> BindParameter[int]:
+    return bindparam(name, type_=BigInteger())
+
+
+_ABOVE = (_METRIC.job_id == bindparam("job"), _METRIC.step > _given("after"))
+_EXTENT = select(
+    select(func.min(_METRIC.step)).where(*_ABOVE).scalar_subquery().label("first"),
+    select(func.max(_METRIC.step)).where(_METRIC.job_id == bindparam("job")).scalar_subquery().label("newest"),
+    select(func.count())
+    .select_from(select(_METRIC.step).where(*_ABOVE).limit(_given("most")).subquery())
+    .scalar_subquery()
+    .label("counted"),
+    _JOB.binned_until,
+    _JOB.binned_generation,
+    _JOB.generation,
+    _JOB.updated_at,
+    cast(_JOB.report_cursor, Text).label("report_cursor"),
+).where(_JOB.id == bindparam("job"))
+
+
+Extent = Row[Any]
+"""What there is of a job's metrics above a step, and what changes in the job's row with every row of them that is
+stored: equal to another one where all of them are as they were."""
+
+
+def extent(reader: Reader, job_id: str, after_step: int, max_points: int) -> Extent:
+    """Of the rows above `after_step`, of which no more than one above `max_points` are counted. Raises JobNotFound."""
+    row = reader.execute(_EXTENT, {"job": job_id, "after": after_step, "most": max_points + 1}).one_or_none()
+    if row is None:
+        raise JobNotFound(job_id)
+    return row
+
+
+@dataclass(frozen=True)
+class Points:
+    """The rows to be drawn."""
+
+    rows: Sequence[Any]
+    """Of each its step, and then its columns as the database has them; ascending."""
+    behind: bool
+    """Whether many of the job's rows are in no bin, see `metric_bins.is_behind`."""
+
+
+def points(
+    reader: Reader, job_id: str, columns: tuple[str, ...], after_step: int = 0, max_points: int = 1000
+) -> Points:
+    """Of the rows above `after_step` at most `max_points`, chosen as `metrics.series` says. Raises JobNotFound."""
+    about = {"job": job_id, "after": after_step}
+    found = extent(reader, job_id, after_step, max_points)
+    first, last = found.first or 0, found.newest or 0
+    behind = metric_bins.is_behind(last, found)
+    if found.counted <= max_points:
+        return Points(reader.execute(_all(columns), about).all(), behind)
+    ends = {"job": job_id, "first": last if max_points == 1 else first, "last": last}
+    if max_points <= 2:
+        return Points(reader.execute(_thinned(columns, ()), ends).all(), behind)
+    ranges = _Ranges.between(first, last, max_points - 2, found.binned_until)
+    query = _thinned(columns, tuple(segment.level == 0 for segment in ranges.segments))
+    return Points(reader.execute(query, {**ends, **ranges.values()}).all(), behind)
+
+
+@dataclass(frozen=True)
+class _Ranges:
+    """Equal ranges of steps, which begin where bins do."""
+
+    width: int
+    """Steps in a bin of the widest level that is used."""
+    begin: int
+    """Number of the first range's first bin of that level."""
+    bins: int
+    """Such bins in a range."""
+    segments: list[Segment]
+    """What is known of their steps."""
+
+    @classmethod
+    def between(cls, first: int, last: int, most: int, binned_until: int) -> _Ranges:
+        """At most `most` ranges of the steps between `first` and `last`."""
+        level = metric_bins.widest(max(1, (last - first - 1) // most))
+        wide = metric_bins.width(level)
+        begin, end = (first + 1) // wide, (last - 1) // wide + 1
+        return cls(wide, begin, -(-(end - begin) // most), metric_bins.segments(first + 1, last, binned_until, level))
+
+    def values(self) -> dict[str, int]:
+        """Of the parameters of `_highest`."""
+        values = {"wide": self.width, "first_bin": self.begin, "bins": self.bins}
+        for at, segment in enumerate(self.segments):
+            values |= {f"begin{at}": segment.begin, f"end{at}": segment.end}
+            values |= {f"level{at}": segment.level} if segment.level else {}
+        return values
+
+
+@lru_cache(_MOST_STATEMENTS)
+def _all(columns: tuple[str, ...]) -> Select[Any]:
+    """All rows."""
+    return _drawn(columns).where(*_ABOVE)
+
+
+@lru_cache(_MOST_STATEMENTS)
+def _thinned(columns: tuple[str, ...], are_rows: tuple[bool, ...]) -> Select[Any]:
+    """The rows of the ends and, of each range, the one with the highest loss. `are_rows`: of each segment whether it
+    is of rows, else it is of bins."""
+    steps = [select(_given("first")), select(_given("last"))]
+    # No condition on `after`: where steps are chosen by IN, SQLite would go through all above instead of looking those
+    # up.
+    kept = union_all(*([_highest(are_rows)] if are_rows else []), *steps)
+    return _drawn(columns).where(_METRIC.job_id == bindparam("job"), _METRIC.step.in_(kept))
+
+
+def _drawn(columns: tuple[str, ...]) -> Select[Any]:
+    # As the database has them: a look of SQLAlchemy at each of ten thousand numbers takes longer than to fetch them.
+    shown = [_METRIC[name] if name == "extra" else type_coerce(_METRIC[name], NullType()) for name in columns]
+    return select(_METRIC.step, *shown).order_by(_METRIC.step)
+
+
+def _highest(are_rows: tuple[bool, ...]) -> Select[Any]:
+    """The steps with the highest loss of each range."""
+    members = union_all(*(_members(at, is_rows) for at, is_rows in enumerate(are_rows))).subquery()
+    number = (members.c.step // _given("wide") - _given("first_bin")) // _given("bins")
+    place = func.row_number().over(partition_by=number, order_by=metric_bins.by_height(members.c.step, members.c.loss))
+    ranked = select(members.c.step, place.label("place")).subquery()
+    return select(ranked.c.step).where(ranked.c.place == 1)
+
+
+def _members(at: int, is_rows: bool) -> Select[Any]:
+    begin, end = _given(f"begin{at}"), _given(f"end{at}")
+    if is_rows:
+        return select(_METRIC.step, _METRIC.loss).where(
+            _METRIC.job_id == bindparam("job"), _METRIC.step >= begin, _METRIC.step < end
+        )
+    return select(_BIN.step, _BIN.loss).where(
+        _BIN.job_id == bindparam("job"), _BIN.level == _given(f"level{at}"), _BIN.bin >= begin, _BIN.bin < end
+    )

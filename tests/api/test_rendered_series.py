@@ -1,0 +1,93 @@
+"""A series that is as it was is not put together again, and no answer is older than the job's metrics."""
+
+import json
+
+import pytest
+from sqlalchemy import event, insert
+
+from api.rendered_series import RenderedSeriesOfJobs
+from service.store import JobNotFound, generations, jobs, metric_bins, metrics
+from service.store.tables import Metric
+from workers.config import JobSpec
+
+
+@pytest.fixture
+def job(store, document):
+    job = store.write(lambda session: jobs.create(session, JobSpec.model_validate(document))[0])
+    store.write(lambda session: generations.begin(session, job.id, "test", False))
+    return job.id
+
+
+@pytest.fixture
+def report(store, job):
+    numbers = iter(range(1, 100))
+
+    def report(rows, generation=1):
+        store.write(lambda session: metrics.record(session, job, generation, 0, next(numbers), rows))
+
+    return report
+
+
+@pytest.fixture
+def rendered():
+    return RenderedSeriesOfJobs()
+
+
+def losses(series):
+    return dict(zip(json.loads(series.body)["steps"], json.loads(series.body)["series"]["loss"], strict=True))
+
+
+@pytest.fixture
+def ask(store, job, rendered):
+    return lambda after=0, most=1000: rendered.one(store, job, ["loss"], after, most)
+
+
+def test_series_that_is_as_it_was_costs_one_statement_and_no_transaction(store, report, ask):
+    report([{"step": step, "loss": 1.0} for step in range(1, 50)])
+    first, statements = ask(), list[str]()
+    event.listen(store.database.readers, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
+    assert ask() is first
+    assert len(statements) == 1
+
+
+@pytest.mark.parametrize("most", [1000, 10, 2])
+def test_whatever_is_stored_is_in_the_next_answer(store, job, report, ask, most):
+    report([{"step": step, "loss": 1.0} for step in range(1, 50)])
+    ask(most=most)
+    report([{"step": 50, "loss": 2.0}])
+    assert losses(ask(most=most))[50] == 2.0
+    report([{"step": 50, "loss": 1.0, "grad_norm": 3.0}])  # nothing but a row that was there has changed
+    assert losses(ask(most=most))[50] == 1.0
+    store.write(lambda session: generations.begin(session, job, "test", False))
+    report([{"step": 50, "loss": 3.0}], generation=2)
+    assert losses(ask(most=most))[50] == 3.0
+
+
+def test_rows_that_are_deleted_are_in_no_answer(store, job, report, ask):
+    report([{"step": step, "loss": 1.0} for step in range(1, 5)])
+    ask()
+    store.write(lambda session: session.delete(session.get(Metric, (job, 1))))
+    assert list(losses(ask())) == [2, 3, 4]
+
+
+def test_each_part_is_kept_for_itself(report, ask):
+    report([{"step": step, "loss": float(step)} for step in range(1, 20)])
+    assert list(losses(ask(most=2))) == [1, 19]
+    assert list(losses(ask(most=1))) == [19]
+    assert list(losses(ask(after=17))) == [18, 19]
+    assert list(losses(ask(most=2))) == [1, 19]
+
+
+def test_series_without_bins_says_so_until_they_are_made(store, job, ask, monkeypatch):
+    steps = metric_bins.STEPS_AT_ONCE + metric_bins.SMALLEST + 1
+    rows = [{"job_id": job, "step": step, "generation": 1, "time": 0.0, "extra": {}} for step in range(1, steps + 1)]
+    store.write(lambda session: session.execute(insert(Metric), rows))
+    assert ask().behind
+    while store.write(lambda session: metric_bins.catch_up(session, jobs.get(session, job, lock=True))):
+        pass
+    assert not ask().behind
+
+
+def test_series_of_no_job_is_not_found(store, rendered):
+    with pytest.raises(JobNotFound):
+        rendered.one(store, "job_000000000000", ["loss"], 0, 10)
