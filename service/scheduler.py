@@ -159,9 +159,10 @@ class Scheduler:
         shortage = await self._shortage(spec)
         if shortage is not None:
             kind = "gpus" if shortage.unit == "GPU" else "slots"
+            message = f"{shortage}{self._closed_in_words()}"
             waiting_for = {"unit": kind, "needed": shortage.needed, "available": shortage.available}
             await self._store.write_async(
-                lambda s: jobs.set_waiting(s, job.id, waiting_for, f"insufficient_{kind}", str(shortage))
+                lambda s: jobs.set_waiting(s, job.id, waiting_for, f"insufficient_{kind}", message)
             )
             return False
         unit = unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
@@ -185,6 +186,11 @@ class Scheduler:
             # It was cancelled meanwhile; its supervisor ends it.
         self._placed(job, generation)
         return True
+
+    def _closed_in_words(self) -> str:
+        leaving = len(self._cluster.nodes.draining)
+        which = "a node that is to be left takes" if leaving == 1 else f"{leaving} nodes that are to be left take"
+        return f"; {which} no job" if leaving else ""
 
     async def _transition(
         self,
