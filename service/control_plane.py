@@ -96,9 +96,9 @@ class ControlPlane:
         `allow_faults`: make faults in jobs on request; `memory_seconds`: how long the snapshots of a failed job are
         kept for a retry; `data_roots`: below which folders jobs may read; `database_url`: where the job database is, by
         default in the home; `kept_days`: how long jobs are kept after their end; 0: until somebody deletes them;
-        `checkpoints`: where the checkpoints of all jobs are, by default in the home; `node_notices`: the cloud whose
-        notices the nodes ask for, as `MetadataSource.of` reads it; `ports`: on which what runs on
-        the nodes listens. Raises BadDatabaseUrl, StoreUnusable."""
+        `checkpoints`: where the checkpoints of all jobs are, by default in the home; `node_notices`: who the nodes ask
+        whether they are to be taken, as `notice_sources` reads it; `ports`: on which what runs on the nodes listens.
+        Raises BadDatabaseUrl, StoreUnusable."""
         self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults, self._memory_seconds, self._kept_days = allow_faults, memory_seconds, kept_days
@@ -117,6 +117,8 @@ class ControlPlane:
         self._tasks: list[asyncio.Task[None]] = []
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._seen: dict[str, JobInBrief] = {}
+        self._drain_reasons: dict[str, str] = {}
+        """By node what owners were last told about why it is to be left."""
 
     @property
     def store(self) -> Store:
@@ -235,10 +237,14 @@ class ControlPlane:
         for owner, _ in list(self._owners.values()):
             owner.node_lost(node, why)
 
-    def _node_draining(self, node: str, seconds: float, reason: str = "") -> None:
+    def _node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
+        """The same reason again is no news, but for how long is left: it is said with every heartbeat."""
         assert self._cluster is not None
-        if node not in self._cluster.nodes.draining:
-            self._cluster.nodes.draining.add(node)
+        nodes = self._cluster.nodes
+        known = node in nodes.draining and self._drain_reasons.get(node) == reason
+        nodes.drain(node, seconds)
+        if not known:
+            self._drain_reasons[node] = reason
             for owner, _ in list(self._owners.values()):
                 owner.node_draining(node, seconds, reason)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable
-from service.cluster.placement import Shortage, missing, unit_of
+from service.cluster.placement import missing, unit_of
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
 from service.job.record import JobRecord
@@ -170,7 +170,7 @@ class Scheduler:
         if shortage is not None:
             kind = "gpus" if shortage.unit == "GPU" else "slots"
             waiting_for = {"unit": kind, "needed": shortage.needed, "available": shortage.available}
-            why = _why(shortage, list(self._cluster.nodes.problems.values()))
+            why = _why(f"{shortage}{self._closed_in_words()}", list(self._cluster.nodes.problems.values()))
             await self._store.write_async(
                 lambda s: jobs.set_waiting(s, job.id, waiting_for, f"insufficient_{kind}", why)
             )
@@ -196,6 +196,11 @@ class Scheduler:
             # It was cancelled meanwhile; its supervisor ends it.
         self._placed(job, generation)
         return True
+
+    def _closed_in_words(self) -> str:
+        leaving = len(self._cluster.nodes.draining)
+        which = "a node that is to be left takes" if leaving == 1 else f"{leaving} nodes that are to be left take"
+        return f"; {which} no job" if leaving else ""
 
     async def _transition(
         self,
@@ -228,10 +233,10 @@ class Scheduler:
         return True
 
 
-def _why(shortage: Shortage, problems: Sequence[str]) -> str:
+def _why(shortage: str, problems: Sequence[str]) -> str:
     """Why a job waits: what it lacks, and what is wrong with nodes."""
     if not problems:
-        return str(shortage)
+        return shortage
     others = f" (and {len(problems) - 1} more nodes with problems)" if len(problems) > 1 else ""
     return f"{shortage}; {problems[0]}{others}"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.errors import MantaError
-from workers.node.cloud_notices import MetadataSource, MetadataUnavailable
+from workers.node.notice_sources import UnknownSource, notice_sources
 from workers.storage.places import BadPlace, Place, place_of
 from workers.system.ports import BadPorts, PortRange
 
@@ -99,8 +99,8 @@ class Settings:
     """Where the checkpoints of all jobs are, such as `s3://bucket/manta` or a folder that all nodes share
     (MANTA_CHECKPOINTS); None: in the home."""
     node_notices: str | None = None
-    """Cloud whose notices the nodes ask for (MANTA_NODE_NOTICES: aws, gcp or azure, or aws=http://HOST:PORT where its
-    metadata service answers elsewhere); None: nobody is asked."""
+    """Who the nodes ask whether they are to be taken (MANTA_NODE_NOTICES: aws, gcp, azure, kubernetes, slurm, several
+    with commas, as `workers.node.notice_sources` reads it); None: nobody is asked."""
     ports: PortRange | None = None
     """Ports on which what runs on the nodes listens, for firewalls (MANTA_PORTS, such as 20000-20999); None: any."""
     ship_code: bool = False
@@ -135,7 +135,7 @@ class Settings:
             ),
             _number(source, "MANTA_JOBS_KEPT_DAYS", 0.0),
             _place(source, "MANTA_CHECKPOINTS"),
-            _cloud(source, "MANTA_NODE_NOTICES"),
+            _notices(source, "MANTA_NODE_NOTICES"),
             _ports(source, "MANTA_PORTS"),
             _switch(source, "MANTA_SHIP_CODE"),
             not _switch(source, "MANTA_NO_DASHBOARD"),
@@ -181,12 +181,12 @@ def _place(source: Mapping[str, str], name: str) -> Place | None:
     return place.expanduser().absolute() if isinstance(place, Path) else place
 
 
-def _cloud(source: Mapping[str, str], name: str) -> str | None:
+def _notices(source: Mapping[str, str], name: str) -> str | None:
     text = source.get(name) or None
     if text is not None:
         try:
-            MetadataSource.of(text)
-        except MetadataUnavailable as error:
+            notice_sources(text)
+        except UnknownSource as error:
             raise BadSetting(f"{name}: {error}") from error
     return text
 

@@ -18,7 +18,8 @@ class JobState(StrEnum):
     RECOVERING = "RECOVERING"
     """Something died; the next generation is on its way."""
     RESIZING = "RESIZING"
-    """Changes its number of replicas; the next generation is on its way."""
+    """Changes its number of replicas or its places, and the next generation is on its way; or saves its state, since
+    its nodes are to be left and there is no room elsewhere, and waits in the queue then."""
     PAUSING = "PAUSING"
     """The user asked for a pause; the state is being saved and the places are given back."""
     PAUSED = "PAUSED"
@@ -63,7 +64,7 @@ PAUSABLE: tuple[JobState, ...] = (_S.STARTING, _S.RUNNING, _S.RECOVERING, _S.RES
 TIME_LIMITS: dict[JobState, float] = {
     _S.STARTING: 300.0,
     _S.RECOVERING: 300.0,
-    _S.RESIZING: 300.0,
+    _S.RESIZING: 480.0,  # as PAUSING, where it saves its state for the queue
     _S.PAUSING: 480.0,  # `service.job.leave.SAVE_SECONDS`, and what it takes to release everything
     _S.CANCELLING: 120.0,
 }

@@ -1,5 +1,6 @@
-"""What the environment says to the engine when it runs without the service: torchrun's variables. No other module of
-`workers` takes a setting from the environment; `service/settings.py` reads that of the service."""
+"""What the environment says to the engine when it runs without the service: torchrun's variables; and to a node about
+where it runs: Kubernetes' and Slurm's. No other module of `workers` takes a setting from the environment;
+`service/settings.py` reads that of the service."""
 
 from __future__ import annotations
 
@@ -37,3 +38,27 @@ def read_launcher() -> Launcher | None:
         port=int(os.environ.get("MASTER_PORT", "29500")),
         store_is_running=os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
     )
+
+
+@dataclass(frozen=True)
+class Pod:
+    """What Kubernetes tells a process of a pod."""
+
+    api_host: str
+    api_port: int
+    """Port of its API, with TLS."""
+    node: str
+    """Name of the node that the pod runs on (MANTA_NODE_NAME, which the pod's spec takes from its spec.nodeName)."""
+
+
+def read_pod() -> Pod | None:
+    """Kubernetes' variables, or None when the process is in no pod, or does not know its node."""
+    host, node = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("MANTA_NODE_NAME")
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return Pod(host, int(port), node) if host and node and port.isdigit() else None
+
+
+def read_slurm_job_end() -> float | None:
+    """When the Slurm job that the process belongs to reaches its time limit, in Unix seconds; None outside of Slurm."""
+    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if text.isdigit() else None

@@ -3,13 +3,14 @@ process, when a new head answers in the place of the one that it knew."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -30,12 +31,13 @@ def run_again_when_ended_by_ray(run: Callable[[bool], None], service_file: Path)
     Call it before Ray is imported and before there are threads."""
     again = False
     while True:
-        child = os.fork()
+        child = _fork()
         if child == 0:
-            _die_with_parent(os.getppid())
             run(again)
             return
-        status = _wait_for(child)
+        status = os.waitpid(child, 0)[1]
+        for each in FORWARDED:
+            signal.signal(each, signal.SIG_DFL)
         if not (_ended_from_within(status) and _is_said_to_serve(child, service_file)):
             _end_as(status)
         log.error("Ray has ended the service, which is started again")
@@ -43,19 +45,33 @@ def run_again_when_ended_by_ray(run: Callable[[bool], None], service_file: Path)
         again = True
 
 
-def _die_with_parent(parent: int) -> None:
+def _fork() -> int:
+    """As os.fork: in the parent signals are passed on from then on, and the child dies with it."""
+    parent = os.getpid()
+    with _kept_back(FORWARDED):
+        child = os.fork()
+        if child != 0:
+            for each in FORWARDED:
+                signal.signal(each, lambda number, _: os.kill(child, number))
+    if child == 0:
+        _die_with(parent)
+    return child
+
+
+@contextlib.contextmanager
+def _kept_back(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Signals that come meanwhile arrive after it, in whichever process this is then."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+
+def _die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _wait_for(child: int) -> int:
-    before = {each: signal.signal(each, lambda number, _: os.kill(child, number)) for each in FORWARDED}
-    try:
-        return os.waitpid(child, 0)[1]
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def _ended_from_within(status: int) -> bool:

@@ -41,10 +41,10 @@ class NodeWatch:
         self,
         cluster: Cluster,
         lost: Callable[[str, str], None],
-        draining: Callable[[str, float, str], None] | None = None,
+        draining: Callable[[str, float | None, str], None] | None = None,
     ):
         """`lost` is called with a node that is lost, and why; `draining` with one that is to be left, and within how
-        many seconds, and why where that was said."""
+        many seconds and why, where that was said, with each of its heartbeats."""
         self._cluster, self._lost, self._draining = cluster, lost, draining
         self._watchers: dict[str, asyncio.Task[None]] = {}
 
@@ -71,8 +71,8 @@ class NodeWatch:
         for node in self._watchers.keys() - living.keys():
             self._watchers.pop(node).cancel()
             await self._lose(node, "Ray says that it is gone")
-            for marked in (self._cluster.nodes.lost, self._cluster.nodes.draining):
-                marked.discard(node)  # ids of nodes never come again
+            self._cluster.nodes.lost.discard(node)  # ids of nodes never come again
+            self._cluster.nodes.drain_no_more(node)
             self._cluster.nodes.problems.pop(node, None)
 
     async def _watch(self, node: RayNode) -> None:
@@ -133,8 +133,11 @@ class NodeWatch:
                 writer.close()
 
     def _hear(self, heartbeat: Heartbeat) -> None:
-        if heartbeat.drain_seconds is not None and self._draining is not None:
+        if heartbeat.draining and self._draining is not None:
             self._draining(heartbeat.node, heartbeat.drain_seconds, heartbeat.drain_reason)
+        elif heartbeat.stays and heartbeat.node in self._cluster.nodes.draining:
+            log.warning("node %s is not to be left any more", heartbeat.node)
+            self._cluster.nodes.drain_no_more(heartbeat.node)
 
     async def _lose(self, node: str, why: str) -> None:
         if node in self._cluster.nodes.lost:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +41,28 @@ class Nodes:
         """Nodes that do not answer, whatever Ray says: nothing is asked of them, nothing is placed there."""
         self.draining: set[str] = set()
         """Nodes that are to be left: nothing more is placed there."""
+        self.leave_by: dict[str, float] = {}
+        """Of nodes that are to be left the moment until which they can be counted on, in seconds of the monotonic
+        clock; nothing where nobody has said it."""
         self.silent: set[str] = set()
         """Nodes whose daemon does not answer: nothing more is placed there until it does."""
         self.unswept: set[str] = set()
         """Nodes where jobs that are over may have left something, since the daemon could not be told."""
         self.problems: dict[str, str] = {}
         """By node a sentence that says why nothing is placed there and what to do, where somebody has to do it."""
+
+    def drain(self, node: str, seconds: float | None) -> None:
+        """`node` is to be left within `seconds`, None where nobody knows; the last word counts."""
+        self.draining.add(node)
+        if seconds is None:
+            self.leave_by.pop(node, None)
+        else:
+            self.leave_by[node] = time.monotonic() + seconds
+
+    def drain_no_more(self, node: str) -> None:
+        """`node` stays after all, or is gone."""
+        self.draining.discard(node)
+        self.leave_by.pop(node, None)
 
     @property
     def closed(self) -> set[str]:

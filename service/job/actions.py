@@ -76,22 +76,23 @@ class End:
 
 @dataclass(frozen=True)
 class Leave:
-    """Give all places back and keep the snapshots: for a pause, or since the job's time is up."""
+    """Give all places back and keep the snapshots: for a pause, since the job's time is up, or since its nodes are to
+    be left and there is no room elsewhere."""
 
 
 Action = Watch | Launch | Reacquire | Recover | Rearrange | Requeue | End | Leave
 
 
-def while_leaving(action: Action, unlaunched: bool, overdue: bool) -> Action:
+def while_leaving(action: Action, unlaunched: bool, overdue: bool, no_room: bool = False) -> Action:
     """What a job that is to leave does where it would do `action`: what is needed to have its newest state saved, but
     no more. `unlaunched`: nothing was launched since it got its places, so there is nothing to save that was not there
-    before; `overdue`: it has tried for long enough."""
+    before; `overdue`: it has tried for long enough; `no_room`: it leaves since there is none for it."""
     match action:
         case Watch() if overdue:
             return Leave()
         case Launch(holds=holds) if unlaunched or overdue or holds:  # held: its newest state is on disk, unreadable now
             return Leave()
-        case Reacquire() if unlaunched or overdue:
+        case Reacquire() if unlaunched or overdue or no_room:
             return Leave()
     return action
 

@@ -62,6 +62,15 @@ class PlaceAnew:
 
 
 @dataclass(frozen=True)
+class WaitInQueue:
+    """All ranks save their state and end, and the job waits for places in the queue. Not carried out here, since nobody
+    comes to rest for it (`leave.py`)."""
+
+    why: str
+    """In words."""
+
+
+@dataclass(frozen=True)
 class Stay:
     """All trainers come to rest and go on as they were: a change was under way, and nobody knows how far it got."""
 

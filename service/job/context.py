@@ -34,6 +34,9 @@ class JobContext:
     """The user wants it to end."""
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
     """It is to save its state and give its places back (`leave.py`)."""
+    no_room: str = ""
+    """Why it is to wait in the queue after that: its nodes are to be left, and there is no room elsewhere. Empty where
+    it leaves for another reason, or does not leave."""
     overdue: asyncio.Event = field(default_factory=asyncio.Event)
     """It has had long enough to save its state."""
     change_possible: asyncio.Event = field(default_factory=asyncio.Event)
@@ -68,6 +71,12 @@ class JobContext:
     def checkpoint_folder(self) -> Place:
         """Where its durable checkpoints are."""
         return self.cluster.paths.checkpoint_folder(self.id)
+
+    def wait_in_queue(self, why: str) -> None:
+        """From now on it is to save its state, give its places back, and wait in the queue for the reason that `why`
+        says."""
+        self.no_room = why
+        self.leaving.set()
 
     async def wanted_replicas(self) -> int:
         """The number of replicas that the user wants."""

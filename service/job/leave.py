@@ -1,4 +1,5 @@
-"""A job that is to give its places back before its last step: its user pauses it, or its time is up.
+"""A job that is to give its places back before its last step: its user pauses it, its time is up, or its nodes are to
+be left and there is no room elsewhere.
 
 Any one rank is asked, and tells the others with the agreement of the step under way; all save the state of that step,
 in memory and on disk, and end. A rank that dies meanwhile is recovered from like any other, and the next generation is
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 from service.cluster.agents import ask
 from service.duration import seconds_taken
@@ -40,7 +42,8 @@ async def keep_time(job: JobContext) -> None:
         job.leaving.set()
     await job.leaving.wait()
     latest = (await job.record.state_changes())[-1]
-    asked_at = latest.at if latest.state == JobState.PAUSING else time.time()
+    asked = JobState.RESIZING if job.no_room else JobState.PAUSING
+    asked_at = latest.at if latest.state == asked else time.time()
     # Another control plane may have begun; a clock that was set may not make it longer.
     await asyncio.sleep(min(SAVE_SECONDS, asked_at + SAVE_SECONDS - time.time()))
     job.overdue.set()
@@ -57,8 +60,8 @@ async def ask_to_save(job: JobContext, running: RunningGeneration) -> None:
 
 
 async def leave(job: JobContext) -> End | None:
-    """Give back all places of a job whose ranks have ended, and keep its snapshots. None when it is PAUSED then, else
-    how it ends: its time is up, or its user has cancelled it meanwhile."""
+    """Give back all places of a job whose ranks have ended, and keep its snapshots. None when it is PAUSED or QUEUED
+    then, else how it ends: its time is up, or its user has cancelled it meanwhile."""
     row = await job.record.job()
     saved = await _newest_checkpoint(job)
     if row.step and saved is not None and saved < row.step:
@@ -67,14 +70,25 @@ async def leave(job: JobContext) -> End | None:
         await job.record.event("not_saved", message, step=row.step, data={"step": row.step, "saved": saved or None})
     if row.state == JobState.CANCELLING:
         return End(JobState.CANCELLED)
-    if row.state != JobState.PAUSING:
-        limit = job.submitted.max_duration or 0.0
-        message = f"has taken the {limit:g} s that max_duration allows; `manta retry {job.id}` gives it as long again"
-        return End(JobState.FAILED, "max_duration", message)
+    if row.state == JobState.PAUSING:
+        return await _give_back(job, JobState.PAUSED, None, job.record.pause)
+    if job.no_room:
+        why = job.no_room
+        return await _give_back(job, JobState.QUEUED, why, lambda: job.record.wait_in_queue(why))
+    limit = job.submitted.max_duration or 0.0
+    message = f"has taken the {limit:g} s that max_duration allows; `manta retry {job.id}` gives it as long again"
+    return End(JobState.FAILED, "max_duration", message)
+
+
+async def _give_back(
+    job: JobContext, state: JobState, why: str | None, done: Callable[[], Awaitable[bool]]
+) -> End | None:
+    """Give back all places of a job that will be in `state`, `why`, once `done` has noted that. None, or how it ends
+    where its user has cancelled it meanwhile."""
     # From here on no places are known to belong to it, and whoever takes it up must not acquire others.
-    await job.record.note_outcome(JobState.PAUSED, None, None)
+    await job.record.note_outcome(state, None, why)
     await job.cluster.end_job(job.id, keep_snapshots=True)
-    return None if await job.record.pause() else End(JobState.CANCELLED)
+    return None if await done() else End(JobState.CANCELLED)
 
 
 async def _newest_checkpoint(job: JobContext) -> int | None:

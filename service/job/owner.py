@@ -155,8 +155,8 @@ class JobOwner:
         if self._supervisor is not None:  # else their silence is noticed when the job is taken up again
             self._supervisor.node_lost(node, why)
 
-    def node_draining(self, node: str, seconds: float, reason: str = "") -> None:
-        """A node is to be left within `seconds`."""
+    def node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
+        """A node is to be left within `seconds`, None where nobody knows."""
         if self._supervisor is not None:
             self._supervisor.node_draining(node, seconds, reason)
         else:

@@ -27,6 +27,9 @@ Outcome = Mapping[str, Any]
 
 _WITHOUT_PLACE = {JobState.CANCELLING: JobState.CANCELLED, JobState.PAUSING: JobState.PAUSED}
 """By state what a job becomes that has lost its places; any other waits for some."""
+NO_ROOM = "nodes_to_be_left"
+"""The reason code of a job that waits, or is about to wait, since its nodes are to be left and there is no room
+elsewhere."""
 
 
 class JobRecord:
@@ -202,14 +205,39 @@ class JobRecord:
         def pause(session: Any) -> bool:
             job = jobs.get(session, self.id, lock=True)
             ranks.set_all(session, self.id, "exited")
-            if job.state == JobState.CANCELLING:
-                return False
-            message = f"paused by the user at step {job.step}; `manta resume {self.id}` has it go on"
-            jobs.transition(session, self.id, JobState.PAUSED, "paused_by_user", message)
-            return True
+            return job.state != JobState.CANCELLING and _pause(session, job)
 
         paused: bool = await self.write(pause)
         return paused
+
+    async def note_no_room(self, why: str) -> None:
+        """Note that the job is about to save its state and to wait in the queue, for the reason that `why` says; for
+        the control plane after this one, too."""
+
+        def note(session: Any) -> None:
+            if can(JobState(jobs.get(session, self.id, lock=True).state), JobState.RESIZING):
+                jobs.transition(session, self.id, JobState.RESIZING, NO_ROOM, why)
+
+        await self.write(note)
+
+    async def wait_in_queue(self, why: str) -> bool:
+        """The job, which has saved its state and holds no places any more, waits in the queue; or is PAUSED, where its
+        user wants that. False where it was cancelled meanwhile."""
+
+        def queue(session: Any) -> bool:
+            job = jobs.get(session, self.id, lock=True)
+            ranks.set_all(session, self.id, "exited")
+            if job.state == JobState.CANCELLING:
+                return False
+            if job.state == JobState.PAUSING:
+                return _pause(session, job)
+            if job.state == JobState.RUNNING:  # it has gone through another generation since it was to leave
+                jobs.transition(session, self.id, JobState.RESIZING, NO_ROOM, why)
+            jobs.transition(session, self.id, JobState.QUEUED, NO_ROOM, why)
+            return True
+
+        waits: bool = await self.write(queue)
+        return waits
 
     async def back_to_queue(self, message: str) -> None:
         """The job has no place, which `message` says."""
@@ -235,3 +263,9 @@ class JobRecord:
     async def write(self, operation: Any) -> Any:
         """Do `operation` with a session that is committed."""
         return await until_done(lambda: self.store.write_async(operation))
+
+
+def _pause(session: Any, job: Job) -> bool:
+    message = f"paused by the user at step {job.step}; `manta resume {job.id}` has it go on"
+    jobs.transition(session, job.id, JobState.PAUSED, "paused_by_user", message)
+    return True

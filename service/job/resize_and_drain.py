@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,11 +15,12 @@ from service.cluster.agent_client import AgentClient, AgentError, within
 from service.cluster.agents import describe
 from service.cluster.placement import Capacity, missing, replica_of, unit_of
 from service.cluster.sizes import fitting, given_back, resized, room_for, shapes_of, size_within, sizes_of, smallest
-from service.job.changes import Change, Grow, Move, PlaceAnew, Shrink
+from service.job.changes import Change, Grow, Move, PlaceAnew, Shrink, WaitInQueue
 from service.job.context import JobContext
 from service.job.gang import AgentSet
 from service.job.generation import RunningGeneration
 from service.job.launch import order_for
+from service.job.time_to_save import time_to_save
 from service.states import JobState
 from service.store import jobs
 from service.store.tables import Job
@@ -29,6 +32,8 @@ log = logging.getLogger(__name__)
 
 # How long trainers of standby agents may take to be ready.
 PREPARE_SECONDS = 120.0
+NO_ROOM = "its nodes are to be left and there is no room elsewhere; it goes on when there is"
+TOO_SOON = "its nodes are to be left sooner than it could move; it goes on elsewhere"
 # How often a job that is smaller than it should be looks for room to grow.
 ROOM_SECONDS = 2.0
 
@@ -46,7 +51,7 @@ class ElasticityPlanner:
         self._reported_waiting = False
         self._job.change_possible.set()
 
-    async def plan(self, running: RunningGeneration) -> Change | None:
+    async def plan(self, running: RunningGeneration) -> Change | WaitInQueue | None:
         """What is to be changed, ready to be carried out; None when nothing can or need be, or something happened to
         the gang meanwhile."""
         self._job.change_possible.clear()
@@ -73,7 +78,7 @@ class ElasticityPlanner:
         if draining := self._draining():
             if not self._reported_waiting or await self._room(self._gang.spec) >= len(draining):
                 return True
-            return await self._elsewhere() is not None
+            return await self._elsewhere() is not None or await self._spare_seconds() <= 0
         if len(self._sizes) == len(self._shapes) == 1:
             return False
         wanted, others_wait = await self._job.wanted_replicas(), await self._others_wait()
@@ -126,22 +131,41 @@ class ElasticityPlanner:
         """The replicas that have ranks on nodes that are to be left."""
         return tuple(self._gang.replicas_of(self._gang.on(self._job.cluster.nodes.draining)))
 
-    async def _leave(self, running: RunningGeneration, draining: tuple[int, ...]) -> Change | None:
-        """Move these replicas to other nodes, else go on without them, where `elastic` allows it."""
-        standby = await self._start_standby(self._gang.spec, running, draining)
+    def _seconds_left(self) -> float:
+        """How long all nodes that ranks are on can still be counted on; infinite where nobody has said it."""
+        leave_by = self._job.cluster.nodes.leave_by
+        deadlines = [at for node, at in leave_by.items() if self._gang.on([node])]
+        return min(deadlines, default=math.inf) - time.monotonic()
+
+    async def _spare_seconds(self) -> float:
+        """How long the job can go on as it is before its state would not be saved in time any more."""
+        left = self._seconds_left()
+        return left if math.isinf(left) else left - await time_to_save(self._job.record)
+
+    async def _leave(self, running: RunningGeneration, draining: tuple[int, ...]) -> Change | WaitInQueue | None:
+        """Move these replicas to other nodes, else go on without them, where `elastic` allows it, else save the state
+        in time and wait in the queue."""
+        seconds = max(await self._spare_seconds(), self._seconds_left() / 2)
+        standby = await self._start_standby(self._gang.spec, running, draining, seconds)
         return Move(draining, standby) if standby is not None else await self._go_on_without(running, draining)
 
-    async def _go_on_without(self, running: RunningGeneration, draining: tuple[int, ...]) -> Change | None:
+    async def _go_on_without(
+        self, running: RunningGeneration, draining: tuple[int, ...]
+    ) -> Change | WaitInQueue | None:
         if self._is_over(running):
             return None
         staying = tuple(replica for replica in range(self._gang.layout.data) if replica not in draining)
         if len(staying) in self._sizes:
             return Shrink(staying, f"went on without replicas {list(draining)}: their nodes are to be left")
-        elsewhere = await self._elsewhere()
+        elsewhere, spare = await self._elsewhere(), await self._spare_seconds()
+        if spare <= 0:  # to place it anew would leave its newest state on nodes that may be gone any moment
+            return WaitInQueue(NO_ROOM if elsewhere is None else TOO_SOON)
         if elsewhere is not None:
             return PlaceAnew(elsewhere, "its nodes are to be left")
         if not self._reported_waiting:
-            message = "there is no room elsewhere; it stays until there is, or until the end"
+            more = f"for {spare:.0f} s; then it saves its state and waits in the queue"
+            how_long = "until the end" if math.isinf(spare) else more
+            message = f"there is no room elsewhere; it stays until there is, or {how_long}"
             await self._job.record.event("drain_waiting", message)
         self._reported_waiting = True
         return None
@@ -164,10 +188,12 @@ class ElasticityPlanner:
         return None if standby is None else Grow(target, standby, cause)
 
     async def _start_standby(
-        self, target: JobSpec, running: RunningGeneration, replicas: Sequence[int]
+        self, target: JobSpec, running: RunningGeneration, replicas: Sequence[int], seconds: float = math.inf
     ) -> AgentSet | None:
         """Agents for these replicas of `target`, more than there are or in the place of others, with trainers that are
-        ready, while the others train on; None when they cannot be had, or something happened meanwhile."""
+        ready within `seconds`, while the others train on; None when they cannot be had, or something happened
+        meanwhile."""
+        ready_by = time.monotonic() + seconds
         if await self._room(target) < len(replicas):
             return None
         generation = running.generation + 1
@@ -184,7 +210,8 @@ class ElasticityPlanner:
         held = self._gang.layout.world_size
         # A rank that others have now has files in the shared memory that nodes of one machine share: not yet those.
         orders = [order if order.rank >= held else replace(order, snapshot_folder=None) for order in orders]
-        ready = about is not None and await self._while_it_runs(running, _prepared(standby.agents, orders))
+        left = min(PREPARE_SECONDS, ready_by - time.monotonic())
+        ready = about is not None and await self._while_it_runs(running, _prepared(standby.agents, orders, left))
         if ready and not self._is_over(running):
             return standby
         await self._gang.dismiss(standby)
@@ -205,10 +232,10 @@ class ElasticityPlanner:
         return False
 
 
-async def _prepared(agents: Sequence[AgentClient], orders: Sequence[LaunchOrder]) -> bool:
-    """Whether every agent has a trainer ready for its order."""
+async def _prepared(agents: Sequence[AgentClient], orders: Sequence[LaunchOrder], seconds: float) -> bool:
+    """Whether every agent has a trainer ready for its order within `seconds`."""
     pairs = zip(agents, orders, strict=True)
     try:
-        return all(await within(PREPARE_SECONDS, asyncio.gather(*(agent.prepare(order) for agent, order in pairs))))
+        return all(await within(seconds, asyncio.gather(*(agent.prepare(order) for agent, order in pairs))))
     except AgentError:
         return False

@@ -35,19 +35,20 @@ from service.job.actions import (
     launch_after,
     while_leaving,
 )
-from service.job.changes import Stay, carry_out, standby_of
+from service.job.changes import Stay, WaitInQueue, carry_out, standby_of
 from service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
 from service.job.generation import RunningGeneration
 from service.job.incident import Incident
 from service.job.launch import STARTING, LaunchFailed, finish_launch, launch_generation, watch_generation
 from service.job.leave import ask_to_save, keep_time, leave
 from service.job.lost_agents import place_all, replace_lost
+from service.job.record import NO_ROOM
 from service.job.resize_and_drain import ElasticityPlanner
 from service.job.resume import known_checkpoints
 from service.recovery.decisions import UNREADABLE, Death, GiveUp, decide, failure_of
 from service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, hold_sentence
 from service.recovery.timeline import RecoveryTimeline
-from service.states import JobState
+from service.states import JobState, is_final
 from service.store import Store, ranks
 from service.store.tables import Job, Rank
 from workers.protocol.json_codec import to_json
@@ -121,12 +122,14 @@ class Supervisor:
             for rank in lost:
                 self._running.lose(rank, f"was on node {node[:12]}, which is lost")
 
-    def node_draining(self, node: str, seconds: float, reason: str = "") -> None:
-        """A node is to be left within `seconds`; `reason`: why, in words, where that was said."""
+    def node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
+        """A node is to be left within `seconds`, None where nobody knows; `reason`: why, in words, where that was
+        said."""
         there = self._gang.on([node])
         if there:
             why = f" ({reason})" if reason else ""
-            message = f"node {node[:12]} is to be left within {seconds:.0f} s{why}; {len(there)} ranks are there"
+            soon = "" if seconds is None else f" within {seconds:.0f} s"
+            message = f"node {node[:12]} is to be left{soon}{why}; {len(there)} ranks are there"
             data = {"node": node, "ranks": there, "seconds": seconds, **({"reason": reason} if reason else {})}
             self._in_background(self._record.event("node_draining", message, data=data))
             self._planner.reconsider()
@@ -142,7 +145,8 @@ class Supervisor:
                 if self._job.cancelled.is_set() and isinstance(action, Watch | Launch | Reacquire | Leave):
                     action = End(JobState.CANCELLED)
                 elif self._job.leaving.is_set():
-                    action = while_leaving(action, self._unlaunched, self._job.overdue.is_set())
+                    no_room = bool(self._job.no_room)
+                    action = while_leaving(action, self._unlaunched, self._job.overdue.is_set(), no_room)
                 if not isinstance(action, Watch):
                     await self._record.store.until_certain()
                 try:
@@ -161,7 +165,7 @@ class Supervisor:
 
     async def _first(self, placed_generation: int | None) -> Action:
         job, outcome = await self._record.job(), await self._record.outcome()
-        if outcome is not None and outcome["state"] != JobState.PAUSED:  # another control plane could not finish
+        if outcome is not None and is_final(outcome["state"]):  # another control plane could not finish
             return End(JobState(outcome["state"]), outcome["reason"], outcome["message"])
         if job.state == JobState.CANCELLING:
             self._job.cancelled.set()
@@ -171,6 +175,12 @@ class Supervisor:
             self._job.leaving.set()
             if outcome is not None or self._unlaunched:
                 return Leave()
+        if job.state == JobState.RESIZING and job.reason == NO_ROOM:
+            self._job.wait_in_queue(job.message or "")
+        elif outcome is not None and outcome["state"] == JobState.QUEUED and job.state != JobState.STARTING:
+            self._job.wait_in_queue(outcome["message"])
+        if outcome is not None and self._job.no_room:
+            return Leave()
         return await (self._adopt(job) if placed_generation is None else self._start(job, placed_generation))
 
     async def _perform(self, action: Action) -> Action | None:
@@ -205,6 +215,8 @@ class Supervisor:
             return Launch("tried again by the user", counts=False)
         if lives and await self._record.resumed_since(lives[-1].started_at):
             return Launch("resumed by the user", counts=False)
+        if ((await self._record.outcome()) or {}).get("state") == JobState.QUEUED:
+            return Launch("placed again: the nodes that it was on were to be left", counts=False)
         return Launch("placed again" if again else "submitted", counts=again)
 
     async def _adopt(self, job: Job) -> Action:
@@ -227,7 +239,8 @@ class Supervisor:
         if not lost and any(row.state == STARTING for row in rows):
             await finish_launch(self._job, job.generation, about)
         await self._watch_adopted(job.generation, lost)
-        if job.state == JobState.RESIZING:  # all were asked to rest, or not yet: what was to change is seen again
+        if job.state == JobState.RESIZING and not self._job.no_room:
+            # All were asked to rest, or not yet: what was to change is seen again.
             self._job.change_possible.set()
             return Rearrange(Stay("the control plane was restarted during a change of size"))
         if not lost:
@@ -249,6 +262,8 @@ class Supervisor:
         leaving = self._job.leaving.is_set()
         if leaving and self._asked_to_save is not running:
             self._asked_to_save = running
+            if self._job.no_room:
+                await self._record.note_no_room(self._job.no_room)
             running.run_alongside(ask_to_save(self._job, running))
         signals = (self._job.overdue,) if leaving else (self._job.leaving, self._job.change_possible)
         await running.wait(self._job.cancelled, *signals)
@@ -260,6 +275,9 @@ class Supervisor:
             if self._job.leaving.is_set():
                 return Watch()
             change = await self._planner.plan(running)
+            if isinstance(change, WaitInQueue):
+                self._job.wait_in_queue(change.why)
+                return Watch()
             return Watch() if change is None else Rearrange(change)
         timeline = RecoveryTimeline(noticed_at=time.time())
         await self._record.store.until_certain()

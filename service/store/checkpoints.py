@@ -89,6 +89,15 @@ def complete_ones(session: Session, job_id: str) -> list[Checkpoint]:
     return list(session.scalars(query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc())))
 
 
+def latest_seconds(session: Session, job_id: str, limit: int) -> list[float]:
+    """How long the last `limit` saves of a job took that became complete."""
+    query = select(Checkpoint.created_at, Checkpoint.completed_at).where(
+        Checkpoint.job_id == job_id, Checkpoint.completed_at.is_not(None)
+    )
+    rows = session.execute(query.order_by(Checkpoint.step.desc(), Checkpoint.generation.desc()).limit(limit))
+    return [max(0.0, row.completed_at - row.created_at) for row in rows]
+
+
 def reconcile(session: Session, job_id: str, listing: Listing) -> None:
     """Make the rows agree with what the job's folder is known to hold: a save may have ended, well or badly, without
     anybody hearing of it. What cannot be read changes no row. Only for a job whose gang is at rest."""

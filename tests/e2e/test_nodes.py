@@ -1,6 +1,9 @@
-"""Several nodes: one is lost, or is to be left, and the job's curve does not show it."""
+"""Several nodes: one is lost, one or all are to be left, and the job's curve does not show it."""
+
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from metadata_service import MetadataService
 
 from api.cli.service import stop_service
 from api.client import ApiError
@@ -9,12 +12,22 @@ from tests.e2e.ray_nodes import SLOTS, Network, Node
 
 STEPS = 20_000
 HELD_BACK_SECONDS = 0.15
+SPOT = "/latest/meta-data/spot/instance-action"
 
 
 @pytest.fixture(scope="module")
-def manta(tmp_path_factory, corpus):
+def cloud():
+    """What says to the head's machine that it is to be taken."""
+    made = MetadataService()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def manta(tmp_path_factory, corpus, cloud):
     """A service whose head has room for one replica of two ranks."""
-    running = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS)
+    notices = {"MANTA_NODE_NOTICES": f"aws={cloud.url}"}
+    running = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS, environment=notices)
     yield running
     stop_service(running.home)
 
@@ -217,16 +230,41 @@ def test_lost_node_costs_a_step_at_most(manta, last, undisturbed_curve):
     assert manta.leftovers(job) == []
 
 
-def test_without_room_elsewhere_it_stays_and_says_so(manta):
-    job = manta.submit(manta.spec(STEPS, (2, 1, 1)))
+def test_without_room_elsewhere_it_stays_until_its_state_has_to_be_saved_and_goes_on_elsewhere(
+    manta, cloud, network, undisturbed_curve
+):
+    saves_all_the_time = {**EVERY_STEP, "every_steps": 1}  # so that the notice comes in the middle of a checkpoint
+    job = manta.submit({**spec_of(manta, 1, data=1), "checkpoint": saves_all_the_time})
+    manta.inject(job, "slow", 0, seconds=HELD_BACK_SECONDS)
     manta.until_step(job, 3)
     (node,) = [node for node in manta.client.cluster().nodes if node.ranks and not node.draining]
     assert manta.client.drain(node.id[:16], 600).draining
     (waiting,) = manta.until("its being told", lambda: manta.events(job, "drain_waiting"))
     assert "there is no room elsewhere" in waiting.message
     manta.until_step(job, manta.client.job(job).step + 5)
-    ended = stopped(manta, job)
-    assert (ended.generation, ended.restarts) == (1, 0)
+    assert manta.client.job(job).generation == 1
+    gone = datetime.now(UTC) + timedelta(seconds=12)
+    cloud.answers = {SPOT: {"action": "terminate", "time": gone.strftime("%Y-%m-%dT%H:%M:%SZ")}}
+    queued = manta.until_state(job, "QUEUED")
+    assert datetime.now(UTC) < gone, "it was saved in time"
+    assert [event.data.get("reason") for event in manta.events(job, "node_draining")] == [
+        None, "AWS takes the spot instance back (terminate)"
+    ]  # fmt: skip
+    (left,) = [event for event in manta.events(job, "state_changed") if event.data["to"] == "QUEUED"]
+    assert left.data["reason"] == "nodes_to_be_left"
+    newest = manta.client.checkpoints(job).items[0]
+    assert (newest.state, newest.step) == ("complete", queued.step)
+    assert manta.events(job, "not_saved") == []
+    assert manta.agents() == []
+    cloud.answers = {}
+    other = Node(manta, network).registered().started()
+    steps_committed(manta, job, 2)
+    assert len(ranks_on(manta, job, other)) == 2
+    resumed = manta.events(job, "generation_started")[-1]
+    assert resumed.data["resume_step"] == queued.step
+    ended = same_as_undisturbed(manta, job, undisturbed_curve)
+    assert (ended.generation, ended.restarts) == (2, 0)
+    assert manta.leftovers(job) == []
 
 
 def test_node_that_nobody_knows_is_one_clear_sentence(manta):

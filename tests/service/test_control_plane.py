@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -573,3 +574,24 @@ def test_it_is_not_ready_when_its_scheduler_has_stopped(start, cluster):
     plane._loop.call_soon_threadsafe(scheduling.cancel)
     plane._call(asyncio.wait({scheduling}))
     assert plane.ready() == ["the scheduler has stopped; see the service's log"]
+
+
+def test_notice_that_comes_again_is_no_news_but_for_the_time_that_is_left(start, cluster, submit, store):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2, "data": 4})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+
+    async def say(*notice):
+        plane._node_draining("node_a", *notice)
+        return cluster.nodes.leave_by.get("node_a")
+
+    now = time.monotonic()
+    first = plane._call(say(6000.0, "it is sold"))
+    again = plane._call(say(5000.0, "it is sold"))
+    assert first - now > 5900.0 > 5100.0 > again - now
+    plane._call(reached(lambda: log(store, job).count("node_draining") == 1))
+    assert plane._call(say(4000.0, "it burns")) - now < 4100.0
+    plane._call(reached(lambda: log(store, job).count("node_draining") == 2))
+    assert plane._call(say(None, "it is cordoned")) is None

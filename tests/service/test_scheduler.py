@@ -506,3 +506,12 @@ def test_scheduler_whose_lease_is_lost_ends(store, submit, cluster, monkeypatch)
     submit()
     with pytest.raises(LeaseLost):
         asyncio.run(asyncio.wait_for(scheduler.run(), 10))
+
+
+def test_job_that_waits_says_that_nodes_are_to_be_left(store, submit, look, cluster, nodes):
+    job = submit(parallel={"tensor": 2})
+    nodes.drain("node", 60.0)
+    assert look() == []
+    assert job_now(store, job).message == (
+        "needs 2 slots in groups of 2 on one node, 0 of 0 are free; a node that is to be left takes no job"
+    )

@@ -56,8 +56,9 @@ def test_notices_are_asked_for_where_the_operator_says_of_which_cloud():
     read = Settings.from_environment
     assert read({}).node_notices is None
     assert read({"MANTA_NODE_NOTICES": "aws"}).node_notices == "aws"
-    assert read({"MANTA_NODE_NOTICES": "gcp=http://there:80"}).node_notices == "gcp=http://there:80"
-    with pytest.raises(BadSetting, match="MANTA_NODE_NOTICES: 'ibm' names no cloud whose notices are known: use aws,"):
+    several = "gcp=http://there:80,kubernetes=example.com/sold:90,slurm"
+    assert read({"MANTA_NODE_NOTICES": several}).node_notices == several
+    with pytest.raises(BadSetting, match="MANTA_NODE_NOTICES: 'ibm' names nobody whose notices are known: use aws,"):
         read({"MANTA_NODE_NOTICES": "ibm"})
 
 

@@ -99,7 +99,7 @@ def test_a_user_may_pause_what_is_not_over_and_resume_what_is_paused():
 def test_somebody_owns_every_job_that_may_hold_places_and_it_leaves_in_limited_time():
     assert set(JobState) - FINAL - {JobState.QUEUED, JobState.PAUSED} == SUPERVISED
     assert set(TIME_LIMITS) == SUPERVISED - {JobState.RUNNING}
-    assert TIME_LIMITS[JobState.PAUSING] > SAVE_SECONDS
+    assert min(TIME_LIMITS[JobState.PAUSING], TIME_LIMITS[JobState.RESIZING]) > SAVE_SECONDS
 
 
 def test_advice_is_given_where_an_action_is_refused():

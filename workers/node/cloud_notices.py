@@ -22,7 +22,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from workers.errors import MantaError
+from workers.node.notices import Notice, SourceUnavailable, most_urgent
 
 Cloud = Literal["aws", "gcp", "azure"]
 CLOUDS: tuple[Cloud, ...] = get_args(Cloud)
@@ -44,20 +44,8 @@ _AZURE_ENDS = {"Reboot", "Redeploy", "Preempt", "Terminate"}
 _MOST_BYTES = 1 << 20
 
 
-class MetadataUnavailable(MantaError):
+class MetadataUnavailable(SourceUnavailable):
     """The metadata service does not answer, or not as it should."""
-
-
-@dataclass(frozen=True)
-class Notice:
-    """The machine goes."""
-
-    id: str
-    """The same as long as the same is meant."""
-    seconds: float
-    """For how long it can still be counted on, from when that was asked."""
-    reason: str
-    """Why, in words."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +55,10 @@ class MetadataSource:
     cloud: Cloud
     url: str
 
-    @classmethod
-    def of(cls, text: str) -> MetadataSource:
-        """From `CLOUD`, or `CLOUD=URL` where the service answers elsewhere. Raises MetadataUnavailable."""
-        name, _, url = text.partition("=")
-        if name not in CLOUDS or (url and urlsplit(url).scheme != "http"):
-            raise MetadataUnavailable(
-                f"{text!r} names no cloud whose notices are known: use {', '.join(CLOUDS)}, or CLOUD=http://HOST:PORT"
-            )
-        return cls(name, url or SERVICES[name])
+    @property
+    def name(self) -> str:
+        """The cloud's."""
+        return self.cloud
 
     def notice(self, now: datetime) -> Notice | None:
         """What the cloud says now, at `now` by this machine's clock. Raises MetadataUnavailable."""
@@ -97,7 +80,7 @@ def aws_maintenance_notice(document: Any, now: datetime) -> Notice | None:
         if event.get("State", "active") == "active" and event["Code"] in _AWS_ENDS and _until(at, now) <= LEAD_SECONDS:
             name = event.get("EventId", f"{event['Code']} {event['NotBefore']}")
             coming.append(Notice(str(name), _until(at, now), f"AWS has scheduled maintenance ({event['Code']})"))
-    return min(coming, key=lambda notice: notice.seconds, default=None)
+    return most_urgent(coming)
 
 
 def gcp_notice(preempted: str, maintenance: str) -> Notice | None:
@@ -120,7 +103,7 @@ def azure_notice(document: Any, name: str, now: datetime) -> Notice | None:
         seconds = _until(parsedate_to_datetime(event["NotBefore"]), now) if event.get("NotBefore") else least
         if seconds <= LEAD_SECONDS:
             coming.append(Notice(str(event["EventId"]), seconds, f"Azure has scheduled an event ({kind})"))
-    return min(coming, key=lambda notice: notice.seconds, default=None)
+    return most_urgent(coming)
 
 
 def _until(at: datetime, now: datetime) -> float:

@@ -18,11 +18,12 @@ from typing import Any
 from workers.config import JobSpec
 from workers.data.roots import DataRoots
 from workers.errors import MantaError
-from workers.node.cloud_notices import MetadataSource
 from workers.node.folders import paths_on_node, unshared
 from workers.node.heartbeat import HeartbeatServer
 from workers.node.host import this_host
+from workers.node.notice_sources import notice_sources
 from workers.node.notice_watch import NoticeWatch
+from workers.node.notices import Notice, NoticeSource
 from workers.node.preemption import NOTICE_SECONDS, on_termination
 from workers.paths import SHARED_MEMORY, zygote_socket
 from workers.protocol.json_codec import JsonObject, from_json, to_json
@@ -64,8 +65,8 @@ class NodeDaemon:
         to_share: Sequence[str] = (),
         ports: str | None = None,
     ):
-        """`node`: Ray's node id, or any name outside of Ray; `home`: the service's; `notices`: whose metadata service
-        is asked whether the machine is to be taken, as `MetadataSource.of` reads it; None: nobody's;
+        """`node`: Ray's node id, or any name outside of Ray; `home`: the service's; `notices`: who is asked whether
+        the machine is to be taken, as `notice_sources` reads it; None: nobody;
         `installation`: the service's id, and `to_share`: folders of the service that it should see
         (`workers/node/folders.py`); `ports`: a range on which it and the rendezvous stores listen, None: any.
 
@@ -80,7 +81,7 @@ class NodeDaemon:
         self._locks: dict[str, asyncio.Lock] = {}
         self._peak: asyncio.Task[PeakRate | None] | None = None
         self._heartbeat = HeartbeatServer(this_host().address, node, self._ports)
-        self._notices = None if notices is None else NoticeWatch(MetadataSource.of(notices), self._heartbeat.drain)
+        self._notices = [self._watch(source) for source in notice_sources(notices)] if notices else []
 
     async def call(self, method: str, arguments: JsonObject) -> Any:
         """A method of this class for other processes: arguments and answer as JSON (`remote_call.py`)."""
@@ -92,9 +93,9 @@ class NodeDaemon:
             self._paths.make_runtime_folder()
             self._paths.make_snapshot_root()
             await self._zygote.start()
-            on_termination(lambda: self._heartbeat.drain(NOTICE_SECONDS, "the machine was asked to end"))
-            if self._notices is not None:
-                self._notices.start()
+            on_termination(lambda: self._heartbeat.drain(NOTICE_SECONDS, "the machine was asked to end", "SIGTERM"))
+            for watch in self._notices:
+                watch.start()
             self._peak = asyncio.create_task(self._measure_peak(), name="peak rate")
         return await self.describe()
 
@@ -190,9 +191,15 @@ class NodeDaemon:
             await self.stop_store(job)
         self._paths.remove_snapshots()
         await self._zygote.close()
-        if self._notices is not None:
-            self._notices.stop()
+        for watch in self._notices:
+            watch.stop()
         self._heartbeat.close()
+
+    def _watch(self, source: NoticeSource) -> NoticeWatch:
+        def noticed(notice: Notice) -> None:
+            self._heartbeat.drain(notice.seconds, notice.reason, source.name)
+
+        return NoticeWatch(source, noticed, lambda: self._heartbeat.withdraw(source.name))
 
     async def _end_store(self, job: str) -> None:
         store = self._stores.pop(job, None)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import math
 import secrets
 import selectors
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from workers.protocol.json_codec import to_json
@@ -27,6 +29,13 @@ STRANGERS = 64
 """Connections at a time on which the secret has not been said."""
 
 
+@dataclass(frozen=True)
+class _Drain:
+    until: float
+    """In seconds of the monotonic clock; infinite where nobody knows."""
+    reason: str
+
+
 class HeartbeatServer:
     """Answers each ping that it receives, on any connection, with a Heartbeat as one JSON line."""
 
@@ -35,8 +44,9 @@ class HeartbeatServer:
         self._node = node
         self.secret = secrets.token_hex()
         """What a ping says."""
-        self._drain_at: float | None = None
-        self._drain_reason = ""
+        self._drains: dict[str, _Drain] = {}  # by who says so
+        self._changing = threading.Lock()
+        self._withdrawn = False
         self._listener = listen(host, ports, BACKLOG)
         self._listener.setblocking(False)
         self._woken, self._waker = socket.socketpair()
@@ -55,13 +65,33 @@ class HeartbeatServer:
         return str(host), int(port)
 
     @property
-    def drain_seconds(self) -> float | None:
-        """For how long the node can still be counted on; None: nobody has said that it ends."""
-        return None if self._drain_at is None else max(0.0, self._drain_at - time.monotonic())
+    def state(self) -> Heartbeat:
+        """What is answered now. Of several who have said that the node is to be left, the one who leaves the least time
+        counts."""
+        with self._changing:
+            drains = list(self._drains.values())
+        if not drains:
+            return Heartbeat(self._node, stays=self._withdrawn)
+        first = min(drains, key=lambda drain: drain.until)
+        seconds = None if math.isinf(first.until) else max(0.0, first.until - time.monotonic())
+        return Heartbeat(self._node, True, seconds, first.reason)
 
-    def drain(self, seconds: float, reason: str = "") -> None:
-        """The node is to be left within `seconds`: say so, and why, to all who are connected. The last word counts."""
-        self._drain_at, self._drain_reason = time.monotonic() + seconds, reason
+    def drain(self, seconds: float | None, reason: str = "", source: str = "") -> None:
+        """The node is to be left within `seconds`, None where nobody knows: say so, and why, to all who are connected.
+        The last word of each `source` counts."""
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        with self._changing:
+            self._drains[source] = _Drain(until, reason)
+        self._tell()
+
+    def withdraw(self, source: str) -> None:
+        """What `source` has said does not hold any more."""
+        with self._changing:
+            self._drains.pop(source, None)
+            self._withdrawn = True
+        self._tell()
+
+    def _tell(self) -> None:
         with contextlib.suppress(OSError):
             self._waker.send(b"\n")
 
@@ -137,7 +167,7 @@ class HeartbeatServer:
             return b""
 
     def _answer(self, connection: socket.socket) -> None:
-        line = json.dumps(to_json(Heartbeat(self._node, self.drain_seconds, self._drain_reason))) + "\n"
+        line = json.dumps(to_json(self.state)) + "\n"
         try:
             connection.sendall(line.encode())
         except OSError:  # it is gone, or does not read

@@ -1,4 +1,4 @@
-"""Asks a cloud's metadata service again and again whether it is about to take this machine."""
+"""Asks a source of notices again and again whether this machine is about to be taken."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from workers.node.cloud_notices import MetadataSource, MetadataUnavailable, Notice
+from workers.node.notices import Notice, NoticeSource, SourceUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -19,15 +19,19 @@ class NoticeWatch:
     """Asks on a thread of its own until `stop`."""
 
     def __init__(
-        self, source: MetadataSource, noticed: Callable[[float, str], None], look_seconds: float = LOOK_SECONDS
+        self,
+        source: NoticeSource,
+        noticed: Callable[[Notice], None],
+        withdrawn: Callable[[], None],
+        look_seconds: float = LOOK_SECONDS,
     ):
-        """`noticed` is called once for each notice, with for how long the machine can still be counted on, and why; on
-        the watch's thread."""
-        self._source, self._noticed, self._look_seconds = source, noticed, look_seconds
+        """`noticed` is called once with each notice, `withdrawn` when none is left; on the watch's thread."""
+        self._source, self._noticed, self._withdrawn = source, noticed, withdrawn
+        self._look_seconds = look_seconds
         self._stopped = threading.Event()
-        self._known: set[str] = set()
-        self._answers = True
-        self._thread = threading.Thread(target=self._run, name="cloud notices", daemon=True)
+        self._known: Notice | None = None
+        self._problem = ""
+        self._thread = threading.Thread(target=self._run, name=f"notices of {source.name}", daemon=True)
 
     def start(self) -> None:
         """From now on."""
@@ -43,21 +47,25 @@ class NoticeWatch:
             self._stopped.wait(self._look_seconds)
 
     def look(self) -> None:
-        """Ask once. What is not answered is asked again, and no notice."""
+        """Ask once. What is not answered is asked again, and changes nothing."""
         try:
             notice = self._source.notice(datetime.now(UTC))
-        except MetadataUnavailable as error:
-            if self._answers:
+        except SourceUnavailable as error:
+            if not self._problem:
                 log.warning("%s; it is asked again and again", error)
-            self._answers = False
+            self._problem = str(error)
             return
-        if not self._answers:
-            log.warning("the metadata service answers again")
-        self._answers = True
-        if notice is not None and notice.id not in self._known:
+        if self._problem:
+            log.warning("%s answers again", self._source.name)
+        self._problem = ""
+        known, self._known = self._known, notice
+        if notice is not None and (known is None or notice.id != known.id):
             self._pass_on(notice)
+        elif notice is None and known is not None:
+            log.warning("this machine stays: what was said does not hold any more (%s)", known.reason)
+            self._withdrawn()
 
     def _pass_on(self, notice: Notice) -> None:
-        self._known.add(notice.id)
-        log.warning("%s: this machine can be counted on for %.0f s", notice.reason, notice.seconds)
-        self._noticed(notice.seconds, notice.reason)
+        soon = "is to be left" if notice.seconds is None else f"can be counted on for {notice.seconds:.0f} s"
+        log.warning("%s: this machine %s", notice.reason, soon)
+        self._noticed(notice)

@@ -288,10 +288,14 @@ class Heartbeat:
 
     node: str
     """Ray's id of the node."""
+    draining: bool = False
+    """Whether the node is to be left."""
     drain_seconds: float | None = None
-    """How long the node can still be counted on; None where nobody has said that it ends."""
+    """How long it can still be counted on; None where nobody has said it."""
     drain_reason: str = ""
-    """Why it ends, in words; empty where nobody has said why."""
+    """Why it is to be left, in words; empty where nobody has said why."""
+    stays: bool = False
+    """Whether it was to be left, and is not any more."""
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class SimulatedNodes:
         self._asking = asking
         self.lost: set[str] = set()
         self.draining: set[str] = set()
+        self.leave_by: dict[str, float] = {}
         self.silent: set[str] = set()
         self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()

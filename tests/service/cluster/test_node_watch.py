@@ -9,7 +9,7 @@ import pytest
 from service.cluster import node_watch
 from service.cluster.node_daemons import HeartbeatSource
 from service.cluster.node_watch import NodeWatch, any_listens
-from service.cluster.nodes import RayNode
+from service.cluster.nodes import Nodes, RayNode
 from workers.node.heartbeat import HeartbeatServer
 
 SECONDS = 30.0
@@ -21,6 +21,7 @@ class FakeCluster:
     def __init__(self):
         self.nodes = self.daemons = self
         self.lost, self.draining, self.failed = set(), set(), []
+        self.leave_by = {}
         self.raylet = socket.create_server(("127.0.0.1", 0))
         self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
         self.asked = 0
@@ -28,6 +29,8 @@ class FakeCluster:
         """As Ray sees it."""
         self.errors = []
         """What the next looks at Ray's nodes raise."""
+
+    drain, drain_no_more = Nodes.drain, Nodes.drain_no_more
 
     async def known(self):
         if self.errors:
@@ -189,6 +192,46 @@ def test_node_that_is_to_be_left_is_told_however_little_time_is_left(cluster, se
     node, left, reason = watched(cluster, story)
     assert (node, reason) == ("n1", "it is sold")
     assert 0 <= left <= seconds
+
+
+def test_node_of_which_nobody_says_how_long_it_lasts_is_to_be_left_too(cluster):
+    cluster.heartbeat.drain(None, "it is cordoned")
+
+    async def story(reports):
+        return await reports.get()
+
+    assert watched(cluster, story) == ("n1", None, "it is cordoned")
+
+
+def test_node_that_stays_after_all_is_placed_on_again(cluster):
+    cluster.heartbeat.drain(60.0, "it is sold", "a cloud")
+
+    async def story(reports):
+        cluster.drain(*(await reports.get())[:2])
+        assert (cluster.draining, set(cluster.leave_by)) == ({"n1"}, {"n1"})
+        cluster.heartbeat.withdraw("a cloud")
+        await until(lambda: not cluster.draining)
+        assert not cluster.leave_by
+
+    watched(cluster, story)
+
+
+def test_node_that_was_drained_elsewhere_and_whose_daemon_knows_nothing_of_it_stays_drained(cluster):
+    """A daemon that was restarted does not know what was said to the one before it."""
+    heard, hear = [], NodeWatch._hear
+
+    def note(self, heartbeat):
+        heard.append(heartbeat)
+        hear(self, heartbeat)
+
+    async def story(reports):
+        cluster.draining.add("n1")
+        await until(lambda: len(heard) >= 2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NodeWatch, "_hear", note)
+        watched(cluster, story)
+    assert cluster.draining == {"n1"}
 
 
 def test_node_of_which_nobody_has_said_that_it_ends_is_not_left(cluster):

@@ -13,10 +13,9 @@ from service.job.changes import Stay
 from service.job.supervisor import Supervisor
 from service.ledger import StateEntry
 from service.states import JobState
-from service.store import checkpoints, failed_jobs, jobs, state_changes
+from service.store import failed_jobs, jobs, state_changes
 from tests.service.support.fake_agents import FakeAgent
-from tests.service.support.supervised_job import story
-from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
+from tests.service.support.supervised_job import save_checkpoint, story
 
 UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
 PAUSED = ["PAUSING", "not_saved", "PAUSED"]
@@ -40,16 +39,6 @@ def job(two_replicas, cluster):
 
     cluster.agents.on_start = lambda agent: setattr(agent, "on_save", all_save)
     return made
-
-
-def save_checkpoint(job, step, generation=1):
-    """As the ranks do."""
-    folder = job.cluster.paths.checkpoint_folder(job.id)
-    path = checkpoint_path(folder, step, generation)
-    path.mkdir(parents=True)
-    seal(path, Manifest(job.id, generation, step, {}, {}))
-    row = job.store.write(lambda s: checkpoints.begin(s, job.id, generation, step, str(path)).id)
-    job.store.write(lambda s: checkpoints.complete(s, row, 0))
 
 
 async def up(job, *steps):
@@ -410,12 +399,15 @@ def test_time_that_was_up_before_anything_was_launched_launches_nothing(two_repl
     assert cluster.nothing_held
 
 
+@pytest.mark.parametrize("for_the_queue", [False, True], ids=["pause", "for_the_queue"])
 @pytest.mark.parametrize(("paused_ago", "seconds"), [(0.0, 300.0), (200.0, 100.0), (400.0, 0.0), (-50.0, 300.0)])
 def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
-    store, started, cluster, monkeypatch, paused_ago, seconds
+    store, started, cluster, monkeypatch, paused_ago, seconds, for_the_queue
 ):
     def pause(session):
-        jobs.transition(session, started.id, JobState.PAUSING)
+        if for_the_queue:
+            jobs.transition(session, started.id, JobState.RUNNING)
+        jobs.transition(session, started.id, JobState.RESIZING if for_the_queue else JobState.PAUSING)
         state_changes.of_job(session, started.id)[-1].time -= paused_ago
 
     context, slept = Supervisor(store, cluster, started)._job, []
@@ -425,6 +417,7 @@ def test_pause_is_overdue_after_a_while_whoever_carries_it_out(
 
     async def body():
         context.leaving.set()
+        context.no_room = "there is none" if for_the_queue else ""
         monkeypatch.setattr(leave, "asyncio", SimpleNamespace(sleep=sleep))  # other threads go on to sleep
         await leave.keep_time(context)
 

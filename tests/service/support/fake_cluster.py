@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from service.cluster.agent_client import AgentError, within
 from service.cluster.agents import CLOSE_SECONDS
 from service.cluster.cluster import Cluster
-from service.cluster.nodes import RayNode
+from service.cluster.nodes import Nodes, RayNode
 from service.cluster.placement import Capacity, agent_name, placement_group_name, replica_bundles
 from service.cluster.placement_groups import NotPlaced
 from tests.service.support.fake_agents import FakeAgent
@@ -37,6 +37,7 @@ class FakeNodes:
         self.slots, self.used = dict(slots), dict.fromkeys(slots, 0)
         self.lost: set[str] = set()
         self.draining: set[str] = set()
+        self.leave_by: dict[str, float] = {}
         self.silent: set[str] = set()
         self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()
@@ -46,6 +47,8 @@ class FakeNodes:
     @property
     def closed(self):
         return self.lost | self.draining | self.silent | self.problems.keys()
+
+    drain, drain_no_more = Nodes.drain, Nodes.drain_no_more
 
     async def has_gpus(self):
         return False

@@ -185,6 +185,14 @@ def test_a_save_that_is_under_way_is_waited_for_instead_of_made_again(trainer, m
     assert [kind for kind, _ in noted] == ["checkpoint_saving", "checkpoint_saved"]
 
 
+def test_a_save_of_an_earlier_step_that_is_under_way_is_waited_for_first(trainer, monkeypatch):
+    noted = events_of_saves(trainer, monkeypatch)
+    trainer.state.checkpoints.start(1)
+    assert trainer.state.checkpoints.save_now(2)
+    assert steps_on_disk(trainer) == [1, 2]
+    assert [kind for kind, _ in noted] == ["checkpoint_saving", "checkpoint_saved"] * 2
+
+
 def test_what_cannot_be_saved_is_tried_again_so_often_and_then_said(trainer, monkeypatch):
     noted = events_of_saves(trainer, monkeypatch)
     with patch.object(SummingFile, "write", full):

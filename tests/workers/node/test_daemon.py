@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from workers import paths
 from workers.node import daemon as module
 from workers.node.daemon import NodeDaemon, StoreUnavailable
 from workers.node.host import Host
+from workers.node.notice_watch import NoticeWatch
 from workers.node.preemption import NOTICE_SECONDS
 from workers.paths import Paths
 from workers.protocol.messages import StoreAddress
@@ -162,11 +165,13 @@ def test_machine_that_is_taken_away_is_to_be_left_at_once(go, daemon, home, monk
         for _ in range(2):
             about = await daemon.start()
         assert (about.node, about.peak_flops, len(asked)) == ("n1", None, 1)
-        assert daemon._heartbeat.drain_seconds is None
+        assert not daemon._heartbeat.state.draining
         asked[0]()
-        assert 0 < daemon._heartbeat.drain_seconds <= NOTICE_SECONDS
+        assert 0 < daemon._heartbeat.state.drain_seconds <= NOTICE_SECONDS
         await daemon.drain(7.0)
-        assert daemon._heartbeat.drain_seconds <= 7.0, "the last word counts"
+        assert daemon._heartbeat.state.drain_seconds <= 7.0
+        await daemon.drain(600.0)
+        assert daemon._heartbeat.state.drain_seconds <= NOTICE_SECONDS, "a user does not know better than a signal"
 
     try:
         go(body)
@@ -174,10 +179,12 @@ def test_machine_that_is_taken_away_is_to_be_left_at_once(go, daemon, home, monk
         home.remove_runtime_folder()
 
 
-def test_a_cloud_that_takes_the_machine_is_heard(go, home, monkeypatch):
+def test_who_takes_the_machine_is_heard_and_so_is_who_lets_it_be(go, home, monkeypatch):
+    monkeypatch.setattr(module, "NoticeWatch", partial(NoticeWatch, look_seconds=0.02))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
     service = MetadataService()
     service.answers = {"/computeMetadata/v1/instance/preempted": "TRUE"}
-    daemon = NodeDaemon("n1", str(home.home), notices=f"gcp={service.url}")
+    daemon = NodeDaemon("n1", str(home.home), notices=f"gcp={service.url},slurm")
 
     async def nothing(*arguments):
         raise ZygoteUnavailable("none is started here")
@@ -190,21 +197,25 @@ def test_a_cloud_that_takes_the_machine_is_heard(go, home, monkeypatch):
     monkeypatch.setattr(ZygoteOwner, "start", started)
 
     async def body():
-        assert daemon._heartbeat.drain_seconds is None
+        assert not daemon._heartbeat.state.draining
         await daemon.start()
+        said = []
         async with asyncio.timeout(10):
-            while daemon._heartbeat.drain_seconds is None:
-                await asyncio.sleep(0.01)
+            for reason in ("Google Cloud preempts the machine", "the Slurm job reaches its time limit"):
+                while daemon._heartbeat.state.drain_reason != reason:
+                    await asyncio.sleep(0.01)
+                said.append(daemon._heartbeat.state)
+                service.answers = {}
         await daemon.shutdown()
+        assert 20 < said[0].drain_seconds <= 30
+        assert 450 < said[1].drain_seconds <= 500
 
     try:
         go(body)
     finally:
         service.close()
         home.remove_runtime_folder()
-    assert 20 < daemon._heartbeat.drain_seconds <= 30
-    assert daemon._heartbeat._drain_reason == "Google Cloud preempts the machine"
-    assert daemon._notices._stopped.is_set()
+    assert all(watch._stopped.is_set() for watch in daemon._notices)
 
 
 def test_a_node_says_where_it_is_what_it_has_and_what_was_measured(go, daemon, home, monkeypatch):

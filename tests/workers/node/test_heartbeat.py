@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from workers.node.heartbeat import STRANGERS, HeartbeatServer
+from workers.protocol.messages import Heartbeat
 
 
 @pytest.fixture
@@ -35,9 +36,10 @@ def ping(connection, heartbeat):
 
 def test_answers_each_ping(heartbeat):
     connection, lines = connected(heartbeat)
-    assert json.loads(lines.readline()) == {"node": "n1", "drain_seconds": None, "drain_reason": ""}
+    quiet = {"node": "n1", "draining": False, "drain_seconds": None, "drain_reason": "", "stays": False}
+    assert json.loads(lines.readline()) == quiet
     ping(connection, heartbeat)
-    assert json.loads(lines.readline()) == {"node": "n1", "drain_seconds": None, "drain_reason": ""}
+    assert json.loads(lines.readline()) == quiet
 
 
 def test_ping_may_come_in_pieces(heartbeat):
@@ -111,6 +113,31 @@ def test_the_last_word_about_when_the_node_is_to_be_left_counts(heartbeat):
         heartbeat.drain(seconds)
         _, lines = connected(heartbeat)
         assert least < json.loads(lines.readline())["drain_seconds"] <= seconds
+
+
+def test_of_several_who_say_so_the_one_who_leaves_the_least_time_counts(heartbeat):
+    for seconds, source in ((None, "cordon"), (600.0, "user"), (30.0, "cloud"), (300.0, "another")):
+        heartbeat.drain(seconds, f"says the {source}", source)
+    state = heartbeat.state
+    assert (state.draining, 20 < state.drain_seconds <= 30, state.drain_reason) == (True, True, "says the cloud")
+    heartbeat.withdraw("cloud")
+    assert heartbeat.state.drain_reason == "says the another"
+    for source in ("user", "another"):
+        heartbeat.withdraw(source)
+    assert heartbeat.state == Heartbeat("n1", True, None, "says the cordon")
+
+
+def test_node_that_stays_after_all_says_so_at_once_and_from_then_on(heartbeat):
+    _, lines = connected(heartbeat)
+    assert json.loads(lines.readline())["stays"] is False
+    heartbeat.drain(60.0, "it is sold", "cloud")
+    assert json.loads(lines.readline())["draining"] is True
+    heartbeat.withdraw("cloud")
+    said = json.loads(lines.readline())
+    assert (said["draining"], said["drain_seconds"], said["stays"]) == (False, None, True)
+    assert heartbeat.state.stays
+    heartbeat.drain(60.0)
+    assert (heartbeat.state.draining, heartbeat.state.stays) == (True, False)
 
 
 def test_one_that_hangs_up_does_not_disturb_the_others(heartbeat):

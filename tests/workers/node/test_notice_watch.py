@@ -8,6 +8,7 @@ from metadata_service import MetadataService
 
 from workers.node.cloud_notices import MetadataSource
 from workers.node.notice_watch import NoticeWatch
+from workers.node.notices import Notice, SourceUnavailable
 
 PREEMPTED = "/computeMetadata/v1/instance/preempted"
 MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"
@@ -23,9 +24,7 @@ def service():
 @pytest.fixture
 def watch(service):
     noticed = []
-    made = NoticeWatch(
-        MetadataSource.of(f"gcp={service.url}"), lambda seconds, why: noticed.append((seconds, why)), 0.02
-    )
+    made = NoticeWatch(MetadataSource("gcp", service.url), noticed.append, lambda: noticed.append(None), 0.02)
     made.noticed = noticed
     yield made
     made.stop()
@@ -41,7 +40,47 @@ def test_the_same_notice_is_passed_on_once_and_another_one_too(service, watch):
     service.answers[PREEMPTED] = "TRUE"
     watch.look()
     watch.look()
-    assert [seconds for seconds, _ in watch.noticed] == [60.0, 30.0]
+    assert [notice.seconds for notice in watch.noticed] == [60.0, 30.0]
+
+
+def test_what_does_not_hold_any_more_is_withdrawn_once_and_may_be_said_again(service, watch):
+    for answer in ("TRUE", "FALSE", "FALSE", "TRUE"):
+        service.answers = {PREEMPTED: answer}
+        watch.look()
+    assert [notice and notice.seconds for notice in watch.noticed] == [30.0, None, 30.0]
+
+
+def test_silence_withdraws_nothing(service, watch):
+    for answer in ("TRUE", 503, "TRUE"):
+        service.answers = {PREEMPTED: answer}
+        watch.look()
+    assert [notice.seconds for notice in watch.noticed] == [30.0]
+
+
+def test_notice_without_a_time_is_passed_on_without_one(caplog):
+    class Cordon:
+        name = "a cordon"
+
+        def notice(self, now):
+            return Notice("cordon", None, "it is cordoned")
+
+    noticed = []
+    NoticeWatch(Cordon(), noticed.append, lambda: None).look()
+    assert noticed == [Notice("cordon", None, "it is cordoned")]
+    assert [record.message for record in caplog.records] == ["it is cordoned: this machine is to be left"]
+
+
+def test_source_that_refuses_is_said_once(caplog):
+    class Refuses:
+        name = "who refuses"
+
+        def notice(self, now):
+            raise SourceUnavailable("you may not ask")
+
+    watch = NoticeWatch(Refuses(), lambda notice: None, lambda: None)
+    for _ in range(3):
+        watch.look()
+    assert [record.message for record in caplog.records] == ["you may not ask; it is asked again and again"]
 
 
 def test_silence_is_no_notice_and_is_said_once(service, watch, caplog):
@@ -57,7 +96,7 @@ def test_silence_is_no_notice_and_is_said_once(service, watch, caplog):
 
 def test_it_asks_until_it_is_stopped(service, watch):
     passed_on = threading.Event()
-    watch._noticed = lambda seconds, why: passed_on.set()
+    watch._noticed = lambda notice: passed_on.set()
     watch.start()
     service.answers = {PREEMPTED: "TRUE"}
     assert passed_on.wait(10)

@@ -1,0 +1,32 @@
+"""How long before its nodes are gone a job has to begin to save its state, so that it is saved in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from service.job.leave import SAVE_SECONDS
+from service.job.record import JobRecord
+from service.store import checkpoints
+
+LATEST = 5
+"""Of so many saves the one in the middle counts."""
+UNKNOWN_SAVE_SECONDS = 30.0
+"""What a save is taken to last where none of the job's is known."""
+SPARE_SECONDS = 10.0
+"""Until it is seen that time is short, until all ranks are asked, and until everything is given back."""
+
+
+async def time_to_save(record: JobRecord) -> float:
+    """Seconds that the job needs to have its state saved, going by its last saves and steps."""
+    saves: list[float] = await record.read(lambda s: checkpoints.latest_seconds(s, record.id, LATEST))
+    return seconds_to_save(saves, (await record.job()).metrics.get("step_seconds"))
+
+
+def seconds_to_save(saves: Sequence[float], step_seconds: float | str | None) -> float:
+    """The same for a job whose last saves took `saves` seconds, from the first to the last rank, and whose last step
+    took `step_seconds`; None, or a word, where that is not known. Another save may have to end before this one, and a
+    step that has just begun has to end too; each may take twice as long as ever before."""
+    save = median(saves) if saves else UNKNOWN_SAVE_SECONDS
+    step = step_seconds if isinstance(step_seconds, int | float) else 0.0
+    return min(SAVE_SECONDS, 2 * save + 2 * step + SPARE_SECONDS)

@@ -1,0 +1,396 @@
+"""A job whose nodes are all to be left saves its state in time and waits in the queue, whatever happens meanwhile."""
+
+import asyncio
+
+import pytest
+
+from service.job import leave, resize_and_drain
+from service.job.actions import Launch, Leave, Reacquire, while_leaving
+from service.store import jobs
+from tests.service.support.fake_agents import FakeAgent
+from tests.service.support.fake_cluster import FakeCluster
+from tests.service.support.supervised_job import save_checkpoint, story
+from tests.service.support.waiting import reached
+
+UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
+NOTICED = ["node_draining", "node_draining"]
+LEFT = ["RESIZING", "QUEUED"]
+AGAIN = ["STARTING", "generation_started", "RUNNING", "first_step"]
+CAUSE = "placed again: the nodes that it was on were to be left"
+SOON, LATER = 20.0, 3600.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(leave, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(resize_and_drain, "ROOM_SECONDS", 0.01)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Two nodes with room for a replica each."""
+    return FakeCluster(tmp_path, one=2, two=2)
+
+
+@pytest.fixture
+def job(two_replicas, cluster):
+    """Its agents let their trainers save and end as soon as any of them is asked."""
+    cluster.agents.on_start = lambda agent: setattr(agent, "on_save", lambda asked: all_save(cluster))
+    return two_replicas(cluster)
+
+
+def all_save(cluster):
+    for each in list(cluster.agents.living.values()):
+        if each.running:
+            each.save_and_exit()
+
+
+def none_saves(job):
+    for agent in job.ranks:
+        agent.on_save = lambda agent: None
+
+
+async def up(job, *steps, saved=()):
+    await job.start()
+    await job.watched(1)
+    await job.commit(*steps)
+    for step in saved:
+        save_checkpoint(job, step)
+
+
+def drain(job, seconds, *nodes):
+    """As the control plane does."""
+    for node in nodes or ("one", "two"):
+        job.cluster.nodes.drain(node, seconds)
+        job.supervisor.node_draining(node, seconds)
+
+
+async def asked(job):
+    await job.cluster.agents.until(lambda: any(agent.asked_to_save for agent in job.ranks))
+
+
+async def placed_on(job, *nodes):
+    """There are other nodes, and the job is placed there."""
+    job.cluster.nodes.slots |= dict.fromkeys(nodes, 2)
+    job.cluster.nodes.used |= dict.fromkeys(nodes, 0)
+    await job.start()
+    await job.watched(2)
+
+
+def test_state_is_saved_and_kept_and_goes_on_where_there_is_room(job, cluster):
+    async def body():
+        await up(job, 1, 2, saved=[2])
+        drain(job, 10.0)
+        await job.task
+        assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
+        assert job.row.message == "its nodes are to be left and there is no room elsewhere; it goes on when there is"
+        assert not cluster.agents.living and not cluster.groups.held
+        assert job.rank_states == ["exited"] * 4
+        assert all(all(memory.values()) for memory in cluster.agents.memory.values())
+        await placed_on(job, "three", "four")
+        assert {agent.node for agent in job.ranks} == {"three", "four"}
+        await job.commit(3)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, *NOTICED, *LEFT, *AGAIN, "SUCCEEDED"]
+    assert job.generations[1] == (CAUSE, "snapshot", 2), "the nodes that it has left may still be there"
+    assert (job.row.restarts, job.recoveries) == (0, [])
+    assert cluster.nothing_held
+
+
+def test_nodes_that_are_gone_by_then_are_made_up_for_by_the_checkpoint(job, cluster):
+    async def body():
+        await up(job, 1, 2, saved=[2])
+        drain(job, 10.0)
+        await job.task
+        for node in ("one", "two"):
+            cluster.lose_node(node)
+        await placed_on(job, "three", "four")
+        await job.finish()
+
+    story(body)
+    assert job.generations[1] == (CAUSE, "checkpoint", 2)
+    assert job.row.restarts == 0
+
+
+def test_room_is_waited_for_while_there_is_time_to_save(job, cluster):
+    async def body():
+        await up(job, 1, saved=[1])
+        drain(job, LATER)
+        await reached(lambda: "drain_waiting" in job.log)
+        await job.commit(2)
+        assert not any(agent.asked_to_save for agent in job.ranks)
+        cluster.nodes.drain("two", 5.0)  # the same notice again, and less time
+        await job.task
+
+    story(body)
+    assert job.row.state == "QUEUED"
+    said = job.message("drain_waiting")
+    assert said.startswith("there is no room elsewhere; it stays until there is, or for 35")
+    assert said.endswith(" s; then it saves its state and waits in the queue")
+    assert job.log == [*UP, *NOTICED, "drain_waiting", "RESIZING", "not_saved", "QUEUED"]
+
+
+def test_without_a_deadline_it_stays(job, cluster):
+    async def body():
+        await up(job, 1)
+        drain(job, None)
+        await reached(lambda: "drain_waiting" in job.log)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, *NOTICED, "drain_waiting", "SUCCEEDED"]
+    assert job.message("node_draining") == "node two is to be left; 2 ranks are there"
+    assert job.message("drain_waiting") == "there is no room elsewhere; it stays until there is, or until the end"
+
+
+def test_node_of_others_that_ends_sooner_is_none_of_its_business(job, cluster):
+    async def body():
+        await up(job, 1)
+        cluster.nodes.drain("of others", 1.0)
+        drain(job, LATER)
+        await reached(lambda: "drain_waiting" in job.log)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, *NOTICED, "drain_waiting", "SUCCEEDED"]
+
+
+def test_one_node_of_two_is_enough_where_the_size_is_fixed(job, cluster):
+    async def body():
+        await up(job, 1)
+        drain(job, SOON, "two")
+        await job.task
+        assert not cluster.groups.held, "its other node is free for others"
+
+    story(body)
+    assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
+
+
+def test_room_elsewhere_is_used_while_it_can_be_ready_in_time(two_replicas, tmp_path):
+    cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
+    job = two_replicas(cluster)
+
+    def never_ready(agent):
+        agent.on_save = lambda asked: all_save(cluster)
+        agent.prepare = lambda order: asyncio.Event().wait()
+
+    async def body():
+        await up(job, 1, saved=[1])
+        for agent in job.ranks:
+            agent.on_save = FakeAgent.save_and_exit
+        cluster.agents.on_start = never_ready
+        drain(job, 0.5, "two")
+        await job.task
+        assert not cluster.groups.held and not cluster.agents.living, "nothing is left of who was to take over"
+
+    story(body)
+    assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
+    assert job.row.message == "its nodes are to be left sooner than it could move; it goes on elsewhere"
+
+
+def test_rank_that_dies_while_the_state_is_saved_is_recovered_from_and_all_are_asked_again(job, cluster):
+    async def body():
+        await up(job, 1, saved=[1])
+        none_saves(job)
+        drain(job, SOON)
+        await asked(job)
+        job.ranks[1].die()
+        await cluster.agents.until(lambda: job.ranks[0].asked_to_save == [1, 2])
+        await job.commit(2)
+        all_save(cluster)
+        await job.task
+
+    story(body)
+    assert [kind for kind in job.log if kind.isupper()] == [
+        "STARTING", "RUNNING", "RESIZING", "RECOVERING", "RESIZING", "RUNNING", "RESIZING", "QUEUED"
+    ]  # fmt: skip
+    assert (job.row.reason, job.row.generation, job.row.restarts) == ("nodes_to_be_left", 2, 1)
+
+
+def test_nodes_that_go_too_early_leave_it_in_the_queue_with_what_was_saved_before(job, cluster):
+    async def body():
+        await up(job, 1, 2, saved=[1])
+        none_saves(job)
+        drain(job, SOON)
+        await asked(job)
+        for node in ("one", "two"):
+            cluster.lose_node(node)
+            job.supervisor.node_lost(node, "its time was up")
+        await job.task
+        assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
+        await placed_on(job, "three", "four")
+        await job.finish()
+
+    story(body)
+    assert "not_saved" in job.log
+    assert job.generations[1][1:] == ("checkpoint", 1)
+
+
+def test_saving_that_takes_too_long_ends_with_what_is_saved(job, monkeypatch):
+    monkeypatch.setattr(leave, "SAVE_SECONDS", 0.1)
+
+    async def body():
+        await up(job, 1)
+        none_saves(job)
+        drain(job, SOON)
+        await job.task
+
+    story(body)
+    assert job.row.state == "QUEUED"
+    assert "not_saved" in job.log
+
+
+def test_last_step_that_is_committed_meanwhile_is_the_end(job, cluster):
+    async def body():
+        await up(job, 1)
+        none_saves(job)
+        drain(job, SOON)
+        await asked(job)
+        await job.finish()
+
+    story(body)
+    assert job.log == [*UP, *NOTICED, "RESIZING", "SUCCEEDED"]
+    assert cluster.nothing_held
+
+
+@pytest.mark.parametrize(
+    ("wish", "states"), [("pause", ["PAUSING", "PAUSED"]), ("cancel", ["CANCELLING", "CANCELLED"])]
+)
+@pytest.mark.parametrize("when", ["saving", "leaving"])
+def test_what_its_user_wants_meanwhile_comes_first(job, cluster, monkeypatch, wish, states, when):
+    release = cluster.release
+
+    async def late_wish(*arguments, **options):
+        monkeypatch.setattr(cluster, "release", release)
+        await release(*arguments, **options)
+        getattr(job, wish)()
+
+    async def body():
+        await up(job, 1, saved=[1])
+        if when == "saving":
+            none_saves(job)
+        else:
+            monkeypatch.setattr(cluster, "release", late_wish)
+        drain(job, SOON)
+        if when == "saving":
+            await asked(job)
+            getattr(job, wish)()
+            all_save(cluster)
+        await job.task
+
+    story(body)
+    assert [kind for kind in job.log if kind.isupper()] == ["STARTING", "RUNNING", "RESIZING", *states]
+    assert not cluster.agents.living and not cluster.groups.held
+    assert cluster.nothing_held is (wish == "cancel")
+
+
+@pytest.mark.parametrize("at", ["asked", "saved", "noted", "released"])
+def test_next_control_plane_carries_it_on(job, cluster, monkeypatch, at):
+    async def body():
+        await up(job, 1, saved=[1])
+        held, release = asyncio.Event(), cluster.release
+
+        async def stuck(*arguments, **options):
+            if at == "released":
+                await release(*arguments, **options)
+            held.set()
+            await asyncio.Event().wait()
+
+        if at in ("asked", "saved"):
+            none_saves(job)
+        else:
+            monkeypatch.setattr(cluster, "release", stuck)
+        drain(job, SOON)
+        await (asked(job) if at in ("asked", "saved") else held.wait())
+        await job.die_with_control_plane()
+        monkeypatch.setattr(cluster, "release", release)
+        if at == "saved":
+            all_save(cluster)
+        for agent in cluster.agents.living.values():
+            agent.on_save = lambda asked: all_save(cluster)
+        job.supervise(None)
+        await job.task
+        assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
+        assert not cluster.agents.living and not cluster.groups.held
+        await placed_on(job, "three", "four")
+        await job.finish()
+
+    story(body)
+    assert [kind for kind in job.log if kind.isupper()] == [
+        *("STARTING", "RUNNING", "RESIZING", "QUEUED", "STARTING", "RUNNING", "SUCCEEDED")
+    ]
+    assert job.generations[1] == (CAUSE, "snapshot", 1)
+    assert job.row.restarts == 0
+    assert cluster.nothing_held
+
+
+def test_next_control_plane_finds_nobody_left_to_ask(job, cluster):
+    async def body():
+        await up(job, 1, saved=[1])
+        none_saves(job)
+        drain(job, SOON)
+        await asked(job)
+        await job.die_with_control_plane()
+        for node in ("one", "two"):
+            cluster.lose_node(node)
+        job.supervise(None)
+        await job.task
+
+    story(body)
+    assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
+
+
+def test_control_plane_that_dies_once_it_is_placed_again_has_it_placed_once_more(job, cluster):
+    """What had ended the generation before is history by then."""
+
+    async def body():
+        await up(job, 1, saved=[1])
+        drain(job, SOON)
+        await job.task
+        cluster.nodes.slots |= {"three": 4}
+        cluster.nodes.used |= {"three": 0}
+        await job.store.write_async(job._place)
+        job.supervise(None)
+        await job.watched(2)
+        await job.finish()
+
+    story(body)
+    assert job.row.state == "SUCCEEDED"
+
+
+def test_pause_in_the_queue_and_a_resume_go_on_as_ever(job, cluster):
+    async def body():
+        await up(job, 1, saved=[1])
+        drain(job, SOON)
+        await job.task
+        job.pause()
+        assert job.row.state == "PAUSED"
+        cluster.nodes.slots |= {"three": 4}
+        cluster.nodes.used |= {"three": 0}
+        await job.resume()
+        await job.watched(2)
+        await job.finish()
+
+    story(body)
+    assert job.generations[1][0] == "resumed by the user"
+
+
+def test_no_other_places_are_asked_for_by_a_job_that_leaves_since_there_are_none():
+    launch = Launch("why", counts=True)
+    assert while_leaving(Reacquire(launch), False, False, no_room=True) == Leave()
+    assert while_leaving(launch, False, False, no_room=True) == launch, "it has places, and goes on there to be saved"
+
+
+def test_reason_is_that_of_the_contract(job):
+    async def body():
+        await up(job, 1)
+        drain(job, SOON)
+        await job.task
+
+    story(body)
+    (queued,) = [event for event in job.events if event.data and event.data.get("to") == "QUEUED"]
+    assert queued.data["reason"] == "nodes_to_be_left"
+    with job.store.read() as session:
+        assert jobs.get(session, job.id).waiting_for is None

@@ -1,0 +1,43 @@
+"""How long before the end a job begins to save: twice what it takes, and something to spare."""
+
+import asyncio
+
+import pytest
+
+from service.job.leave import SAVE_SECONDS
+from service.job.record import JobRecord
+from service.job.time_to_save import SPARE_SECONDS, UNKNOWN_SAVE_SECONDS, seconds_to_save, time_to_save
+from service.store import checkpoints, generations, metrics
+
+
+@pytest.mark.parametrize(
+    ("saves", "step", "seconds"),
+    [
+        ([], None, 2 * UNKNOWN_SAVE_SECONDS),
+        ([4.0], None, 8.0),
+        ([4.0], 1.5, 11.0),
+        ([4.0], "nan", 8.0),
+        ([3.0, 400.0, 5.0], 0.0, 10.0),
+    ],
+    ids=["nothing_known", "one_save", "and_a_step", "a_step_without_a_number", "one_that_was_noted_late"],
+)
+def test_save_under_way_and_the_step_under_way_have_to_end_first(saves, step, seconds):
+    assert seconds_to_save(saves, step) == seconds + SPARE_SECONDS
+
+
+def test_it_is_never_longer_than_a_save_may_take():
+    assert seconds_to_save([1e6], 1e6) == SAVE_SECONDS
+
+
+def test_last_saves_and_the_last_step_of_the_job_count(store, started):
+    def save(session, step, seconds):
+        row = checkpoints.begin(session, started.id, 1, step, f"/x/{step}")
+        checkpoints.complete(session, row.id, 1)
+        row.completed_at = row.created_at + seconds
+
+    store.write(lambda s: generations.begin(s, started.id, "submitted", False))
+    for step in range(1, 11):
+        store.write(lambda s, step=step: save(s, step, 100.0 if step <= 5 else 7.0))
+    store.write(lambda s: checkpoints.begin(s, started.id, 1, 11, "/x/11"))  # not complete: nobody knows
+    store.write(lambda s: metrics.record(s, started.id, 1, 0, 1, [{"step": 11, "step_seconds": 0.5}]))
+    assert asyncio.run(time_to_save(JobRecord(store, started.id))) == 14.0 + 1.0 + SPARE_SECONDS

@@ -1,0 +1,154 @@
+"""What Kubernetes says of the node that a pod is on, and what is made of it."""
+
+from datetime import UTC, datetime
+
+import pytest
+from kubernetes_api import KubernetesApi, make_certificate
+
+from workers.node.kubernetes_notices import CONDITIONS, TAINTS, KubernetesSource, node_notice
+from workers.node.notices import Notice, SourceUnavailable
+from workers.node.preemption import NOTICE_SECONDS
+
+NOW = datetime(2026, 11, 24, 12, 0, 0, tzinfo=UTC)
+SOON = NOTICE_SECONDS
+
+
+@pytest.fixture
+def api(tmp_path, monkeypatch):
+    """That of the cluster; this process is a pod on node n1."""
+    folder = tmp_path / "serviceaccount"
+    folder.mkdir()
+    made = KubernetesApi(folder)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(made.port))
+    monkeypatch.setenv("MANTA_NODE_NAME", "n1")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ask(api):
+    return lambda **further: KubernetesSource(further, api.folder).notice(NOW)
+
+
+def taint(key, effect="NoSchedule"):
+    return {"key": key, "effect": effect}
+
+
+def test_the_api_is_asked_for_the_own_node_alone(api, ask):
+    assert ask() is None
+    assert api.asked == ["/api/v1/nodes/n1?resourceVersion=0"]
+
+
+@pytest.mark.parametrize(("taints", "expected"), [
+    ([], None),
+    (["nvidia.com/gpu", "node.kubernetes.io/memory-pressure"], None),
+    (["DeletionCandidateOfClusterAutoscaler"], None),
+    (["node.kubernetes.io/unschedulable"], ("node.kubernetes.io/unschedulable", None)),
+    (["node.kubernetes.io/unschedulable", "ToBeDeletedByClusterAutoscaler"], ("ToBeDeletedByClusterAutoscaler", SOON)),
+    (["karpenter.sh/disrupted"], ("karpenter.sh/disrupted", SOON)),
+    (["karpenter.sh/disruption"], ("karpenter.sh/disruption", SOON)),
+    (["cloud.google.com/impending-node-termination"], ("cloud.google.com/impending-node-termination", SOON)),
+    (["aws-node-termination-handler/spot-itn"], ("aws-node-termination-handler/spot-itn", SOON)),
+    (["aws-node-termination-handler/rebalance-recommendation"],
+     ("aws-node-termination-handler/rebalance-recommendation", None)),
+    (["remediator.kubernetes.azure.com/unschedulable"], ("remediator.kubernetes.azure.com/unschedulable", SOON)),
+])  # fmt: skip
+def test_taints_end_a_node_or_do_not(api, ask, taints, expected):
+    api.taints = [taint(key) for key in taints]
+    notice = ask()
+    if expected is None:
+        assert notice is None
+    else:
+        key, seconds = expected
+        assert notice == Notice(f"taint {key}", seconds, f"Kubernetes has tainted the node with {key}")
+
+
+def test_further_taints_may_be_named(api, ask):
+    api.taints = [taint("example.com/sold", "NoExecute"), taint("example.com/rented")]
+    assert ask() is None
+    assert ask(**{"example.com/rented": None}).id == "taint example.com/rented"
+    assert ask(**{"example.com/rented": None, "example.com/sold": 90.0}).seconds == 90.0
+
+
+@pytest.mark.parametrize(("kind", "status", "heeded"), [
+    ("PreemptScheduled", "True", True), ("PreemptScheduled", "False", False), ("PreemptScheduled", "Unknown", False),
+    ("TerminateScheduled", "True", True), ("FreezeScheduled", "True", False), ("VMEventScheduled", "True", False),
+    ("Ready", "True", False),
+])  # fmt: skip
+def test_conditions_end_a_node_or_do_not(api, ask, kind, status, heeded):
+    api.conditions = [{"type": "Ready", "status": "True"}, {"type": kind, "status": status}]
+    expected = Notice(f"condition {kind}", SOON, f"Kubernetes says {kind} of the node") if heeded else None
+    assert ask() == expected
+
+
+def test_node_that_is_being_deleted_ends(api, ask):
+    api.metadata["deletionTimestamp"] = "2026-11-24T12:00:00Z"
+    assert ask() == Notice("deletion", SOON, "the node is being deleted from Kubernetes")
+
+
+def test_all_that_is_heeded_is_heeded_from_the_document_alone():
+    for key, seconds in TAINTS.items():
+        assert node_notice({"metadata": {}, "spec": {"taints": [taint(key)]}}, TAINTS).seconds == seconds
+    for kind in CONDITIONS:
+        document = {"metadata": {}, "spec": {}, "status": {"conditions": [{"type": kind, "status": "True"}]}}
+        assert node_notice(document, TAINTS).id == f"condition {kind}"
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_account_that_may_not_read_nodes_is_one_clear_sentence(api, ask, status):
+    api.status = status
+    with pytest.raises(SourceUnavailable) as refusal:
+        ask()
+    assert str(refusal.value) == (
+        f"the Kubernetes API at 127.0.0.1:{api.port} does not let the pod read node n1 ({status}): bind its service "
+        "account to a ClusterRole that may `get` `nodes`"
+    )
+
+
+def test_token_is_read_anew_each_time(api, ask):
+    """Kubernetes renews it."""
+    api.token = "another token"
+    with pytest.raises(SourceUnavailable, match="does not let the pod read node n1"):
+        ask()
+    (api.folder / "token").write_text("another token")
+    assert ask() is None
+
+
+def test_server_that_another_authority_vouches_for_is_told_nothing(api, ask):
+    make_certificate(api.folder)
+    with pytest.raises(SourceUnavailable, match=r"does not answer: .*certificate verify failed"):
+        ask()
+    assert api.asked == []
+
+
+@pytest.mark.parametrize(("status", "content", "sentence"), [
+    (404, b"", r"knows no node n1: MANTA_NODE_NAME must be the pod's spec\.nodeName$"),
+    (503, b"", r"answers with 503$"),
+    (200, b"no JSON", r"answers with what is no JSON$"),
+    (200, b"[]", r"says what is not known about node n1$"),
+    (200, b'{"metadata": {}, "spec": {"taints": [{}]}}', r"says what is not known about node n1$"),
+])  # fmt: skip
+def test_an_answer_that_makes_no_sense_is_unknown(api, ask, status, content, sentence):
+    api.status, api.content = status, content
+    with pytest.raises(SourceUnavailable, match=sentence):
+        ask()
+
+
+def test_api_that_is_not_there_is_unknown(api, ask):
+    api.close()
+    with pytest.raises(SourceUnavailable, match=r"^the Kubernetes API at 127\.0\.0\.1:\d+ does not answer: "):
+        ask()
+
+
+@pytest.mark.parametrize("missing", ["KUBERNETES_SERVICE_HOST", "MANTA_NODE_NAME"])
+def test_process_that_does_not_know_where_it_is_says_what_it_lacks(api, ask, monkeypatch, missing):
+    monkeypatch.delenv(missing)
+    with pytest.raises(SourceUnavailable, match=r"MANTA_NODE_NAME must be its spec\.nodeName"):
+        ask()
+
+
+def test_pod_without_an_account_says_so(api, ask):
+    (api.folder / "token").unlink()
+    with pytest.raises(SourceUnavailable, match=r"does not answer: .*token"):
+        ask()

@@ -1,0 +1,33 @@
+"""Who is asked: one or several, each in its own words."""
+
+import pytest
+
+from workers.node.cloud_notices import MetadataSource
+from workers.node.kubernetes_notices import KubernetesSource
+from workers.node.notice_sources import UnknownSource, notice_sources
+from workers.node.slurm_notices import SlurmSource
+
+
+def test_each_has_its_usual_address_and_may_have_another():
+    assert notice_sources("aws") == [MetadataSource("aws", "http://169.254.169.254")]
+    assert notice_sources("gcp=http://there:80") == [MetadataSource("gcp", "http://there:80")]
+    assert notice_sources("slurm") == [SlurmSource(600.0)]
+    assert notice_sources("slurm=90") == [SlurmSource(90.0)]
+    assert notice_sources("kubernetes") == [KubernetesSource({})]
+    further = {"example.com/sold": 90.0, "example.com/rented": None}
+    assert notice_sources("kubernetes=example.com/sold:90+example.com/rented") == [KubernetesSource(further)]
+
+
+def test_several_are_separated_by_commas():
+    assert [source.name for source in notice_sources("aws, kubernetes,slurm=5")] == ["aws", "kubernetes", "slurm"]
+
+
+@pytest.mark.parametrize("text", [
+    "", "AWS", "oracle", "aws=ftp://there", "aws=there", "aws,", "slurm=soon", "slurm=-1", "slurm=inf", "slurm=nan",
+    "kubernetes=:5", "kubernetes=a:b", "kubernetes=a:-1", "kubernetes=a:inf", "kubernetes=a:nan",
+])  # fmt: skip
+def test_what_names_nobody_is_one_clear_sentence(text):
+    with pytest.raises(
+        UnknownSource, match=r"names nobody whose notices are known: use aws, gcp, azure, .* with commas$"
+    ):
+        notice_sources(text)
