@@ -34,6 +34,10 @@ SHUTDOWN_SECONDS = 3
 PRIVATE = 0o077
 
 
+ENDED_BY_RAY = 1
+"""Exit status of a service whose Ray has gone, for whoever starts it again (`api/cli/restarts.py`)."""
+
+
 class PortTaken(MantaError):
     """The address is in use; the message says which."""
 
@@ -72,11 +76,11 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     url = f"{'http' if tls.certificate is None else 'https'}://{host}:{port}"
-    head = ExistingRay(ray, home, settings.ship_code, patient) if ray else RayHead(home, slots)
+    head = ExistingRay(ray, home, settings.ship_code, patient, settings.ports) if ray else RayHead(home, slots)
     control = ControlPlane(
         home,
         head,
-        lambda: _start_over(settings, host, port, slots),
+        (lambda: os._exit(ENDED_BY_RAY)) if ray else lambda: _start_over(settings, host, port, slots),
         settings.allow_faults,
         settings.failed_memory_hours * 3600,
         roots_of(settings.data_roots, host),

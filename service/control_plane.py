@@ -113,7 +113,7 @@ class ControlPlane:
         self._cluster: Cluster | None = None
         self._housekeeping: Housekeeping | None = None
         self._ray_process: int | None = None
-        """First process of our own Ray."""
+        """First process of our own Ray, or of our raylet of another one."""
         self._tasks: list[asyncio.Task[None]] = []
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._seen: dict[str, JobInBrief] = {}
@@ -158,6 +158,8 @@ class ControlPlane:
         self._installation = namespace
         self._mark_folders()
         ray, is_elsewhere = self._head.connect(namespace), isinstance(self._head, ExistingRay)
+        if isinstance(self._head, ExistingRay):
+            self._ray_process = self._head.raylet()
         return Cluster.connected(ray, self._paths_of_jobs, self._node_notices, is_elsewhere, self._ports)
 
     def _mark_folders(self) -> None:
@@ -217,7 +219,7 @@ class ControlPlane:
             asyncio.create_task(care.run(), name="care for nodes"),
             asyncio.create_task(NodeWatch(cluster, self._node_lost, self._node_draining).run(), name="nodes"),
         ]
-        if isinstance(self._head, RayHead):
+        if self._ray_process is not None:
             self._tasks.append(asyncio.create_task(self._watch_ray(), name=RAY_WATCH))
         for task in self._tasks:
             task.add_done_callback(_log_failure)
@@ -226,9 +228,10 @@ class ControlPlane:
         return self._read(lambda session: jobs.states(session, job_ids))
 
     async def _watch_ray(self) -> None:
-        """Notice the death of our Ray. All trainers died with it; their jobs go on from their snapshots."""
-        if self._ray_process is not None:
-            await ended(self._ray_process)
+        """Notice the death of our Ray. All trainers died with it, and their jobs go on from their snapshots; or, on
+        somebody else's, only our own raylet did."""
+        assert self._ray_process is not None
+        await ended(self._ray_process)
         log.error("Ray has died (log: %s)", Paths.of(self._home).ray_log)
         if self._start_over is not None:
             self._start_over()

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from service.cluster.own_raylet import ensure_raylet
+from service.cluster.processes import session_leader
 from service.cluster.ray_head import MARK, NAMESPACE, ROOT, RayUnavailable, answers, connect
 from workers.paths import Paths
+from workers.system.ports import PortRange
 
 log = logging.getLogger(__name__)
 
@@ -19,11 +21,19 @@ LOOK_SECONDS = 1.0
 class ExistingRay:
     """The cluster whose control store is at an address."""
 
-    def __init__(self, address: str, home: str | Path, ship_code: bool = False, patient: bool = False):
+    def __init__(
+        self,
+        address: str,
+        home: str | Path,
+        ship_code: bool = False,
+        patient: bool = False,
+        ports: PortRange | None = None,
+    ):
         """`address`: host:port; `home`: of the service; `ship_code`: give the nodes our own code, instead of what is
-        installed there; `patient`: wait for a cluster that does not answer, since it did a moment ago."""
+        installed there; `patient`: wait for a cluster that does not answer, since it did a moment ago; `ports`: on
+        which a raylet that is started here listens, None: any."""
         self._address, self._paths, self._ship_code = address, Paths.of(home), ship_code
-        self._patient = patient
+        self._patient, self._ports = patient, ports
 
     def connect(self, namespace: str = NAMESPACE) -> Any:
         """Connect this process to the cluster and return the ray module; `namespace`: of all names there. Where no
@@ -32,8 +42,12 @@ class ExistingRay:
             self._wait_for_answer()
         if not answers(self._address):
             raise RayUnavailable(f"No Ray answers at {self._address}; check --ray and that the cluster is up.")
-        ensure_raylet(self._address, self._paths, MARK)
+        ensure_raylet(self._address, self._paths, MARK, self._ports)
         return connect(self._address, namespace, self._runtime_environment())
+
+    def raylet(self) -> int | None:
+        """First process of the raylet that was started here; None where somebody else started it."""
+        return session_leader((MARK, self._paths.tag), ("start",))
 
     def _wait_for_answer(self) -> None:
         if not answers(self._address):

@@ -62,6 +62,8 @@ class NodeDaemons:
         """By node with a daemon of another release what was said about it."""
         self._foreign: set[str] = set()
         """Nodes where a daemon that we started is of another release: so is the Manta that is installed there."""
+        self._with_problem: set[str] = set()
+        """Nodes whose problem was noted here."""
         self._other_code: set[str] = set()
         """Nodes where a daemon that we started runs other code than we do."""
 
@@ -112,8 +114,12 @@ class NodeDaemons:
 
     def _note_problem(self, node: str, problem: str | None) -> None:
         if problem is None:
-            self._nodes.problems.pop(node, None)
-        elif self._nodes.problems.get(node) != problem:
+            if node in self._with_problem:  # else it is somebody else's
+                self._with_problem.discard(node)
+                self._nodes.problems.pop(node, None)
+            return
+        self._with_problem.add(node)
+        if self._nodes.problems.get(node) != problem:
             log.error("nothing is placed on a node: %s", problem)
             self._nodes.problems[node] = problem
 

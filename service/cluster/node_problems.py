@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from workers.protocol.messages import NodeDescription
+from workers.system.own_address import address_towards
 
 SAME_CODE = "install the same Manta there as here, or have ours shipped to the nodes with MANTA_SHIP_CODE=1"
 
@@ -18,6 +19,15 @@ def problem_of(about: NodeDescription, other_code: bool) -> str | None:
             "object store, or to a folder that control plane and nodes have at the same path and may write to"
         )
     return None
+
+
+def problem_of_port(name: str, host: str, port: int) -> str:
+    """The problem of a node whose daemon listens on a port that the control plane does not reach."""
+    here = address_towards(host)
+    return (
+        f"port {port} of node {name} ({host}) cannot be reached from the control plane ({here}), though its Ray can: "
+        "open the ports of MANTA_PORTS between all machines (docs/deploy/ray.md)"
+    )
 
 
 def problem_of_start(node: str, error: str) -> str:

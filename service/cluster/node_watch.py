@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from service.cluster.cluster import Cluster
 from service.cluster.node_daemons import HeartbeatSource
+from service.cluster.node_problems import problem_of_port
 from service.cluster.nodes import RayNode
 from workers.protocol.json_codec import MalformedMessage, from_json
 from workers.protocol.messages import Heartbeat
@@ -30,6 +31,8 @@ SILENT_SECONDS = 1.5
 # Long enough for the kernel's second try, one second after a first packet that was lost.
 CONNECT_SECONDS = 1.2
 LOOK_SECONDS = 1.0
+# How often in a row the daemon's port must refuse, while that of Ray does not, before it counts as closed: some 15 s.
+REFUSALS = 6
 
 Address = tuple[str, int]
 
@@ -47,6 +50,8 @@ class NodeWatch:
         many seconds and why, where that was said, with each of its heartbeats."""
         self._cluster, self._lost, self._draining = cluster, lost, draining
         self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._refused: dict[str, int] = {}
+        """By node how often in a row its daemon's port took no connection though its Ray's did."""
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -74,6 +79,7 @@ class NodeWatch:
             self._cluster.nodes.lost.discard(node)  # ids of nodes never come again
             self._cluster.nodes.drain_no_more(node)
             self._cluster.nodes.problems.pop(node, None)
+            self._refused.pop(node, None)
 
     async def _watch(self, node: RayNode) -> None:
         """Until Ray itself gives the node up."""
@@ -81,8 +87,7 @@ class NodeWatch:
             source = await self._heartbeat_source(node)
             if source is not None:
                 await self._listen(node.id, source)
-            addresses = [node.raylet] if source is None else [(source.host, source.port), node.raylet]
-            if await asyncio.to_thread(any_listens, addresses):
+            if await self._is_there(node, source):
                 await asyncio.sleep(BEAT_SECONDS)
                 continue
             await self._lose(node.id, "neither its daemon nor its Ray can be reached")
@@ -90,6 +95,26 @@ class NodeWatch:
                 await asyncio.sleep(LOOK_SECONDS)
             log.warning("node %s is back", node.id)
             self._cluster.nodes.lost.discard(node.id)
+
+    async def _is_there(self, node: RayNode, source: HeartbeatSource | None) -> bool:
+        """Whether its daemon or its Ray takes a connection. Where for a while only its Ray does, that is a problem for
+        somebody to mend, and no loss."""
+        if source is not None and await asyncio.to_thread(any_listens, [(source.host, source.port)]):
+            self._note_reached(node.id)
+            return True
+        there = await asyncio.to_thread(any_listens, [node.raylet])
+        if there and source is not None:
+            self._refused[node.id] = self._refused.get(node.id, 0) + 1
+            if self._refused[node.id] == REFUSALS:
+                problem = problem_of_port(node.host or node.id, source.host, source.port)
+                log.error("nothing is placed on a node: %s", problem)
+                self._cluster.nodes.problems[node.id] = problem
+        return there
+
+    def _note_reached(self, node: str) -> None:
+        if self._refused.pop(node, 0) >= REFUSALS:
+            log.warning("the daemon of node %s can be reached again", node)
+            self._cluster.nodes.problems.pop(node, None)
 
     async def _heartbeat_source(self, node: RayNode) -> HeartbeatSource | None:
         """Where the node's daemon sends heartbeats from; it is started where there is none. None when it does not
@@ -133,6 +158,7 @@ class NodeWatch:
                 writer.close()
 
     def _hear(self, heartbeat: Heartbeat) -> None:
+        self._note_reached(heartbeat.node)
         if heartbeat.draining and self._draining is not None:
             self._draining(heartbeat.node, heartbeat.drain_seconds, heartbeat.drain_reason)
         elif heartbeat.stays and heartbeat.node in self._cluster.nodes.draining:

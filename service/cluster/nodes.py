@@ -90,7 +90,7 @@ class Nodes:
         """Units of `unit` of each living node, in all and free. Nodes where nothing more is placed are left out, unless
         asked for `all_living`; of those whose daemon does not answer nothing is free."""
         nodes, free = await self._living(), await self._ray.read(self._free)
-        free = {node: units for node, units in free.items() if node not in self.silent}
+        free = {node: units for node, units in free.items() if node not in self.silent | self.problems.keys()}
         units = {
             node["NodeID"]: (int(node["Resources"].get(unit, 0)), int(free.get(node["NodeID"], {}).get(unit, 0)))
             for node in nodes

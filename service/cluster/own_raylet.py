@@ -7,43 +7,71 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
 import psutil  # type: ignore[import-untyped]
 
 from service.cluster.processes import end_all
-from service.cluster.ray_head import RayUnavailable
-from service.cluster.ray_private import START_COMMAND, node_addresses
+from service.cluster.ray_head import RayUnavailable, answers
+from service.cluster.ray_private import START_COMMAND, raylet_addresses
 from service.settings import without_secrets
 from workers.paths import Paths
 from workers.system.own_address import address_towards
+from workers.system.ports import PortRange
 
 log = logging.getLogger(__name__)
 
 START_SECONDS, POLL_SECONDS = 60.0, 0.2
+SERVERS = (
+    "node-manager-port",
+    "object-manager-port",
+    "dashboard-agent-grpc-port",
+    "runtime-env-agent-port",
+    "metrics-export-port",
+)
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """The least that Ray takes: nothing goes through it."""
 
 
-def ensure_raylet(address: str, paths: Paths, mark: str) -> None:
+def ensure_raylet(address: str, paths: Paths, mark: str, ports: PortRange | None = None) -> None:
     """Have a raylet of the Ray at `address` on this machine: the one that runs here, else a new one, which outlives
-    this process and has `mark` in its environment with the home's tag as value. Raises RayUnavailable."""
-    here = _own_addresses()
-    if not here.isdisjoint(_addresses(address)):
+    this process and has `mark` in its environment with the home's tag as value; it and its processes, this one
+    among them, listen on `ports`. Raises RayUnavailable."""
+    if any(_listed_here(address)):
+        _wait_until_settled(address)
         return
     log.info("no raylet of the Ray at %s runs on this machine: one without resources is started", address)
     end_all((mark, paths.tag), None)  # one of a head that is gone
     paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
-    process = _spawn(address, paths, mark)
-    if not _until(lambda: not here.isdisjoint(_addresses(address)), process):
+    process = _spawn(address, paths, mark, ports)
+    if not _until(lambda: _is_settled(address), process):
         process.terminate()
         raise RayUnavailable(f"A raylet that joins the Ray at {address} did not start; its log is {paths.ray_log}.")
 
 
-def _addresses(address: str) -> list[str]:
+def _listed_here(address: str) -> list[bool]:
+    """For each raylet on this machine that Ray takes for living whether it listens."""
+    here = _own_addresses()
+    return [answers(f"{host}:{port}") for host, port in _raylets(address) if host in here]
+
+
+def _is_settled(address: str) -> bool:
+    """Whether one runs here, and none is listed that has just ended: Ray may have this process use that one."""
+    listed = _listed_here(address)
+    return bool(listed) and all(listed)
+
+
+def _wait_until_settled(address: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not _is_settled(address) and time.monotonic() < deadline:
+        threading.Event().wait(POLL_SECONDS)
+
+
+def _raylets(address: str) -> list[tuple[str, int]]:
     try:
-        return node_addresses(address)
+        return raylet_addresses(address)
     except Exception as error:  # Ray raises its own errors, RuntimeError and what gRPC has
         raise RayUnavailable(f"Ray at {address} does not let us in: {' '.join(str(error).split())}") from error
 
@@ -54,7 +82,7 @@ def _own_addresses() -> set[str]:
     return {entry.address for entries in interfaces for entry in entries if entry.family in families}
 
 
-def _spawn(address: str, paths: Paths, mark: str) -> subprocess.Popen[bytes]:
+def _spawn(address: str, paths: Paths, mark: str, ports: PortRange | None) -> subprocess.Popen[bytes]:
     options = {
         "address": address,
         "node-ip-address": address_towards(address.rpartition(":")[0]),
@@ -62,6 +90,8 @@ def _spawn(address: str, paths: Paths, mark: str) -> subprocess.Popen[bytes]:
         "num-gpus": "0",
         "object-store-memory": str(OBJECT_STORE_BYTES),
     }
+    if ports is not None:
+        options |= _listening_on(ports)
     command = [sys.executable, "-c", START_COMMAND, "start", "--block", "--disable-usage-stats"]
     with paths.ray_log.open("ab") as output:
         return subprocess.Popen(
@@ -73,6 +103,13 @@ def _spawn(address: str, paths: Paths, mark: str) -> subprocess.Popen[bytes]:
             env={**without_secrets(os.environ), mark: paths.tag, "RAY_USAGE_STATS_ENABLED": "0"},
             start_new_session=True,
         )
+
+
+def _listening_on(ports: PortRange) -> dict[str, str]:
+    """Options of Ray: a port for each of its servers, and the others for the processes that use it."""
+    first = [str(ports.first + number) for number in range(len(SERVERS))]
+    workers = {"min-worker-port": str(ports.first + len(SERVERS)), "max-worker-port": str(ports.last)}
+    return dict(zip(SERVERS, first, strict=True)) | workers
 
 
 def _until(there: Callable[[], bool], process: subprocess.Popen[bytes]) -> bool:

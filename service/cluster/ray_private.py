@@ -56,9 +56,9 @@ def node_of_actor(ray: Any, actor: Any) -> str | None:
     return node
 
 
-def node_addresses(address: str) -> list[str]:
-    """Addresses of the living nodes of the Ray whose control store is at `address`, for a process that is not connected
-    to it. Raises what Ray raises where it does not answer, or takes no token of ours."""
+def raylet_addresses(address: str) -> list[tuple[str, int]]:
+    """Hosts and ports of the raylets of the living nodes of the Ray whose control store is at `address`, for a process
+    that is not connected to it. Raises what Ray raises where it does not answer, or takes no token of ours."""
     from ray import _raylet
     from ray._private.state import GlobalState
 
@@ -67,7 +67,11 @@ def node_addresses(address: str) -> list[str]:
     options = compiled.GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
     state._initialize_global_state(options)
     try:
-        return [str(node["NodeManagerAddress"]) for node in state.node_table() if node["Alive"]]
+        return [
+            (str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
+            for node in state.node_table()
+            if node["Alive"]
+        ]
     finally:
         state.disconnect()
 

@@ -24,6 +24,11 @@ SLOTS = 2
 CORPUS = "/home/data/words.txt"
 """Where the nodes, and nobody else, have their corpus."""
 PORT = 8400
+MANTA_PORTS, RAY_WORKER_PORTS = "20000-20199", "10002-10999"
+RAY_SERVERS = ("node-manager", "object-manager", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export")
+RAY_SERVER_PORTS = {f"{server}-port": 6380 + number for number, server in enumerate(RAY_SERVERS)}
+OPEN = ("6379-6384", RAY_WORKER_PORTS, MANTA_PORTS)
+"""What docs/deploy/ray.md has opened between the machines of a cluster; on the control plane's the last is enough."""
 RAY_PORT = 6379
 OBJECT_STORE_BYTES = 80 * 2**20
 START_RAY = "from ray.scripts.scripts import main; main()"
@@ -76,6 +81,10 @@ class ApartCluster:
     def _ray(self, machine: Machine, *options: str) -> None:
         memory = f"--object-store-memory={OBJECT_STORE_BYTES}"
         ours = ("start", "--block", "--disable-usage-stats", f"--node-ip-address={machine.address}", memory)
+        first, last = RAY_WORKER_PORTS.split("-")
+        fixed = {**RAY_SERVER_PORTS, "min-worker-port": first, "max-worker-port": last}
+        options = (*options, *(f"--{name}={port}" for name, port in fixed.items()))
+        machine.let_in(OPEN)
         environment = {**self.token, **self.environment, "RAY_memory_monitor_refresh_ms": "0"}
         machine.start(*python("-c", START_RAY), *ours, *options, **environment)
 
@@ -101,7 +110,8 @@ class ApartService(Manta):
         torch = [Path(each) / "torch" for each in site.getsitepackages()]
         self.machine = Machine(network, "control", folder, [each for each in torch if each.is_dir()])
         self.cluster = cluster
-        self._environment = {**environment, **cluster.token, "MANTA_NO_DASHBOARD": "1"}
+        self._environment = {**environment, **cluster.token, "MANTA_NO_DASHBOARD": "1", "MANTA_PORTS": MANTA_PORTS}
+        self.machine.let_in((str(PORT), MANTA_PORTS))
         self.home = self.machine.path(f"{self.machine.home}/.manta")
         self.paths, self._corpus = Paths.of(self.home), Path(CORPUS)
         self.log = folder / "service.log"
@@ -126,9 +136,14 @@ class ApartService(Manta):
         self.process.send_signal(with_signal)
         self.process.wait(30)
 
-    def until_nodes(self, count: int) -> None:
-        """Wait until jobs can be placed on so many nodes."""
-        self.until(f"{count} nodes", lambda: self._usable() >= count, 2 * SECONDS)
+    def until_nodes(self, count: int, exactly: bool = False) -> None:
+        """Wait until jobs can be placed on so many nodes, or on more unless `exactly`."""
+
+        def enough() -> bool:
+            usable = self._usable()
+            return usable == count if exactly else usable >= count
+
+        self.until(f"{count} nodes", enough, 2 * SECONDS)
 
     def _usable(self) -> int:
         return sum(1 for node in self.client.cluster().nodes if node.free)

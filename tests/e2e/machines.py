@@ -28,6 +28,20 @@ SECRET_NAMES = ("MANTA_", "RAY_", "AWS_", "PYTHONPATH", "XDG_")
 """Starts of the names of variables that the tests' own environment does not pass on."""
 
 
+RULES = """
+table inet others {{}}
+delete table inet others
+table inet others {{
+  chain input {{
+    type filter hook input priority 0; policy drop;
+    ct state established,related accept
+    iif lo accept
+    tcp dport {{ {ports} }} accept
+  }}
+}}
+"""
+
+
 class Machine:
     """One machine. What was started on it ends with `power_off`."""
 
@@ -114,6 +128,12 @@ class Machine:
         for path in self.hidden:
             steps.append(f"mount -t tmpfs -o mode=755 tmpfs {shlex.quote(str(path))}")
         return "; ".join([*steps, 'exec "$@"'])
+
+    def let_in(self, ports: Sequence[str]) -> None:
+        """From now on others reach these TCP ports (numbers, or ranges such as 20000-20999) and nothing else here."""
+        rules = RULES.format(ports=", ".join(ports))
+        nft = ["ip", "netns", "exec", self.cable.namespace, "nft", "-f", "-"]
+        subprocess.run(nft, input=rules, text=True, check=True, capture_output=True)
 
     def processes(self) -> list[psutil.Process]:
         """All that runs on it."""

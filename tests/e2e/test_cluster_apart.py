@@ -1,13 +1,15 @@
 """A Ray cluster whose nodes are other machines: with other users, homes and memory, and the control plane on one more,
 without torch. They share no folder: checkpoints are in an object store, jobs in PostgreSQL."""
 
+import re
+import shutil
 import uuid
 
 import pytest
 from s3_server import environment_of
 
 from api.client import ServiceUnreachable
-from tests.e2e.cluster_apart import SLOTS, ApartCluster, ApartService
+from tests.e2e.cluster_apart import MANTA_PORTS, OPEN, SLOTS, ApartCluster, ApartService
 from tests.e2e.conftest import EVERY_STEP, SECONDS
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.network import Network
@@ -21,7 +23,9 @@ LAYOUT = (2, 1, 2)
 def network():
     made = Network(uuid.uuid4().hex)
     if not made.usable:
-        pytest.skip("this user may not make network namespaces")
+        pytest.skip("a network namespace cannot be made here")
+    if shutil.which("nft") is None:
+        pytest.skip("there is no nft (Debian: apt-get install nftables)")
     yield made
     made.close()
 
@@ -113,6 +117,21 @@ def test_what_ranks_print_is_in_the_logs(apart, cluster):
     assert any("Traceback" in line for line in lines)
     assert not [path for node in cluster.nodes for path in node.disk.rglob("rank-*.jsonl")]
     assert SLOTS == 2
+
+
+def test_closed_port_is_named_with_both_ends_and_nothing_else_comes_of_it(apart, cluster):
+    closed, *_ = cluster.nodes
+    closed.let_in([ports for ports in OPEN if ports != MANTA_PORTS])
+    job = None
+    try:
+        apart.until_nodes(NODES - 1, exactly=True)
+        job = apart.submit(apart.spec(STEPS, (2, 1, NODES)))
+        waiting = apart.until("the job waiting", lambda: apart.client.job(job).message)
+        assert re.search(rf"port 20\d\d\d of node {closed.name} \({closed.address}\) cannot be reached", waiting)
+        assert f"from the control plane ({apart.machine.address})" in waiting and "MANTA_PORTS" in waiting
+    finally:
+        closed.let_in(OPEN)
+    apart.until_state(job, "SUCCEEDED")
 
 
 def test_job_comes_back_from_its_checkpoint_when_the_head_is_lost_with_all_that_ray_knew(apart, cluster, clean):

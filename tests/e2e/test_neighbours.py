@@ -24,7 +24,7 @@ def test_from_another_machine_nothing_but_ray_can_be_talked_to(manta, ports):
     manta.until_step(job, 3)
     service = psutil.Process(int(str(running_service(manta.home)["pid"])))
     ours = listening(own_processes.of_service(service, manta.paths))
-    assert {"api.cli", "ray::NodeDaemon", "ray::Agent"} <= set(ours.values()), "it looks at the wrong processes"
+    assert {"api.cli", "ray::NodeDaemon", "ray::AgentOnNode"} <= set(ours.values()), "it looks at the wrong processes"
     asked = ours if ports == "of_ours" else range(1, 65536)
     with neighbour() as somebody:
         for address in {HERE, outward_address()} - {LOOPBACK}:

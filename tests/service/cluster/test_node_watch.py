@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from service.cluster.node_daemons import HeartbeatSource
 from service.cluster.node_watch import NodeWatch, any_listens
 from service.cluster.nodes import Nodes, RayNode
 from workers.node.heartbeat import HeartbeatServer
+from workers.system.ports import PortRange
 
 SECONDS = 30.0
 
@@ -21,7 +23,7 @@ class FakeCluster:
     def __init__(self):
         self.nodes = self.daemons = self
         self.lost, self.draining, self.failed = set(), set(), []
-        self.leave_by = {}
+        self.leave_by, self.problems = {}, {}
         self.raylet = socket.create_server(("127.0.0.1", 0))
         self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
         self.asked = 0
@@ -368,3 +370,43 @@ def test_daemon_that_is_listened_to_no_more_is_asked_no_more_and_hung_up_on(clus
 
     assert asyncio.run(body()) == []
     assert (written, closed) == ([b"secret\n"], [True])
+
+
+def refusing(cluster):
+    """Where the daemon listened until now."""
+    address = cluster.heartbeat.address
+    cluster.heartbeat.close()
+    cluster.heartbeat = SimpleNamespace(address=address, secret="s", close=lambda: None)
+    return address
+
+
+def test_node_whose_daemon_alone_cannot_be_reached_is_not_lost_but_has_a_problem_until_it_can(cluster, monkeypatch):
+    """As behind a firewall that lets only Ray through."""
+    monkeypatch.setattr(node_watch, "BEAT_SECONDS", 0.01)
+    host, port = refusing(cluster)
+
+    async def story(reports):
+        async with asyncio.timeout(SECONDS):
+            await until(lambda: cluster.problems)
+        sentence = cluster.problems["n1"]
+        assert sentence.startswith(
+            f"port {port} of node n1 ({host}) cannot be reached from the control plane (127.0.0.1)"
+        )
+        assert "MANTA_PORTS" in sentence and cluster.lost == set() and reports.empty()
+        cluster.heartbeat = HeartbeatServer("127.0.0.1", "n1", PortRange(port, port))
+        await until(lambda: not cluster.problems)
+
+    watched(cluster, story)
+
+
+def test_daemon_that_is_away_for_a_moment_is_no_problem(cluster, monkeypatch):
+    monkeypatch.setattr(node_watch, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(node_watch, "REFUSALS", 10_000)
+    refusing(cluster)
+
+    async def story(reports):
+        asked = cluster.asked
+        await until(lambda: cluster.asked > asked + 3)
+        assert cluster.problems == {} and reports.empty()
+
+    watched(cluster, story)

@@ -8,6 +8,7 @@ import selectors
 import socket
 import struct
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from workers.comm.meeting import NONCE_BYTES, STRANGERS, Meeting
 from workers.comm.secret import PROOF_BYTES, Secret
 from workers.errors import PeerLost
 from workers.liveness.progress import CONNECTING_CHANNEL, Progress
+from workers.system.ports import PortRange
 
 GENERATION = 9
 
@@ -277,7 +279,7 @@ def test_a_peer_that_cannot_be_reached_is_named():
     with socket.create_server((HOST, 0)) as closed:
         address = at(closed)
     store.set("address/0", said_by(secret(GENERATION), 0, address))
-    with pytest.raises(PeerLost, match=f"rank 0 cannot be reached at {address}: Connection refused"):
+    with pytest.raises(PeerLost, match=f"rank 0 cannot be reached at {address} from {HOST}: Connection refused"):
         rank_links(1, store)
 
 
@@ -332,3 +334,37 @@ def test_a_rank_that_gives_up_lets_go_of_those_that_it_has_met():
 def test_a_generation_that_is_over_already_is_not_waited_for():
     with pytest.raises(PeerLost, match="is over"):
         rank_links(0, dist.HashStore(), is_over=lambda: True)
+
+
+def test_a_port_that_takes_no_call_is_named_with_both_ends(monkeypatch):
+    """As behind a firewall that says nothing: here a listener whose queue is full."""
+    monkeypatch.setattr(meeting, "REACH_SECONDS", 0.2)
+    store = dist.HashStore()
+    with socket.create_server((HOST, 0), backlog=0) as full, contextlib.ExitStack() as callers:
+        for _ in range(3):
+            caller = callers.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(full.getsockname())
+        store.set("address/0", said_by(secret(GENERATION), 0, at(full)))
+        with pytest.raises(PeerLost, match=rf"rank 0 cannot be reached at {at(full)} from {HOST}: no answer in 0\.2 s"):
+            rank_links(1, store)
+
+
+def test_a_rank_listens_on_a_port_of_its_range():
+    with socket.create_server((HOST, 0)) as probe:
+        port = probe.getsockname()[1]
+    store = dist.HashStore()
+    over = threading.Event()
+    ports = PortRange(port, port)
+
+    def meet():
+        with contextlib.suppress(PeerLost):
+            Links(0, [1], store, secret(GENERATION), HOST, over.is_set, ports=ports)
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    store.wait(["address/0"], timedelta(seconds=20))
+    said = store.get("address/0").split()[0].decode()
+    over.set()
+    thread.join()
+    assert said == f"{HOST}:{port}"
