@@ -371,6 +371,8 @@ class Node(Answer):
     """Whether it answers."""
     draining: bool = False
     """Whether it is to be left: jobs move away from it, and none is placed there."""
+    problem: str | None = None
+    """Why none is placed there until somebody mends it, in a sentence."""
     accelerator: str
     """What a rank takes there: gpu or slot, or a device's name."""
     total: float

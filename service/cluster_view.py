@@ -22,6 +22,7 @@ async def cluster_view(cluster: Cluster, store: Store) -> dict[str, Any]:
             "address": known[node].raylet[0],
             "alive": True,
             "draining": node in cluster.nodes.draining,
+            "problem": cluster.nodes.problems.get(node),
             "accelerator": "gpu" if gpus else "cpu",
             "total": total,
             "free": free,

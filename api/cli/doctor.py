@@ -87,6 +87,8 @@ def _service(settings: Settings) -> Iterator[Finding]:
             yield Finding(
                 "nodes", "warning", f"{node.id[:12]} ({node.address}) does not answer", "nothing is placed there"
             )
+        elif node.problem is not None:
+            yield Finding("nodes", "problem", node.problem, "nothing is placed there until then")
         elif node.draining:
             yield Finding("nodes", "warning", f"{node.id[:12]} ({node.address}) is to be left; {places}")
         else:

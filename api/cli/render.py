@@ -224,6 +224,8 @@ def node_state(node: schemas.Node) -> str:
     """In a word."""
     if not node.alive:
         return "dead"
+    if node.problem is not None:
+        return "problem"
     return "draining" if node.draining else "alive"
 
 
@@ -235,6 +237,9 @@ def node_table(console: Console, cluster: schemas.Cluster) -> None:
         for node in cluster.nodes
     ]  # fmt: skip
     table(console, ("NODE", "ADDRESS", "STATE", "PLACES", "FREE", "TOTAL", "JOBS"), rows, "the cluster has no nodes")
+    for node in cluster.nodes:
+        if node.problem is not None:
+            console.print(f"nothing is placed on {node.id[:12]}: {node.problem}", style="yellow")
 
 
 def key_table(console: Console, keys: Sequence[access_schemas.ApiKey]) -> None:

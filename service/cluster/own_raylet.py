@@ -7,15 +7,15 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
 from service.cluster.processes import end_all
 from service.cluster.ray_head import RayUnavailable, answers
-from service.cluster.ray_private import START_COMMAND, raylet_addresses
+from service.cluster.ray_private import START_COMMAND, Raylet, raylets
 from service.settings import without_secrets
 from workers.paths import Paths
 from workers.system.own_address import address_towards
@@ -39,11 +39,11 @@ def ensure_raylet(address: str, paths: Paths, mark: str, ports: PortRange | None
     """Have a raylet of the Ray at `address` on this machine: the one that runs here, else a new one, which outlives
     this process and has `mark` in its environment with the home's tag as value; it and its processes, this one
     among them, listen on `ports`. Raises RayUnavailable."""
-    if any(_listed_here(address)):
-        _wait_until_settled(address)
+    if any(listens for _, listens in _here(address)):
         return
     log.info("no raylet of the Ray at %s runs on this machine: one without resources is started", address)
     end_all((mark, paths.tag), None)  # one of a head that is gone
+    _remove_sockets(address)
     paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
     process = _spawn(address, paths, mark, ports)
     if not _until(lambda: _is_settled(address), process):
@@ -51,27 +51,29 @@ def ensure_raylet(address: str, paths: Paths, mark: str, ports: PortRange | None
         raise RayUnavailable(f"A raylet that joins the Ray at {address} did not start; its log is {paths.ray_log}.")
 
 
-def _listed_here(address: str) -> list[bool]:
-    """For each raylet on this machine that Ray takes for living whether it listens."""
-    here = _own_addresses()
-    return [answers(f"{host}:{port}") for host, port in _raylets(address) if host in here]
+def _here(address: str) -> list[tuple[Raylet, bool]]:
+    """The raylets that Ray knows on this machine, and whether each lives and listens."""
+    own = _own_addresses()
+    known = [raylet for raylet in _raylets(address) if raylet.host in own]
+    return [(raylet, raylet.alive and answers(f"{raylet.host}:{raylet.port}")) for raylet in known]
 
 
 def _is_settled(address: str) -> bool:
-    """Whether one runs here, and none is listed that has just ended: Ray may have this process use that one."""
-    listed = _listed_here(address)
-    return bool(listed) and all(listed)
+    """Whether one runs here, and none counts as living that has ended: Ray may have this process use that one."""
+    living = [listens for raylet, listens in _here(address) if raylet.alive]
+    return bool(living) and all(living)
 
 
-def _wait_until_settled(address: str) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not _is_settled(address) and time.monotonic() < deadline:
-        threading.Event().wait(POLL_SECONDS)
+def _remove_sockets(address: str) -> None:
+    """Those that raylets which ended here have left."""
+    for raylet, listens in _here(address):
+        for path in () if listens else raylet.sockets:
+            Path(path).unlink(missing_ok=True)
 
 
-def _raylets(address: str) -> list[tuple[str, int]]:
+def _raylets(address: str) -> list[Raylet]:
     try:
-        return raylet_addresses(address)
+        return raylets(address)
     except Exception as error:  # Ray raises its own errors, RuntimeError and what gRPC has
         raise RayUnavailable(f"Ray at {address} does not let us in: {' '.join(str(error).split())}") from error
 

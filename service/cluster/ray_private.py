@@ -5,6 +5,7 @@ After an update of Ray this is the file to look at; `tests/service/cluster` runs
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,22 @@ def node_of_actor(ray: Any, actor: Any) -> str | None:
     return node
 
 
-def raylet_addresses(address: str) -> list[tuple[str, int]]:
-    """Hosts and ports of the raylets of the living nodes of the Ray whose control store is at `address`, for a process
-    that is not connected to it. Raises what Ray raises where it does not answer, or takes no token of ours."""
+@dataclass(frozen=True)
+class Raylet:
+    """A raylet that Ray knows."""
+
+    host: str
+    port: int
+    alive: bool
+    """Whether Ray takes it for living."""
+    sockets: tuple[str, ...]
+    """Paths of its Unix sockets, on its machine. A process that joins Ray looks for them under their first names, which
+    the next raylet of a machine does not get while the files of the one before are there."""
+
+
+def raylets(address: str) -> list[Raylet]:
+    """Those of the Ray whose control store is at `address`, for a process that is not connected to it. Raises what Ray
+    raises where it does not answer, or takes no token of ours."""
     from ray import _raylet
     from ray._private.state import GlobalState
 
@@ -68,9 +82,13 @@ def raylet_addresses(address: str) -> list[tuple[str, int]]:
     state._initialize_global_state(options)
     try:
         return [
-            (str(node["NodeManagerAddress"]), int(node["NodeManagerPort"]))
+            Raylet(
+                str(node["NodeManagerAddress"]),
+                int(node["NodeManagerPort"]),
+                bool(node["Alive"]),
+                (str(node["RayletSocketName"]), str(node["ObjectStoreSocketName"])),
+            )
             for node in state.node_table()
-            if node["Alive"]
         ]
     finally:
         state.disconnect()

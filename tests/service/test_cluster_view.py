@@ -20,6 +20,7 @@ def view(cluster, store):
 
 def test_each_node_says_what_is_free_who_runs_there_and_whether_it_is_left(store, started, cluster):
     cluster.nodes.draining.add("two")
+    cluster.nodes.problems["two"] = "it has no Manta"
     rows = [
         {"rank": rank, "tensor": rank, "pipeline": 0, "data": 0, "context": 0, "node": node, "device": "cpu",
          "pid": pid, "generation": 1, "actor": f"a{rank}", "state": "running"}
@@ -31,6 +32,7 @@ def test_each_node_says_what_is_free_who_runs_there_and_whether_it_is_left(store
     one, two = seen["nodes"]
     assert (one["id"], one["total"], one["free"], one["draining"]) == ("one", 2, 2, False)
     assert (two["id"], two["total"], two["draining"], two["alive"]) == ("two", 4, True, True)
+    assert (one["problem"], two["problem"]) == (None, "it has no Manta")
     assert one["ranks"] == [{"job": started.id, "rank": 0}]
     assert two["ranks"] == [], "one that does not run takes no place"
 

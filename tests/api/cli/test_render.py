@@ -170,6 +170,16 @@ def test_nodes(alive, draining, state):
     assert list(row.values()) == ["n1", "10.0.0.1", state, "slot", "5", "8", "job_1, job_2"]
 
 
+def test_what_is_wrong_with_a_node_stands_below_the_table():
+    node = schemas.Node(
+        id="n1", address="10.0.0.1", alive=True, accelerator="slot", total=8.0, free=0.0, problem="it has no Manta"
+    )
+    console = Console(width=200, record=True, file=io.StringIO())
+    render.node_table(console, schemas.Cluster(nodes=[node]))
+    printed = console.export_text()
+    assert " problem " in printed and "nothing is placed on n1: it has no Manta" in printed
+
+
 def test_keys_projects_and_the_audit():
     key = access_schemas.ApiKey(id="k1", name="laptop", user=None, project="default", scope="read", installation=False,
                                 created_at=MOMENT, expires_at=later(1), revoked_at=None)  # fmt: skip

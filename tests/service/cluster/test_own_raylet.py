@@ -1,0 +1,126 @@
+"""Ray takes a process in only where a raylet runs: one is started where none does, whatever a dead one has left."""
+
+import socket
+
+import pytest
+
+from service.cluster import own_raylet as module
+from service.cluster.own_raylet import ensure_raylet
+from service.cluster.ray_head import RayUnavailable
+from service.cluster.ray_private import Raylet
+from workers.paths import Paths
+from workers.system.ports import PortRange
+
+ADDRESS = "127.0.0.1:6379"
+
+
+@pytest.fixture
+def listening():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def closed():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def ray(monkeypatch, tmp_path):
+    """Raylets that Ray knows; one that is started is among them from then on."""
+    known, started = [], []
+
+    class Process:
+        def wait(self, seconds):
+            raise module.subprocess.TimeoutExpired("ray", seconds)
+
+        def terminate(self):
+            started.append("terminated")
+
+    def spawn(address, paths, mark, ports):
+        started.append((address, mark, ports))
+        known.extend(ray_starts)
+        return Process()
+
+    ray_starts = []
+    monkeypatch.setattr(module, "raylets", lambda address: list(known))
+    monkeypatch.setattr(module, "_spawn", spawn)
+    monkeypatch.setattr(module, "_own_addresses", lambda: {"127.0.0.1", "10.0.0.7"})
+    monkeypatch.setattr(module, "end_all", lambda mark, leader: started.append("ended what was left"))
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    return known, started, ray_starts
+
+
+def ensure(tmp_path, ports=None):
+    ensure_raylet(ADDRESS, Paths.of(tmp_path), "MARK", ports)
+
+
+def raylet(port, alive=True, host="127.0.0.1", sockets=()):
+    return Raylet(host, port, alive, tuple(sockets))
+
+
+def test_one_that_runs_here_is_used(ray, tmp_path, listening):
+    known, started, _ = ray
+    known += [raylet(1, host="10.9.9.9"), raylet(listening)]
+    ensure(tmp_path)
+    assert started == []
+
+
+def test_where_none_runs_one_is_started_on_the_ports_that_may_be_used(ray, tmp_path, listening):
+    known, started, starts = ray
+    known.append(raylet(1, host="10.9.9.9"))
+    starts.append(raylet(listening))
+    ports = PortRange(20000, 20199)
+    ensure(tmp_path, ports)
+    assert started == ["ended what was left", (ADDRESS, "MARK", ports)]
+
+
+def test_sockets_of_one_that_ended_are_out_of_the_way_before_the_next_starts(ray, tmp_path, listening, closed):
+    known, _, starts = ray
+    left, used = tmp_path / "raylet", tmp_path / "of another machine"
+    left.touch()
+    used.touch()
+    known += [raylet(closed, alive=False, sockets=[left]), raylet(1, host="10.9.9.9", sockets=[used])]
+    starts.append(raylet(listening))
+    ensure(tmp_path)
+    assert not left.exists() and used.exists()
+
+
+def test_one_that_ended_and_still_counts_as_living_is_waited_out(ray, tmp_path, monkeypatch, listening, closed):
+    known, _, starts = ray
+    known.append(raylet(closed))
+    starts.append(raylet(listening))
+    looks = []
+
+    def look(address):
+        looks.append(len(looks))
+        if len(looks) == 6:
+            known[0] = raylet(closed, alive=False)
+        return list(known)
+
+    monkeypatch.setattr(module, "raylets", look)
+    ensure(tmp_path)
+    assert len(looks) >= 6
+
+
+def test_one_that_does_not_come_up_is_ended_and_named(ray, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "START_SECONDS", 0.05)
+    with pytest.raises(RayUnavailable, match=r"A raylet that joins the Ray at 127\.0\.0\.1:6379 did not start"):
+        ensure(tmp_path)
+    assert ray[1][-1] == "terminated"
+
+
+def test_ray_that_lets_nobody_in_is_one_clear_sentence(tmp_path, monkeypatch):
+    def refuse(address):
+        raise RuntimeError("wrong\ntoken")
+
+    monkeypatch.setattr(module, "raylets", refuse)
+    with pytest.raises(RayUnavailable, match=f"Ray at {ADDRESS} does not let us in: wrong token"):
+        ensure(tmp_path)
+
+
+def test_each_server_of_a_raylet_has_a_port_of_the_range_and_processes_have_the_others():
+    options = module._listening_on(PortRange(20000, 20099))
+    assert options["node-manager-port"] == "20000" and len(set(options.values())) == len(options)
+    assert (options["min-worker-port"], options["max-worker-port"]) == ("20005", "20099")
