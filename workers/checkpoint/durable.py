@@ -49,14 +49,19 @@ class Written:
 
 
 def save(
-    path: str, rectangles: list[Rectangle], parts: Callable[[], dict[str, torch.Tensor]], ranks: SharedWork
+    path: str,
+    rectangles: list[Rectangle],
+    parts: Callable[[], dict[str, torch.Tensor]],
+    ranks: SharedWork,
+    wrote: Callable[[], object] = lambda: None,
 ) -> dict[str, FileSums]:
     """Write this rank's `rectangles` of each of the `parts` (by KINDS, CPU tensors; called once) below `path`, together
-    with all `ranks`. On rank 0 what comes back are the sums of all files of all ranks.
+    with all `ranks`. On rank 0 what comes back are the sums of all files of all ranks. `wrote` is called whenever some
+    of it is written.
 
     Raises what the file system raised or, where there are several ranks, SharedWorkFailed on each of them.
     """
-    files, folder = SummedFiles(), place_of(path)
+    files, folder = SummedFiles(wrote), place_of(path)
 
     def write() -> Written:
         state = parts()
