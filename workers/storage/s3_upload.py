@@ -3,6 +3,7 @@ verifies. The object appears when the upload is completed; until then there is n
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,7 +56,12 @@ class S3Upload:
             while self._under_way:
                 self._stored.append(self._under_way.popleft().result())
             parts = {"Parts": self._stored}
-            self._call("complete_multipart_upload", **self._object, UploadId=self._upload, MultipartUpload=parts)
+            try:
+                self._call("complete_multipart_upload", **self._object, UploadId=self._upload, MultipartUpload=parts)
+            except OSError:
+                # Asked again after an answer that was lost or late, a store says that it knows no such upload.
+                if not self._is_there():
+                    raise
         self._pool.shutdown()
 
     def abort(self) -> None:
@@ -64,6 +70,16 @@ class S3Upload:
         self._part.clear()
         if self._upload is not None:
             self._call("abort_multipart_upload", **self._object, UploadId=self._upload)
+
+    def _is_there(self) -> bool:
+        """Whether the object consists of these parts, as far as its ETag tells."""
+        try:
+            sums = b"".join(bytes.fromhex(part["ETag"].strip('"')) for part in self._stored)
+            found = self._call("head_object", **self._object)["ETag"]
+        except (OSError, ValueError):
+            return False
+        whole = f"{hashlib.md5(sums, usedforsecurity=False).hexdigest()}-{len(self._stored)}"
+        return bool(found.strip('"') == whole)
 
     def _send(self) -> None:
         if self._upload is None:
