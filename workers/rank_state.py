@@ -242,6 +242,7 @@ class RankState:
         with self.comm.step.phase("checkpoint"):
             if self.checkpoints is not None:
                 self.checkpoints.failure = None  # of a generation before this one
+                self.checkpoints.make_room()
                 if self.checkpoints.is_missing(self.step):
                     self.save_checkpoint(self.step)
 

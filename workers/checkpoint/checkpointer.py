@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from workers.comm.shared_work import SharedWork
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointError, MantaError
+from workers.snapshot.state_copy import Ready, copy_tensors, event_after
 from workers.storage.files import files_of
 from workers.storage.places import place_of
 
@@ -51,6 +53,7 @@ class Checkpointer:
         self._needed = rectangles_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
+        self._aside: torch.Tensor | None = None
         self._copied = threading.Event()
         self._copied.set()
         self._step = 0
@@ -136,7 +139,8 @@ class Checkpointer:
         ranks = self.comm.shared_work
         then = if_it_fails or ("training goes on" if step < self.spec.train.steps else "it is tried again")
         self._copied.clear()
-        self._under_way = self._writer.submit(self._write, ranks, step, path, loss_scale, numbers, then)
+        copy_aside = partial(self._copy_aside, event_after(self.optimizer.state()))
+        self._under_way = self._writer.submit(self._write, copy_aside, ranks, step, path, loss_scale, numbers, then)
 
     @property
     def writing(self) -> bool:
@@ -208,19 +212,31 @@ class Checkpointer:
         take_over(self.engine, parts, manifest.loss_scale)
         return manifest.numbers
 
-    def _copy_aside(self) -> dict[str, torch.Tensor]:
+    def make_room(self) -> None:
+        """Have the memory into which states are copied before the first one is, beside the training."""
+        if self._aside is None and self.spec.checkpoint.every_steps > 0:
+            self._writer.submit(self._room)
+
+    def _room(self) -> torch.Tensor:
+        """[kinds, elements that this rank holds]. It stays from one save to the next: new pages take longer to be given
+        than to be filled, and the next step's update waits for that."""
+        if self._aside is None:
+            length = len(self.optimizer.exp_avg)
+            self._aside = torch.empty(len(durable.KINDS), length, dtype=self.optimizer.exp_avg.dtype).zero_()
+        return self._aside
+
+    def _copy_aside(self, ready: Ready) -> dict[str, torch.Tensor]:
         try:
-            return {kind: part.to("cpu", copy=True) for kind, part in self._parts().items()}
+            room, optimizer = self._room(), self.optimizer
+            weights = room[0].split([len(each) for each in optimizer.parameters])
+            copy_tensors([*weights, room[1], room[2]], optimizer.state(), ready)
+            return dict(zip(durable.KINDS, room, strict=True))
         finally:
             self._copied.set()
 
-    def _parts(self) -> dict[str, torch.Tensor]:
-        optimizer = self.optimizer
-        whole = optimizer.parameters[0] if len(optimizer.parameters) == 1 else torch.cat(optimizer.parameters)
-        return dict(zip(durable.KINDS, (whole.detach(), optimizer.exp_avg, optimizer.exp_avg_sq), strict=True))
-
     def _write(
         self,
+        copy_aside: Callable[[], dict[str, torch.Tensor]],
         ranks: SharedWork,
         step: int,
         path: str,
@@ -229,7 +245,7 @@ class Checkpointer:
         then: str,
     ) -> None:
         try:
-            sums = durable.save(path, self._owned, self._copy_aside, ranks, self._wrote)
+            sums = durable.save(path, self._owned, copy_aside, ranks, self._wrote)
             if self.comm.rank == 0:
                 self._seal(step, path, sums, loss_scale, numbers)
         except (OSError, RuntimeError, MantaError) as error:
