@@ -21,8 +21,8 @@ def main(folder: str, to: str) -> None:
     files = sorted(Path(folder).iterdir())
     bucket, _, prefix = to.removeprefix("s3://").partition("/")
     if to.startswith("s3://"):
-        import boto3  # type: ignore[import-untyped]
-        from botocore.config import Config  # type: ignore[import-untyped]
+        import boto3
+        from botocore.config import Config
 
         client = boto3.client("s3", config=Config(read_timeout=READ_SECONDS))
         print("begins", flush=True)
