@@ -257,7 +257,8 @@ class CheckpointConfig(Section):
     """When state is kept, in memory and on disk."""
 
     every_steps: StepsOrNever = 50
-    """Steps between durable checkpoints; the last step is always saved. 0: none but those of a pause."""
+    """Steps between durable checkpoints; the last step is always saved. 0: none but those of a pause. One that is due
+    while the one before is still being written waits for that, and the training does not."""
     keep: Steps = 3
     """Newest durable checkpoints kept; older ones are deleted after a newer one is complete. Where a roll back could
     undo all of these, up to two from before are kept too."""

@@ -91,7 +91,7 @@ class RankState:
             self.snapshots.finish()  # what follows changes the state
         if self.checkpoints is not None:
             self.checkpoints.finish_copy()
-            self.checkpoints.began = self.comm.generation if resume.source == "start" else resume.began
+            self.checkpoints.enter_generation(self.comm.generation if resume.source == "start" else resume.began)
         self.guard.finish()
         self.interval.restart()
         note, history = (b"", None) if stays else self._load(resume)
@@ -232,16 +232,17 @@ class RankState:
         announce(self.comm, self.reporter, "rolled_back", done.step, message, data)
 
     def save_checkpoint(self, step: int) -> None:
-        """Begin a durable checkpoint of committed step `step`, where one is due."""
-        if self.checkpoints is not None and self.checkpoints.due(step):
+        """Begin a durable checkpoint of committed step `step`, where one is due. Raises PeerLost."""
+        if self.checkpoints is not None and self.checkpoints.wanted(step):
             with self.comm.step.phase("checkpoint"):
-                self.checkpoints.start(step, self.guard.history.to_json() if self.guard.active else None)
+                self.checkpoints.begin(step, self.guard.history.to_json() if self.guard.active else None)
 
     def save_missing_checkpoint(self) -> None:
         """Save what the last generation did not get to save."""
         with self.comm.step.phase("checkpoint"):
             if self.checkpoints is not None:
                 self.checkpoints.failure = None  # of a generation before this one
+                self.checkpoints.make_room()
                 if self.checkpoints.is_missing(self.step):
                     self.save_checkpoint(self.step)
 

@@ -171,7 +171,7 @@ class ReportWriter:
         row = checkpoints.find(session, self._job_id, self._generation, step)
         if row is not None and kind == "checkpoint_saved":
             checkpoints.complete(session, row.id, data["bytes"])
-        elif row is not None:
+        elif row is not None and kind == "checkpoint_failed":
             checkpoints.fail(session, row.id)
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from s3_server import S3Server, environment_of, reached_at
 
 from benchmarks import api, bubbles, control_plane, elastic_sums, layouts, metrics, nanogpt, snapshots, step, step_gpu
 from benchmarks.support.report import deliver
+from workers.storage.files import files_of
+from workers.storage.places import place_of
 
 
 def test_nanogpt_follows_the_plain_loop(tmp_path: Path) -> None:
@@ -95,3 +102,24 @@ def test_requests_are_timed_beside_a_filled_database() -> None:
     for name in ("read_job", "read_job_again", "list_50", "list_50_again", "series", "submit", "streams"):
         assert report.figures[f"{name}_multiple"].value > 0
     assert report.figures["memory_of_the_service"].met is not None
+
+
+@pytest.mark.soak
+def test_steps_are_timed_beside_uploads_and_plain_ones(tmp_path: Path) -> None:
+    server = S3Server()
+    server.make_bucket("bucket")
+    out = tmp_path / "report.json"
+    small = ["--layers", "1", "--vocabulary-size", "256", "--repetitions", "1", "--alone-steps", "2"]
+    command = [sys.executable, "-m", "benchmarks.checkpoint_store", "--store", "s3://bucket/of/mine", *small]
+    try:
+        subprocess.run([*command, "--out", out], env={**os.environ, **environment_of(server.url)}, check=True)
+        with reached_at(server.url):
+            assert not files_of(place_of("s3://bucket")).is_there(place_of("s3://bucket/of")), (
+                "it removes what it stored"
+            )
+    finally:
+        server.close()
+    figures = json.loads(out.read_text())["figures"]
+    assert figures["upload_to_plain_upload"]["value"] > 0
+    assert figures["checkpoint"]["value"] > 80e6
+    assert figures["local_training_thread_waits"]["value"] >= 0

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from workers.comm.shared_work import SharedWork
 from workers.config import JobSpec
 from workers.engine import Engine
 from workers.errors import CheckpointError, MantaError
+from workers.snapshot.state_copy import Ready, copy_tensors, event_after
 from workers.storage.files import files_of
 from workers.storage.places import place_of
 
@@ -32,6 +34,10 @@ Event = Callable[[str, int, str, dict[str, Any]], None]
 
 SAVE_WAITS = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each try to save what is to be on disk before all ranks end."""
+PATIENCE_SECONDS = 1.0
+"""For how long a save may hold up the training in all, where others are due before it is written."""
+LOOK_SECONDS = 1.0
+"""Between looks whether a save that is waited for gets on."""
 
 
 class Checkpointer:
@@ -47,17 +53,46 @@ class Checkpointer:
         self._needed = rectangles_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
+        self._aside: torch.Tensor | None = None
         self._copied = threading.Event()
         self._copied.set()
+        self._step = 0
+        """Of the newest save."""
+        self._writes = 0
+        """Of all saves: how often something was written."""
+        self._started = 0.0
+        """When the newest save began, by the monotonic clock."""
+        self._patience = 0.0
+        """Seconds for which the newest save may still hold up the training."""
+        self._delayed = False
+        """Whether a save is due since an earlier step; all ranks say the same."""
         self.began = 0
         """The generation that began at step 0 and from which the state descends; 0: none is known."""
         self.failure: str | None = None
         """Why the newest save has failed; all ranks say the same."""
 
+    def enter_generation(self, began: int) -> None:
+        """A generation begins, whose state descends from that of `began`, which began at step 0. What waits to be saved
+        waits no longer: a rank that is new to the job does not know of it."""
+        self.began, self._delayed = began, False
+
     def due(self, step: int) -> bool:
         """Whether `step` is one that is saved: every `checkpoint.every_steps`, and the last."""
         every = self.spec.checkpoint.every_steps
         return every > 0 and (step % every == 0 or step == self.spec.train.steps)
+
+    def wanted(self, step: int) -> bool:
+        """Whether a save is due at `step`, or since an earlier one that it had to wait at."""
+        return self._delayed or self.due(step)
+
+    def begin(self, step: int, numbers: dict[str, Any] | None = None) -> None:
+        """`start`, unless some rank is still writing the save before: then the one that is `wanted` waits, beside the
+        training, for the first step at which none is. That of the last step is not delayed. Raises PeerLost."""
+        if step == self.spec.train.steps or self._all_are_free():
+            self.start(step, numbers)
+        elif not self._delayed:
+            self._delayed = True
+            self._report_delay(step)
 
     def is_missing(self, step: int) -> bool:
         """Whether committed step `step` should have been saved but is not whole on disk: a rank died meanwhile.
@@ -72,11 +107,11 @@ class Checkpointer:
         """Have the state of committed step `step` whole on disk when this returns, due or not. False where that failed
         in as many tries as there are `waits`, in seconds before each. Raises PeerLost."""
         self.finish()
-        for wait in waits:
+        for seconds in waits:
             if self._all_see(step):
                 return True
-            time.sleep(wait)
-            self.start(step, numbers, "it is tried again" if wait != waits[-1] else "the state stays in memory")
+            time.sleep(seconds)
+            self.start(step, numbers, "it is tried again" if seconds != waits[-1] else "the state stays in memory")
             self.finish()
         return self._all_see(step)
 
@@ -95,7 +130,8 @@ class Checkpointer:
         nothing may change the state before `finish_copy`. Waits for the save before. `if_it_fails`: what happens then,
         in words."""
         self.finish()
-        self.failure = None
+        self.failure, self._delayed = None, False
+        self._step, self._started, self._patience = step, time.monotonic(), PATIENCE_SECONDS
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
         self._report("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
         loss_scale = self.loss_scale.state.tolist() if self.loss_scale.dynamic else None
@@ -103,7 +139,30 @@ class Checkpointer:
         ranks = self.comm.shared_work
         then = if_it_fails or ("training goes on" if step < self.spec.train.steps else "it is tried again")
         self._copied.clear()
-        self._under_way = self._writer.submit(self._write, ranks, step, path, loss_scale, numbers, then)
+        copy_aside = partial(self._copy_aside, event_after(self.optimizer.state()))
+        self._under_way = self._writer.submit(self._write, copy_aside, ranks, step, path, loss_scale, numbers, then)
+
+    @property
+    def writing(self) -> bool:
+        """Whether the newest save is under way."""
+        return self._under_way is not None and not self._under_way.done()
+
+    def _all_are_free(self) -> bool:
+        """Whether no rank is writing any more. One that is, is waited for while the save's patience lasts: what takes
+        no longer than that is saved at the steps that were asked for."""
+        if self._under_way is not None:
+            began = time.monotonic()
+            wait([self._under_way], self._patience)
+            self._patience = max(0.0, self._patience - (time.monotonic() - began))
+        writing = torch.full((1,), float(self.writing), device=self.comm.device)
+        self.comm.all_reduce("world", writing)
+        return not writing.item()
+
+    def _report_delay(self, step: int) -> None:
+        seconds = time.monotonic() - self._started
+        reason = f"that of step {self._step} has been under way for {seconds:.1f} s and is not written yet"
+        data = {"writing": self._step, "seconds": seconds}
+        self._report("checkpoint_delayed", step, f"the checkpoint due at step {step} waits: {reason}", data)
 
     @property
     def copying(self) -> bool:
@@ -115,10 +174,18 @@ class Checkpointer:
         self._copied.wait()
 
     def finish(self) -> None:
-        """Wait until the save under way is on disk or has failed."""
+        """Wait until the save under way is on disk or has failed. While it gets on, the rank does not stand still."""
         if self._under_way is not None:
+            writes = self._writes
+            while not wait([self._under_way], LOOK_SECONDS).done:
+                if self._writes != writes:
+                    self.comm.progress.moved()
+                    writes = self._writes
             self._under_way.result()
             self._under_way = None
+
+    def _wrote(self) -> None:
+        self._writes += 1
 
     def close(self) -> None:
         """End the writing thread, after the save under way."""
@@ -126,6 +193,7 @@ class Checkpointer:
 
     def undo_after(self, step: int) -> None:
         """Delete the checkpoints of later steps, which are going to be done again. No rank is saving one."""
+        self._delayed = False
         for old in pruning.remove_after(self.folder, step, self.began) if self.comm.rank == 0 else ():
             self._report("checkpoint_deleted", step, f"deleted {old.name}, which was undone", {"path": str(old)})
 
@@ -144,19 +212,31 @@ class Checkpointer:
         take_over(self.engine, parts, manifest.loss_scale)
         return manifest.numbers
 
-    def _copy_aside(self) -> dict[str, torch.Tensor]:
+    def make_room(self) -> None:
+        """Have the memory into which states are copied before the first one is, beside the training."""
+        if self._aside is None and self.spec.checkpoint.every_steps > 0:
+            self._writer.submit(self._room)
+
+    def _room(self) -> torch.Tensor:
+        """[kinds, elements that this rank holds]. It stays from one save to the next: new pages take longer to be given
+        than to be filled, and the next step's update waits for that."""
+        if self._aside is None:
+            length = len(self.optimizer.exp_avg)
+            self._aside = torch.empty(len(durable.KINDS), length, dtype=self.optimizer.exp_avg.dtype).zero_()
+        return self._aside
+
+    def _copy_aside(self, ready: Ready) -> dict[str, torch.Tensor]:
         try:
-            return {kind: part.to("cpu", copy=True) for kind, part in self._parts().items()}
+            room, optimizer = self._room(), self.optimizer
+            weights = room[0].split([len(each) for each in optimizer.parameters])
+            copy_tensors([*weights, room[1], room[2]], optimizer.state(), ready)
+            return dict(zip(durable.KINDS, room, strict=True))
         finally:
             self._copied.set()
 
-    def _parts(self) -> dict[str, torch.Tensor]:
-        optimizer = self.optimizer
-        whole = optimizer.parameters[0] if len(optimizer.parameters) == 1 else torch.cat(optimizer.parameters)
-        return dict(zip(durable.KINDS, (whole.detach(), optimizer.exp_avg, optimizer.exp_avg_sq), strict=True))
-
     def _write(
         self,
+        copy_aside: Callable[[], dict[str, torch.Tensor]],
         ranks: SharedWork,
         step: int,
         path: str,
@@ -165,7 +245,7 @@ class Checkpointer:
         then: str,
     ) -> None:
         try:
-            sums = durable.save(path, self._owned, self._copy_aside, ranks)
+            sums = durable.save(path, self._owned, copy_aside, ranks, self._wrote)
             if self.comm.rank == 0:
                 self._seal(step, path, sums, loss_scale, numbers)
         except (OSError, RuntimeError, MantaError) as error:

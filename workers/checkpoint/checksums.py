@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -72,8 +72,9 @@ class FileSums:
 class SummingFile(io.RawIOBase):
     """A new file that sums what is written to it, from its beginning to its end."""
 
-    def __init__(self, file: Writer):
-        self._file = file
+    def __init__(self, file: Writer, wrote: Callable[[], object] = lambda: None):
+        """`wrote` is called after each write."""
+        self._file, self._wrote = file, wrote
         self._blocks: list[int] = []
         self._size = 0
 
@@ -96,6 +97,7 @@ class SummingFile(io.RawIOBase):
             self._blocks[-1] = zlib.crc32(part, self._blocks[-1])
             self._size += len(part)
             content = content[len(part) :]
+        self._wrote()
         return count
 
     @property
@@ -107,7 +109,9 @@ class SummingFile(io.RawIOBase):
 class SummedFiles:
     """New files that are summed while they are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, wrote: Callable[[], object] = lambda: None) -> None:
+        """`wrote` is called after each write to any of them."""
+        self._wrote = wrote
         self.sums: dict[str, FileSums] = {}
         """By name, of those that are complete."""
 
@@ -115,7 +119,7 @@ class SummedFiles:
     def create(self, file: Place) -> Iterator[io.BufferedWriter[SummingFile]]:
         """A new file, which stays whatever happens to the machine once the block has ended. Raises OSError."""
         with files_of(file).writer(file) as opened:
-            summing = SummingFile(opened)
+            summing = SummingFile(opened, self._wrote)
             with io.BufferedWriter(summing, BUFFER_BYTES) as stream:
                 yield stream
         self.sums[file.name] = summing.sums

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import IO, cast
 
 import torch
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from workers.checkpoint.catalog import Manifest, manifest_of
 from workers.checkpoint.checksums import (
@@ -49,14 +50,19 @@ class Written:
 
 
 def save(
-    path: str, rectangles: list[Rectangle], parts: Callable[[], dict[str, torch.Tensor]], ranks: SharedWork
+    path: str,
+    rectangles: list[Rectangle],
+    parts: Callable[[], dict[str, torch.Tensor]],
+    ranks: SharedWork,
+    wrote: Callable[[], object] = lambda: None,
 ) -> dict[str, FileSums]:
     """Write this rank's `rectangles` of each of the `parts` (by KINDS, CPU tensors; called once) below `path`, together
-    with all `ranks`. On rank 0 what comes back are the sums of all files of all ranks.
+    with all `ranks`. On rank 0 what comes back are the sums of all files of all ranks. `wrote` is called whenever some
+    of it is written.
 
     Raises what the file system raised or, where there are several ranks, SharedWorkFailed on each of them.
     """
-    files, folder = SummedFiles(), place_of(path)
+    files, folder = SummedFiles(wrote), place_of(path)
 
     def write() -> Written:
         state = parts()
@@ -86,10 +92,30 @@ def _write_rectangles(
         dtype = str(part.dtype).removeprefix("torch.")
         for each in rectangles:
             at = stream.tell()
-            torch.save(each.view(part).clone(memory_format=torch.contiguous_format), stream)  # else all of `part`
+            with _without_sums():
+                torch.save(_alone(each.view(part)), stream)
             stored = StoredRectangle(each.offsets, each.sizes, file, at, stream.tell() - at)
             tensors.setdefault(f"{kind}.{each.name}", (each.shape, dtype, []))[2].append(stored)
     return Contents({name: StoredTensor(shape, kind, tuple(r)) for name, (shape, kind, r) in tensors.items()})
+
+
+@contextmanager
+def _without_sums() -> Iterator[None]:
+    """torch sums nothing that it saves, and looks at no sums when it loads: ours are of every byte of a file."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+def _alone(view: torch.Tensor) -> torch.Tensor:
+    """`view`, of a CPU tensor, with a storage that holds nothing else, since all of that is saved with it: the same
+    memory where it lies there in one piece."""
+    if not view.is_contiguous():
+        return view.clone(memory_format=torch.contiguous_format)
+    return torch.from_numpy(view.detach().numpy())
 
 
 def load(path: str, rectangles: list[Rectangle], length: int) -> tuple[Manifest, dict[str, torch.Tensor]]:

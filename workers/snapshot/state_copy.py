@@ -23,7 +23,7 @@ class StateCopier:
     def start(self, state: Sequence[torch.Tensor], copy: Callable[[Ready], None]) -> None:
         """Begin `copy`, which is called on the thread with what to wait for before it reads `state`. The state must not
         change before `finish`, and the copy before must be finished."""
-        self._copying = self._thread.submit(copy, _event_after(state))
+        self._copying = self._thread.submit(copy, event_after(state))
 
     def finish(self) -> bool:
         """Return once the copy that was begun is made, and whether there was one; raises what kept it from that."""
@@ -38,7 +38,8 @@ class StateCopier:
         self._thread.shutdown()
 
 
-def _event_after(state: Sequence[torch.Tensor]) -> Ready:
+def event_after(state: Sequence[torch.Tensor]) -> Ready:
+    """On a GPU, an event after all work on `state` so far. For the training thread."""
     if not state or not state[0].is_cuda:
         return None
     event = torch.cuda.Event()

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, ParamSpec, TypeVar
 
 from workers.errors import MantaError
@@ -50,7 +50,7 @@ def _object_files(scheme: str, pid: int) -> ObjectFiles:
         raise StoreNotInstalled(
             f"{scheme}:// needs the package {package}, which is not installed here: pip install 'manta-train[{scheme}]'"
         ) from error
-    return ObjectFiles(store)
+    return ObjectFiles(store, OPTIONS[scheme]["config_kwargs"])
 
 
 def forget_connections() -> None:
@@ -61,9 +61,27 @@ def forget_connections() -> None:
 class ObjectFiles:
     """Objects in the buckets of one store. See `Files` for what each method raises."""
 
-    def __init__(self, store: Any):
-        """`store`: a file system of fsspec's."""
-        self._store = store
+    def __init__(self, store: Any, settings: dict[str, Any]):
+        """`store`: a file system of fsspec's. `settings` of the client that uploads are those of botocore's Config."""
+        self._store, self._settings = store, settings
+
+    @cached_property
+    def _call_s3(self) -> Callable[..., Any]:
+        """An operation of S3, for several threads. s3fs would do as well, but its event loop copies each part several
+        times while it keeps the interpreter from everybody else; this one's threads send without."""
+        import botocore.session
+        from botocore.config import Config
+        from s3fs.errors import translate_boto_error
+
+        client = botocore.session.get_session().create_client("s3", config=Config(**self._settings))
+
+        def call(operation: str, **parameters: Any) -> Any:
+            try:
+                return getattr(client, operation)(**parameters)
+            except Exception as error:
+                raise translate_boto_error(error) from error
+
+        return call
 
     def names(self, folder: Place) -> list[str]:
         """Of all under the prefix, up to the next slash."""
@@ -134,7 +152,7 @@ class ObjectFiles:
     def writer(self, file: Place) -> Iterator[Writer]:
         """Uploaded in parts while it is written; there is no such object before the block has ended."""
         bucket, _, key = _key(file).partition("/")
-        upload = S3Upload(partial(self._asked, file, self._store.call_s3), bucket, key)
+        upload = S3Upload(partial(self._asked, file, self._call_s3), bucket, key)
         try:
             yield upload
             upload.complete()

@@ -3,10 +3,13 @@ verifies. The object appears when the upload is completed; until then there is n
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+
+import numpy
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -20,6 +23,28 @@ Call = Callable[..., Any]
 """An operation of S3 by its name and parameters; raises OSError."""
 
 
+class _Part:
+    """The memory of one part, used for one after the other: new pages take longer to be given than to be filled."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray(PART_BYTES)
+        self._bytes = numpy.frombuffer(self._memory, numpy.uint8)
+        self.filled = 0
+        """Bytes, from the first on."""
+
+    def take(self, content: memoryview) -> int:
+        """How many bytes of `content` there was room for. Copied by numpy, without the interpreter's lock."""
+        count = min(PART_BYTES - self.filled, len(content))
+        self._bytes[self.filled : self.filled + count] = numpy.frombuffer(content[:count], numpy.uint8)
+        self.filled += count
+        return count
+
+    @property
+    def body(self) -> bytes | bytearray:
+        """What is in it; no copy where it is full."""
+        return self._memory if self.filled == PART_BYTES else bytes(memoryview(self._memory)[: self.filled])
+
+
 class S3Upload:
     """Takes the bytes of one object. `complete` or `abort` ends it."""
 
@@ -27,10 +52,11 @@ class S3Upload:
         """`call` is used by several threads."""
         self._call, self._object = call, {"Bucket": bucket, "Key": key}
         self._pool = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="upload")
-        self._part = bytearray()
+        self._part = _Part()
+        self._free: list[_Part] = []
         self._upload: str | None = None
         self._sent = 0
-        self._under_way: deque[Future[dict[str, Any]]] = deque()
+        self._under_way: deque[tuple[_Part, Future[dict[str, Any]]]] = deque()
         self._stored: list[dict[str, Any]] = []
 
     def write(self, data: ReadableBuffer, /) -> int:
@@ -38,43 +64,61 @@ class S3Upload:
         content = memoryview(data).cast("B")
         taken = 0
         while taken < len(content):
-            count = min(PART_BYTES - len(self._part), len(content) - taken)
-            self._part += content[taken : taken + count]
-            taken += count
-            if len(self._part) == PART_BYTES:
+            taken += self._part.take(content[taken:])
+            if self._part.filled == PART_BYTES:
                 self._send()
         return taken
 
     def complete(self) -> None:
         """Have the object there. Raises OSError; then there is none, or the one that was there before."""
         if self._upload is None:
-            self._call("put_object", **self._object, Body=self._part)
+            self._call("put_object", **self._object, Body=self._part.body)
         else:
-            if self._part:
+            if self._part.filled:
                 self._send()
             while self._under_way:
-                self._stored.append(self._under_way.popleft().result())
+                self._await_part()
             parts = {"Parts": self._stored}
-            self._call("complete_multipart_upload", **self._object, UploadId=self._upload, MultipartUpload=parts)
+            try:
+                self._call("complete_multipart_upload", **self._object, UploadId=self._upload, MultipartUpload=parts)
+            except OSError:
+                # Asked again after an answer that was lost or late, a store says that it knows no such upload.
+                if not self._is_there():
+                    raise
         self._pool.shutdown()
 
     def abort(self) -> None:
         """Leave nothing. Raises OSError where the store does not hear of it."""
         self._pool.shutdown(cancel_futures=True)
-        self._part.clear()
         if self._upload is not None:
             self._call("abort_multipart_upload", **self._object, UploadId=self._upload)
+
+    def _is_there(self) -> bool:
+        """Whether the object consists of these parts, as far as its ETag tells."""
+        try:
+            sums = b"".join(bytes.fromhex(part["ETag"].strip('"')) for part in self._stored)
+            found = self._call("head_object", **self._object)["ETag"]
+        except (OSError, ValueError):
+            return False
+        whole = f"{hashlib.md5(sums, usedforsecurity=False).hexdigest()}-{len(self._stored)}"
+        return bool(found.strip('"') == whole)
 
     def _send(self) -> None:
         if self._upload is None:
             self._upload = str(self._call("create_multipart_upload", **self._object)["UploadId"])
         while len(self._under_way) >= PARTS_AT_ONCE:
-            self._stored.append(self._under_way.popleft().result())
+            self._await_part()
         self._sent += 1
-        self._under_way.append(self._pool.submit(self._send_part, self._sent, self._part))
-        self._part = bytearray()
+        self._under_way.append((self._part, self._pool.submit(self._send_part, self._sent, self._part.body)))
+        self._part = self._free.pop() if self._free else _Part()
 
-    def _send_part(self, number: int, body: bytearray) -> dict[str, Any]:
+    def _await_part(self) -> None:
+        part, sent = self._under_way.popleft()
+        self._stored.append(sent.result())
+        part.filled = 0
+        self._free.append(part)
+
+    def _send_part(self, number: int, body: bytes | bytearray) -> dict[str, Any]:
         answer = self._call("upload_part", **self._object, UploadId=self._upload, PartNumber=number, Body=body)
         checksums = {name: value for name, value in answer.items() if name.startswith("Checksum") and name.isalnum()}
         checksums.pop("ChecksumType", None)

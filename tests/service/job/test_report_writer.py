@@ -226,6 +226,7 @@ def test_only_what_is_told_of_checkpoints_changes_their_rows(store, started, tak
     take("event", 3, type="checkpoint_skipped", message="of no step")
     take("event", 4, type="checkpoint_saved", step=9, message="saved", data={"path": "/c/9", "bytes": 1})
     take("event", 5, type="checkpoint_failed", step=9, message="failed", data={"path": "/c/9"})
+    take("event", 6, type="checkpoint_delayed", step=5, message="waits", data={"writing": 4, "seconds": 1.5})
     assert saved(store, started) == {5: "saving"}
     assert "report_left_out" not in kinds(store, started)
 

@@ -79,15 +79,40 @@ def test_what_is_saved_is_the_state_as_it_was_when_the_save_began(trainer):
     assert is_still(trainer, before)
 
 
+def test_states_are_copied_into_the_same_memory_which_is_there_before_the_first_save(trainer):
+    checkpoints = trainer.state.checkpoints
+    checkpoints.make_room()
+    checkpoints._writer.submit(lambda: None).result()
+    places = {checkpoints._aside.data_ptr()}
+    for step in (1, 2):
+        trainer.train_step()
+        checkpoints.finish()
+        save(trainer, step)
+        places.add(checkpoints._aside.data_ptr())
+    assert len(places) == 1
+    before = bits(trainer)
+    checkpoints.restore(str(whole_checkpoints(checkpoints.folder)[-1][0]))
+    assert is_still(trainer, before)
+
+
+def test_no_memory_is_taken_where_nothing_is_ever_due(trainer):
+    checkpoints = trainer.state.checkpoints
+    config = checkpoints.spec.checkpoint.model_copy(update={"every_steps": 0})
+    checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": config})
+    checkpoints.make_room()
+    checkpoints._writer.submit(lambda: None).result()
+    assert checkpoints._aside is None
+
+
 def _copies_when_asked_for(checkpoints: Checkpointer) -> list[str]:
     """The thread copies nothing before somebody waits for the copy, as on a busy machine; what happened when."""
     asked, log = threading.Event(), list[str]()
     copy_aside, finish_copy = checkpoints._copy_aside, checkpoints.finish_copy
 
-    def late() -> Any:
+    def late(ready: Any) -> Any:
         assert asked.wait(30), "nobody waits for the copy"
         log.append("copied")
-        return copy_aside()
+        return copy_aside(ready)
 
     def finish() -> None:
         asked.set()
@@ -144,7 +169,7 @@ def test_a_copy_that_there_is_no_memory_for_is_a_failed_save_and_holds_nobody_up
     def too_large() -> Any:
         raise RuntimeError("not enough memory: you tried to allocate 12 bytes")
 
-    checkpoints._parts = too_large
+    checkpoints._room = too_large
     checkpoints.start(1)
     checkpoints.finish_copy()
     checkpoints.finish()

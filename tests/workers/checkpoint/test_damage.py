@@ -146,7 +146,8 @@ def lengths(saved, reader) -> tuple[int, int]:
 
 def write(trainer: Trainer, path: Path) -> dict[str, FileSums]:
     """All of a save but its manifest."""
-    return durable.save(str(path), trainer.state.checkpoints._owned, trainer.state.checkpoints._parts, SharedWork())
+    checkpoints = trainer.state.checkpoints
+    return durable.save(str(path), checkpoints._owned, lambda: checkpoints._copy_aside(None), SharedWork())
 
 
 @settings(deadline=None, max_examples=40)

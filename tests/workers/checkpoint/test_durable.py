@@ -268,3 +268,22 @@ def test_pruning_keeps_one_that_no_roll_back_can_undo(tmp_path):
 
 def test_no_folder_holds_no_checkpoints(tmp_path):
     assert whole_checkpoints(tmp_path / "none") == []
+
+
+def test_a_rectangle_is_saved_without_a_copy_of_it_and_without_what_lies_around_it():
+    part = torch.arange(40.0)
+    rows, columns = part.as_strided((3, 4), (4, 1), 8), part.as_strided((3, 2), (4, 1), 8)
+    for view in (rows, columns):
+        alone = durable._alone(view)
+        assert torch.equal(alone, view)
+        assert alone.untyped_storage().nbytes() == view.numel() * 4
+    assert durable._alone(rows).data_ptr() == rows.data_ptr()
+
+
+def test_others_who_save_with_torch_have_its_sums(tmp_path, corpus):
+    trainer = one_rank(corpus, tmp_path)
+    trainer.state.checkpoints.start(1)
+    trainer.state.checkpoints.finish()
+    assert trainer.state.checkpoints.failure is None
+    assert torch.serialization.get_crc32_options()
+    trainer.close()

@@ -7,6 +7,7 @@ import torch.distributed.checkpoint as dcp
 from engine_specs import spec
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
+from workers.checkpoint import checkpointer
 from workers.checkpoint.catalog import Condition, list_checkpoints, newest_usable, next_generation, verify
 from workers.checkpoint.checksums import DamagedCheckpoint
 from workers.checkpoint.pruning import prune
@@ -25,6 +26,7 @@ STEPS = 4
 def corpus(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("to be or not to be, that is the question. " * 40, encoding="utf-8")
+    monkeypatch.setattr(checkpointer, "PATIENCE_SECONDS", 60.0)  # each save at its step, however slow the server is
 
 
 def _trained(places, steps=STEPS, path=None):

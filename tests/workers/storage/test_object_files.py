@@ -69,6 +69,24 @@ def test_what_breaks_off_once_is_done_again(wire, wired_bucket, said):
     assert files_of(file).read(file) == CONTENT
 
 
+def test_a_file_is_there_though_the_answer_that_says_so_was_lost(wire, wired_bucket):
+    """The store does not know the upload any more when it is asked again."""
+    file = wired_bucket / "file"
+    wire.meddle = _once_each("answer lost", f"POST /{file.key}?uploadId=".encode())
+    _upload(file)
+    assert sum("?uploadId=" in line and line.startswith("POST") for line in wire.requests) > 1
+    assert files_of(file).read(file) == CONTENT
+
+
+def test_a_file_of_before_is_not_taken_for_the_new_one(wire, wired_bucket):
+    file = wired_bucket / "file"
+    _upload(file)
+    wire.meddle = lambda head: "cut" if b"POST" in head and b"?uploadId=" in head else None
+    with pytest.raises(OSError):
+        _upload(file, bytes(len(CONTENT)))
+    assert files_of(file).read(file) == CONTENT
+
+
 def test_a_part_that_never_gets_through_leaves_nothing(wire, wired_bucket):
     file = wired_bucket / "file"
     wire.meddle = lambda head: answer("503 Slow Down") if b"partNumber=2" in head else None

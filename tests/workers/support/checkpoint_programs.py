@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ import torch
 from engine_specs import document
 from reported import events_of, rows_of
 
-from workers.checkpoint import durable
+from workers.checkpoint import catalog, checkpointer, durable
 from workers.checkpoint.catalog import MANIFEST, manifest_of, seal
 from workers.checkpoint.checksums import SummingFile
 from workers.checkpoint.contents import CONTENTS
@@ -243,3 +245,51 @@ def save_on_a_full_disk(comm: Comm, document: dict[str, Any], folder: str) -> li
     comm.barrier()
     trainer.reporter.close()
     return [(event["type"], event["message"]) for event in events_of(messages)]
+
+
+@dataclass
+class Delayed:
+    """What one rank did while another one's save did not end."""
+
+    found: Found
+    held_up: float
+    """Seconds that the slowest step took while it did not."""
+    events: list[tuple[str, int]]
+    """(Type, step)."""
+
+
+def train_beside_a_slow_save(comm: Comm, document: dict[str, Any], folder: str, ends_after: int, rank: int) -> Delayed:
+    """Train to the end; the first save ends on `rank` only once step `ends_after` is committed. Rank 0 is held up when
+    all others are done."""
+    messages: list[Message] = []
+    trainer = trainer_of(comm, document, folder, messages.extend)
+    assert trainer.state.checkpoints is not None
+    trainer.restore(Resume())
+    may_end, statistics, seconds = threading.Event(), [], []
+
+    def late(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            may_end.wait(60)
+            return real(*given)
+
+        return call if comm.rank == rank else real
+
+    owner, name = (catalog, "seal") if rank == 0 else (SummingFile, "write")
+    with (
+        patch.object(owner, name, late(getattr(owner, name))),
+        patch.object(checkpointer, "PATIENCE_SECONDS", 0.01),
+    ):
+        while trainer.step < trainer.spec.train.steps:
+            began = time.monotonic()
+            statistics += _train(trainer, 1)
+            seconds.append(time.monotonic() - began)
+            if trainer.step == ends_after:
+                may_end.set()
+                trainer.state.checkpoints.finish()
+                comm.barrier()
+        trainer.state.finish()
+    trainer.reporter.close()
+    found = _look(trainer)
+    found.statistics = statistics
+    events = [(event["type"], event["step"]) for event in events_of(messages)]
+    return Delayed(found, max(seconds[:ends_after]), events)

@@ -69,7 +69,8 @@ class S3Server:
 
 class Wire:
     """Stands between a client and the server. `meddle(head)` is asked for each request whose head has arrived: None
-    lets it pass, bytes are answered in the server's place, and "cut" ends the connection there and then. `pace`: bytes
+    lets it pass, bytes are answered in the server's place, "cut" ends the connection there and then, and "answer lost"
+    does so once the server has answered. `pace`: bytes
     a second that get through, to the server; None: all."""
 
     def __init__(self, server: S3Server):
@@ -101,7 +102,7 @@ class Wire:
             said = self.meddle(head)
             if said == "cut":
                 return
-            if said is not None:
+            if isinstance(said, bytes):
                 client.sendall(said)
                 return
             port = int(self._server.url.rpartition(":")[2])
@@ -114,7 +115,8 @@ class Wire:
                 upstream = threading.Thread(target=self._pump, args=(client, server), daemon=True)
                 upstream.start()
                 while chunk := server.recv(1 << 16):
-                    client.sendall(chunk)
+                    if said != "answer lost":
+                        client.sendall(chunk)
 
     def _pump(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):

@@ -1,0 +1,175 @@
+"""One rank that trains while something goes on beside it: nothing, a save of its own, or a process that brings the
+same bytes to the same place. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.plain_store import READ_SECONDS
+from benchmarks.support.report import ROOT
+from workers.checkpoint.checkpointer import Checkpointer
+from workers.comm.comm import Comm
+from workers.config import JobSpec
+from workers.errors import MantaError
+from workers.protocol.messages import Resume
+from workers.reporter import Reporter
+from workers.storage import object_files
+from workers.storage.files import files_of
+from workers.storage.places import place_of
+from workers.trainer import Places, Trainer
+
+WARM_UP_STEPS = 3
+_FORGET_PEAK = "5"
+"""To clear_refs: the peak of the resident memory begins anew (proc(5))."""
+
+Beside = Callable[[], bool]
+"""Whether it still goes on. Raises MantaError where it has failed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the rank is to do."""
+
+    arms: tuple[str, ...]
+    """What goes on beside it, in turn: alone, local, upload, plain_copy, plain_upload."""
+    alone_steps: int
+    """Steps of a turn alone."""
+    store: str
+    """URL below which checkpoints are uploaded."""
+    folder: str
+    """Where they are saved on disk."""
+
+
+@dataclass
+class Turn:
+    """What the trainer saw while something went on beside it."""
+
+    arm: str
+    steps: list[float] = field(default_factory=list)
+    """Seconds of each step that ended before that did."""
+    seconds: float = 0.0
+    """What went on took so long."""
+    wait: float = 0.0
+    """Seconds for which it kept the training thread waiting."""
+    peak: int = 0
+    """Most memory of the trainer's process, bytes."""
+
+
+@dataclass
+class Turns:
+    """All that the trainer saw."""
+
+    first: list[Turn]
+    """Alone, then with its first save on disk, then with its first upload: for the memory, which the process keeps."""
+    turns: list[Turn]
+    """Those of the plan."""
+    bytes: int
+    """Of a checkpoint."""
+
+
+def train_in_turns(comm: Comm, spec: JobSpec, plan: Plan) -> Turns:
+    """Take the turns of `plan`."""
+    # A server that shares two cores with all this may take minutes to put a large object together.
+    object_files.OPTIONS["s3"]["config_kwargs"]["read_timeout"] = READ_SECONDS
+    rank = _Rank(comm, spec, plan)
+    source = f"{plan.folder}/source"
+    first = [rank.turn("alone", source), rank.turn("local", source), rank.turn("upload", f"{plan.store}/first")]
+    files_of(place_of(plan.store)).remove_folder(place_of(f"{plan.store}/first"))
+    turns = []
+    for number, arm in enumerate(plan.arms):
+        to = place_of(f"{plan.store if arm in ('upload', 'plain_upload') else plan.folder}/{number}")
+        turns.append(rank.turn(arm, str(to)))
+        files_of(to).remove_folder(to)
+    rank.trainer.close()
+    rank.rows.close()
+    return Turns(first, turns, files_of(Path(source)).bytes_in(Path(source)))
+
+
+class _Rows(Reporter):
+    """Keeps the rows of metrics."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: None)
+        self.rows: list[dict[str, Any]] = []
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+
+class _Rank:
+    def __init__(self, comm: Comm, spec: JobSpec, plan: Plan):
+        self._plan, self._comm, self.rows = plan, comm, _Rows()
+        self.trainer = Trainer(spec, comm, self.rows, 1e12, Places("benchmark", None, plan.folder))
+        self.trainer.restore(Resume())
+        for _ in range(WARM_UP_STEPS):
+            self.trainer.train_step()
+
+    def turn(self, arm: str, to: str) -> Turn:
+        """Train while something is brought to `to`, if that is not "alone"."""
+        self.rows.rows.clear()
+        Path("/proc/self/clear_refs").write_text(_FORGET_PEAK)
+        turn = Turn(arm)
+        goes_on = self._begin(arm, to, turn)
+        began = time.perf_counter()
+        while goes_on():
+            at = time.perf_counter()
+            self.trainer.train_step()
+            now = time.perf_counter()
+            if goes_on() or not turn.steps:
+                turn.steps.append(now - at)
+            turn.seconds = now - began
+        turn.wait = sum(row["seconds"]["checkpoint_stall"] for row in self.rows.rows)
+        turn.peak = _peak()
+        return turn
+
+    def _begin(self, arm: str, to: str, turn: Turn) -> Beside:
+        if arm == "alone":
+            return lambda: len(turn.steps) < self._plan.alone_steps
+        if arm.startswith("plain_"):
+            (checkpoint,) = (Path(self._plan.folder) / "source").iterdir()
+            return _plain(checkpoint, to)
+        checkpoints = self._checkpoints
+        checkpoints.folder = to
+        with self._comm.step.phase("checkpoint"):
+            checkpoints.start(self.trainer.step)
+        return self._saves
+
+    @property
+    def _checkpoints(self) -> Checkpointer:
+        assert self.trainer.state.checkpoints is not None
+        return self.trainer.state.checkpoints
+
+    def _saves(self) -> bool:
+        if self._checkpoints.writing:
+            return True
+        self._checkpoints.finish()
+        if self._checkpoints.failure is not None:
+            raise MantaError(f"a checkpoint could not be saved: {self._checkpoints.failure}")
+        return False
+
+
+def _plain(checkpoint: Path, to: str) -> Beside:
+    command = [sys.executable, "-m", "benchmarks.support.plain_store", str(checkpoint), to]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+
+    def goes_on() -> bool:
+        if process.poll() is None:
+            return True
+        if process.returncode != 0:
+            raise MantaError(f"the plain copy to {to} ended with exit code {process.returncode}")
+        return False
+
+    return goes_on
+
+
+def _peak() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))

@@ -1,0 +1,164 @@
+"""Saves that are due while the one before is still being written: the training goes on, and they are made later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from checkpoint_programs import job, lone, train_and_save, train_beside_a_slow_save
+from engine_specs import axes
+
+from workers.checkpoint import checkpointer
+from workers.checkpoint.catalog import whole_checkpoints
+from workers.checkpoint.checksums import SummingFile
+from workers.config import ParallelConfig
+from workers.protocol.messages import Resume
+from workers.spec.reading import parse_job_spec
+from workers.trainer import Trainer
+
+STEPS = 8
+
+
+@pytest.fixture
+def trainer(corpus, tmp_path, monkeypatch) -> Iterator[Trainer]:
+    """A rank that is to save every other step, and waits for no save."""
+    monkeypatch.setattr(checkpointer, "PATIENCE_SECONDS", 0.01)
+    document = job(corpus, {}, model={"layers": 1}, train={"steps": STEPS}, checkpoint={"every_steps": 2, "keep": 9})
+    made = lone(document, tmp_path)
+    made.restore(Resume())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def store(monkeypatch) -> Iterator[threading.Event]:
+    """Takes what is written only once it is set."""
+    takes, write = threading.Event(), SummingFile.write
+
+    def held_up(self: SummingFile, data: Any) -> int:
+        assert takes.wait(60), "nothing is ever written"
+        return write(self, data)
+
+    monkeypatch.setattr(SummingFile, "write", held_up)
+    yield takes
+    takes.set()
+
+
+def noted_of(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, str]]:
+    noted: list[tuple[str, int, str]] = []
+    monkeypatch.setattr(trainer.state.checkpoints, "event", lambda *event: noted.append(event[:3]))
+    return noted
+
+
+def train(trainer: Trainer, steps: int) -> None:
+    for _ in range(steps):
+        trainer.train_step()
+
+
+def saved(trainer: Trainer) -> list[int]:
+    trainer.state.checkpoints.finish()
+    return [manifest.step for _, manifest in whole_checkpoints(trainer.state.checkpoints.folder)]
+
+
+def test_a_save_that_is_due_meanwhile_is_made_at_the_first_step_that_finds_the_store_free(trainer, store, monkeypatch):
+    noted = noted_of(trainer, monkeypatch)
+    train(trainer, 6)
+    delayed = [(step, message) for kind, step, message in noted if kind == "checkpoint_delayed"]
+    assert [step for step, _ in delayed] == [4], "step 6 is due too, and nothing new happens"
+    assert delayed[0][1].startswith("the checkpoint due at step 4 waits: that of step 2 has been under way for 0.")
+    store.set()
+    assert saved(trainer) == [2]
+    train(trainer, 1)
+    assert saved(trainer) == [2, 7]
+    train(trainer, 1)
+    assert saved(trainer) == [2, 7, 8]
+    assert [step for kind, step, _ in noted if kind == "checkpoint_saving"] == [2, 7, 8]
+
+
+def test_the_last_step_is_saved_whatever_is_under_way(trainer, store):
+    train(trainer, STEPS - 1)
+    last = threading.Thread(target=train, args=(trainer, 1))
+    last.start()
+    last.join(0.3)
+    assert last.is_alive(), "there is nothing to train meanwhile"
+    store.set()
+    last.join(60)
+    assert saved(trainer) == [2, STEPS]
+
+
+def test_what_is_saved_before_the_end_is_not_delayed(trainer, store):
+    """As a pause asks for it."""
+    train(trainer, 4)
+    threading.Timer(0.1, store.set).start()
+    trainer.state.save_before_end()
+    assert saved(trainer) == [2, 4]
+    train(trainer, 1)
+    assert saved(trainer) == [2, 4], "the one that waited has been made"
+
+
+def test_saves_that_take_no_longer_than_the_patience_are_made_where_they_are_due(trainer, store, monkeypatch):
+    monkeypatch.setattr(checkpointer, "PATIENCE_SECONDS", 60.0)
+    train(trainer, 2)
+    threading.Timer(0.1, store.set).start()
+    train(trainer, 4)
+    assert saved(trainer) == [2, 4, 6]
+
+
+def test_the_patience_is_for_all_steps_that_are_due_during_a_save(trainer, store, monkeypatch):
+    monkeypatch.setattr(checkpointer, "PATIENCE_SECONDS", 0.5)
+    train(trainer, 4)
+    with patch.object(checkpointer, "wait", wraps=checkpointer.wait) as waited:
+        train(trainer, 3)
+    left = [call.args[1] for call in waited.call_args_list]
+    assert len(left) == 3 and max(left) < 0.1
+
+
+def test_a_new_generation_delays_nothing(trainer, store):
+    """A rank that is new would not know, and not ask with the others at the next step."""
+    train(trainer, 4)
+    assert trainer.state.checkpoints.wanted(5)
+    store.set()
+    trainer.state.checkpoints.finish()
+    trainer.restore(Resume())
+    assert not trainer.state.checkpoints.wanted(5)
+
+
+def test_whoever_waits_for_a_save_that_gets_on_does_not_stand_still(trainer, store, monkeypatch):
+    monkeypatch.setattr(checkpointer, "LOOK_SECONDS", 0.02)
+    checkpoints, progress = trainer.state.checkpoints, trainer.comm.progress
+    checkpoints.start(2)
+    moves = []
+    monkeypatch.setattr(progress.__class__, "moved", lambda self, waited=0.0: moves.append(checkpoints.writing))
+    threading.Timer(0.3, lambda: moves.append("free") or store.set()).start()
+    write = SummingFile.write
+    slowly = threading.Event()
+
+    def slow(self: SummingFile, data: Any) -> int:
+        slowly.wait(0.1)
+        return write(self, data)
+
+    monkeypatch.setattr(SummingFile, "write", slow)
+    checkpoints.finish()
+    assert moves[0] == "free", "nothing was written before"
+    assert len(moves) > 1 and all(moves)
+
+
+@pytest.mark.parametrize(("layout", "slow"), [((2, 1, 1), 0), ((2, 1, 1), 1), ((1, 2, 2), 0), ((1, 2, 2), 3)])
+def test_all_ranks_delay_the_same_saves_and_train_the_same_bits(ranks, corpus, tmp_path, layout, slow):
+    document = job(corpus, axes(layout), train={"steps": STEPS}, checkpoint={"every_steps": 2, "keep": 9})
+    parallel = ParallelConfig(**axes(layout))
+    without = job(corpus, axes(layout), train={"steps": STEPS}, checkpoint={"every_steps": 0})
+    undisturbed = ranks.run(parallel, train_and_save, without, str(tmp_path / "other"), STEPS)
+    trained = ranks.run(parallel, train_beside_a_slow_save, document, str(tmp_path / "slow"), 5, slow)
+    whole = whole_checkpoints(tmp_path / "slow")
+    assert [manifest.step for _, manifest in whole] == [2, 6, STEPS]
+    assert [step for kind, step in trained[0].events if kind == "checkpoint_delayed"] == [4]
+    assert all(rank.held_up < 30 for rank in trained), "no step waits for the save"
+    for rank, other in zip(trained, undisturbed, strict=True):
+        for (name, offsets, values), (same, where, expected) in zip(rank.found.loaded, other.loaded, strict=True):
+            assert (name, offsets) == (same, where) and torch.equal(values, expected)
+    assert parse_job_spec(whole[-1][1].spec).train.steps == STEPS
