@@ -12,6 +12,7 @@ from api.client import ServiceUnreachable
 from tests.e2e.cluster_apart import MANTA_PORTS, OPEN, SLOTS, ApartCluster, ApartService
 from tests.e2e.conftest import EVERY_STEP, SECONDS
 from tests.e2e.forwarder import Forwarder
+from tests.e2e.machines import ROOT
 from tests.e2e.network import Network
 
 NODES = 4
@@ -154,3 +155,28 @@ def from_checkpoint(apart, job):
         return apart.events(job, "generation_started")[-1].data["resume_source"] == "checkpoint"
     except ServiceUnreachable:
         return False
+
+
+@pytest.mark.soak  # what is said: tests/service/cluster/test_node_problems.py
+def test_nodes_without_manta_say_so_and_train_with_the_code_that_is_shipped(network, folder, corpus, apart, cluster):
+    """On SQLite, and with a cluster of its own beside the other one."""
+    disks = folder / "shipped"
+    disks.mkdir(mode=0o755)
+    bare = ApartCluster(network, disks, corpus, 1, without=[ROOT / each for each in ("api", "service", "workers")])
+    bare.environment = cluster.environment
+    bare.start()
+    places = {"MANTA_CHECKPOINTS": "s3://checkpoints/shipped", "MANTA_DATA_ROOTS": "/home/data"}
+    service = ApartService(network, disks, bare, {**cluster.environment, **places})
+    try:
+        job = service.submit(service.spec(10, (2, 1, 1)))
+        service.until("why it waits", lambda: "has no Manta" in (service.client.job(job).message or ""))
+        service.kill_service()
+        service.serve(MANTA_SHIP_CODE="1")
+        service.until("the service", service.answers, 3 * SECONDS)
+        service.until_state(job, "SUCCEEDED")
+        here = apart.submit(apart.spec(10, (2, 1, 1)))
+        apart.until_state(here, "SUCCEEDED")
+        assert service.curve(job) == apart.curve(here)
+    finally:
+        service.close()
+        bare.close()
