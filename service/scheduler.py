@@ -176,9 +176,10 @@ class Scheduler:
             )
             return False
         unit = unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
+        accelerator = "gpu" if unit == "GPU" else "cpu"
         await self._store.until_certain()
         try:
-            if not await self._transition(job, JobState.STARTING, layout=spec.layout):
+            if not await self._transition(job, JobState.STARTING, layout=spec.layout, accelerator=accelerator):
                 return True
         except _StillHeld:
             return False
@@ -209,14 +210,16 @@ class Scheduler:
         reason: str | None = None,
         message: str | None = None,
         layout: ParallelConfig | None = None,
+        accelerator: str = "auto",
     ) -> bool:
-        """False when the user was faster. `layout`: the one that it is placed with."""
+        """False when the user was faster. `layout`, `accelerator`: what it is placed with."""
 
         def change(session: Any) -> int | None:
             jobs.transition(session, job.id, to, reason=reason, message=message)
             if layout is None:
                 return None
             jobs.set_layout(session, job.id, layout)
+            jobs.decide_accelerator(session, job.id, accelerator)
             if self._leases is None:
                 return None
             epoch = self._leases.claim_within(session, job.id)

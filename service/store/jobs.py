@@ -199,6 +199,15 @@ def set_layout(session: Session, job_id: str, layout: ParallelConfig) -> None:
     job.updated_at = time.time()
 
 
+def decide_accelerator(session: Session, job_id: str, accelerator: str) -> None:
+    """Note in the spec of a job that takes what there is (`resources.accelerator: auto`) what that was when it was
+    first placed, gpu or cpu: nodes that come later change nothing. Raises JobNotFound."""
+    job = get(session, job_id, lock=True)
+    resources = job.spec.get("resources") or {}
+    if resources.get("accelerator", "auto") == "auto":
+        job.spec = {**job.spec, "resources": {**resources, "accelerator": accelerator}}
+
+
 def queue_positions(reader: Reader, some: Collection[Job | Row[Any]]) -> dict[str, int]:
     """Places of those of these jobs that are QUEUED in the queue, which all projects share, from 1."""
     queued = [job for job in some if job.state == JobState.QUEUED]

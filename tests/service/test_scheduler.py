@@ -11,6 +11,7 @@ from service.leases.errors import LeaseLost
 from service.scheduler import PLACEMENT_SECONDS, Scheduler
 from service.states import JobState
 from service.store import generations, jobs, leases, pauses
+from service.stored_specs import stored_spec
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.waiting import reached
 from workers.data import roots
@@ -515,3 +516,27 @@ def test_job_that_waits_says_that_nodes_are_to_be_left(store, submit, look, clus
     assert job_now(store, job).message == (
         "needs 2 slots in groups of 2 on one node, 0 of 0 are free; a node that is to be left takes no job"
     )
+
+
+def test_what_auto_is_is_decided_when_a_job_is_first_placed(store, submit, look, cluster, monkeypatch):
+    """A GPU that comes later changes nothing, and what the user asked for by name stays."""
+    job, named = submit(), submit(resources={"accelerator": "cpu"})
+    look()
+    assert [job_now(store, each).spec["resources"]["accelerator"] for each in (job, named)] == ["cpu", "cpu"]
+    assert "resources" not in job_now(store, job).submitted
+
+    async def has_gpus():
+        return True
+
+    monkeypatch.setattr(cluster.nodes, "has_gpus", has_gpus)
+    assert stored_spec(job_now(store, job)).spec.resources.accelerator == "cpu"
+    later = submit()
+    look()
+    assert job_now(store, later).spec["resources"]["accelerator"] == "gpu"
+
+
+def test_job_that_only_waits_is_not_decided_yet(store, submit, look, nodes):
+    has(nodes, 8, free=0)
+    job = submit()
+    look()
+    assert stored_spec(job_now(store, job)).spec.resources.accelerator == "auto"
