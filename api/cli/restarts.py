@@ -4,7 +4,6 @@ process, when a new head answers in the place of the one that it knew."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -13,9 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from workers.system.parent_death import ParentDeathSignal
+
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 ABORTS = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS})
 """Signals by which a process may be ended from within. What others send, such as SIGKILL, is meant to end it."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -47,14 +47,14 @@ def run_again_when_ended_by_ray(run: Callable[[bool], None], service_file: Path)
 
 def _fork() -> int:
     """As os.fork: in the parent signals are passed on from then on, and the child dies with it."""
-    parent = os.getpid()
+    parent, parent_death = os.getpid(), ParentDeathSignal()
     with _kept_back(FORWARDED):
         child = os.fork()
         if child != 0:
             for each in FORWARDED:
                 signal.signal(each, lambda number, _: os.kill(child, number))
     if child == 0:
-        _die_with(parent)
+        parent_death.arm(parent)
     return child
 
 
@@ -66,12 +66,6 @@ def _kept_back(signals: Iterable[signal.Signals]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _ended_from_within(status: int) -> bool:

@@ -20,6 +20,7 @@ from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service, writing_in
 from api.server import configure_logging, refuse_without_protection, serve, serve_command
 from service.automatic_key import read_key
+from service.cluster.own_raylet import end_raylet
 from service.cluster.processes import wait_until_ended
 from service.cluster.ray_head import RayHead
 from service.data_roots import LOOPBACK_HOSTS
@@ -259,6 +260,7 @@ def stop_service(home: Path) -> bool:
             process.send_signal(signal.SIGTERM)
             if not wait_until_ended([process], DOWN_SECONDS):
                 process.kill()
+    end_raylet(paths)
     if has_own_ray:
         head.stop()
         paths.remove_snapshots()

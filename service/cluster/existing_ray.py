@@ -7,9 +7,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from service.cluster.own_raylet import ensure_raylet
-from service.cluster.processes import session_leader
-from service.cluster.ray_head import MARK, NAMESPACE, ROOT, RayUnavailable, answers, connect
+from service.cluster.own_raylet import ensure_raylet, own_raylet
+from service.cluster.ray_head import NAMESPACE, ROOT, RayUnavailable, answers, connect
 from workers.paths import Paths
 from workers.system.ports import PortRange
 
@@ -42,12 +41,12 @@ class ExistingRay:
             self._wait_for_answer()
         if not answers(self._address):
             raise RayUnavailable(f"No Ray answers at {self._address}; check --ray and that the cluster is up.")
-        ensure_raylet(self._address, self._paths, MARK, self._ports)
+        ensure_raylet(self._address, self._paths, self._ports)
         return connect(self._address, namespace, self._runtime_environment())
 
     def raylet(self) -> int | None:
         """First process of the raylet that was started here; None where somebody else started it."""
-        return session_leader((MARK, self._paths.tag), ("start",))
+        return own_raylet(self._paths)
 
     def _wait_for_answer(self) -> None:
         if not answers(self._address):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from service.cluster.processes import end_all
+from service.cluster.processes import end_all, session_leader
 from service.cluster.ray_head import RayUnavailable, answers
 from service.cluster.ray_private import START_COMMAND, Raylet, raylets
 from service.settings import without_secrets
@@ -23,6 +23,9 @@ from workers.system.ports import PortRange
 
 log = logging.getLogger(__name__)
 
+MARK = "MANTA_RAYLET"
+"""Variable in the environment of such a raylet's processes; its value is the tag of the home. Not that of a head of the
+same home, in which jobs may run."""
 START_SECONDS, POLL_SECONDS = 60.0, 0.2
 SERVERS = (
     "node-manager-port",
@@ -35,20 +38,29 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """The least that Ray takes: nothing goes through it."""
 
 
-def ensure_raylet(address: str, paths: Paths, mark: str, ports: PortRange | None = None) -> None:
+def ensure_raylet(address: str, paths: Paths, ports: PortRange | None = None) -> None:
     """Have a raylet of the Ray at `address` on this machine: the one that runs here, else a new one, which outlives
-    this process and has `mark` in its environment with the home's tag as value; it and its processes, this one
-    among them, listen on `ports`. Raises RayUnavailable."""
+    this process (`end_raylet`); it and its processes, this one among them, listen on `ports`. Raises RayUnavailable."""
     if any(listens for _, listens in _here(address)):
         return
     log.info("no raylet of the Ray at %s runs on this machine: one without resources is started", address)
-    end_all((mark, paths.tag), None)  # one of a head that is gone
+    end_raylet(paths)  # one of a head that is gone
     _remove_sockets(address)
     paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
-    process = _spawn(address, paths, mark, ports)
+    process = _spawn(address, paths, ports)
     if not _until(lambda: _is_settled(address), process):
         process.terminate()
         raise RayUnavailable(f"A raylet that joins the Ray at {address} did not start; its log is {paths.ray_log}.")
+
+
+def own_raylet(paths: Paths) -> int | None:
+    """First process of the raylet that a service of this home has started; None where none runs."""
+    return session_leader((MARK, paths.tag), ("start",))
+
+
+def end_raylet(paths: Paths) -> None:
+    """Kill that raylet; no rank is on it."""
+    end_all((MARK, paths.tag), None)
 
 
 def _here(address: str) -> list[tuple[Raylet, bool]]:
@@ -84,7 +96,7 @@ def _own_addresses() -> set[str]:
     return {entry.address for entries in interfaces for entry in entries if entry.family in families}
 
 
-def _spawn(address: str, paths: Paths, mark: str, ports: PortRange | None) -> subprocess.Popen[bytes]:
+def _spawn(address: str, paths: Paths, ports: PortRange | None) -> subprocess.Popen[bytes]:
     options = {
         "address": address,
         "node-ip-address": address_towards(address.rpartition(":")[0]),
@@ -102,7 +114,7 @@ def _spawn(address: str, paths: Paths, mark: str, ports: PortRange | None) -> su
             stdout=output,
             stderr=output,
             cwd="/",
-            env={**without_secrets(os.environ), mark: paths.tag, "RAY_USAGE_STATS_ENABLED": "0"},
+            env={**without_secrets(os.environ), MARK: paths.tag, "RAY_USAGE_STATS_ENABLED": "0"},
             start_new_session=True,
         )
 

@@ -37,8 +37,9 @@ from pathlib import Path
 
 from workers.protocol.json_codec import MalformedMessage, from_json, to_json
 from workers.protocol.messages import PROTOCOL, ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
+from workers.system.parent_death import ParentDeathSignal
 from workers.system.process_end import kill_group
-from workers.zygote.child import Entry, ParentDeathSignal, reset_signals, run_child
+from workers.zygote.child import Entry, reset_signals, run_child
 
 DEFAULT_ENTRIES = {
     "trainer": "workers.rank.trainer_process:run",

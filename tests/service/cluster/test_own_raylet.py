@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from service.cluster import own_raylet as module
+from service.cluster import ray_head
 from service.cluster.own_raylet import ensure_raylet
 from service.cluster.ray_head import RayUnavailable
 from service.cluster.ray_private import Raylet
@@ -38,8 +39,8 @@ def ray(monkeypatch, tmp_path):
         def terminate(self):
             started.append("terminated")
 
-    def spawn(address, paths, mark, ports):
-        started.append((address, mark, ports))
+    def spawn(address, paths, ports):
+        started.append((address, ports))
         known.extend(ray_starts)
         return Process()
 
@@ -53,7 +54,7 @@ def ray(monkeypatch, tmp_path):
 
 
 def ensure(tmp_path, ports=None):
-    ensure_raylet(ADDRESS, Paths.of(tmp_path), "MARK", ports)
+    ensure_raylet(ADDRESS, Paths.of(tmp_path), ports)
 
 
 def raylet(port, alive=True, host="127.0.0.1", sockets=()):
@@ -73,7 +74,7 @@ def test_where_none_runs_one_is_started_on_the_ports_that_may_be_used(ray, tmp_p
     starts.append(raylet(listening))
     ports = PortRange(20000, 20199)
     ensure(tmp_path, ports)
-    assert started == ["ended what was left", (ADDRESS, "MARK", ports)]
+    assert started == ["ended what was left", (ADDRESS, ports)]
 
 
 def test_sockets_of_one_that_ended_are_out_of_the_way_before_the_next_starts(ray, tmp_path, listening, closed):
@@ -124,3 +125,12 @@ def test_each_server_of_a_raylet_has_a_port_of_the_range_and_processes_have_the_
     options = module._listening_on(PortRange(20000, 20099))
     assert options["node-manager-port"] == "20000" and len(set(options.values())) == len(options)
     assert (options["min-worker-port"], options["max-worker-port"]) == ("20005", "20099")
+
+
+def test_a_head_of_the_same_home_is_left_alone(ray, tmp_path, monkeypatch, listening):
+    """Jobs may run in it."""
+    marks = []
+    monkeypatch.setattr(module, "end_all", lambda mark, leader: marks.append(mark))
+    ray[2].append(raylet(listening))
+    ensure(tmp_path)
+    assert marks == [(module.MARK, Paths.of(tmp_path).tag)] and module.MARK != ray_head.MARK
