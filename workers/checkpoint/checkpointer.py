@@ -20,6 +20,8 @@ from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.catalog import Condition, Manifest
 from workers.checkpoint.checksums import FileSums
 from workers.checkpoint.rectangles import rectangles_of
+from workers.checkpoint.shared_room import SharedRoom
+from workers.checkpoint.uploads import Uploads
 from workers.comm.comm import Comm
 from workers.comm.shared_work import SharedWork
 from workers.config import JobSpec
@@ -27,7 +29,7 @@ from workers.engine import Engine
 from workers.errors import CheckpointError, MantaError
 from workers.snapshot.state_copy import Ready, copy_tensors, event_after
 from workers.storage.files import files_of
-from workers.storage.places import place_of
+from workers.storage.places import ObjectPath, place_of
 
 Event = Callable[[str, int, str, dict[str, Any]], None]
 """Reports an event: type, step, message, data."""
@@ -53,7 +55,8 @@ class Checkpointer:
         self._needed = rectangles_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
-        self._aside: torch.Tensor | None = None
+        self._aside: SharedRoom | None = None
+        self._uploads: Uploads | None = None
         self._copied = threading.Event()
         self._copied.set()
         self._step = 0
@@ -190,6 +193,8 @@ class Checkpointer:
     def close(self) -> None:
         """End the writing thread, after the save under way."""
         self._writer.shutdown()
+        if self._uploads is not None:
+            self._uploads.close()
 
     def undo_after(self, step: int) -> None:
         """Delete the checkpoints of later steps, which are going to be done again. No rank is saving one."""
@@ -213,7 +218,8 @@ class Checkpointer:
         return manifest.numbers
 
     def make_room(self) -> None:
-        """Have the memory into which states are copied before the first one is, beside the training."""
+        """Have the memory into which states are copied, and the process that uploads them, before the first one is,
+        beside the training."""
         if self._aside is None and self.spec.checkpoint.every_steps > 0:
             self._writer.submit(self._room)
 
@@ -222,8 +228,11 @@ class Checkpointer:
         than to be filled, and the next step's update waits for that."""
         if self._aside is None:
             length = len(self.optimizer.exp_avg)
-            self._aside = torch.empty(len(durable.KINDS), length, dtype=self.optimizer.exp_avg.dtype).zero_()
-        return self._aside
+            self._aside = SharedRoom((len(durable.KINDS), length), self.optimizer.exp_avg.dtype)
+        if self._uploads is None and isinstance(place_of(self.folder), ObjectPath):
+            self._uploads = Uploads(self._aside)
+            self._uploads.start()
+        return self._aside.tensor
 
     def _copy_aside(self, ready: Ready) -> dict[str, torch.Tensor]:
         try:
@@ -245,7 +254,8 @@ class Checkpointer:
         then: str,
     ) -> None:
         try:
-            sums = durable.save(path, self._owned, copy_aside, ranks, self._wrote)
+            self._room()
+            sums = durable.save(path, self._owned, copy_aside, ranks, self._wrote, self._uploads)
             if self.comm.rank == 0:
                 self._seal(step, path, sums, loss_scale, numbers)
         except (OSError, RuntimeError, MantaError) as error:

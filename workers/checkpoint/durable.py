@@ -8,10 +8,9 @@ which we read, and in `.metadata`, a pickle, which torch's readers want.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import IO, cast
 
@@ -24,7 +23,6 @@ from workers.checkpoint.checksums import (
     DamagedCheckpoint,
     FileSums,
     SummedFiles,
-    SummingFile,
     Window,
     checked,
     damaged,
@@ -32,10 +30,11 @@ from workers.checkpoint.checksums import (
 from workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, StoredTensor, merged
 from workers.checkpoint.dcp_metadata import METADATA, metadata_file, read_metadata
 from workers.checkpoint.rectangles import Rectangle
+from workers.checkpoint.uploads import Uploads
 from workers.comm.shared_work import SharedWork
 from workers.errors import CheckpointError
 from workers.storage.files import files_of
-from workers.storage.places import Place, place_of
+from workers.storage.places import ObjectPath, Place, place_of
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
 
@@ -55,20 +54,26 @@ def save(
     parts: Callable[[], dict[str, torch.Tensor]],
     ranks: SharedWork,
     wrote: Callable[[], object] = lambda: None,
+    uploads: Uploads | None = None,
 ) -> dict[str, FileSums]:
     """Write this rank's `rectangles` of each of the `parts` (by KINDS, CPU tensors; called once) below `path`, together
     with all `ranks`. On rank 0 what comes back are the sums of all files of all ranks. `wrote` is called whenever some
-    of it is written.
+    of it is written. Where `path` is in an object store, `uploads` brings the rectangles there.
 
     Raises what the file system raised or, where there are several ranks, SharedWorkFailed on each of them.
     """
     files, folder = SummedFiles(wrote), place_of(path)
 
+    def created(file: Place) -> AbstractContextManager[IO[bytes]]:
+        if uploads is not None and isinstance(file, ObjectPath):
+            return uploads.create(file, wrote, files.sums)
+        return files.create(file)
+
     def write() -> Written:
         state = parts()
         files_of(folder).make_folder(folder)
         name = f"__{ranks.rank}_0.distcp"  # as DCP names a rank's file
-        with files.create(folder / name) as stream:
+        with created(folder / name) as stream:
             contents = _write_rectangles(stream, name, rectangles, state)
         return Written(contents, files.sums)
 
@@ -84,7 +89,7 @@ def save(
 
 
 def _write_rectangles(
-    stream: io.BufferedWriter[SummingFile], file: str, rectangles: list[Rectangle], parts: dict[str, torch.Tensor]
+    stream: IO[bytes], file: str, rectangles: list[Rectangle], parts: dict[str, torch.Tensor]
 ) -> Contents:
     """Append each rectangle of each part to the new `file` as an archive of its own, and say where they lie."""
     tensors: dict[str, tuple[tuple[int, ...], str, list[StoredRectangle]]] = {}

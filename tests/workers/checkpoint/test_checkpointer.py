@@ -83,12 +83,12 @@ def test_states_are_copied_into_the_same_memory_which_is_there_before_the_first_
     checkpoints = trainer.state.checkpoints
     checkpoints.make_room()
     checkpoints._writer.submit(lambda: None).result()
-    places = {checkpoints._aside.data_ptr()}
+    places = {checkpoints._aside.tensor.data_ptr()}
     for step in (1, 2):
         trainer.train_step()
         checkpoints.finish()
         save(trainer, step)
-        places.add(checkpoints._aside.data_ptr())
+        places.add(checkpoints._aside.tensor.data_ptr())
     assert len(places) == 1
     before = bits(trainer)
     checkpoints.restore(str(whole_checkpoints(checkpoints.folder)[-1][0]))

@@ -1,0 +1,112 @@
+"""Files that a process beside this one uploads out of memory that both see."""
+
+import io
+import os
+import signal
+import zlib
+
+import pytest
+import torch
+from s3_server import answer
+
+from workers.checkpoint import uploads as uploads_module
+from workers.checkpoint.checksums import BLOCK_BYTES
+from workers.checkpoint.shared_room import SharedRoom
+from workers.checkpoint.uploads import Uploads
+from workers.storage.files import files_of
+
+ELEMENTS = 3 * BLOCK_BYTES // 4 + 5
+
+
+@pytest.fixture
+def room():
+    room = SharedRoom((ELEMENTS,), torch.float32)
+    room.tensor.copy_(torch.arange(ELEMENTS))
+    yield room
+    room.close()
+
+
+@pytest.fixture
+def uploads(room):
+    uploads = Uploads(room)
+    yield uploads
+    uploads.close()
+
+
+def _upload(uploads, file, *contents, wrote=lambda: None):
+    sums = {}
+    with uploads.create(file, wrote, sums) as stream:
+        for content in contents:
+            stream.write(content)
+    return sums[file.name]
+
+
+def test_a_file_is_what_was_written_wherever_it_lay_and_is_summed(uploads, room, bucket):
+    file, shared = bucket / "file", memoryview(room.tensor.numpy()).cast("B")
+    apart = os.urandom(BLOCK_BYTES + 7)
+    wrote = []
+    sums = _upload(uploads, file, b"head", shared[8:], apart, shared[:8], b"tail", wrote=lambda: wrote.append(1))
+    whole = b"".join((b"head", shared[8:], apart, shared[:8], b"tail"))
+    assert files_of(file).read(file) == whole
+    blocks = [whole[at : at + BLOCK_BYTES] for at in range(0, len(whole), BLOCK_BYTES)]
+    assert (sums.size, sums.blocks) == (len(whole), tuple(map(zlib.crc32, blocks)))
+    assert len(wrote) >= len(blocks)
+
+
+def test_what_torch_saves_from_the_room_is_not_copied(uploads, room, bucket, monkeypatch):
+    copied = []
+
+    class Counting(uploads_module._Pieces):
+        def write(self, data):
+            content = memoryview(data).cast("B")
+            if self._room.offset_of(content) is None:
+                copied.append(len(content))
+            return super().write(data)
+
+    monkeypatch.setattr(uploads_module, "_Pieces", Counting)
+    file, sums = bucket / "file", {}
+    with uploads.create(file, lambda: None, sums) as stream:
+        torch.save(room.tensor[1000:].detach(), stream)
+    assert sums["file"].size > 4 * (ELEMENTS - 1000)
+    assert sum(copied) < 4096
+    loaded = torch.load(io.BytesIO(files_of(file).read(file)), weights_only=True)
+    assert torch.equal(loaded, room.tensor[1000:])
+
+
+def test_what_the_store_refuses_is_said_and_the_next_file_gets_there(uploads, wire, wired_bucket):
+    wire.meddle = lambda head: answer("403 Forbidden", "AccessDenied") if b"PUT" in head else None
+    with pytest.raises(OSError, match="AccessDenied"):
+        _upload(uploads, wired_bucket / "file", b"1")
+    process = uploads._process
+    wire.meddle = lambda head: None
+    assert _upload(uploads, wired_bucket / "file", b"2").size == 1
+    assert files_of(wired_bucket).read(wired_bucket / "file") == b"2"
+    assert uploads._process is process
+
+
+def test_a_process_that_is_killed_fails_its_file_and_another_one_brings_the_next(uploads, room, bucket):
+    uploads.start()
+    first, shared = uploads._process, memoryview(room.tensor.numpy()).cast("B")
+    with pytest.raises(OSError, match="exit code -9"), uploads.create(bucket / "file", lambda: None, {}) as stream:
+        stream.write(shared)
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+    assert not files_of(bucket).is_there(bucket / "file")
+    assert _upload(uploads, bucket / "file", shared).size == len(shared)
+    assert uploads._process is not first
+
+
+def test_a_file_that_its_writer_gives_up_never_appears(uploads, bucket):
+    with pytest.raises(KeyError), uploads.create(bucket / "file", lambda: None, {}) as stream:
+        stream.write(b"half of it")
+        raise KeyError
+    assert not files_of(bucket).is_there(bucket / "file")
+    assert _upload(uploads, bucket / "file", b"all of it").size == 9
+    assert files_of(bucket).read(bucket / "file") == b"all of it"
+
+
+def test_the_process_ends_with_the_one_that_asks_it(uploads):
+    uploads.start()
+    process, uploads._process = uploads._process, None
+    process.stdin.close()
+    assert process.wait(60) == 0

@@ -1,0 +1,95 @@
+"""`python -m workers.checkpoint.upload_process DESCRIPTOR BYTES OPTIONS`: uploads files for the process that starts it,
+out of memory that both see, so that neither sums nor sockets keep the interpreter from a training step.
+
+On stdin comes, for each file, its URL as a line of JSON and then its pieces as `PIECE`s: a count of bytes that follow,
+a range of the shared memory, and an end. On stdout goes a line of JSON for each block that the store's client has taken
+(`WROTE`), and then one with what was summed or with what went wrong. When stdin ends, so does this process; an upload
+under way is aborted.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from typing import IO, Any
+
+from workers.checkpoint.checksums import BLOCK_BYTES, FileSums, SummedFiles
+from workers.errors import MantaError
+from workers.storage import object_files
+from workers.storage.places import place_of
+
+PIECE = struct.Struct("<BQQ")
+BYTES, MEMORY, END = range(3)
+"""Kinds of pieces: (BYTES, count, 0) and then as many bytes; (MEMORY, offset, count); (END, 0, 0)."""
+WROTE = b"{}\n"
+NICER_BY = 5
+"""The training goes first where they share a core: about three times the weight (sched(7))."""
+
+
+class _Over(Exception):
+    """The process that asks is gone."""
+
+
+def main(descriptor: int, size: int, options: dict[str, Any]) -> None:
+    """Upload what is asked for until nothing more can be."""
+    os.nice(NICER_BY)
+    object_files.OPTIONS.update(options)
+    with mmap.mmap(descriptor, size, prot=mmap.PROT_READ) as memory:
+        serve(sys.stdin.buffer, sys.stdout.buffer, memoryview(memory))
+
+
+def serve(requests: IO[bytes], answers: IO[bytes], memory: memoryview) -> None:
+    """Answer all `requests`."""
+
+    def answer(line: bytes) -> None:
+        answers.write(line)
+        answers.flush()
+
+    while line := requests.readline():
+        pieces = _pieces(requests, memory)
+        try:
+            sums = _upload(json.loads(line), pieces, lambda: answer(WROTE))
+        except _Over:
+            return
+        except (OSError, RuntimeError, MantaError) as error:
+            for _ in pieces:
+                pass
+            answer(json.dumps({"error": f"{error}" or type(error).__name__}).encode() + b"\n")
+        else:
+            answer(json.dumps({"sums": [sums.size, sums.blocks, sums.block_bytes]}).encode() + b"\n")
+
+
+def _upload(url: str, pieces: Iterator[memoryview], wrote: Any) -> FileSums:
+    files, file = SummedFiles(wrote), place_of(url)
+    with files.create(file) as stream:
+        for piece in pieces:
+            stream.write(piece)
+    return files.sums[file.name]
+
+
+def _pieces(requests: IO[bytes], memory: memoryview) -> Iterator[memoryview]:
+    """Up to the end of a file, each at most a block. Raises _Over."""
+    while True:
+        kind, first, second = PIECE.unpack(_read(requests, PIECE.size))
+        if kind == END:
+            return
+        if kind == BYTES:
+            yield memoryview(_read(requests, first))
+        else:
+            for at in range(first, first + second, BLOCK_BYTES):
+                yield memory[at : min(at + BLOCK_BYTES, first + second)]
+
+
+def _read(requests: IO[bytes], count: int) -> bytes:
+    content = requests.read(count)
+    if len(content) < count:
+        raise _Over
+    return content
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
