@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from benchmarks.support.plain_store import READ_SECONDS
 from benchmarks.support.report import ROOT
 from workers.checkpoint.checkpointer import Checkpointer
@@ -58,7 +60,7 @@ class Turn:
     wait: float = 0.0
     """Seconds for which it kept the training thread waiting."""
     peak: int = 0
-    """Most memory of the trainer's process, bytes."""
+    """Most memory of the trainer's process and of the one that uploads, bytes."""
 
 
 @dataclass
@@ -171,5 +173,11 @@ def _plain(checkpoint: Path, to: str) -> Beside:
 
 
 def _peak() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
+    """Of this process, and of those that it has started what they do not share with it."""
+    beside = [child.pid for child in psutil.Process().children()]
+    return _status("self", "VmHWM") + sum(_status(pid, "VmHWM") - _status(pid, "RssShmem") for pid in beside)
+
+
+def _status(process: int | str, name: str) -> int:
+    lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
