@@ -4,12 +4,15 @@ it is none; and the next save is whole."""
 import random
 
 import pytest
+import torch
 from checkpoint_files import made
 from s3_server import S3Server, Wire, answer, reached_at
 
-from workers.checkpoint.catalog import Condition, look_at, verify
+from workers.checkpoint.catalog import Condition, Manifest, look_at, seal, verify
 from workers.checkpoint.checksums import UnreadableCheckpoint
+from workers.checkpoint.shared_room import SharedRoom
 from workers.checkpoint.transfer import copy
+from workers.checkpoint.uploads import Uploads
 from workers.storage import s3_upload
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath
@@ -39,10 +42,43 @@ class Trouble:
         return self._draw.choice(REFUSALS) if self._draw.random() < self._chance else None
 
 
+class Saved:
+    """A checkpoint of one file that the process beside a trainer uploads; in parts of the size that users have."""
+
+    def __init__(self) -> None:
+        self._room = SharedRoom((3 * s3_upload.PART_BYTES,), torch.uint8)
+        self._room.tensor.copy_(torch.arange(len(self._room.tensor)) % 251)
+        self._uploads = Uploads(self._room)
+
+    def save(self, target: ObjectPath) -> None:
+        """Upload it. Raises OSError."""
+        sums = {}
+        with self._uploads.create(target / "data", lambda: None, sums) as stream:
+            stream.write(memoryview(self._room.tensor.numpy()))
+        blocks = {"data": list(sums["data"].blocks)}
+        seal(target, Manifest("j", 1, 10, {"data": sums["data"].size}, {}, blocks=blocks))
+
+    def close(self) -> None:
+        """End the process."""
+        self._uploads.close()
+        self._room.close()
+
+
+@pytest.fixture
+def save(seed, tmp_path, monkeypatch):
+    """Saves a checkpoint at a place: for half of the seeds as a trainer does, else as a copy of another."""
+    if seed % 2:
+        saved = Saved()
+        yield saved.save
+        saved.close()
+    else:
+        monkeypatch.setattr(s3_upload, "PART_BYTES", PART)
+        source = made(tmp_path / "source")
+        yield lambda target: copy(source, target)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_save_ends_whole_or_not_at_all(seed, tmp_path, monkeypatch):
-    monkeypatch.setattr(s3_upload, "PART_BYTES", PART)
-    source = made(tmp_path / "source")
+def test_a_save_ends_whole_or_not_at_all(seed, save):
     server = S3Server()
     server.make_bucket("bucket")
     wire, target = Wire(server), ObjectPath("s3", "bucket/job/step-00000010-generation-1")
@@ -50,7 +86,7 @@ def test_a_save_ends_whole_or_not_at_all(seed, tmp_path, monkeypatch):
         with reached_at(wire.url):
             trouble = Trouble(seed, server, wire)
             try:
-                copy(source, target)
+                save(target)
                 ended = True
             except OSError:
                 ended = False
@@ -62,7 +98,7 @@ def test_a_save_ends_whole_or_not_at_all(seed, tmp_path, monkeypatch):
                     verify(target)
                 else:
                     files_of(target).remove_folder(target)
-                    copy(source, target)
+                    save(target)
                     verify(target)
             else:  # the server has lost what it had: nobody can say anything
                 with pytest.raises(UnreadableCheckpoint):
