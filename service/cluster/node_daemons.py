@@ -66,6 +66,8 @@ class NodeDaemons:
         """Nodes whose problem was noted here."""
         self._other_code: set[str] = set()
         """Nodes where a daemon that we started runs other code than we do."""
+        self._answered: dict[str, NodeClient] = {}
+        """By node the daemon that has answered last."""
 
     async def ensure(
         self, zygote_options: Sequence[str] = (), zygote_environment: Mapping[str, str] | None = None
@@ -103,6 +105,7 @@ class NodeDaemons:
                     continue
                 break
             self._nodes.silent.discard(node)
+            self._answered[node] = daemon
             self._left_out.pop(node, None)
             if existing is None and about.code not in ("", own_code()):
                 self._other_code.add(node)
@@ -111,6 +114,18 @@ class NodeDaemons:
         self._nodes.silent.add(node)
         self._nodes.unswept.add(node)
         return None
+
+    async def known(self, node: str) -> NodeClient | None:
+        """The daemon of `node` that answered before, where it still does: Ray's head is not asked, and may be away.
+        None where there is none; `of` may find one."""
+        daemon = self._answered.get(node)
+        if daemon is None:
+            return None
+        try:
+            await within(ANSWER_SECONDS, daemon.describe())
+        except (AgentError, ProtocolMismatch):
+            return None
+        return daemon
 
     def _note_problem(self, node: str, problem: str | None) -> None:
         if problem is None:

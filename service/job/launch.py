@@ -173,11 +173,13 @@ async def _start_store(job: JobContext, where: Mapping[int, AgentDescription], g
     """Where the ranks of `generation`, the next one, meet; on the node of rank 0."""
     if job.gang.layout.world_size == 1:
         return None
-    node, daemons = where[0].node, await job.cluster.daemons.ensure()
-    if node is None or node not in daemons:  # agents of a real cluster are always on one
+    node, daemons = where[0].node, job.cluster.daemons
+    # Where Ray's head is away, ranks whose agents live need not wait for it.
+    daemon = None if node is None else await daemons.known(node) or (await daemons.ensure()).get(node)
+    if daemon is None:  # agents of a real cluster are always on a node
         raise LaunchFailed(dict.fromkeys(job.gang.on([str(node)]), f"the daemon of node {node} does not answer"))
     one_machine = len({(place.host, place.address) for place in where.values()}) == 1
-    return await daemons[node].start_store(job.id, generation, one_machine)
+    return await daemon.start_store(job.id, generation, one_machine)
 
 
 def _row(

@@ -116,6 +116,22 @@ def test_node_whose_daemon_does_not_answer_is_closed_until_it_does(made):
     asyncio.run(body())
 
 
+def test_daemon_that_answered_is_known_without_ray_as_long_as_it_answers(made, monkeypatch):
+    daemons, nodes, actors = made
+
+    async def body():
+        assert await daemons.known("well") is None, "nobody has asked for it"
+        await daemons.ensure()
+        monkeypatch.setattr(nodes, "living", None)
+        monkeypatch.setattr(daemons._ray, "find", None)
+        assert await daemons.known("well") is not None
+        for answer in (None, ActorError("it is dead"), {**actors["well"].answer, "protocol": -1}):
+            actors["well"].answer = answer
+            assert await daemons.known("well") is None
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize("where", ["sick", None])
 def test_daemon_of_another_release_stays_while_trainers_live_by_its_zygote(made, others, caplog, where):
     daemons, nodes, actors = made

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from service.cluster.errors import ClusterUnavailable
 from service.job import hangs_and_stragglers, launch
 from service.job.actions import Launch, launch_after
 from service.job.context import JobContext
@@ -178,6 +179,22 @@ def test_agent_that_does_not_say_where_it_is_fails_the_launch_before_it_began(jo
     story(body)
     assert read(job, lambda s: generations.of_job(s, job.id)) == []
     assert job.gang.nodes == {0: "one", 1: "one", 2: "two", 3: "two"}, "a place is known of those that are silent too"
+
+
+def test_launch_needs_no_head_of_ray_where_the_daemon_has_answered_before(job, cluster, monkeypatch):
+    async def away():
+        raise ClusterUnavailable(TimeoutError("no answer"))
+
+    monkeypatch.setattr(cluster.daemons, "ensure", away)
+
+    async def body():
+        with pytest.raises(ClusterUnavailable):
+            await launch_generation(job, Launch("submitted", counts=False))
+        cluster.daemons.remembered.add("one")
+        await (await launch_generation(job, Launch("submitted", counts=False))).close()
+
+    story(body)
+    assert cluster.daemons._daemon("one").stores == [(job.id, 1, False)]
 
 
 def test_daemon_that_does_not_answer_fails_the_ranks_on_its_node(job, cluster):

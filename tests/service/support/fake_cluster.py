@@ -314,6 +314,8 @@ class FakeDaemons:
         self._nodes, self._memory = nodes, memory
         self.silent: set[str] = set()
         """Nodes whose daemon does not answer."""
+        self.remembered: set[str] = set()
+        """Nodes whose daemon is found without Ray's head."""
         self.hang: dict[str, Callable[[float], Awaitable[None]]] = {}
         """What is waited for before the daemon of a node is there."""
         self._daemons: dict[str, FakeDaemon] = {}
@@ -334,6 +336,9 @@ class FakeDaemons:
         living = await self._nodes.living()
         self._nodes.unswept.update(self.silent.intersection(living))
         return {node: self._daemon(node) for node in living if node not in self.silent}
+
+    async def known(self, node):
+        return self._daemon(node) if node in self.remembered - self.silent else None
 
     async def of(self, node, zygote_options=(), zygote_environment=None):
         await self.hang.get(node, asyncio.sleep)(0)
