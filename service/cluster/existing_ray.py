@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
 from service.cluster.own_raylet import ensure_raylet, own_raylet
 from service.cluster.ray_head import NAMESPACE, ROOT, RayUnavailable, answers, connect
+from service.cluster.ray_private import RECONNECT_SECONDS, outlives_head
 from workers.paths import Paths
 from workers.system.ports import PortRange
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
+HEAD_AWAY_SECONDS = "600"
+"""How long this process, and a raylet that it starts, do without a head. Ray's own 60 are less than a pod may take to
+come back; a head that has forgotten everything ends them at once."""
+HEAD_REMEMBERS = "Ray's head keeps what it knows in a store of its own: jobs train on while it is started again"
+HEAD_FORGETS = (
+    "Ray's head keeps what it knows in its memory: when it is lost, all jobs go on from their newest checkpoints; with "
+    "an external Redis they would train on meanwhile (docs/deploy/ray.md)"
+)
 
 
 class ExistingRay:
@@ -41,12 +51,22 @@ class ExistingRay:
             self._wait_for_answer()
         if not answers(self._address):
             raise RayUnavailable(f"No Ray answers at {self._address}; check --ray and that the cluster is up.")
+        os.environ.setdefault(RECONNECT_SECONDS, HEAD_AWAY_SECONDS)
         ensure_raylet(self._address, self._paths, self._ports)
+        problem = self.problem_of_head()
+        log.log(logging.INFO if problem is None else logging.WARNING, problem or HEAD_REMEMBERS)
         return connect(self._address, namespace, self._runtime_environment())
 
     def raylet(self) -> int | None:
         """First process of the raylet that was started here; None where somebody else started it."""
         return own_raylet(self._paths)
+
+    def problem_of_head(self) -> str | None:
+        """What would be lost with the head, in a sentence; None: nothing, its state is kept elsewhere."""
+        try:
+            return None if outlives_head(self._address) else HEAD_FORGETS
+        except Exception as error:  # noqa: BLE001 - Ray raises its own errors, RuntimeError and what gRPC has
+            return f"Ray does not say where its head keeps what it knows: {' '.join(str(error).split())}"
 
     def _wait_for_answer(self) -> None:
         if not answers(self._address):

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TRIED_WITH = "2.60.0"
-"""Version of Ray for which everything here is known to hold."""
+TRIED_WITH = ("2.52.0", "2.60.0")
+"""The oldest and the newest version of Ray for which everything here is known to hold."""
+
+ANSWER_SECONDS = 10.0
 
 START_COMMAND = "from ray.scripts.scripts import main; main()"
 """Python program of the `ray` command, for an interpreter whose scripts are not on the path."""
@@ -20,6 +22,10 @@ STARTS_AT_ONCE = "RAY_worker_maximum_startup_concurrency"
 
 MEMORY_MONITOR_MILLISECONDS = "RAY_memory_monitor_refresh_ms"
 """Variable of the head: how often it looks for memory to free by killing workers, in milliseconds; 0: never."""
+
+RECONNECT_SECONDS = "RAY_gcs_rpc_server_reconnect_timeout_s"
+"""Variable of any process of Ray, read when `ray` is imported: how many seconds it waits for a head that is gone before
+it ends itself."""
 
 NO_AUTOSCALER = "--no-monitor"
 """Option of the head that `ray start --help` does not show: without the process that would start and end nodes of a
@@ -92,6 +98,17 @@ def raylets(address: str) -> list[Raylet]:
         ]
     finally:
         state.disconnect()
+
+
+def outlives_head(address: str) -> bool:
+    """Whether the Ray whose control store is at `address` keeps what it knows where the end of its head does no harm.
+    This process need not be connected to it. Raises what Ray raises where it does not answer, or refuses our token."""
+    from ray import _raylet
+
+    compiled: Any = _raylet
+    client = compiled.GcsClient(address=address)
+    storage = client.internal_kv_get(b"extra_usage_tag_gcs_storage", b"usage_stats", ANSWER_SECONDS)
+    return storage is not None and storage != b"memory"
 
 
 def session_name(ray: Any) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from service.cluster.ray_head import count_gpus
 from service.cluster.ray_private import TRIED_WITH
@@ -106,7 +107,8 @@ def ray() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         yield Finding("Ray", "problem", "ray is not installed", "pip install ray")
         return
-    if version == TRIED_WITH:
+    oldest, newest = TRIED_WITH
+    if Version(oldest) <= Version(version) <= Version(newest):
         yield Finding("Ray", "ok", f"ray {version}")
     else:
-        yield Finding("Ray", "warning", f"ray {version}", f"Manta was tried with {TRIED_WITH}")
+        yield Finding("Ray", "warning", f"ray {version}", f"Manta was tried with {oldest} and {newest}")

@@ -16,8 +16,10 @@ import psutil
 
 from api.client import MantaClient
 from tests.e2e.conftest import SECONDS, Manta
-from tests.e2e.machines import Machine, python
+from tests.e2e.machines import Machine
 from tests.e2e.network import Network
+from tests.e2e.other_ray import OtherRay
+from tests.e2e.redis_server import RedisServer
 from workers.paths import Paths
 
 SLOTS = 2
@@ -31,23 +33,35 @@ OPEN = ("6379-6384", RAY_WORKER_PORTS, MANTA_PORTS)
 """What docs/deploy/ray.md has opened between the machines of a cluster; on the control plane's the last is enough."""
 RAY_PORT = 6379
 OBJECT_STORE_BYTES = 80 * 2**20
+UNTIL_IT_RUNS = ("sh", "-c", 'until "$0" "$@"; do :; done')
 START_RAY = "from ray.scripts.scripts import main; main()"
 
 
 class ApartCluster:
     """A head without room for ranks, and nodes with room for some."""
 
-    def __init__(self, network: Network, folder: Path, corpus: Path, nodes: int, without: Sequence[Path] = ()):
-        """`without`: what of the installation the nodes do not have."""
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        corpus: Path,
+        nodes: int,
+        without: Sequence[Path] = (),
+        ray: OtherRay | None = None,
+    ):
+        """`without`: what of the installation the nodes do not have; `ray`: the one of all machines, None: ours."""
+        self.ray = ray
         self._token = secrets.token_hex(32)
-        self.head = Machine(network, "head", folder)
-        self.nodes = [Machine(network, f"node{number}", folder, without) for number in range(nodes)]
+        self.head = Machine(network, "head", folder, other=ray)
+        self.nodes = [Machine(network, f"node{number}", folder, without, ray) for number in range(nodes)]
         for node in self.nodes:
             file = node.path(CORPUS)
             file.parent.mkdir()
             shutil.copy(corpus, file)
         self.environment: dict[str, str] = {}
         """Of all nodes, such as what they need to reach an object store."""
+        self.redis: RedisServer | None = None
+        """Where the head keeps what it knows; None: nowhere."""
 
     @property
     def address(self) -> str:
@@ -66,8 +80,14 @@ class ApartCluster:
             self.start_node(node)
 
     def start_head(self) -> None:
-        """The head, once it listens."""
-        self._ray(self.head, "--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--num-cpus=0")
+        """The head, once it listens. One with a Redis is started again until it runs, as its operator would: Ray gives
+        up after half a minute, which is little on a busy machine."""
+        kept, redis = [], {}
+        if self.redis is not None:
+            kept = [f"--redis-password={self.redis.password}"]
+            redis = {"RAY_REDIS_ADDRESS": f"{self.redis.host}:{self.redis.port}"}
+        options = ("--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--num-cpus=0", *kept)
+        self._ray(self.head, *options, prefix=UNTIL_IT_RUNS if redis else (), **redis)
         deadline = time.monotonic() + SECONDS
         while not _listens(self.head.address, RAY_PORT):
             assert time.monotonic() < deadline, "Ray's head did not start"
@@ -78,15 +98,15 @@ class ApartCluster:
         slots = json.dumps({"manta_slot": SLOTS})
         self._ray(node, f"--address={self.address}", f"--num-cpus={SLOTS + 1}", f"--resources={slots}")
 
-    def _ray(self, machine: Machine, *options: str) -> None:
+    def _ray(self, machine: Machine, *options: str, prefix: Sequence[str] = (), **more: str) -> None:
         memory = f"--object-store-memory={OBJECT_STORE_BYTES}"
         ours = ("start", "--block", "--disable-usage-stats", f"--node-ip-address={machine.address}", memory)
         first, last = RAY_WORKER_PORTS.split("-")
         fixed = {**RAY_SERVER_PORTS, "min-worker-port": first, "max-worker-port": last}
         options = (*options, *(f"--{name}={port}" for name, port in fixed.items()))
         machine.let_in(OPEN)
-        environment = {**self.token, **self.environment, "RAY_memory_monitor_refresh_ms": "0"}
-        machine.start(*python("-c", START_RAY), *ours, *options, **environment)
+        environment = {**self.token, **self.environment, **more, "RAY_memory_monitor_refresh_ms": "0"}
+        machine.start(*prefix, *machine.python("-c", START_RAY), *ours, *options, **environment)
 
     def node_of(self, pid: int) -> Machine:
         """The machine on which a process runs."""
@@ -108,16 +128,17 @@ class ApartService(Manta):
     def __init__(self, network: Network, folder: Path, cluster: ApartCluster, environment: Mapping[str, str]):
         """`environment`: of the service, beside what lets it into Ray."""
         torch = [Path(each) / "torch" for each in site.getsitepackages()]
-        self.machine = Machine(network, "control", folder, [each for each in torch if each.is_dir()])
+        self.machine = Machine(network, "control", folder, [each for each in torch if each.is_dir()], cluster.ray)
         self.cluster = cluster
         self._environment = {**environment, **cluster.token, "MANTA_NO_DASHBOARD": "1", "MANTA_PORTS": MANTA_PORTS}
         self.machine.let_in((str(PORT), MANTA_PORTS))
         self.home = self.machine.path(f"{self.machine.home}/.manta")
         self.paths, self._corpus = Paths.of(self.home), Path(CORPUS)
         self.log = folder / "service.log"
-        made = self.machine.run(*python("-m", "api.cli", "keys", "create", "--admin"), **self._environment)
+        made = self.machine.run(*self.machine.python("-m", "api.cli", "keys", "create", "--admin"), **self._environment)
         assert made.returncode == 0, made.stderr
-        self.client = MantaClient(f"http://{self.machine.address}:{PORT}", key=made.stdout.strip())
+        self.key = made.stdout.strip()
+        self.client = MantaClient(f"http://{self.machine.address}:{PORT}", key=self.key)
         self.start()
 
     def start(self) -> None:
@@ -128,13 +149,38 @@ class ApartService(Manta):
     def serve(self, **environment: str) -> None:
         """`manta serve`."""
         options = ("--host", self.machine.address, "--port", str(PORT), "--ray", self.cluster.address)
-        command = python("-m", "api.cli", "serve", *options, "--tls-terminated", "--allow-faults")
+        command = self.machine.python("-m", "api.cli", "serve", *options, "--tls-terminated", "--allow-faults")
         self.process = self.machine.start(*command, log=self.log, **{**self._environment, **environment})
+
+    def doctor(self) -> str:
+        """What `manta doctor` says on the machine of the service."""
+        asking = {"MANTA_URL": str(self.client.url), "MANTA_API_KEY": self.key}
+        command = self.machine.python("-m", "api.cli", "doctor")
+        return self.machine.run(*command, seconds=2 * SECONDS, **self._environment, **asking).stdout
 
     def kill_service(self, with_signal: int = signal.SIGKILL) -> None:
         """Send the service's process this signal, and nobody else; return when it has ended."""
         self.process.send_signal(with_signal)
         self.process.wait(30)
+
+    def lose_all_in_turn(self, job: str) -> None:
+        """Kill a rank, an agent and the control plane of a job of four ranks or more, and a node, each once what was
+        before is recovered from, and look at what that costs; the job ends, and the node comes back."""
+        self.hold(job, 0, step=5)
+        psutil.Process(self.pids(job)[3]).kill()
+        (first,) = self.until("the recovery", lambda: self.events(job, "recovered"))
+        assert first.data["steps_redone"] <= 1
+        self.cluster.an_agent_on(self.cluster.node_of(self.pids(job)[2])).kill()
+        self.until("the second recovery", lambda: len(self.events(job, "recovered")) == 2)
+        self.kill_service()
+        self.start()
+        lost = self.cluster.node_of(self.pids(job)[2])
+        lost.power_off()
+        *_, third = self.until("the third recovery", lambda: self.events(job, "recovered")[2:])
+        assert third.data["steps_redone"] <= 2, "what the node had came from another node's memory"
+        self.until_state(job, "SUCCEEDED")
+        assert all("memory" in event.data["source"] for event in self.events(job, "recovered")), self.story(job)
+        self.cluster.start_node(lost)
 
     def until_nodes(self, count: int, exactly: bool = False) -> None:
         """Wait until jobs can be placed on so many nodes, or on more unless `exactly`."""

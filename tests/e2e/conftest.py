@@ -4,8 +4,10 @@ import contextlib
 import copy
 import os
 import random
+import shutil
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service
 from benchmarks.support import own_processes
 from service.states import is_final
+from tests.e2e.network import Network
 from tests.e2e.small_file_system import small_where_allowed
 from workers.paths import Paths
 
@@ -278,6 +281,27 @@ def object_store() -> Iterator[Wire]:
     server.make_bucket("checkpoints")
     yield Wire(server)
     server.close()
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    """A network of namespaces with firewalls."""
+    made = Network(uuid.uuid4().hex)
+    if not made.usable:
+        pytest.skip("a network namespace cannot be made here")
+    if shutil.which("nft") is None:
+        pytest.skip("there is no nft (Debian: apt-get install nftables)")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the disks of machines are; their users may pass through."""
+    made = tmp_path_factory.mktemp("machines")
+    for each in (made, *made.parents[:2]):
+        each.chmod(0o755)
+    return made
 
 
 @pytest.fixture(scope="session")

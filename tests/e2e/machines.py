@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.network import Network
+from tests.e2e.other_ray import OtherRay
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_MEMORY_MEGABYTES = 300
@@ -45,9 +46,18 @@ table inet others {{
 class Machine:
     """One machine. What was started on it ends with `power_off`."""
 
-    def __init__(self, network: Network, name: str, folder: Path, hidden: Sequence[Path] = ()):
+    def __init__(
+        self,
+        network: Network,
+        name: str,
+        folder: Path,
+        hidden: Sequence[Path] = (),
+        other: OtherRay | None = None,
+    ):
         """`folder`: on the real machine, where this one's disk is; `hidden`: folders and files of the installation that
-        this machine does not have."""
+        this machine does not have; `other`: its Ray,
+        where it has one of its own."""
+        self._other = other
         self.cable, self.name, self.hidden = network.plug_in(), name, tuple(hidden)
         self.user = FIRST_USER + int(self.address.rpartition(".")[2])
         self.disk = folder / name
@@ -115,7 +125,8 @@ class Machine:
         """A shell script that gives the process its machine, and becomes the words after it."""
         steps = ['hostname "$0"']
         # What lies below a folder that is replaced is carried through: the installation, wherever it is.
-        kept = [path for path in _installation() if any(path.is_relative_to(folder) for folder in PRIVATE)]
+        installed = _installation() + ([] if self._other is None else [self._other.folder])
+        kept = [path for path in installed if any(path.is_relative_to(folder) for folder in PRIVATE)]
         disk = shlex.quote(str(self.disk))
         steps += ["mount -t tmpfs tmpfs /mnt", f"mkdir /mnt/disk; mount --rbind {disk} /mnt/disk"]
         for number, path in enumerate(kept):
@@ -128,6 +139,10 @@ class Machine:
         for path in self.hidden:
             steps.append(f"mount -t tmpfs -o mode=755 tmpfs {shlex.quote(str(path))}")
         return "; ".join([*steps, 'exec "$@"'])
+
+    def python(self, *arguments: str) -> list[str]:
+        """Words of a command that runs its Python."""
+        return [sys.executable if self._other is None else self._other.python, *arguments]
 
     def let_in(self, ports: Sequence[str]) -> None:
         """From now on others reach these TCP ports (numbers, or ranges such as 20000-20999) and nothing else here."""
@@ -164,11 +179,6 @@ class Machine:
         subprocess.run(["umount", "--lazy", str(self._memory)], check=True, capture_output=True)
         self._memory.rmdir()
         self.cable.close()
-
-
-def python(*arguments: str) -> list[str]:
-    """Words of a command that runs this installation's Python."""
-    return [sys.executable, *arguments]
 
 
 def _installation() -> list[Path]:

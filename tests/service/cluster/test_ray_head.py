@@ -18,7 +18,7 @@ from service.cluster import ray_head as module
 from service.cluster.existing_ray import ExistingRay
 from service.cluster.processes import same_process, start_of, wait_until_ended
 from service.cluster.ray_head import MARK, HeadRecord, RayHead, RayUnavailable
-from service.cluster.ray_private import NO_AUTOSCALER
+from service.cluster.ray_private import NO_AUTOSCALER, outlives_head
 from service.settings import SECRETS
 from workers.paths import Paths
 
@@ -65,6 +65,11 @@ def test_head_is_found_again_whatever_became_of_its_record(ray_head):
     assert stat.S_IMODE(paths.ray_token.stat().st_mode) == 0o600
     family = psutil.Process(record.pid).children(recursive=True)
     assert not [word for process in family for word in process.cmdline() if word.endswith("monitor.py")], NO_AUTOSCALER
+
+
+def test_head_of_our_own_keeps_nothing_beyond_its_end(ray_head):
+    """It is started anew on the same machine, beside which there is none; with a Redis: tests/e2e."""
+    assert not outlives_head(ray_head.head.record().address)
 
 
 @pytest.mark.soak  # every service of tests/e2e starts and stops a head

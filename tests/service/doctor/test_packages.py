@@ -4,6 +4,7 @@ import importlib.metadata
 
 import pytest
 
+from service.cluster.ray_private import TRIED_WITH
 from service.doctor import packages
 
 CPU = {"version": "2.13.0+cpu", "cuda": None, "nccl": None, "devices": []}
@@ -34,10 +35,15 @@ def test_a_source_folder_without_an_installation_is_a_warning(monkeypatch):
     assert [each.verdict for each in packages.requirements()] == ["warning"]
 
 
-def test_another_ray_than_the_one_that_was_tried_is_a_warning(monkeypatch):
-    monkeypatch.setattr(packages.importlib.metadata, "version", lambda name: "2.99.0")
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [("2.51.9", "warning"), (TRIED_WITH[0], "ok"), ("2.55.1", "ok"), (TRIED_WITH[1], "ok"), ("2.99.0", "warning")],
+)
+def test_ray_outside_of_those_that_were_tried_is_a_warning(monkeypatch, version, verdict):
+    monkeypatch.setattr(packages.importlib.metadata, "version", lambda name: version)
     (seen,) = packages.ray()
-    assert seen.verdict == "warning" and packages.TRIED_WITH in seen.advice
+    assert seen.verdict == verdict
+    assert (verdict == "warning") == all(each in seen.advice for each in TRIED_WITH)
 
 
 @pytest.mark.parametrize(("about", "gpus", "verdict", "said"), [

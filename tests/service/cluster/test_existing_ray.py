@@ -1,0 +1,50 @@
+"""What a service says at its start about somebody else's Ray, and how long it does without that one's head."""
+
+import os
+
+import pytest
+
+from service.cluster import existing_ray as module
+from service.cluster.existing_ray import HEAD_AWAY_SECONDS, HEAD_FORGETS, HEAD_REMEMBERS, ExistingRay
+from service.cluster.ray_private import RECONNECT_SECONDS
+
+ADDRESS = "10.0.0.1:6379"
+
+
+@pytest.fixture
+def ray(monkeypatch, tmp_path, caplog):
+    """One that answers; its head keeps what it knows as `keeps` says. The seconds that a raylet waits for it."""
+    waits = []
+    monkeypatch.setitem(os.environ, RECONNECT_SECONDS, "")
+    del os.environ[RECONNECT_SECONDS]
+    monkeypatch.setattr(module, "answers", lambda address: True)
+    monkeypatch.setattr(module, "ensure_raylet", lambda *about: waits.append(os.environ[RECONNECT_SECONDS]))
+    monkeypatch.setattr(module, "connect", lambda address, namespace, environment: "ray")
+    caplog.set_level("INFO")
+
+    def connected(keeps):
+        monkeypatch.setattr(module, "outlives_head", keeps)
+        assert ExistingRay(ADDRESS, tmp_path).connect() == "ray"
+        return waits
+
+    return connected
+
+
+@pytest.mark.parametrize(("keeps", "level", "said"), [(True, "INFO", HEAD_REMEMBERS), (False, "WARNING", HEAD_FORGETS)])
+def test_what_the_end_of_the_head_would_cost_is_said_at_the_start(ray, caplog, keeps, level, said):
+    ray(lambda address: keeps)
+    assert [(each.levelname, each.getMessage()) for each in caplog.records] == [(level, said)]
+
+
+def test_ray_that_does_not_say_it_is_used_all_the_same(ray, caplog):
+    def fails(address):
+        raise RuntimeError("no\nanswer")
+
+    ray(fails)
+    assert "does not say where its head keeps what it knows: no answer" in caplog.text
+
+
+def test_head_is_waited_for_as_long_as_its_users_say_else_ten_minutes(ray, monkeypatch):
+    assert ray(lambda address: True) == [HEAD_AWAY_SECONDS] == ["600"]
+    monkeypatch.setenv(RECONNECT_SECONDS, "90")
+    assert ray(lambda address: True) == ["600", "90"]
