@@ -27,6 +27,8 @@ MARK = "MANTA_RAYLET"
 """Variable in the environment of such a raylet's processes; its value is the tag of the home. Not that of a head of the
 same home, in which jobs may run."""
 START_SECONDS, POLL_SECONDS = 60.0, 0.2
+TRIES = 3
+"""Ray gives one up after half a minute, which a busy machine, or a head that has just come back, may need more of."""
 SERVERS = (
     "node-manager-port",
     "object-manager-port",
@@ -44,13 +46,15 @@ def ensure_raylet(address: str, paths: Paths, ports: PortRange | None = None) ->
     if any(listens for _, listens in _here(address)):
         return
     log.info("no raylet of the Ray at %s runs on this machine: one without resources is started", address)
-    end_raylet(paths)  # one of a head that is gone
-    _remove_sockets(address)
     paths.ray_log.parent.mkdir(parents=True, exist_ok=True)
-    process = _spawn(address, paths, ports)
-    if not _until(lambda: _is_settled(address), process):
+    for _ in range(TRIES):
+        end_raylet(paths)  # one of a head that is gone, or one that did not come up
+        _remove_sockets(address)
+        process = _spawn(address, paths, ports)
+        if _until(lambda: _is_settled(address), process):
+            return
         process.terminate()
-        raise RayUnavailable(f"A raylet that joins the Ray at {address} did not start; its log is {paths.ray_log}.")
+    raise RayUnavailable(f"A raylet that joins the Ray at {address} did not start; its log is {paths.ray_log}.")
 
 
 def own_raylet(paths: Paths) -> int | None:

@@ -34,6 +34,8 @@ def ray(monkeypatch, tmp_path):
 
     class Process:
         def wait(self, seconds):
+            if gives_up:
+                return gives_up.pop()
             raise module.subprocess.TimeoutExpired("ray", seconds)
 
         def terminate(self):
@@ -44,13 +46,13 @@ def ray(monkeypatch, tmp_path):
         known.extend(ray_starts)
         return Process()
 
-    ray_starts = []
+    ray_starts, gives_up = [], []
     monkeypatch.setattr(module, "raylets", lambda address: list(known))
     monkeypatch.setattr(module, "_spawn", spawn)
     monkeypatch.setattr(module, "_own_addresses", lambda: {"127.0.0.1", "10.0.0.7"})
     monkeypatch.setattr(module, "end_all", lambda mark, leader: started.append("ended what was left"))
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
-    return known, started, ray_starts
+    return known, started, ray_starts, gives_up
 
 
 def ensure(tmp_path, ports=None):
@@ -62,14 +64,14 @@ def raylet(port, alive=True, host="127.0.0.1", sockets=()):
 
 
 def test_one_that_runs_here_is_used(ray, tmp_path, listening):
-    known, started, _ = ray
+    known, started, _, _ = ray
     known += [raylet(1, host="10.9.9.9"), raylet(listening)]
     ensure(tmp_path)
     assert started == []
 
 
 def test_where_none_runs_one_is_started_on_the_ports_that_may_be_used(ray, tmp_path, listening):
-    known, started, starts = ray
+    known, started, starts, _ = ray
     known.append(raylet(1, host="10.9.9.9"))
     starts.append(raylet(listening))
     ports = PortRange(20000, 20199)
@@ -78,7 +80,7 @@ def test_where_none_runs_one_is_started_on_the_ports_that_may_be_used(ray, tmp_p
 
 
 def test_sockets_of_one_that_ended_are_out_of_the_way_before_the_next_starts(ray, tmp_path, listening, closed):
-    known, _, starts = ray
+    known, _, starts, _ = ray
     left, used = tmp_path / "raylet", tmp_path / "of another machine"
     left.touch()
     used.touch()
@@ -89,7 +91,7 @@ def test_sockets_of_one_that_ended_are_out_of_the_way_before_the_next_starts(ray
 
 
 def test_one_that_ended_and_still_counts_as_living_is_waited_out(ray, tmp_path, monkeypatch, listening, closed):
-    known, _, starts = ray
+    known, _, starts, _ = ray
     known.append(raylet(closed))
     starts.append(raylet(listening))
     looks = []
@@ -109,7 +111,22 @@ def test_one_that_does_not_come_up_is_ended_and_named(ray, tmp_path, monkeypatch
     monkeypatch.setattr(module, "START_SECONDS", 0.05)
     with pytest.raises(RayUnavailable, match=r"A raylet that joins the Ray at 127\.0\.0\.1:6379 did not start"):
         ensure(tmp_path)
-    assert ray[1][-1] == "terminated"
+    assert ray[1] == ["ended what was left", (ADDRESS, None), "terminated"] * module.TRIES
+
+
+def test_one_that_ray_gives_up_is_started_again(ray, tmp_path, listening, monkeypatch):
+    known, started, _, gives_up = ray
+    gives_up += [1, 1]
+    spawn = module._spawn
+
+    def spawn_third_time_lucky(*about):
+        if started.count((ADDRESS, None)) == 2:
+            known.append(raylet(listening))
+        return spawn(*about)
+
+    monkeypatch.setattr(module, "_spawn", spawn_third_time_lucky)
+    ensure(tmp_path)
+    assert started.count((ADDRESS, None)) == 3 and started[-1] != "terminated"
 
 
 def test_ray_that_lets_nobody_in_is_one_clear_sentence(tmp_path, monkeypatch):
