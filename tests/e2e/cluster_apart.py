@@ -33,7 +33,7 @@ OPEN = ("6379-6384", RAY_WORKER_PORTS, MANTA_PORTS)
 """What docs/deploy/ray.md has opened between the machines of a cluster; on the control plane's the last is enough."""
 RAY_PORT = 6379
 OBJECT_STORE_BYTES = 80 * 2**20
-UNTIL_IT_RUNS = ("sh", "-c", 'until "$0" "$@"; do :; done')
+UNTIL_IT_RUNS = ("sh", "-c", 'until "$0" "$@"; do sleep 1; done')
 START_RAY = "from ray.scripts.scripts import main; main()"
 
 
@@ -142,9 +142,16 @@ class ApartService(Manta):
         self.start()
 
     def start(self) -> None:
-        """`manta serve`, until it answers."""
+        """`manta serve`, until it answers; again where it gives up, as whoever looks after it would: on a busy machine
+        Ray may not answer in time."""
         self.serve()
-        self.until("the service", self.answers, 3 * SECONDS)
+
+        def answers() -> bool:
+            if self.process.poll() is not None:
+                self.serve()
+            return self.answers()
+
+        self.until("the service", answers, 3 * SECONDS)
 
     def serve(self, **environment: str) -> None:
         """`manta serve`."""

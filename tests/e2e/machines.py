@@ -57,7 +57,8 @@ class Machine:
         """`folder`: on the real machine, where this one's disk is; `hidden`: folders and files of the installation that
         this machine does not have; `other`: its Ray,
         where it has one of its own."""
-        self._other = other
+        self._other, self._is_closed = other, False
+        network.plugged_in.append(self)  # closed with it, where whoever started it could not
         self.cable, self.name, self.hidden = network.plug_in(), name, tuple(hidden)
         self.user = FIRST_USER + int(self.address.rpartition(".")[2])
         self.disk = folder / name
@@ -174,7 +175,10 @@ class Machine:
             _remove(entry)
 
     def close(self) -> None:
-        """Leave nothing of it."""
+        """Leave nothing of it; a second time there is nothing left to do."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.power_off()
         subprocess.run(["umount", "--lazy", str(self._memory)], check=True, capture_output=True)
         self._memory.rmdir()
