@@ -259,6 +259,11 @@ def cluster() -> Call[schemas.Cluster]:
     return Call(schemas.Cluster, "GET", "/v1/cluster")
 
 
+def check_cluster() -> Call[schemas.ClusterCheck]:
+    """Have the nodes try each other's ports."""
+    return Call(schemas.ClusterCheck, "POST", "/v1/cluster/check")
+
+
 def create_project(name: str) -> Call[access_schemas.Project]:
     """Make a project."""
     return Call(access_schemas.Project, "POST", "/v1/projects", body={"name": name})

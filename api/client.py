@@ -22,6 +22,7 @@ from api.rest_version import HEADER, REST
 from api.schemas import (
     Checkpoint,
     Cluster,
+    ClusterCheck,
     DeletedJob,
     DryRun,
     Event,
@@ -246,6 +247,10 @@ class MantaClient:
     def cluster(self) -> Cluster:
         """The machines and what runs on them."""
         return self.send(calls.cluster())
+
+    def check_cluster(self) -> ClusterCheck:
+        """Have the nodes try each other's ports."""
+        return self.send(calls.check_cluster())
 
     def create_project(self, name: str) -> Project:
         """Make a project."""

@@ -52,5 +52,8 @@ class ControlPlane(Protocol):
     def cluster(self) -> dict[str, Any]:
         """The cluster, in the form of `api.schemas.Cluster`."""
 
+    def check_cluster(self) -> dict[str, Any]:
+        """What is wrong between the nodes, in the form of `api.schemas.ClusterCheck`. May take half a minute."""
+
     def ready(self) -> list[str]:
         """Why the service cannot run jobs right now, one sentence a reason; empty when it can."""

@@ -55,6 +55,7 @@ NEEDS: dict[str, Need] = {
     "list_recoveries": _READ,
     "inject_fault": _ADMIN,
     "get_cluster": _READ,
+    "check_cluster": _INSTALLATION,
     "drain_node": _INSTALLATION,
     "create_project": _INSTALLATION,
     "list_projects": _READ,

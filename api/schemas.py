@@ -392,6 +392,19 @@ class Cluster(Answer):
     """Sums over living machines."""
 
 
+class ClusterCheck(Answer):
+    """What came out when the nodes tried each other's ports."""
+
+    problems: list[str]
+    """Closed ports, from where to where, in sentences that say what to do."""
+    warnings: list[str] = []
+    """Nodes of which nothing is known, and what would be lost with Ray's head."""
+    nodes: int
+    """Nodes that took part."""
+    tries: int
+    """Connections that were tried."""
+
+
 class Health(Answer):
     """That the process is alive, or the service ready."""
 

@@ -24,6 +24,7 @@ from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreach
 from service.cluster.existing_ray import ExistingRay
 from service.cluster.node_care import NodeCare
 from service.cluster.node_watch import NodeWatch
+from service.cluster.port_check import check_ports
 from service.cluster.ray_head import RayHead
 from service.cluster_view import cluster_view
 from service.deletion import Deletion, delete_job
@@ -441,6 +442,15 @@ class ControlPlane:
         """Nodes, slots and which ranks run where, in the form of `api.schemas.Cluster`. Raises ClusterUnavailable."""
         assert self._cluster is not None
         return self._call(cluster_view(self._cluster, self._store))
+
+    def check_cluster(self) -> dict[str, Any]:
+        """What is wrong between the nodes, and what the end of Ray's head would mean, in the form of
+        `api.schemas.ClusterCheck`. Raises ClusterUnavailable."""
+        assert self._cluster is not None
+        ports = self._call(check_ports(self._cluster))
+        head = self._head.problem_of_head() if isinstance(self._head, ExistingRay) else None
+        warnings = [*ports.left_out, *([head] if head is not None else [])]
+        return {"problems": list(ports.problems), "warnings": warnings, "nodes": ports.nodes, "tries": ports.tries}
 
     def ready(self) -> list[str]:
         """Why jobs cannot run right now; empty when they can."""

@@ -77,6 +77,7 @@ def _service(settings: Settings) -> Iterator[Finding]:
             client.ready()
             nodes = client.cluster().nodes
             address = client.url
+            ways = list(_ways(client))
     except (ServiceUnreachable, ApiError) as error:
         yield Finding("service", "problem", str(error), "its log is in the home: logs/service.log")
         return
@@ -93,3 +94,20 @@ def _service(settings: Settings) -> Iterator[Finding]:
             yield Finding("nodes", "warning", f"{node.id[:12]} ({node.address}) is to be left; {places}")
         else:
             yield Finding("nodes", "ok", f"{node.id[:12]} ({node.address}) answers; {places}")
+    yield from ways
+
+
+def _ways(client: MantaClient) -> Iterator[Finding]:
+    """Whether the nodes reach each other, and what would be lost with Ray's head."""
+    try:
+        seen = client.check_cluster()
+    except ApiError as error:
+        yield Finding("ports", "skipped", f"the nodes were not asked whether they reach each other: {error}")
+        return
+    for problem in seen.problems:
+        what, _, advice = problem.partition(": ")
+        yield Finding("ports", "problem", what, advice)
+    for warning in seen.warnings:
+        yield Finding("cluster", "warning", warning)
+    if seen.tries and not seen.problems:
+        yield Finding("ports", "ok", f"{seen.nodes} nodes reach each other, in {seen.tries} tries")

@@ -11,7 +11,7 @@ from api import schemas
 from api.access import Caller
 from api.control import ControlPlane
 from api.parameters import Control
-from api.problem_codes import reads
+from api.problem_codes import changes, reads
 from service.store import jobs
 
 router = APIRouter(prefix="/v1/cluster", tags=["cluster"])
@@ -25,6 +25,12 @@ def get_cluster(control: Control, caller: Caller) -> schemas.Cluster:
     if caller.bound is not None:
         _leave_out_ranks_of_others(control, cluster["nodes"], caller.bound)
     return schemas.Cluster.model_validate(cluster)
+
+
+@router.post("/check", responses=changes("cluster_unavailable", "database_unavailable"))
+def check_cluster(control: Control) -> schemas.ClusterCheck:
+    """Have the nodes try each other's ports; of many nodes some, and each some others. Takes some seconds."""
+    return schemas.ClusterCheck.model_validate(control.check_cluster())
 
 
 def _leave_out_ranks_of_others(control: ControlPlane, nodes: Collection[dict[str, Any]], project: str) -> None:

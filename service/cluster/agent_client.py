@@ -19,9 +19,11 @@ from workers.protocol.messages import (
     PROTOCOL,
     AgentDescription,
     BackupAddress,
+    Endpoint,
     Fault,
     Launched,
     LaunchOrder,
+    ListeningPorts,
     NodeDescription,
     StoreAddress,
     StoredSnapshot,
@@ -180,6 +182,14 @@ class NodeClient(Protocol):
     async def check_data(self, spec: JsonObject, roots: list[str] | None) -> str | None:
         """Why the corpus of the job `spec` cannot be trained on there; None when it can. `roots`: below which folders
         jobs may read; None: anywhere."""
+        ...
+
+    async def listen_for_a_moment(self, count: int, seconds: float) -> ListeningPorts:
+        """Take connections on `count` of the node's ports for so long; where."""
+        ...
+
+    async def unreached(self, addresses: list[Endpoint], seconds: float) -> list[Endpoint]:
+        """Those of `addresses` that take no connection from the node within `seconds`."""
         ...
 
     async def shutdown(self) -> None:
@@ -349,6 +359,12 @@ class RayNodeDaemon(RayActor):
 
     async def check_data(self, spec: JsonObject, roots: list[str] | None) -> str | None:
         return await self._call(NodeClient.check_data, spec=spec, roots=roots)
+
+    async def listen_for_a_moment(self, count: int, seconds: float) -> ListeningPorts:
+        return await self._call(NodeClient.listen_for_a_moment, count=count, seconds=seconds)
+
+    async def unreached(self, addresses: list[Endpoint], seconds: float) -> list[Endpoint]:
+        return await self._call(NodeClient.unreached, addresses=addresses, seconds=seconds)
 
     async def shutdown(self) -> None:
         await self._call(NodeClient.shutdown)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from workers.protocol.messages import NodeDescription
 from workers.system.own_address import address_towards
 
+OPEN_OURS = "open the ports of MANTA_PORTS between all machines (docs/deploy/ray.md)"
+OPEN_RAYS = "open the ports of Ray between all machines of the cluster (docs/deploy/ray.md)"
+NAMED = 3
+"""How many nodes, or ports, a sentence names before it counts the rest."""
 SAME_CODE = "install the same Manta there as here, or have ours shipped to the nodes with MANTA_SHIP_CODE=1"
 
 
@@ -26,8 +32,20 @@ def problem_of_port(name: str, host: str, port: int) -> str:
     here = address_towards(host)
     return (
         f"port {port} of node {name} ({host}) cannot be reached from the control plane ({here}), though its Ray can: "
-        "open the ports of MANTA_PORTS between all machines (docs/deploy/ray.md)"
+        f"{OPEN_OURS}"
     )
+
+
+def problem_of_ports(node: str, ports: Sequence[int], sources: Sequence[str], advice: str) -> str:
+    """The problem of a `node` some of whose `ports` some others, the `sources`, do not reach; all in words."""
+    word = "port" if len(ports) == 1 else "ports"
+    return f"{word} {_some(list(map(str, ports)))} of node {node} cannot be reached from {_some(sources)}: {advice}"
+
+
+def _some(these: Sequence[str]) -> str:
+    if len(these) > NAMED + 1:
+        return f"{', '.join(these[:NAMED])} and {len(these) - NAMED} more"
+    return " and ".join(filter(None, (", ".join(these[:-1]), these[-1])))
 
 
 def problem_of_start(node: str, error: str) -> str:

@@ -48,6 +48,8 @@ class FakeControl:
     reasons: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     allow_faults: bool = False
+    closed_ports: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     data_roots: DataRoots = field(default_factory=DataRoots)
     changed_database: Callable[[], None] | None = None
 
@@ -87,6 +89,10 @@ class FakeControl:
     def cluster(self) -> dict[str, Any]:
         node = {"id": "n1", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 15}
         return {"nodes": [{**node, "ranks": [{"job": "job_000000000001", "rank": 0}]}], "totals": {"total": 16}}
+
+    def check_cluster(self) -> dict[str, Any]:
+        self.asked.append(("check", "cluster"))
+        return {"problems": self.closed_ports, "warnings": self.left_out, "nodes": 2, "tries": 10}
 
     def ready(self) -> list[str]:
         return self.reasons

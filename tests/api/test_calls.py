@@ -53,6 +53,7 @@ def sent(call):
         (calls.recoveries("j", 3, "c"), ("GET", "/v1/jobs/j/recoveries?limit=3&cursor=c", "", {})),
         (calls.drain("a/b", 60.0), ("POST", "/v1/nodes/a%2Fb/drain", '{"deadline_seconds": 60.0}', {})),
         (calls.cluster(), ("GET", "/v1/cluster", "", {})),
+        (calls.check_cluster(), ("POST", "/v1/cluster/check", "", {})),
         (calls.create_project("p"), ("POST", "/v1/projects", '{"name": "p"}', {})),
         (calls.projects(3, "c"), ("GET", "/v1/projects?limit=3&cursor=c", "", {})),
         (calls.keys(3, "c"), ("GET", "/v1/keys?limit=3&cursor=c", "", {})),

@@ -34,6 +34,7 @@ OPEN = ("6379-6384", RAY_WORKER_PORTS, MANTA_PORTS)
 RAY_PORT = 6379
 OBJECT_STORE_BYTES = 80 * 2**20
 UNTIL_IT_RUNS = ("sh", "-c", 'until "$0" "$@"; do sleep 1; done')
+"""As whoever looks after a cluster would: Ray gives up after half a minute, which is little on a busy machine."""
 START_RAY = "from ray.scripts.scripts import main; main()"
 
 
@@ -80,14 +81,13 @@ class ApartCluster:
             self.start_node(node)
 
     def start_head(self) -> None:
-        """The head, once it listens. One with a Redis is started again until it runs, as its operator would: Ray gives
-        up after half a minute, which is little on a busy machine."""
+        """The head, once it listens."""
         kept, redis = [], {}
         if self.redis is not None:
             kept = [f"--redis-password={self.redis.password}"]
             redis = {"RAY_REDIS_ADDRESS": f"{self.redis.host}:{self.redis.port}"}
         options = ("--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--num-cpus=0", *kept)
-        self._ray(self.head, *options, prefix=UNTIL_IT_RUNS if redis else (), **redis)
+        self._ray(self.head, *options, **redis)
         deadline = time.monotonic() + SECONDS
         while not _listens(self.head.address, RAY_PORT):
             assert time.monotonic() < deadline, "Ray's head did not start"
@@ -98,7 +98,7 @@ class ApartCluster:
         slots = json.dumps({"manta_slot": SLOTS})
         self._ray(node, f"--address={self.address}", f"--num-cpus={SLOTS + 1}", f"--resources={slots}")
 
-    def _ray(self, machine: Machine, *options: str, prefix: Sequence[str] = (), **more: str) -> None:
+    def _ray(self, machine: Machine, *options: str, **more: str) -> None:
         memory = f"--object-store-memory={OBJECT_STORE_BYTES}"
         ours = ("start", "--block", "--disable-usage-stats", f"--node-ip-address={machine.address}", memory)
         first, last = RAY_WORKER_PORTS.split("-")
@@ -106,7 +106,7 @@ class ApartCluster:
         options = (*options, *(f"--{name}={port}" for name, port in fixed.items()))
         machine.let_in(OPEN)
         environment = {**self.token, **self.environment, **more, "RAY_memory_monitor_refresh_ms": "0"}
-        machine.start(*prefix, *machine.python("-c", START_RAY), *ours, *options, **environment)
+        machine.start(*UNTIL_IT_RUNS, *machine.python("-c", START_RAY), *ours, *options, **environment)
 
     def node_of(self, pid: int) -> Machine:
         """The machine on which a process runs."""

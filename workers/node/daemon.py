@@ -18,6 +18,7 @@ from typing import Any
 from workers.config import JobSpec
 from workers.data.roots import DataRoots
 from workers.errors import MantaError
+from workers.node import reachability
 from workers.node.folders import paths_on_node, unshared
 from workers.node.heartbeat import HeartbeatServer
 from workers.node.host import this_host
@@ -27,7 +28,15 @@ from workers.node.notices import Notice, NoticeSource
 from workers.node.preemption import NOTICE_SECONDS, on_termination
 from workers.paths import SHARED_MEMORY, zygote_socket
 from workers.protocol.json_codec import JsonObject, from_json, to_json
-from workers.protocol.messages import NodeDescription, PeakRate, StoreAddress, StoreArgument, StorePort
+from workers.protocol.messages import (
+    Endpoint,
+    ListeningPorts,
+    NodeDescription,
+    PeakRate,
+    StoreAddress,
+    StoreArgument,
+    StorePort,
+)
 from workers.protocol.remote_call import serve
 from workers.system.own_address import LOOPBACK
 from workers.system.own_code import own_code
@@ -182,6 +191,15 @@ class NodeDaemon:
         except MantaError as error:
             return str(error)
         return None
+
+    async def listen_for_a_moment(self, count: int, seconds: float) -> ListeningPorts:
+        """Take connections on `count` of this node's ports for so long, for others to try; where. Raises OSError where
+        no port is left."""
+        return reachability.listen_for_a_moment(this_host().address, self._ports, count, seconds)
+
+    async def unreached(self, addresses: list[Endpoint], seconds: float) -> list[Endpoint]:
+        """Those of `addresses` that take no connection from here within `seconds`."""
+        return await reachability.unreached(addresses, seconds)
 
     async def shutdown(self) -> None:
         """End stores and zygote, and with it every process forked on this node; remove all snapshots."""

@@ -220,6 +220,22 @@ class BackupAddress:
 
 
 @dataclass(frozen=True)
+class Endpoint:
+    """Where somebody may listen."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class ListeningPorts:
+    """Where a node's daemon takes connections for a moment, so that others can try whether they reach it."""
+
+    host: str
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class StoreAddress:
     """Where a job's rendezvous store listens."""
 

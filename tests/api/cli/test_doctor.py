@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from api.cli import doctor as command
 from api.cli.main import app
 from service.doctor.findings import Finding
+from tests.api.support.keys import add_key
 
 command.register(app)
 
@@ -52,6 +53,24 @@ def test_a_service_and_its_nodes_are_looked_at(doctor, service):
     output = doctor(MANTA_URL=service.url)
     assert f"ok    service: {service.url} answers and can run jobs" in output
     assert "nodes: " in output
+
+
+def test_closed_ports_and_what_is_not_known_are_named(doctor, service):
+    assert "ok    ports: 2 nodes reach each other, in 10 tries" in doctor(MANTA_URL=service.url)
+    service.control.closed_ports = ["port 7 of node a cannot be reached from node b: open it"]
+    service.control.left_out = ["Ray's head forgets: give it a Redis"]
+    lines = doctor(MANTA_URL=service.url, code=1).splitlines()
+    assert lines[-4:] == [
+        "FAIL  ports: port 7 of node a cannot be reached from node b",
+        "      -> open it",
+        "WARN  cluster: Ray's head forgets: give it a Redis",
+        "1 problems, 1 warnings",
+    ]
+
+
+def test_a_key_that_may_not_have_the_nodes_asked_leaves_that_out(doctor, service):
+    key = add_key(service.store, "read")
+    assert "-     ports: the nodes were not asked" in doctor(MANTA_URL=service.url, MANTA_API_KEY=key)
 
 
 def test_a_service_that_does_not_answer_is_a_problem(doctor):
