@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALL_SECONDS = 30.0
+# How long it may take to try the ports between the nodes: less than clients wait.
+CHECK_SECONDS = 25.0
 RETRY_SECONDS = 1.0
 RAY_WATCH = "watch over Ray"
 # How often it is made sure that every job that may hold places has an owner.
@@ -447,7 +449,7 @@ class ControlPlane:
         """What is wrong between the nodes, and what the end of Ray's head would mean, in the form of
         `api.schemas.ClusterCheck`. Raises ClusterUnavailable."""
         assert self._cluster is not None
-        ports = self._call(check_ports(self._cluster))
+        ports = self._call(check_ports(self._cluster), CHECK_SECONDS)
         head = self._head.problem_of_head() if isinstance(self._head, ExistingRay) else None
         warnings = [*ports.left_out, *([head] if head is not None else [])]
         return {"problems": list(ports.problems), "warnings": warnings, "nodes": ports.nodes, "tries": ports.tries}

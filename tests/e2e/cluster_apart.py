@@ -35,6 +35,7 @@ RAY_PORT = 6379
 OBJECT_STORE_BYTES = 80 * 2**20
 UNTIL_IT_RUNS = ("sh", "-c", 'until "$0" "$@"; do sleep 1; done')
 """As whoever looks after a cluster would: Ray gives up after half a minute, which is little on a busy machine."""
+HEAD_RUNS = "Ray runtime started"
 START_RAY = "from ray.scripts.scripts import main; main()"
 
 
@@ -75,8 +76,12 @@ class ApartCluster:
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._token}
 
     def start(self) -> None:
-        """All of it."""
+        """All of it; the nodes once the head is complete, which they would take the cores from."""
         self.start_head()
+        deadline = time.monotonic() + 2 * SECONDS
+        while HEAD_RUNS not in self.head.output.read_text():
+            assert time.monotonic() < deadline, self.head.output.read_text()
+            time.sleep(0.1)
         for node in self.nodes:
             self.start_node(node)
 

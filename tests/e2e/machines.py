@@ -78,6 +78,11 @@ class Machine:
         """Its IP address."""
         return self.cable.address
 
+    @property
+    def output(self) -> Path:
+        """The file with what was printed there."""
+        return self.disk / "output.log"
+
     def path(self, inside: str) -> Path:
         """Where a file of this machine's own folders lies on the real one."""
         if inside.startswith("/dev/shm/"):
@@ -86,7 +91,7 @@ class Machine:
 
     def start(self, *command: str, log: Path | None = None, **environment: str) -> subprocess.Popen[bytes]:
         """A process on this machine, of its user."""
-        with (log or self.disk / "output.log").open("ab") as output:
+        with (log or self.output).open("ab") as output:
             process = subprocess.Popen(
                 self._entered(command),
                 env=self._environment(environment),
