@@ -8,6 +8,7 @@ from dataclasses import replace
 from workers.protocol.reports import Printed, Report
 
 MOST_CHARACTERS = 8 * 1024 * 1024
+LEFT_OUT = "lines may be missing here: they were not kept in time"
 Kept = tuple[int, int, int]
 """A rank, and generation and sequence of the last report of its lines that is kept for good. A rank has one agent in a
 generation, so the two only grow."""
@@ -47,13 +48,13 @@ class UnkeptLines:
         return [report for report in self._reports if report.sequence > sequence]
 
     def _leave_out(self) -> None:
-        left_out, last = 0, self._reports[0]
+        last = self._reports[0]
         while self._reports and self._characters > self._most_characters // 2:
             last = self._reports.popleft()
             self._characters -= _characters_in(last)
-            left_out += len(last.payload.lines) if isinstance(last.payload, Printed) else 0
-        note = Printed("agent", (f"{left_out} lines may be missing here: they were not kept in time",))
-        self._reports.appendleft(replace(last, payload=note))
+        note = replace(last, payload=Printed("agent", (LEFT_OUT,)))
+        self._reports.appendleft(note)
+        self._characters += _characters_in(note)
 
 
 def _characters_in(report: Report) -> int:
