@@ -7,8 +7,10 @@ import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
+from service.daemon_threads import in_daemon_thread
 from service.kept_logs.parts import Header, NoPart, PartName, counting, decode_header, is_gapless
 from service.logs import LogBytes, LogsUnavailable
 from workers.storage.files import files_of
@@ -19,6 +21,8 @@ T = TypeVar("T")
 BLOCK_BYTES = 256 * 1024
 BLOCKS = 128
 """That many are remembered, of all logs: 32 MiB."""
+ANSWER_SECONDS = 5.0
+"""A place that takes longer to list the parts of a log does not answer."""
 TRIES = 4
 """Parts may be replaced by a larger one while they are read."""
 
@@ -64,17 +68,29 @@ class KeptLog:
         self._folder, self._blocks, self._clock = folder, blocks, clock
         self._parts: list[PartName] = []
         self._listed_at = float("-inf")
+        self._listing: Future[None] | None = None
+        self._asked_at = 0.0
         self._lock = threading.Lock()
 
     def look(self, oldest: float = 0.0) -> KeptLog:
-        """Know which parts there are, as it was `oldest` seconds ago at most. Raises LogsUnavailable."""
-        with self._lock:
-            if self._clock() - self._listed_at > oldest:
-                try:
-                    self._list()
-                except OSError as error:
-                    raise LogsUnavailable(error) from error
+        """Know which parts there are, as it was `oldest` seconds ago at most. Whoever asks waits for a place that does
+        not answer for a moment, and those after that not at all. Raises LogsUnavailable."""
+        since = self._clock() - oldest
+        while self._listed_at < since:
+            try:
+                self._ask().result(ANSWER_SECONDS)
+            except OSError as error:  # a timeout is one too
+                raise LogsUnavailable(error if str(error) else OSError(f"{self._folder}: no answer")) from error
         return self
+
+    def _ask(self) -> Future[None]:
+        with self._lock:
+            if self._listing is None or self._listing.done():
+                self._asked_at = self._clock()
+                self._listing = in_daemon_thread("parts of a log", self._list)
+            elif self._clock() - self._asked_at > ANSWER_SECONDS:
+                raise OSError(f"{self._folder}: no answer")
+            return self._listing
 
     @property
     def is_empty(self) -> bool:
