@@ -73,7 +73,8 @@ class JobsElsewhere(MantaError):
     def __init__(self, folder: Path):
         super().__init__(
             f"the files of the jobs of this database (checkpoints, logs) are in {folder}, which is not there: mount it "
-            "at that path, or let a link at that path lead to it (docs/operations.md, Several control planes)"
+            "at that path, let a link at that path lead to it, or have checkpoints and logs in an object store "
+            "(MANTA_CHECKPOINTS; docs/operations.md, Several control planes)"
         )
 
 
