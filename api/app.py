@@ -93,7 +93,7 @@ def create_app(
     app.state.control = control
     app.state.registry = registry
     app.state.waits = StateWaits(lambda job_ids: _states(control, job_ids))
-    app.state.changes = Changes(StoredVersions(lambda: control.store))
+    app.state.changes = Changes(StoredVersions(lambda: control.store, lambda: control.logs))
     app.state.read_threads = ReadThreads()
     app.state.rendered_jobs = RenderedJobs()
     app.state.rendered_pages = RenderedPages(app.state.rendered_jobs)

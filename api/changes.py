@@ -7,13 +7,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
+from service.logs import JobLogs
 from service.store import Store, events, jobs
 
 log = logging.getLogger(__name__)
@@ -27,8 +26,8 @@ class Watched:
 
     job: str | None = None
     """Its job; None: all of them."""
-    folder: Path | None = None
-    """Folder whose files grow."""
+    logs: bool = False
+    """Whether it is about what the job's ranks print."""
 
 
 VersionsOf = Callable[[Collection[Watched]], Mapping[Watched, object]]
@@ -78,11 +77,11 @@ class Changes:
 
 
 class StoredVersions:
-    """Versions of what the database and folders of logs hold."""
+    """Versions of what the database and logs hold."""
 
-    def __init__(self, store: Callable[[], Store]):
-        """`store`: where that is; when it is another one, all that is watched may be new."""
-        self._store = store
+    def __init__(self, store: Callable[[], Store], logs: Callable[[], JobLogs]):
+        """`store` and `logs`: where that is; with another store all that is watched may be new."""
+        self._store, self._logs = store, logs
         self._known: Store | None = None
         self._after = 0
         self._newest: dict[str, int] = {}
@@ -109,13 +108,6 @@ class StoredVersions:
     def _version(self, watched: Watched, states: Mapping[str, str]) -> object:
         if watched.job is None:
             return self._after
-        newest = self._newest.get(watched.job) if watched.folder is None else None
-        return newest, states.get(watched.job), None if watched.folder is None else _sizes(watched.folder)
-
-
-def _sizes(folder: Path) -> frozenset[tuple[str, int]]:
-    try:
-        with os.scandir(folder) as files:
-            return frozenset((file.name, file.stat().st_size) for file in files)
-    except OSError:  # there is none yet, or none any more
-        return frozenset()
+        if watched.logs:
+            return self._logs().version(watched.job), states.get(watched.job)
+        return self._newest.get(watched.job), states.get(watched.job)

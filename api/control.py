@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from service.deletion import Deletion
+from service.logs import JobLogs
 from service.store import Store
 from workers.data.roots import DataRoots
 from workers.protocol.messages import Fault
@@ -20,7 +21,11 @@ class ControlPlane(Protocol):
 
     @property
     def home(self) -> Path:
-        """Folder of the embedded state; job logs lie in `jobs/<id>/logs` below it."""
+        """Folder of the embedded state."""
+
+    @property
+    def logs(self) -> JobLogs:
+        """What the ranks of all jobs printed."""
 
     @property
     def data_roots(self) -> DataRoots:

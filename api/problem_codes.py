@@ -62,6 +62,7 @@ KINDS: dict[str, Kind] = {
     "not_ready": Kind(503, "jobs cannot run right now; `errors` has the reasons"),
     "database_unavailable": Kind(503, "the job database does not answer"),
     "cluster_unavailable": Kind(503, "Ray does not answer"),
+    "logs_unavailable": Kind(503, "the place where logs are kept does not answer"),
     "node_unreachable": Kind(503, "the node does not answer"),
 }
 OF_A_JOB = ("job_not_found", "database_unavailable")

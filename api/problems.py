@@ -23,6 +23,7 @@ from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreach
 from service.cluster.sizes import SizeOutOfBounds
 from service.deletion import FilesNotRemoved
 from service.faults import FaultNotPossible, FaultsNotAllowed
+from service.logs import LogsUnavailable
 from service.store import (
     IdempotencyConflict,
     IllegalTransition,
@@ -75,6 +76,7 @@ _OF_ERRORS: tuple[tuple[type[MantaError], str], ...] = (
     (NodeNotFound, "node_not_found"),
     (NodeUnreachable, "node_unreachable"),
     (ClusterUnavailable, "cluster_unavailable"),
+    (LogsUnavailable, "logs_unavailable"),
     (MalformedJson, "malformed_json"),
     (SizeOutOfBounds, "size_out_of_bounds"),
     (SpecNotUnderstood, "not_understood"),

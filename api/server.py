@@ -65,8 +65,9 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     home, tls = settings.home, settings.tls
     os.umask(PRIVATE)
     refuse_without_protection(settings, host)
-    if settings.checkpoints is not None:
-        files_of(settings.checkpoints)
+    for place in (settings.checkpoints, settings.logs):
+        if place is not None:
+            files_of(place)
     with writing_in(home):
         home.mkdir(parents=True, exist_ok=True)
     running = running_service(home)
@@ -89,6 +90,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         settings.checkpoints,
         settings.node_notices,
         settings.ports,
+        settings.logs,
     )
     _keep_to_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)

@@ -32,9 +32,12 @@ from service.faults import FaultNotPossible, FaultsNotAllowed
 from service.housekeeping import Housekeeping
 from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.owner import JobOwner
+from service.kept_logs.keeper import LogKeeper
+from service.kept_logs.spool import Spool
 from service.leases.decisions import LEASE_SECONDS, JobInBrief
 from service.leases.errors import LeaseLost, OtherRay
 from service.leases.held import Leases, new_id
+from service.logs import JobLogs, LogsInHome
 from service.retention import Retention
 from service.states import SUPERVISED, JobState
 from service.store import Store, installation, jobs
@@ -73,7 +76,8 @@ class JobsElsewhere(MantaError):
     def __init__(self, folder: Path):
         super().__init__(
             f"the files of the jobs of this database (checkpoints, logs) are in {folder}, which is not there: mount it "
-            "at that path, or let a link at that path lead to it (docs/operations.md, Several control planes)"
+            "at that path, let a link at that path lead to it, or have checkpoints and logs in an object store "
+            "(MANTA_CHECKPOINTS; docs/operations.md, Several control planes)"
         )
 
 
@@ -93,6 +97,7 @@ class ControlPlane:
         checkpoints: Place | None = None,
         node_notices: str | None = None,
         ports: PortRange | None = None,
+        logs: Place | None = None,
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
@@ -100,8 +105,8 @@ class ControlPlane:
         kept for a retry; `data_roots`: below which folders jobs may read; `database_url`: where the job database is, by
         default in the home; `kept_days`: how long jobs are kept after their end; 0: until somebody deletes them;
         `checkpoints`: where the checkpoints of all jobs are, by default in the home; `node_notices`: who the nodes ask
-        whether they are to be taken, as `notice_sources` reads it; `ports`: on which what runs on the nodes listens.
-        Raises BadDatabaseUrl, StoreUnusable."""
+        whether they are to be taken, as `notice_sources` reads it; `ports`: on which what runs on the nodes listens;
+        `logs`: where the logs of all jobs are kept beside the home. Raises BadDatabaseUrl, StoreUnusable."""
         self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults, self._memory_seconds, self._kept_days = allow_faults, memory_seconds, kept_days
@@ -110,6 +115,7 @@ class ControlPlane:
         self._leases = Leases(self._store, me)
         self._home_of_jobs, self._checkpoints, self._node_notices = home, checkpoints, node_notices
         self._installation, self._ports = "", ports
+        self._place_of_logs, self._keeper = logs, self._keeper_of(logs)
         self._owners: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
@@ -132,6 +138,17 @@ class ControlPlane:
     def home(self) -> Path:
         """Folder of the files of all jobs: the embedded state, where there is no other control plane."""
         return self._home_of_jobs
+
+    @property
+    def logs(self) -> JobLogs:
+        """What the ranks of all jobs printed."""
+        return LogsInHome(self._home_of_jobs) if self._keeper is None else self._keeper
+
+    def _keeper_of(self, logs: Place | None) -> LogKeeper | None:
+        if logs is None:
+            return None
+        home = Paths.of(self._home, logs=logs)
+        return LogKeeper(self._store, self._leases, home)
 
     def start(self) -> None:
         """Bring up the database and a Ray that answers; take over running jobs that no other control plane looks after.
@@ -167,8 +184,9 @@ class ControlPlane:
 
     def _mark_folders(self) -> None:
         """Let nodes see whether they share what this service has."""
-        for folder in {self._paths_of_jobs.home, self._paths_of_jobs.checkpoint_root}:
-            if isinstance(folder, Path):
+        paths = self._paths_of_jobs
+        for folder in {paths.home, paths.checkpoint_root}:
+            if isinstance(folder, Path) and (folder != paths.home or self._has_home_of_jobs):
                 try:
                     mark(folder, self._installation)
                 except OSError as error:  # nodes do without what they do not share
@@ -176,7 +194,12 @@ class ControlPlane:
 
     @property
     def _paths_of_jobs(self) -> Paths:
-        return Paths.of(self._home_of_jobs, self._checkpoints, self._installation)
+        return Paths.of(self._home_of_jobs, self._checkpoints, self._installation, self._place_of_logs)
+
+    @property
+    def _has_home_of_jobs(self) -> bool:
+        """Whether it is here. Where nothing of the jobs is in it, it only names what they have on the nodes."""
+        return self._home_of_jobs == self._home or self._home_of_jobs.is_dir()
 
     def _find_home_of_jobs(self) -> None:
         """Raises JobsElsewhere."""
@@ -184,7 +207,7 @@ class ControlPlane:
             return
         home = str(Paths.of(self._home).home)
         self._home_of_jobs = Path(self._store.write(lambda session: installation.home_of_jobs(session, home)))
-        if not self._home_of_jobs.is_dir():
+        if not self._home_of_jobs.is_dir() and None in (self._checkpoints, self._place_of_logs):
             raise JobsElsewhere(self._home_of_jobs)
 
     def _join(self, ray: str) -> None:
@@ -222,6 +245,8 @@ class ControlPlane:
             asyncio.create_task(care.run(), name="care for nodes"),
             asyncio.create_task(NodeWatch(cluster, self._node_lost, self._node_draining).run(), name="nodes"),
         ]
+        if self._keeper is not None:
+            self._tasks.append(asyncio.create_task(self._keeper.run(), name="logs"))
         if self._ray_process is not None:
             self._tasks.append(asyncio.create_task(self._watch_ray(), name=RAY_WATCH))
         for task in self._tasks:
@@ -343,19 +368,24 @@ class ControlPlane:
         assert self._cluster is not None
         lease = self._leases.of(job_id)
         assert lease is not None
-        owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds)
-        task = asyncio.create_task(self._run(owner, placed_generation), name=f"owner of {job_id}")
+        logs = None if self._keeper is None else self._keeper.open(job_id, lease)
+        owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds, logs)
+        task = asyncio.create_task(self._run(owner, placed_generation, logs), name=f"owner of {job_id}")
         self._owners[job_id] = (owner, task)
         task.add_done_callback(_log_failure)
 
-    async def _run(self, owner: JobOwner, placed_generation: int | None) -> None:
+    async def _run(self, owner: JobOwner, placed_generation: int | None, logs: Spool | None) -> None:
         try:
             await owner.run(placed_generation)
+            if self._keeper is not None and logs is not None:
+                await self._keeper.finish(owner.id, logs)
         except LeaseLost as error:
             log.warning("%s", error)
         else:
             await self._leases.release(owner.id)
         finally:
+            if self._keeper is not None and logs is not None:
+                self._keeper.lose(owner.id, logs)
             self._leases.drop(owner.id)
             if self._owners.get(owner.id, (None,))[0] is owner:
                 del self._owners[owner.id]
@@ -388,9 +418,13 @@ class ControlPlane:
     def delete(self, job_id: str) -> Deletion:
         """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
         ClusterUnavailable."""
-        housekeeping = self._housekeeping
-        assert housekeeping is not None
-        return delete_job(self._store, self._paths_of_jobs, job_id, lambda: self._call(housekeeping.let_go(job_id)))
+        return delete_job(self._store, self._paths_of_jobs, job_id, lambda: self._call(self._let_go(job_id)))
+
+    async def _let_go(self, job_id: str) -> None:
+        assert self._housekeeping is not None
+        await self._housekeeping.let_go(job_id)
+        if self._keeper is not None:
+            self._keeper.forget(job_id)
 
     def inject(self, job_id: str, fault: Fault) -> None:
         """Make `fault` in a job that runs. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
@@ -475,6 +509,8 @@ class ControlPlane:
         self._store.close()
 
     async def _leave(self) -> None:
+        if self._keeper is not None:
+            await self._keeper.leave()
         tasks = [*self._tasks, *self._background_tasks, *(task for _, task in self._owners.values())]
         for task in tasks:
             task.cancel()

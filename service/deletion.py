@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from sqlalchemy.orm import Session
 
@@ -40,7 +41,7 @@ class RemovedFiles:
     checkpoints: int = 0
     """Folders of durable checkpoints, whole or not."""
     logs: int = 0
-    """Log files of ranks."""
+    """Log files of ranks, and parts in which logs are kept elsewhere."""
     bytes: int = 0
     """Of all files."""
 
@@ -93,16 +94,16 @@ def _all(store: Store, delete_some: Callable[[Session], int]) -> int:
 
 
 def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
-    """Remove the folder of a job: checkpoints, logs and all else. Raises FilesNotRemoved."""
+    """Remove the folders of a job: checkpoints, logs and all else. Raises FilesNotRemoved."""
     folder = paths.job_folder(job_id)
-    checkpoints = paths.checkpoint_folder(job_id)
-    elsewhere = RemovedFiles() if checkpoints.parent == folder else _remove_elsewhere(job_id, checkpoints)
+    checkpoints, kept_logs = paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
+    elsewhere = _remove_elsewhere(job_id, folder, checkpoints, kept_logs)
     if not os.path.lexists(folder):
         return elsewhere
     try:
         removed = RemovedFiles(
             checkpoints=elsewhere.checkpoints + _entries(folder / checkpoints.name),
-            logs=_entries(paths.log_folder(job_id)),
+            logs=elsewhere.logs + _entries(paths.log_folder(job_id)),
             bytes=elsewhere.bytes + bytes_in(folder),
         )
         shutil.rmtree(folder)
@@ -111,17 +112,34 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
     return removed
 
 
-def _remove_elsewhere(job_id: str, checkpoints: Place) -> RemovedFiles:
-    """Remove the folder of a job in which nothing but its checkpoints is."""
-    folder, files = checkpoints.parent, files_of(checkpoints)
+def _remove_elsewhere(job_id: str, folder: Path, checkpoints: Place, logs: Place | None) -> RemovedFiles:
+    """Remove what lies in other folders of the job than its own, in which nothing but its checkpoints and logs is."""
+    removed = RemovedFiles(
+        checkpoints=_count(job_id, checkpoints) if checkpoints.parent != folder else 0,
+        logs=0 if logs is None else _count(job_id, logs),
+    )
+    others = {checkpoints.parent, *(() if logs is None else (logs.parent,))} - {folder}
+    return replace(removed, bytes=sum(_remove(job_id, each) for each in others))
+
+
+def _count(job_id: str, folder: Place) -> int:
     try:
-        removed = RemovedFiles(checkpoints=_entries(checkpoints), bytes=files.bytes_in(folder))
+        return _entries(folder)
+    except OSError as error:
+        raise FilesNotRemoved(job_id, folder, error) from error
+
+
+def _remove(job_id: str, folder: Place) -> int:
+    """How many bytes were in `folder`, which is gone. Raises FilesNotRemoved."""
+    files = files_of(folder)
+    try:
+        count = files.bytes_in(folder)
         files.remove_folder(folder)
         if files.is_there(folder):
             raise OSError("something in it stays")
     except OSError as error:
         raise FilesNotRemoved(job_id, folder, error) from error
-    return removed
+    return count
 
 
 def _entries(folder: Place) -> int:

@@ -1,20 +1,24 @@
-"""Reads what the ranks of a job printed, page by page, without ever reading a whole file.
+"""Reads what the ranks of a job printed, page by page, without ever reading a whole log.
 
-Agents append to `<home>/jobs/<job_id>/logs/rank-00000.jsonl`, one JSON object a line:
-`{"time": Unix seconds, "rank", "generation", "stream": "stdout" | "stderr", "text"}`.
+The log of a rank is one JSON object a line: `{"time": Unix seconds, "rank", "generation", "stream": "stdout" |
+"stderr", "text"}`. Agents, or the control plane, append it to `<home>/jobs/<job_id>/logs/rank-00000.jsonl`; where it is
+kept elsewhere too (`service/kept_logs/`) each line has the same position there.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from service.store.errors import InvalidCursor
 from service.store.ids import is_job_id
 from service.store.paging import Cursors
+from workers.errors import MantaError
 
 DEFAULT_LIMIT = 1000
 MAX_BYTES = 4 * 1024 * 1024
@@ -24,6 +28,91 @@ _FILE = re.compile(r"rank-(\d{5,})\.jsonl")
 
 Position = dict[int, int]
 """Rank -> bytes of its file that were read already."""
+
+
+class LogsUnavailable(MantaError):
+    """The place where a job's log is kept does not answer."""
+
+    def __init__(self, error: OSError):
+        super().__init__(f"the log cannot be read now, and nothing of it is lost: try again ({error})")
+
+
+@dataclass(frozen=True)
+class LogBytes:
+    """Bytes of one rank's log."""
+
+    start: int
+    """The first one's place in the log; higher than what was asked for where that is lost."""
+    content: bytes
+    more: bool
+    """Whether the log goes on after them."""
+
+
+class LogSource(Protocol):
+    """Where the logs of a job's ranks are read."""
+
+    def ranks(self) -> list[int]:
+        """Those that have printed something. Raises LogsUnavailable."""
+        ...
+
+    def read(self, rank: int, start: int, size: int) -> LogBytes:
+        """Up to `size` bytes of a rank's log, from byte `start` on. Raises LogsUnavailable."""
+        ...
+
+
+class JobLogs(Protocol):
+    """The logs of all jobs."""
+
+    def source(self, job_id: str, fresh: bool = True) -> LogSource:
+        """Where the logs of a job are read. Without `fresh` the newest second of it may be missing."""
+        ...
+
+    def version(self, job_id: str) -> object:
+        """Something that is another whenever there may be something new; found out without waiting for anybody."""
+        ...
+
+    def is_whole(self, job_id: str) -> bool:
+        """Whether all that a job printed that is over can be read. Raises LogsUnavailable."""
+        ...
+
+
+class LogFiles:
+    """The logs of one job, as files in a folder."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def ranks(self) -> list[int]:
+        """See `LogSource`."""
+        return ranks_in(self._folder)
+
+    def read(self, rank: int, start: int, size: int) -> LogBytes:
+        """See `LogSource`."""
+        try:
+            with log_file(self._folder, rank).open("rb") as file:
+                file.seek(start)
+                return LogBytes(start, file.read(size), bool(file.read(1)))
+        except FileNotFoundError:
+            return LogBytes(start, b"", False)
+
+
+class LogsInHome:
+    """The logs of all jobs in a home that has them all."""
+
+    def __init__(self, home: Path):
+        self._home = home
+
+    def source(self, job_id: str, fresh: bool = True) -> LogSource:
+        """See `JobLogs`."""
+        return LogFiles(log_folder(self._home, job_id))
+
+    def version(self, job_id: str) -> object:
+        """See `JobLogs`."""
+        return sizes_in(log_folder(self._home, job_id))
+
+    def is_whole(self, job_id: str) -> bool:
+        """See `JobLogs`."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -83,8 +172,25 @@ def log_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.jsonl"
 
 
+def ranks_in(folder: Path) -> list[int]:
+    """Those that have a log file in `folder`."""
+    if not folder.is_dir():
+        return []
+    matches = (_FILE.fullmatch(entry.name) for entry in folder.iterdir())
+    return sorted(int(match.group(1)) for match in matches if match)
+
+
+def sizes_in(folder: Path) -> frozenset[tuple[str, int]]:
+    """Of all files in `folder`, by name; none where it is not there."""
+    try:
+        with os.scandir(folder) as files:
+            return frozenset((file.name, file.stat().st_size) for file in files)
+    except OSError:
+        return frozenset()
+
+
 def read_page(
-    folder: Path,
+    source: LogSource,
     position: Mapping[int, int],
     rank: int | None = None,
     limit: int = DEFAULT_LIMIT,
@@ -94,11 +200,11 @@ def read_page(
 
     A last line that is still being written is left for the next page; a line that is not as expected is skipped.
     Where a rank has more to say than was read, lines of others that are later than what was read of it wait for the
-    next page. A job that has printed nothing yet has an empty page.
+    next page. A job that has printed nothing yet has an empty page. Raises LogsUnavailable.
     """
-    ranks = _ranks_in(folder) if rank is None else [rank]
+    ranks = source.ranks() if rank is None else [rank]
     chunk_bytes = max(MIN_CHUNK_BYTES, max_bytes // max(1, len(ranks)))
-    chunks = [_read_chunk(folder, number, position.get(number, 0), chunk_bytes) for number in ranks]
+    chunks = [_read_chunk(source, number, position.get(number, 0), chunk_bytes) for number in ranks]
     horizon = min((chunk.lines[-1].time for chunk in chunks if chunk.full and chunk.lines), default=None)
     if any(chunk.full and not chunk.lines for chunk in chunks):
         horizon = float("-inf")  # unknown what comes there: skip the unreadable part first
@@ -132,22 +238,10 @@ def _position(text: str) -> Position:
     return {int(rank): int(offset) for rank, offset in pairs}
 
 
-def _ranks_in(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    matches = (_FILE.fullmatch(entry.name) for entry in folder.iterdir())
-    return sorted(int(match.group(1)) for match in matches if match)
-
-
-def _read_chunk(folder: Path, rank: int, start: int, size: int) -> _Chunk:
-    """The whole lines within `size` bytes of a rank's file from byte `start` on."""
-    try:
-        with log_file(folder, rank).open("rb") as file:
-            file.seek(start)
-            content = file.read(size)
-            full = bool(file.read(1))
-    except FileNotFoundError:
-        return _Chunk(rank, [], start, full=False)
+def _read_chunk(source: LogSource, rank: int, start: int, size: int) -> _Chunk:
+    """The whole lines within `size` bytes of a rank's log from byte `start` on."""
+    found = source.read(rank, start, size)
+    start, content, full = found.start, found.content, found.more
     whole = content.rfind(b"\n") + 1
     if not whole and full:
         return _Chunk(rank, [], start + len(content), full)  # part of a line beyond all measure: skip it

@@ -20,6 +20,7 @@ from service.cluster.errors import ClusterUnavailable
 from service.deletion import FilesNotRemoved, delete_rest
 from service.store import JobNotFound, Store, deletion
 from workers.paths import Paths
+from workers.storage.files import files_of
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Retention:
         before = time.time() - self._kept_days * DAY_SECONDS
         expired = await asyncio.to_thread(_expired, store, before)
         for job_id in self._seen.confirmed(expired, self._monotonic()):
-            if expired[job_id] and await asyncio.to_thread(written_since, self._paths.job_folder(job_id), before):
+            if expired[job_id] and await asyncio.to_thread(has_newer_files, self._paths, job_id, before):
                 log.warning("%s ended long ago, but its files are newer, or cannot be read: it is kept", job_id)
                 continue
             try:
@@ -89,6 +90,19 @@ class Retention:
 def _expired(store: Store, before: float) -> dict[str, bool]:
     with store.read() as session:
         return deletion.expired(session, before, JOBS_AT_ONCE)
+
+
+def has_newer_files(paths: Paths, job_id: str, moment: float) -> bool:
+    """Whether anything that a job has, wherever that is, was written after `moment`, or cannot be read."""
+    folder, checkpoints, logs = paths.job_folder(job_id), paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)
+    elsewhere = [place for place in (checkpoints, logs) if place is not None and place.parent != folder]
+    try:
+        found = [newest for place in elsewhere if (newest := files_of(place).newest(place)) is not None]
+    except OSError:
+        return True
+    if any(newest > moment for newest in found):
+        return True
+    return written_since(folder, moment) if os.path.lexists(folder) or not found else False
 
 
 def written_since(folder: Path, moment: float) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from workers.errors import MantaError
 from workers.node.notice_sources import UnknownSource, notice_sources
-from workers.storage.places import BadPlace, Place, place_of
+from workers.storage.places import BadPlace, ObjectPath, Place, place_of
 from workers.system.ports import BadPorts, PortRange
 
 DEFAULT_HOST = "127.0.0.1"
@@ -98,6 +98,9 @@ class Settings:
     checkpoints: Place | None = None
     """Where the checkpoints of all jobs are, such as `s3://bucket/manta` or a folder that all nodes share
     (MANTA_CHECKPOINTS); None: in the home."""
+    logs: Place | None = None
+    """Where the logs of all jobs are kept beside the home's disk (MANTA_LOGS); where it is not set the object store of
+    MANTA_CHECKPOINTS, if that is one; None, or MANTA_LOGS=home: in the home alone."""
     node_notices: str | None = None
     """Who the nodes ask whether they are to be taken (MANTA_NODE_NOTICES: aws, gcp, azure, kubernetes, slurm, several
     with commas, as `workers.node.notice_sources` reads it); None: nobody is asked."""
@@ -135,6 +138,7 @@ class Settings:
             ),
             _number(source, "MANTA_JOBS_KEPT_DAYS", 0.0),
             _place(source, "MANTA_CHECKPOINTS"),
+            _logs(source),
             _notices(source, "MANTA_NODE_NOTICES"),
             _ports(source, "MANTA_PORTS"),
             _switch(source, "MANTA_SHIP_CODE"),
@@ -179,6 +183,16 @@ def _place(source: Mapping[str, str], name: str) -> Place | None:
     except BadPlace as error:
         raise BadSetting(f"{name}: {error}") from error
     return place.expanduser().absolute() if isinstance(place, Path) else place
+
+
+def _logs(source: Mapping[str, str]) -> Place | None:
+    said = source.get("MANTA_LOGS", "").strip()
+    if said.lower() == "home":
+        return None
+    if said:
+        return _place(source, "MANTA_LOGS")
+    checkpoints = _place(source, "MANTA_CHECKPOINTS")
+    return checkpoints if isinstance(checkpoints, ObjectPath) else None
 
 
 def _notices(source: Mapping[str, str], name: str) -> str | None:

@@ -35,10 +35,15 @@ class Paths:
     installation: str = ""
     """The service's id, by which nodes see if they share its folders (`workers/node/folders.py`); empty: all do."""
 
+    logs: Place | None = None
+    """Where the logs of all jobs are kept beside those in the home; None: nowhere."""
+
     @classmethod
-    def of(cls, home: str | Path, checkpoints: Place | None = None, installation: str = "") -> Paths:
+    def of(
+        cls, home: str | Path, checkpoints: Place | None = None, installation: str = "", logs: Place | None = None
+    ) -> Paths:
         """Paths of a home folder, made absolute so that its tag is the same from everywhere."""
-        return cls(Path(home).expanduser().resolve(), checkpoints, installation)
+        return cls(Path(home).expanduser().resolve(), checkpoints, installation, logs)
 
     @property
     def checkpoint_root(self) -> Place:
@@ -75,6 +80,10 @@ class Paths:
     def log_folder(self, job: str) -> Path:
         """Folder of the log files of `job`."""
         return self.job_folder(job) / "logs"
+
+    def kept_log_folder(self, job: str) -> Place | None:
+        """Folder in which the log of `job` is kept beside that in the home; None: it is not."""
+        return None if self.logs is None else self.logs / safe_name(job) / "logs"
 
     def rank_log(self, job: str, rank: int) -> Path:
         """Log file of one rank over all generations, one JSON object a line."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 from fastapi import APIRouter, Request, Response
@@ -17,19 +17,22 @@ from api.parameters import Control, Cursor, Follow, LastEventId, Limit, RankNumb
 from api.problem_codes import OF_A_JOB, reads
 from api.sse_server import Batch, Entry, stream, wants_stream
 from api.threads import Threads
-from service.logs import LogCursors, LogLine, Position, log_folder, read_page
+from service.logs import JobLogs, LogCursors, LogLine, LogsUnavailable, Position, read_page
 from service.states import is_final
 from service.store import Store, jobs
+from service.store.tables import Job
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/logs", tags=["logs"])
 
 _STREAM_PAGE = 500
+_LATE_SECONDS = 60.0
+# What comes later than that after the end of a job, no stream waits for.
 
 
 @router.get(
     "",
     response_model=schemas.Stream[schemas.LogLine],
-    responses={**event_stream(schemas.LogLine), **reads(*OF_A_JOB, "invalid_parameter")},
+    responses={**event_stream(schemas.LogLine), **reads(*OF_A_JOB, "invalid_parameter", "logs_unavailable")},
 )
 async def list_logs(
     request: Request,
@@ -48,11 +51,10 @@ async def list_logs(
     cursors = LogCursors(job_id, rank)
     position = {} if start is None else cursors.decode(start)
     await threads.run(partial(_refuse_unknown, control.store, job_id))
-    folder = log_folder(control.home, job_id)
     if streaming:
-        tail = _Tail(control.store, folder, job_id, rank, cursors)
-        return stream(request, lambda place: tail.look(cast(Position, place)), position, Watched(job_id, folder))
-    page = await threads.run(partial(read_page, folder, position, rank, limit))
+        tail = _Tail(control.store, control.logs, job_id, rank, cursors)
+        return stream(request, lambda place: tail.look(cast(Position, place)), position, Watched(job_id, logs=True))
+    page = await threads.run(lambda: read_page(control.logs.source(job_id), position, rank, limit))
     after = cursors.encode(page.position)
     return schemas.Stream(
         items=[views.log_view(line) for line in page.lines],
@@ -71,16 +73,24 @@ class _Tail:
     """What is read again and again for one stream."""
 
     store: Store
-    folder: Path
+    logs: JobLogs
     job_id: str
     rank: int | None
     cursors: LogCursors
 
     def look(self, position: Position) -> Batch:
-        with self.store.read() as session:  # before the files: what a final job printed is in them by then
-            state = jobs.get(session, self.job_id).state
-        page = read_page(self.folder, position, self.rank, _STREAM_PAGE)
-        return Batch(self._entries(position, page.lines), page.position, page.more, is_final(state), state)
+        with self.store.read() as session:  # before the logs: what a final job printed is in them by then
+            job = jobs.get(session, self.job_id)
+        try:
+            whole = is_final(job.state) and self._is_whole(job)
+            page = read_page(self.logs.source(self.job_id, fresh=False), position, self.rank, _STREAM_PAGE)
+        except LogsUnavailable:  # it goes on once they can be read
+            return Batch([], position, False, False, job.state)
+        return Batch(self._entries(position, page.lines), page.position, page.more, whole, job.state)
+
+    def _is_whole(self, job: Job) -> bool:
+        over_for_long = time.time() - (job.finished_at or 0.0) > _LATE_SECONDS
+        return job.generation == 0 or over_for_long or self.logs.is_whole(self.job_id)
 
     def _entries(self, position: Position, lines: list[LogLine]) -> list[Entry]:
         """The lines, each with the position after it, so that a stream can go on behind any line."""

@@ -138,9 +138,10 @@ class AgentClient(Protocol):
         steps that came whole."""
         ...
 
-    async def reports(self, after: int, timeout: float) -> list[Report]:
+    async def reports(self, after: int, timeout: float, kept: tuple[int, ...] | None = None) -> list[Report]:
         """Reports with a sequence above `after`, at once or within `timeout` seconds. Those up to `after` are
-        acknowledged by that, and forgotten."""
+        acknowledged by that, and forgotten; printed lines only up to `kept` (rank, generation, sequence) where that is
+        given."""
         ...
 
     async def stop(self) -> Exit:
@@ -326,8 +327,8 @@ class RayAgent(RayActor):
             of=of,
         )
 
-    async def reports(self, after: int, timeout: float) -> list[Report]:
-        return await self._call(AgentClient.reports, after=after, timeout=timeout)
+    async def reports(self, after: int, timeout: float, kept: tuple[int, ...] | None = None) -> list[Report]:
+        return await self._call(AgentClient.reports, after=after, timeout=timeout, kept=kept)
 
     async def stop(self) -> Exit:
         return await self._call(AgentClient.stop)

@@ -131,7 +131,8 @@ class Agents:
                     groups[seat.group], placement_group_bundle_index=seat.bundle
                 ),
             )
-            actor = options.remote(job, rank, str(self._paths.home), self._paths.installation, seat.group, self._ports)
+            home, installation, reports_lines = str(self._paths.home), self._paths.installation, bool(self._paths.logs)
+            actor = options.remote(job, rank, home, installation, seat.group, self._ports, reports_lines)
             agents.append(RayAgent(self._ray.module, actor, job, self.epoch))
         return agents
 

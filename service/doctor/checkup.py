@@ -29,6 +29,7 @@ def looks(settings: Settings, job: JobSpec | None) -> dict[str, Look]:
         "network": machine.network,
         "database": lambda: stores.database(settings),
         "checkpoints": lambda: stores.checkpoints(settings.checkpoints),
+        "logs": lambda: stores.logs(settings),
         "data": lambda: _data(job, settings.data_roots),
     }
 

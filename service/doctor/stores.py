@@ -61,6 +61,20 @@ def checkpoints(place: Place | None) -> Iterator[Finding]:
     if place is None:
         yield Finding("checkpoints", "ok", "in the home (MANTA_CHECKPOINTS would put them elsewhere)")
         return
+    yield _usable("checkpoints", place)
+
+
+def logs(settings: Settings) -> Iterator[Finding]:
+    """The same of the place where logs are kept, where that is another one."""
+    if settings.logs is None:
+        yield Finding("logs", "ok", "in the home alone (MANTA_LOGS would keep them elsewhere too)")
+    elif settings.logs == settings.checkpoints:
+        yield Finding("logs", "ok", f"in {settings.logs}, with the checkpoints")
+    else:
+        yield _usable("logs", settings.logs)
+
+
+def _usable(what: str, place: Place) -> Finding:
     probe = place / f"manta-doctor-{secrets.token_hex(8)}"
     said = secrets.token_bytes(32)
     try:
@@ -73,12 +87,10 @@ def checkpoints(place: Place | None) -> Iterator[Finding]:
             files.remove(probe)
     except (OSError, MantaError) as error:
         advice = "see that it is there, that it can be reached from here, and that the credentials may write and delete"
-        yield Finding("checkpoints", "problem", f"{place}: {error}", advice)
-        return
+        return Finding(what, "problem", f"{place}: {error}", advice)
     if same:
-        yield Finding("checkpoints", "ok", f"{place} can be written, read and removed from")
-    else:
-        yield Finding("checkpoints", "problem", f"{place} gives back other bytes than were written", "do not use it")
+        return Finding(what, "ok", f"{place} can be written, read and removed from")
+    return Finding(what, "problem", f"{place} gives back other bytes than were written", "do not use it")
 
 
 def _skew(whose: str, seconds: float) -> Finding:

@@ -12,6 +12,7 @@ from service.job.checkpoint_folder import FolderReader
 from service.job.gang import AgentSet, Gang
 from service.job.incident import Incident
 from service.job.record import JobRecord
+from service.kept_logs.spool import Spool
 from service.recovery.budgets import PastFailure, past_failures
 from service.store import Store
 from service.store.tables import Generation, Job
@@ -51,16 +52,26 @@ class JobContext:
     """When the user last had it tried again, Unix seconds: failures before that do not count."""
     memory_seconds: float = DEFAULT_MEMORY_SECONDS
     """How long its snapshots are kept for a retry when it fails."""
+    logs: Spool | None = None
+    """Takes what it prints, where that is kept elsewhere too."""
     folder_reader: FolderReader = field(default_factory=FolderReader)
     """Reads the folder of its checkpoints."""
 
     @classmethod
-    def of(cls, store: Store, cluster: Cluster, job: Job, memory_seconds: float = DEFAULT_MEMORY_SECONDS) -> JobContext:
+    def of(
+        cls,
+        store: Store,
+        cluster: Cluster,
+        job: Job,
+        memory_seconds: float = DEFAULT_MEMORY_SECONDS,
+        logs: Spool | None = None,
+    ) -> JobContext:
         """The context of `job`. Raises SpecNotUnderstood."""
         submitted = stored_spec(job).spec
         gang = Gang(cluster, job.id, in_use(submitted, job))
         record = JobRecord(store, job.id)
-        return cls(cluster, submitted, record, gang, retried_at=job.retried_at or 0.0, memory_seconds=memory_seconds)
+        retried_at = job.retried_at or 0.0
+        return cls(cluster, submitted, record, gang, retried_at=retried_at, memory_seconds=memory_seconds, logs=logs)
 
     @property
     def id(self) -> str:

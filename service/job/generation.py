@@ -40,11 +40,19 @@ Handler = Callable[[Report], Awaitable[None]]
 class RunningGeneration:
     """The agents of a job, watched during one generation."""
 
-    def __init__(self, agents: Sequence[AgentClient | None], generation: int, after: dict[int, int], handle: Handler):
+    def __init__(
+        self,
+        agents: Sequence[AgentClient | None],
+        generation: int,
+        after: dict[int, int],
+        handle: Handler,
+        kept: Callable[[int], tuple[int, int]] | None = None,
+    ):
         """`agents`: None for one that was gone before; `after`: last sequence handled of each rank; `handle` gets every
-        report of this generation."""
+        report of this generation; `kept`: generation and sequence of the last report of a rank whose lines agents need
+        not remember; None: all that were handled."""
         self.agents, self.generation = list(agents), generation
-        self._after, self._handle = after, handle
+        self._after, self._handle, self._kept = after, handle, kept
         self.deaths: list[Death] = []
         """Ends that were not successes, in order of arrival."""
         self.finished: set[int] = set()
@@ -198,11 +206,14 @@ class RunningGeneration:
         after = self._after.get(rank, 0)
         try:
             async with asyncio.timeout(self._poll_seconds + ANSWER_SECONDS) as self._polls[rank]:
-                return await agent.reports(after, self._poll_seconds)
+                return await agent.reports(after, self._poll_seconds, *self._remembered(rank))
         except TimeoutError:
-            return await within(ANSWER_SECONDS, agent.reports(after, 0.0))
+            return await within(ANSWER_SECONDS, agent.reports(after, 0.0, *self._remembered(rank)))
         finally:
             del self._polls[rank]
+
+    def _remembered(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        return () if self._kept is None else ((rank, *self._kept(rank)),)
 
     def _expect_the_end(self) -> None:
         """A rank has finished, and the others are about to: from now on none of them is silent for long."""

@@ -104,14 +104,15 @@ def watch_generation(job: JobContext, generation: int, resume_step: int, taken_o
     """The gang during `generation`, which resumed at `resume_step`. `taken_over`: from another control plane, which may
     have seen what we did not."""
     gang, record = job.gang, job.record
-    lines = ReceivedLines(job.cluster.paths.log_folder(job.id))
+    lines = ReceivedLines(job.cluster.paths.log_folder(job.id)) if job.logs is None else job.logs.lines
     writer = ReportWriter(record.store, record.id, generation, resume_step, lines)
 
     async def take(report: Report) -> None:
         hangs.note(report)
         await writer.take(report)
 
-    running = RunningGeneration(gang.agents, generation, gang.after, take)
+    kept = None if job.logs is None else job.logs.mark
+    running = RunningGeneration(gang.agents, generation, gang.after, take, kept)
     hangs = HangWatch(
         gang.agents,
         RankGrid(gang.layout).group,

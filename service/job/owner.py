@@ -17,6 +17,7 @@ from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.older_database import catch_up
 from service.job.record import JobRecord
 from service.job.supervisor import Supervisor
+from service.kept_logs.spool import Spool
 from service.leases.errors import LeaseLost, LeaseUncertain
 from service.pauses import growing_pauses
 from service.states import SUPERVISED, JobState
@@ -35,9 +36,17 @@ STEADY_SECONDS = 60.0
 class JobOwner:
     """Keeps job `id` supervised until it is final, paused, or back in the queue."""
 
-    def __init__(self, store: Store, cluster: Cluster, job_id: str, memory_seconds: float = DEFAULT_MEMORY_SECONDS):
-        """`memory_seconds`: how long the snapshots of a job that fails are kept for a retry."""
-        self._memory_seconds = memory_seconds
+    def __init__(
+        self,
+        store: Store,
+        cluster: Cluster,
+        job_id: str,
+        memory_seconds: float = DEFAULT_MEMORY_SECONDS,
+        logs: Spool | None = None,
+    ):
+        """`memory_seconds`: how long the snapshots of a job that fails are kept for a retry; `logs`: takes what it
+        prints, where that is kept elsewhere too."""
+        self._memory_seconds, self._logs = memory_seconds, logs
         self._store, self._cluster, self.id = store, cluster, job_id
         self._record = JobRecord(store, job_id)
         self._supervisor: Supervisor | None = None
@@ -82,7 +91,7 @@ class JobOwner:
                 return True
         try:
             left_out = stored_spec(job).left_out
-            supervisor = Supervisor(self._store, self._cluster, job, self._memory_seconds)
+            supervisor = Supervisor(self._store, self._cluster, job, self._memory_seconds, self._logs)
         except SpecNotUnderstood as error:
             return await self._leave_alone(JobState(job.state), str(error))
         if left_out:

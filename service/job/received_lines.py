@@ -6,16 +6,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import threading
 from pathlib import Path
 
+from service.kept_logs.line_marks import end_of_reports, last_mark
+from service.kept_logs.parts import Mark
+from workers.paths import rank_stem
 from workers.protocol.reports import Printed, Report
 
 log = logging.getLogger(__name__)
-
-LAST_LINE_BYTES = 64 * 1024
-"""A line of a log file is shorter."""
-Mark = tuple[int, int]
-"""Generation and sequence of a report. A rank has one agent in a generation, so they only grow."""
 
 
 class ReceivedLines:
@@ -24,7 +24,9 @@ class ReceivedLines:
 
     def __init__(self, folder: Path):
         """`folder`: of the job's log files."""
-        self._folder = folder
+        self.folder = folder
+        self.lock = threading.Lock()
+        """Held by whoever changes a file."""
         self._written: dict[int, Mark] = {}
 
     async def take(self, report: Report, printed: Printed) -> None:
@@ -34,32 +36,64 @@ class ReceivedLines:
         except OSError as error:
             log.warning("%d lines of rank %d are lost: %s", len(printed.lines), report.rank, error)
 
-    def _append(self, report: Report, printed: Printed) -> None:
-        file = self._folder / f"rank-{report.rank:05d}.jsonl"
-        mark = (report.generation, report.sequence)
-        if mark <= self._last_written(report.rank, file):
-            return
-        about = {"time": report.time, "rank": report.rank, "generation": report.generation, "stream": printed.stream}
-        lines = [json.dumps({**about, "sequence": report.sequence, "text": text}) for text in printed.lines]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8") as opened:
-            opened.write("".join(f"{line}\n" for line in lines))
-        self._written[report.rank] = mark
+    def file(self, rank: int) -> Path:
+        """The log file of a rank."""
+        return self.folder / f"{rank_stem(rank)}.jsonl"
 
-    def _last_written(self, rank: int, file: Path) -> Mark:
+    def leave_out(self, rank: int, last: Mark) -> None:
+        """What comes of `rank` up to the report `last` is kept already. The `lock` is held."""
+        self._written[rank] = max(last, self._last_written(rank))
+
+    def _append(self, report: Report, printed: Printed) -> None:
+        mark = (report.generation, report.sequence)
+        about = {"time": report.time, "rank": report.rank, "generation": report.generation, "stream": printed.stream}
+        with self.lock:
+            if mark <= self._last_written(report.rank):
+                return
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _append_whole(self.file(report.rank), _lines({**about, "sequence": report.sequence}, printed.lines))
+            self._written[report.rank] = mark
+
+    def _last_written(self, rank: int) -> Mark:
         if rank not in self._written:
-            self._written[rank] = _last_mark(file)
+            self._written[rank] = _mend(self.file(rank))
         return self._written[rank]
 
 
-def _last_mark(file: Path) -> Mark:
-    """Of the report that the last whole line of `file` came with."""
+def _lines(about: dict[str, object], texts: tuple[str, ...]) -> bytes:
+    """Each says how many are `left`, so that a report of which a crash has left a part is known by that."""
+    left = range(len(texts) - 1, -1, -1)
+    entries = (
+        {**about, **({"left": more} if more else {}), "text": text} for text, more in zip(texts, left, strict=True)
+    )
+    return "".join(f"{json.dumps(entry)}\n" for entry in entries).encode()
+
+
+def _append_whole(file: Path, content: bytes) -> None:
+    """All of `content`, or nothing where that is possible. Raises OSError."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        before, left = os.fstat(descriptor).st_size, memoryview(content)
+        try:
+            while left:
+                left = left[os.write(descriptor, left) :]
+        except OSError:
+            os.ftruncate(descriptor, before)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _mend(file: Path) -> Mark:
+    """Remove what a crash has left of a report that was being written; the last report that is there. What is not
+    there, or cannot be read, has none."""
     try:
         with file.open("rb") as opened:
-            size = opened.seek(0, 2)
-            opened.seek(max(0, size - LAST_LINE_BYTES))
-            last = opened.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
-        entry = json.loads(last)
-        return int(entry["generation"]), int(entry["sequence"])
-    except (OSError, ValueError, TypeError, KeyError):
+            size = opened.seek(0, os.SEEK_END)
+            end = end_of_reports(opened, size)
+            mark = last_mark(opened, end)
+        if end < size:
+            os.truncate(file, end)
+        return mark
+    except OSError:
         return (0, 0)

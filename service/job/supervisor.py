@@ -45,6 +45,7 @@ from service.job.lost_agents import place_all, replace_lost
 from service.job.record import NO_ROOM
 from service.job.resize_and_drain import ElasticityPlanner
 from service.job.resume import known_checkpoints
+from service.kept_logs.spool import Spool
 from service.recovery.decisions import UNREADABLE, Death, GiveUp, decide, failure_of
 from service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, hold_sentence
 from service.recovery.timeline import RecoveryTimeline
@@ -67,10 +68,17 @@ INJECT_SECONDS = 10.0
 class Supervisor:
     """Owns one job. `run` returns when the job is final, paused, or back in the queue."""
 
-    def __init__(self, store: Store, cluster: Cluster, job: Job, memory_seconds: float = DEFAULT_MEMORY_SECONDS):
-        """`memory_seconds`: how long its snapshots are kept for a retry when it fails. Raises
-        SpecNotUnderstood."""
-        self._job = JobContext.of(store, cluster, job, memory_seconds)
+    def __init__(
+        self,
+        store: Store,
+        cluster: Cluster,
+        job: Job,
+        memory_seconds: float = DEFAULT_MEMORY_SECONDS,
+        logs: Spool | None = None,
+    ):
+        """`memory_seconds`: how long its snapshots are kept for a retry when it fails; `logs`: takes what it prints,
+        where that is kept elsewhere too. Raises SpecNotUnderstood."""
+        self._job = JobContext.of(store, cluster, job, memory_seconds, logs)
         self._cluster, self._record, self._gang = cluster, self._job.record, self._job.gang
         self._planner = ElasticityPlanner(self._job)
         self._running: RunningGeneration | None = None
@@ -224,6 +232,8 @@ class Supervisor:
         trainers are kept: those that train are watched, those at rest go on in the next generation."""
         rows: list[Rank] = await self._record.read(lambda s: ranks.of_job(s, job.id))
         after = {row.rank: job.report_cursor.get(str(row.rank), 0) for row in rows}
+        if self._job.logs is not None:  # agents still have the lines that are not kept yet; all else is known again
+            after = {}
         about = await self._gang.adopt([row.actor or "" for row in rows], after)
         if about is None:
             if job.state == JobState.RUNNING:

@@ -17,6 +17,7 @@ from api.connections import MOST_CONNECTIONS, limited_to
 from service.cluster.errors import NodeNotFound
 from service.deletion import Deletion, delete_job
 from service.faults import FaultsNotAllowed, refuse_impossible
+from service.logs import LogsInHome
 from service.settings import RequestLimits
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
@@ -58,6 +59,10 @@ class FakeControl:
         changed_database = self.changed_database
         self.__init__(store, home, changed_database=changed_database)
         changed_database()
+
+    @property
+    def logs(self) -> LogsInHome:
+        return LogsInHome(self.home)
 
     def submitted(self, job_id: str) -> None:
         self.asked.append(("submitted", job_id))

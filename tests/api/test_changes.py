@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from api import changes
 from api.changes import LOOK_SECONDS, Changes, StoredVersions, Watched
+from service.logs import LogsInHome, log_folder
 from service.states import JobState
 from service.store import Store, deletion, events, jobs
 from tests.service.support.virtual_time import VirtualTimeLoop
@@ -41,10 +41,11 @@ def run(main):
         loop.close()
 
 
-def test_folder_that_is_not_there_yet_has_no_files(tmp_path):
-    assert changes._sizes(tmp_path / "none") == frozenset()
-    (tmp_path / "0.log").write_text("abc")
-    assert changes._sizes(tmp_path) == {("0.log", 3)}
+def test_logs_of_a_job_that_has_printed_nothing_have_a_version_too(tmp_path):
+    assert LogsInHome(tmp_path).version("job_000000000001") == frozenset()
+    (log_folder(tmp_path, "job_000000000001")).mkdir(parents=True)
+    (log_folder(tmp_path, "job_000000000001") / "0.log").write_text("abc")
+    assert LogsInHome(tmp_path).version("job_000000000001") == {("0.log", 3)}
 
 
 def test_all_streams_share_one_look_and_only_those_with_news_are_told(versions):
@@ -89,10 +90,10 @@ def test_who_comes_later_is_told_once_and_a_database_that_fails_tells_all(versio
 
 def test_versions_change_with_events_states_files_and_the_end_of_a_job(service, tmp_path):
     store, job, other = service.store, service.submit()["id"], service.submit()["id"]
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    watched = [Watched(job), Watched(other), Watched(), Watched(job, logs)]
-    look = StoredVersions(lambda: store)
+    logs = log_folder(tmp_path, job)
+    logs.mkdir(parents=True)
+    watched = [Watched(job), Watched(other), Watched(), Watched(job, logs=True)]
+    look = StoredVersions(lambda: store, lambda: LogsInHome(tmp_path))
     look(watched)
 
     def changed_by(operation):
@@ -114,7 +115,7 @@ def test_versions_change_with_events_states_files_and_the_end_of_a_job(service, 
 def test_of_another_database_everything_may_be_new(service, empty_database, tmp_path):
     other = Store(f"sqlite:///{shutil.copy(empty_database, tmp_path / 'other.db')}")
     current, watched = [service.store], [Watched()]
-    look = StoredVersions(lambda: current[0])
+    look = StoredVersions(lambda: current[0], lambda: LogsInHome(service.control.home))
     assert look(watched) == {}
     assert look(watched) == look(watched) != {}
     current[0] = other

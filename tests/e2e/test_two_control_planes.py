@@ -5,23 +5,35 @@ import signal
 
 import psutil
 import pytest
+from s3_server import environment_of
 
 from api.cli.service import stop_service
 from api.local_service import running_service
 from service.cluster.ray_head import RayHead
-from tests.e2e.conftest import PAIR, Manta
+from tests.e2e.conftest import EVERY_STEP, PAIR, Manta
 from tests.e2e.traces import traces_of
 
 
 @pytest.fixture
-def planes(on_postgres, tmp_path_factory, corpus, monkeypatch):
-    """The first has a Ray of its own, which the second uses too."""
+def planes(on_postgres, tmp_path_factory, corpus, monkeypatch, object_store):
+    """The first has a Ray of its own, which the second uses too. They share no home: checkpoints and logs are in the
+    object store."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(on_postgres.paths.ray_token))
     address = RayHead(on_postgres.home).record().address
     home = tmp_path_factory.mktemp("second")
     try:
-        yield on_postgres, Manta(home, corpus, slots=None, database=on_postgres.database, ray=address)
+        yield (
+            on_postgres,
+            Manta(
+                home,
+                corpus,
+                slots=None,
+                database=on_postgres.database,
+                ray=address,
+                environment={**environment_of(object_store.url), "MANTA_CHECKPOINTS": "s3://checkpoints/manta"},
+            ),
+        )
     finally:
         stop_service(home)
         on_postgres.end_all_jobs()
@@ -86,6 +98,51 @@ def test_job_trains_on_whatever_happens_to_its_owner(planes):
     first.client.cancel(job)
     second.until_state(job, "CANCELLED")
     second.until("the end of its processes", lambda: not first.trainers() and not first.agents())
+
+
+def printed(manta, job, **options):
+    """All lines of the job, page by page."""
+    texts, cursor = [], None
+    while True:
+        page = manta.client.logs(job, cursor=cursor, **options)
+        texts += [(line.rank, line.text) for line in page.items]
+        if page.next_cursor is None:
+            return texts
+        cursor = page.next_cursor
+
+
+def prints_something(manta, job, times):
+    """Have rank 1 print a traceback, and the job recover from that."""
+    manta.inject(job, "exception", 1)
+    manta.until("the recovery", lambda: len(manta.events(job, "recovered")) == times)
+
+
+def test_each_answers_for_what_the_jobs_of_the_other_print_and_a_killed_one_takes_no_line_along(planes, object_store):
+    first, second = planes
+    job = first.submit(first.spec(steps=20_000, layout=PAIR, checkpoint=EVERY_STEP))
+    first.leave_room(job)
+    prints_something(first, job, 1)
+    mine = first.until("lines", lambda: printed(first, job))
+    second.until("the same lines", lambda: printed(second, job) == printed(first, job))
+    object_store.meddle = lambda head: "cut"
+    try:
+        prints_something(first, job, 2)
+        before = printed(first, job)
+        assert before[: len(mine)] == mine and len(before) > len(mine), "the store holds nothing up"
+        first.kill_service()
+        taken_over(second, job, 1)
+    finally:
+        object_store.meddle = lambda head: None
+    second.until("all that the dead one knew", lambda: printed(second, job)[: len(before)] == before)
+    second.client.cancel(job)
+    second.until_state(job, "CANCELLED")
+    first.start()
+    first.until("the lines from the store", lambda: printed(first, job) == printed(second, job))
+    followed = [(line.rank, line.text) for line in first.client.follow_logs(job)]
+    assert followed == printed(second, job) and len(followed) >= len(before)
+    assert not list(second.home.rglob("rank-*.jsonl")), "what is kept leaves the disk"
+    second.client.delete(job)
+    first.until("its files being gone", lambda: not list(first.home.rglob(f"{job}/logs/rank-*")))
 
 
 # The last one that uses `on_postgres`: it is gone afterwards.

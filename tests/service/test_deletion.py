@@ -173,3 +173,16 @@ def test_nobody_looks_after_a_job_that_was_deleted(store, paths, job):
     delete_job(store, paths, job, lambda: None)
     with store.read() as session:
         assert leases.owned(session, "me") == set()
+
+
+@pytest.mark.parametrize("place", ["shared", "logs"])
+def test_logs_that_are_kept_elsewhere_go_too_and_nothing_beside_them(tmp_path, place):
+    """With the checkpoints, or in a place of their own."""
+    paths = Paths.of(tmp_path / "home", tmp_path / "shared", logs=tmp_path / place)
+    for job_id in ("job-1", "job-2"):
+        for folder in (paths.checkpoint_folder(job_id), paths.kept_log_folder(job_id)):
+            folder.mkdir(parents=True)
+            (folder / "file").write_bytes(b"x" * 7)
+    assert remove_files(paths, "job-1") == RemovedFiles(checkpoints=1, logs=1, bytes=14)
+    assert not (tmp_path / "shared" / "job-1").exists() and not (tmp_path / place / "job-1").exists()
+    assert (paths.kept_log_folder("job-2") / "file").exists()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.logs import LogCursors, log_file, log_folder, read_page
+from service.logs import LogCursors, LogFiles, log_file, log_folder, read_page
 from service.store import InvalidCursor
 from service.store.errors import ForeignCursor
 
@@ -26,7 +26,7 @@ def write(folder, rank, *lines, end="\n"):
 def read_all(folder, **options):
     texts, position = [], {}
     while True:
-        page = read_page(folder, CURSORS.decode(CURSORS.encode(position)), **options)
+        page = read_page(LogFiles(folder), CURSORS.decode(CURSORS.encode(position)), **options)
         texts += [line.text for line in page.lines]
         assert page.position != position or not page.more, "no progress"
         position = page.position
@@ -35,16 +35,16 @@ def read_all(folder, **options):
 
 
 def test_a_job_that_printed_nothing_has_an_empty_page(tmp_path):
-    page = read_page(tmp_path / "nowhere", {})
+    page = read_page(LogFiles(tmp_path / "nowhere"), {})
     assert (page.lines, page.more) == ([], False)
-    assert read_page(tmp_path, {}, rank=3).lines == []
+    assert read_page(LogFiles(tmp_path), {}, rank=3).lines == []
 
 
 def test_one_rank_alone(tmp_path):
     write(tmp_path, 0, entry(1, "a"), entry(3, "c"))
     write(tmp_path, 1, entry(2, "b", 1, "stderr"))
     assert read_all(tmp_path, rank=0) == ["a", "c"]
-    line = read_page(tmp_path, {}, rank=1).lines[0]
+    line = read_page(LogFiles(tmp_path), {}, rank=1).lines[0]
     assert (line.rank, line.stream, line.generation, line.time) == (1, "stderr", 1, 2.0)
 
 
@@ -59,10 +59,10 @@ def test_a_half_written_line_waits_for_its_end(tmp_path):
     whole = entry(2, "second")
     write(tmp_path, 0, entry(1, "first"))
     write(tmp_path, 0, whole[:10], end="")
-    page = read_page(tmp_path, {})
+    page = read_page(LogFiles(tmp_path), {})
     assert [line.text for line in page.lines] == ["first"]
     write(tmp_path, 0, whole[10:])
-    assert [line.text for line in read_page(tmp_path, page.position).lines] == ["second"]
+    assert [line.text for line in read_page(LogFiles(tmp_path), page.position).lines] == ["second"]
 
 
 def test_lines_that_are_no_log_lines_are_skipped(tmp_path):
@@ -79,13 +79,13 @@ def test_a_line_beyond_all_measure_is_skipped_and_holds_nobody_up(tmp_path):
 def test_lines_behind_one_beyond_all_measure_keep_their_place_among_those_of_other_ranks(tmp_path):
     write(tmp_path, 0, entry(1, "x" * 300_000), *(entry(n, f"{n}") for n in (2, 4)))
     write(tmp_path, 1, *(entry(n, f"{n}") for n in (3, 5)))
-    assert read_page(tmp_path, {}, max_bytes=1).lines == [], "what the first has to say comes first"
+    assert read_page(LogFiles(tmp_path), {}, max_bytes=1).lines == [], "what the first has to say comes first"
     assert read_all(tmp_path, max_bytes=1) == ["2", "3", "4", "5"]
 
 
 def test_a_page_reads_no_more_than_it_may(tmp_path):
     write(tmp_path, 0, *(entry(n, "x" * 1000) for n in range(1000)))
-    page = read_page(tmp_path, {}, limit=10_000, max_bytes=100_000)
+    page = read_page(LogFiles(tmp_path), {}, limit=10_000, max_bytes=100_000)
     assert 50 < len(page.lines) < 100
     assert page.more
 
@@ -133,5 +133,5 @@ def test_only_job_ids_become_folders(tmp_path, job_id):
 
 def test_line_that_does_not_tell_its_generation_or_stream_is_shown_all_the_same(tmp_path):
     write(tmp_path, 0, '{"time": 1, "text": "bare"}')
-    (line,) = read_page(tmp_path, {}).lines
+    (line,) = read_page(LogFiles(tmp_path), {}).lines
     assert (line.text, line.generation, line.stream) == ("bare", 0, "stdout")

@@ -3,15 +3,17 @@
 import asyncio
 import os
 import time
+from unittest.mock import Mock
 
 import pytest
 
 from service import retention
 from service.cluster.errors import ClusterUnavailable
-from service.retention import CONFIRMED_SECONDS, DAY_SECONDS, Retention, SeenExpired, written_since
+from service.retention import CONFIRMED_SECONDS, DAY_SECONDS, Retention, SeenExpired, has_newer_files, written_since
 from service.states import JobState
 from service.store import JobNotFound, audit, deletion, events, failed_jobs, jobs
 from workers.paths import Paths
+from workers.storage.local_files import LocalFiles
 
 DAYS = 30.0
 OLD = time.time() - (DAYS + 1) * DAY_SECONDS
@@ -220,3 +222,21 @@ def test_what_is_in_the_way_of_a_deletion_is_said_once(store, ended):
     with store.read() as session:
         said = [event.message for event in events.page(session, job).items if event.type == "deletion_failed"]
     assert said == ["read-only", "away"]
+
+
+@pytest.mark.parametrize("newer", [None, "checkpoints", "logs", "home"])
+def test_job_of_which_anything_is_newer_wherever_it_is_is_not_old(tmp_path, newer):
+    """One that has nothing in the home any more, but elsewhere, is as old as that says."""
+    paths = Paths.of(tmp_path / "home", tmp_path / "shared", logs=tmp_path / "logs")
+    for kind, folder in (("checkpoints", paths.checkpoint_folder("j")), ("logs", paths.kept_log_folder("j"))):
+        folder.mkdir(parents=True)
+        os.utime(folder, (OLD, OLD) if newer != kind else None)
+    if newer == "home":
+        paths.log_folder("j").mkdir(parents=True)
+    assert has_newer_files(paths, "j", time.time() - DAYS * DAY_SECONDS) is (newer is not None)
+
+
+def test_job_whose_store_does_not_answer_is_not_old(tmp_path, monkeypatch):
+    paths = Paths.of(tmp_path / "home", logs=tmp_path / "logs")
+    monkeypatch.setattr(LocalFiles, "newest", Mock(side_effect=OSError("no answer")))
+    assert has_newer_files(paths, "j", time.time())

@@ -126,3 +126,19 @@ def test_key_of_the_client_is_not_printed_with_the_settings():
 def test_trainers_do_not_inherit_the_key_of_whoever_starts_their_service(tmp_path):
     given = {"MANTA_API_KEY": "manta_secret", "MANTA_HOME": "elsewhere", "PATH": "/bin"}
     assert Settings(tmp_path).environment_of_service(given) == {"MANTA_HOME": str(tmp_path), "PATH": "/bin"}
+
+
+def test_logs_are_kept_where_the_checkpoints_are_if_that_is_an_object_store():
+    read = Settings.from_environment
+    store, other = {"MANTA_CHECKPOINTS": "s3://bucket/manta"}, {"MANTA_LOGS": "s3://logs/manta"}
+    assert read(store).logs == ObjectPath("s3", "bucket/manta")
+    assert (
+        read({}).logs
+        is read({"MANTA_CHECKPOINTS": "/shared"}).logs
+        is read({**store, "MANTA_LOGS": "home"}).logs
+        is None
+    )
+    assert read({**store, **other}).logs == read(other).logs == ObjectPath("s3", "logs/manta")
+    assert read({"MANTA_LOGS": "/shared"}).logs == Path("/shared")
+    with pytest.raises(BadSetting, match="MANTA_LOGS: gs://there is in no store that Manta knows"):
+        read({"MANTA_LOGS": "gs://there"})

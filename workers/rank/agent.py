@@ -165,12 +165,13 @@ class Agent:
         has the same state; the steps that came whole. Raises BackupError, SharedMemoryError, OSError."""
         return await self._sharing.fetch(rank, holder, token, generation, layout, of)
 
-    async def reports(self, after: int, timeout: float) -> list[Report]:
+    async def reports(self, after: int, timeout: float, kept: tuple[int, ...] | None = None) -> list[Report]:
         """Reports with a sequence above `after`: at once if there are any, else within `timeout` seconds.
 
-        Asking is acknowledging: reports up to `after` are forgotten. At most some thousands at a time; ask again.
+        Asking is acknowledging: reports up to `after` are forgotten, printed lines only up to `kept` where that is
+        given (rank, generation, sequence). At most some thousands at a time; ask again.
         """
-        return await self._reports.read(after, timeout)
+        return await self._reports.read(after, timeout, None if kept is None else (kept[0], kept[1], kept[2]))
 
     async def stop(self) -> Exit:
         """SIGKILL the trainer and wait until it is reaped. Answers how it ended; `Exit(None, None)` if none ran."""

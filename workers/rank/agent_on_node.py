@@ -15,12 +15,20 @@ class AgentOnNode(Agent):
     """Finds out by itself which folders it has there: they may be others than the control plane's."""
 
     def __init__(
-        self, job: str, rank: int, home: str, installation: str = "", group: str = "", ports: str | None = None
+        self,
+        job: str,
+        rank: int,
+        home: str,
+        installation: str = "",
+        group: str = "",
+        ports: str | None = None,
+        reports_lines: bool = False,
     ):
         """`home`: the service's; `installation`: its id, as `workers/node/folders.py` takes it; `group`: the placement
-        group that the agent is in; `ports`: a range on which it and its trainer listen, None: any."""
+        group that the agent is in; `ports`: a range on which it and its trainer listen, None: any; `reports_lines`:
+        what its trainers print goes to the control plane, also where the node shares the home."""
         paths = paths_on_node(home, installation)
-        logs = home if paths.home == Path(home) else None
+        logs = home if paths.home == Path(home) and not reports_lines else None
         self._snapshot_folder = str(paths.snapshot_folder(job))
         self._ports = None if ports is None else PortRange.of(ports)
         super().__init__(job, rank, logs, str(paths.runtime_folder), self._snapshot_folder, group, self._ports)

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import replace
 
 from workers.protocol.reports import Metrics, Payload, Printed, Report
+from workers.rank.unkept_lines import Kept, UnkeptLines
 
 REPORTS_PER_READ = 2000
 MOST_ROWS = 50_000
@@ -23,7 +24,7 @@ class ReportBuffer:
         """`most_rows`: when more rows of metrics wait, only those of every second step are kept, later of every fourth,
         and so on: a control plane that is gone for days costs the curve its resolution, not the agent its memory."""
         self._most_rows, self._rows, self._stride = most_rows, 0, 1
-        self._lines = 0
+        self._lines, self._unkept = 0, UnkeptLines()
         self._reports: deque[Report] = deque()
         self._last = 0
         self._changed = asyncio.Event()
@@ -78,17 +79,22 @@ class ReportBuffer:
         rows = tuple(row for row in report.payload.rows if row["step"] % self._stride == 0)
         return replace(report, payload=Metrics(rows))
 
-    async def read(self, after: int, timeout: float) -> list[Report]:
+    async def read(self, after: int, timeout: float, kept: Kept | None = None) -> list[Report]:
         """Reports with a sequence above `after`, at most REPORTS_PER_READ, as soon as there are any.
 
-        Those up to `after` are forgotten: the reader has them. An empty list after `timeout` seconds without any, and
-        as soon as anybody else reads: whoever asked before may be gone, and need not be waited for.
+        Those up to `after` are forgotten: the reader has them. With `kept` printed lines are only forgotten up to that:
+        whoever reads from an earlier sequence on gets the others again. An empty list after `timeout` seconds without
+        any, and as soon as anybody else reads: whoever asked before may be gone, and need not be waited for.
         """
         self._reader += 1
         me = self._reader
         self._changed.set()
         while self._reports and self._reports[0].sequence <= after:
-            self._count(self._reports.popleft(), -1)
+            read = self._reports.popleft()
+            self._count(read, -1)
+            if isinstance(read.payload, Printed):
+                self._unkept.add(read)
+        self._unkept.forget(kept)
         if not self._reports:
             self._stride = 1
         try:
@@ -103,7 +109,7 @@ class ReportBuffer:
         return self._newer(after)
 
     def _newer(self, after: int) -> list[Report]:
-        newer: list[Report] = []
+        newer = self._unkept.after(after)[:REPORTS_PER_READ]
         for report in self._reports:
             if len(newer) == REPORTS_PER_READ:
                 break

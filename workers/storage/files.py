@@ -56,6 +56,11 @@ class Files(Protocol):
         """Of all files in `folder`, at any depth; 0 where it is not there. Raises OSError."""
         ...
 
+    def newest(self, folder: Place) -> float | None:
+        """When anything in `folder` was written last, at any depth, in Unix seconds; None where nothing is there.
+        Raises OSError."""
+        ...
+
     def make_folder(self, folder: Place) -> None:
         """Have `folder`, in all places that have folders. Raises OSError."""
         ...

@@ -36,6 +36,15 @@ class LocalFiles:
         """See `bytes_in`."""
         return bytes_in(_path(folder))
 
+    def newest(self, folder: Place) -> float | None:
+        """Folders count as well."""
+        if not self.is_there(folder):
+            return None
+        inside = (
+            Path(at, name) for at, folders, names in os.walk(_path(folder), onerror=_raise) for name in folders + names
+        )
+        return max(each.lstat().st_mtime for each in (_path(folder), *inside))
+
     def make_folder(self, folder: Place) -> None:
         """With those that it is in."""
         _path(folder).mkdir(parents=True, exist_ok=True)
@@ -111,6 +120,10 @@ class _LocalReader:
 
     def expect(self, pieces: Iterable[tuple[int, int]]) -> None:
         """The kernel reads ahead by itself."""
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _path(place: Place) -> Path:

@@ -109,6 +109,16 @@ class ObjectFiles:
             return 0
         return sum(int(each["size"]) for each in sizes.values())
 
+    def newest(self, folder: Place) -> float | None:
+        """By the store's clock."""
+        try:
+            found = self._asked(folder, self._store.find, _key(folder), detail=True)
+        except FileNotFoundError:
+            return None
+        if not found:
+            self._refuse_bucket(folder)
+        return max((each["LastModified"].timestamp() for each in found.values()), default=None)
+
     def make_folder(self, folder: Place) -> None:
         """A prefix need not be made."""
 

@@ -116,3 +116,24 @@ def test_what_cannot_be_read_or_written_is_one_sentence(manta, folder, tmp_path)
         "checkpoints", "push", folder, "--to", tmp_path / "file", code=2
     )
     assert "is in no store that Manta knows" in manta("checkpoints", "verify", "ftp://there", code=2)
+
+
+def test_copies_go_to_an_object_store_and_come_back(manta, folder, tmp_path, bucket):
+    saved(folder, 10)
+    manta("checkpoints", "push", folder, "--to", bucket / "pushed")
+    there = bucket / "pushed" / "step-00000010-generation-1"
+    assert f"{there} is as it was written" in manta("checkpoints", "verify", bucket / "pushed")
+    manta("checkpoints", "pull", bucket / "pushed", "--to", tmp_path / "back")
+    assert verify(tmp_path / "back" / there.name).step == 10
+
+
+def test_checkpoint_of_a_job_in_an_object_store_is_exported_there_and_here(manta, service, tmp_path, bucket, folder):
+    there = bucket / "manta" / "step-00000010-generation-1"
+    manta("checkpoints", "push", saved(folder, 10), "--to", bucket / "manta")
+    job = service.submit()["id"]
+    service.store.write(
+        lambda session: checkpoints.complete(session, checkpoints.begin(session, job, 1, 10, str(there)).id, 5)
+    )
+    for target in (tmp_path / "mine", bucket / "mine"):
+        assert f"{target} is a copy of {there}" in manta("export", job, "--to", target)
+        assert verify(target).step == 10

@@ -1,5 +1,7 @@
 """Whether database and checkpoints can be used, without a trace of the question."""
 
+from dataclasses import replace
+
 import pytest
 
 from service.doctor import stores
@@ -66,3 +68,14 @@ def test_a_store_that_does_not_answer_is_a_problem(monkeypatch):
     monkeypatch.setattr(stores, "files_of", lambda place: Away())
     (seen,) = stores.checkpoints(ObjectPath("s3", "bucket"))
     assert seen.verdict == "problem" and "no answer" in seen.message and "credentials" in seen.advice
+
+
+def test_place_of_logs_is_looked_at_where_it_is_another_one(tmp_path):
+    settings = Settings(tmp_path, checkpoints=tmp_path / "there", logs=tmp_path / "there")
+    assert [each.message for each in stores.logs(settings)] == [f"in {tmp_path}/there, with the checkpoints"]
+    (seen,) = stores.logs(replace(settings, logs=tmp_path / "logs"))
+    assert (seen.subject, seen.verdict) == ("logs", "ok")
+    (tmp_path / "file").touch()
+    (seen,) = stores.logs(replace(settings, logs=tmp_path / "file" / "below"))
+    assert (seen.subject, seen.verdict) == ("logs", "problem")
+    assert "home alone" in next(stores.logs(Settings(tmp_path))).message

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from service.job.received_lines import ReceivedLines
-from service.logs import read_page
+from service.logs import LogFiles, read_page
 from workers.protocol.reports import Printed, Report
 
 
@@ -20,12 +20,12 @@ def take(lines, sequence, *texts, generation=1, rank=0, at=7.5):
 
 
 def texts_in(folder):
-    return [line.text for line in read_page(folder, {}).lines]
+    return [line.text for line in read_page(LogFiles(folder), {}).lines]
 
 
 def test_lines_are_read_as_those_of_other_jobs(folder):
     take(ReceivedLines(folder), 3, "one", "two", generation=2, rank=4)
-    first, second = read_page(folder, {}).lines
+    first, second = read_page(LogFiles(folder), {}).lines
     assert (first.text, second.text) == ("one", "two")
     assert (first.rank, first.generation, first.stream, first.time) == (4, 2, "stderr", 7.5)
 

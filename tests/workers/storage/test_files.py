@@ -1,5 +1,7 @@
 """What can be done with durable files is the same in a folder and in a bucket."""
 
+import time
+
 import pytest
 
 from workers.storage.files import files_of
@@ -87,3 +89,11 @@ def test_removed_is_what_was_named_and_nothing_beside_it(folder):
     assert files.names(folder) == ["ab"] and files.is_there(folder)
     files.remove_folder(folder)
     assert not files.is_there(folder)
+
+
+def test_newest_is_what_was_written_last_at_any_depth(folder):
+    files, before = files_of(folder), time.time() - 60
+    assert files.newest(folder) is None
+    _write(folder / "below" / "a")
+    assert before < files.newest(folder) < time.time() + 60
+    assert files.newest(folder / "b") is None

@@ -1,0 +1,26 @@
+"""Work on a thread of its own for which neither an event loop nor the end of the process waits: a file system or a
+store that does not answer keeps that thread and no other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def in_daemon_thread(name: str, work: Callable[[], T]) -> Future[T]:
+    """The answer of `work`, or what it raises. Nobody who stops waiting for it cancels it."""
+    answer: Future[T] = Future()
+    answer.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where the answer is awaited
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer

@@ -1,0 +1,297 @@
+"""Keeps the logs of the jobs of one control plane beyond its disk, and reads those of all jobs (decision 0016).
+
+What a job prints is appended to files here first, and every few seconds what is new is written to the job's parts by
+whoever looks after the job. A place that does not answer holds up nothing: the files grow meanwhile, and agents
+remember the lines that are not kept yet for whoever takes the job over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from service.daemon_threads import in_daemon_thread
+from service.kept_logs.kept_log import Blocks, KeptLog
+from service.kept_logs.part_writer import PART_BYTES, SMALL_PARTS, PartWriter
+from service.kept_logs.spool import Spool, SpooledLog
+from service.leases.held import HeldLease, Leases
+from service.logs import LogFiles, LogSource, log_folder, ranks_in, sizes_in
+from service.states import SUPERVISED, JobState, is_final
+from service.store import Store, deletion, jobs
+from workers.paths import Paths
+from workers.storage.files import files_of
+from workers.storage.places import Place
+
+log = logging.getLogger(__name__)
+
+SHIP_SECONDS = 3.0
+"""So often what is new is written."""
+LONGEST_PAUSE_SECONDS = 30.0
+"""Between two tries where the place does not answer."""
+FINISH_SECONDS = 5.0
+"""So long the end of a job waits for the place; what is not kept by then is kept later."""
+LEAVE_SECONDS = 3.0
+AT_ONCE = 4
+STREAM_SECONDS = 1.0
+"""What streams see of the jobs of other control planes is so old at most."""
+VERSION_SECONDS = 2.0
+LOGS_REMEMBERED = 256
+MARK = ".kept-elsewhere"
+"""In the folder of each job whose files may have something that is not kept yet."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """A job with files here."""
+
+    id: str
+    spool: Spool
+    writer: PartWriter
+    lease: HeldLease | None
+    """Under which it is looked after here; None: it is not any more."""
+    shipping: Future[None] | None = None
+    failures: int = 0
+    again_at: float = 0.0
+
+
+@dataclass
+class _KeptLogs:
+    """Of all jobs, those that were read lately. For several threads."""
+
+    folder: Callable[[str], Place]
+    _blocks: Blocks = field(default_factory=Blocks)
+    _logs: OrderedDict[str, KeptLog] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def of(self, job_id: str) -> KeptLog:
+        with self._lock:
+            known = self._logs.pop(job_id, None) or KeptLog(self.folder(job_id), self._blocks)
+            self._logs[job_id] = known
+            while len(self._logs) > LOGS_REMEMBERED:
+                self._logs.popitem(last=False)
+            return known
+
+
+class LogKeeper:
+    """`service.logs.JobLogs` where logs are kept elsewhere too. All but that is for the control plane's loop."""
+
+    def __init__(self, store: Store, leases: Leases, paths: Paths):
+        """`paths`: of this control plane, which say where logs are kept."""
+        self._store, self._leases, self._paths, self._home = store, leases, paths, paths.home
+        self._jobs: dict[str, _Job] = {}
+        """Those of which this control plane reads its own files."""
+        self._left: set[str] = set()
+        """Those that have files here and are not looked after here."""
+        self._kept = _KeptLogs(self._folder)
+        self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._wake = asyncio.Event()
+
+    def _folder(self, job_id: str) -> Place:
+        folder = self._paths.kept_log_folder(job_id)
+        assert folder is not None
+        return folder
+
+    def source(self, job_id: str, fresh: bool = True) -> LogSource:
+        """See `JobLogs`."""
+        job, kept = self._jobs.get(job_id), self._kept.of(job_id)
+        if job is not None and job.spool.has_begun:
+            return SpooledLog(job.spool, kept)
+        kept.look(0.0 if fresh else STREAM_SECONDS)
+        return LogFiles(log_folder(self._home, job_id)) if kept.is_empty else kept
+
+    def version(self, job_id: str) -> object:
+        """See `JobLogs`."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            return int(time.monotonic() / VERSION_SECONDS)
+        return job.spool.has_begun, sizes_in(job.spool.folder)
+
+    def is_whole(self, job_id: str) -> bool:
+        """See `JobLogs`."""
+        if job_id in self._jobs:
+            return True
+        kept = self._kept.of(job_id).look(STREAM_SECONDS)
+        return bool(ranks_in(log_folder(self._home, job_id))) if kept.is_empty else kept.is_closed
+
+    def open(self, job_id: str, lease: HeldLease) -> Spool:
+        """What the job prints from now on is taken here, where it is looked after under this `lease`."""
+        self._let_go(job_id)
+        job = self._jobs[job_id] = self._job(job_id, lease)
+        self._left.discard(job_id)
+        with contextlib.suppress(OSError):  # then what a crash leaves is not looked for
+            job.spool.folder.mkdir(parents=True, exist_ok=True)
+            (job.spool.folder / MARK).touch()
+        self._wake.set()
+        return job.spool
+
+    def _job(self, job_id: str, lease: HeldLease | None) -> _Job:
+        return _Job(job_id, Spool(log_folder(self._home, job_id)), PartWriter(self._folder(job_id)), lease)
+
+    def lose(self, job_id: str, spool: Spool) -> None:
+        """What `open` has answered is not used any more. Where the job was not finished another control plane looks
+        after it, or will."""
+        job = self._jobs.get(job_id)
+        if job is not None and job.spool is spool and job.lease is not None:
+            self._let_go(job_id)
+            self._left.add(job_id)
+
+    def _let_go(self, job_id: str) -> None:
+        job = self._jobs.pop(job_id, None)
+        if job is not None:
+            job.spool.retire()
+
+    async def finish(self, job_id: str, spool: Spool) -> None:
+        """The job, which `open` has answered with `spool`, has given its places back, and its lease is about to be."""
+        job = self._jobs.get(job_id)
+        if job is None or job.spool is not spool:
+            return
+        try:
+            async with asyncio.timeout(FINISH_SECONDS):
+                state, _ = await self._fate(job_id)
+                await self._ship(job, closes=state is not None and is_final(state))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the job's end does not wait for it
+            log.warning("what %s has printed last is kept later: %s", job_id, str(error) or "no answer in time")
+        else:
+            self._discard(job_id)
+            return
+        job.lease = None
+        self._left.add(job_id)
+
+    def forget(self, job_id: str) -> None:
+        """The job is deleted: remove what is here of its log."""
+        self._discard(job_id)
+
+    def _discard(self, job_id: str) -> None:
+        """All of it is kept, or nobody wants it any more."""
+        self._let_go(job_id)
+        self._left.discard(job_id)
+        folder = log_folder(self._home, job_id)
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # there is something else in it
+            folder.parent.rmdir()
+
+    async def leave(self) -> None:
+        """Keep what can be kept in a moment, before this control plane ends."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                looked_after = [job for job in self._jobs.values() if job.lease is not None]
+                await asyncio.gather(*map(self._ship, looked_after), return_exceptions=True)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        self._left |= await asyncio.to_thread(self._found) - self._jobs.keys()
+        while True:
+            try:
+                now = time.monotonic()
+                due = [job for job in self._jobs.values() if job.lease is not None and job.again_at <= now]
+                await asyncio.gather(*map(self._keep, due), *map(self._settle, list(self._left)))
+            except Exception:  # it is still there: it is tried again
+                log.exception("logs could not be kept")
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SHIP_SECONDS):
+                    await self._wake.wait()
+
+    def _found(self) -> set[str]:
+        return {mark.parent.parent.name for mark in (self._home / "jobs").glob(f"*/logs/{MARK}")}
+
+    async def _keep(self, job: _Job) -> None:
+        try:
+            async with asyncio.timeout(SHIP_SECONDS):  # the thread goes on, and holds up no other job
+                await self._ship(job)
+        except OSError as error:
+            if not job.failures:
+                log.warning("what %s prints is kept later: %s", job.id, str(error) or "no answer yet")
+            job.failures += 1
+            job.again_at = time.monotonic() + min(LONGEST_PAUSE_SECONDS, SHIP_SECONDS * 2**job.failures)
+        else:
+            if job.failures:
+                log.info("what %s prints is kept again", job.id)
+            job.failures = 0
+
+    async def _ship(self, job: _Job, closes: bool = False) -> None:
+        """Write what is new, and with `closes` that nothing follows. Raises OSError."""
+        if job.shipping is not None and not job.shipping.done():
+            await asyncio.wait({asyncio.wrap_future(job.shipping)})
+        await self._at_once.acquire()
+        loop = asyncio.get_running_loop()
+        job.shipping = in_daemon_thread("job logs", partial(self._write, job, closes))
+        job.shipping.add_done_callback(lambda _: loop.call_soon_threadsafe(self._at_once.release))
+        await asyncio.wrap_future(job.shipping)
+
+    def _write(self, job: _Job, closes: bool) -> None:
+        spool, writer, lease = job.spool, job.writer, job.lease
+        if lease is None:
+            return
+        if not spool.has_begun:
+            writer.begin(lease.epoch)
+            spool.begin(writer.pieces)
+        while chunks := spool.next_chunks(PART_BYTES):
+            self._refuse_if_lost(job, lease)
+            writer.write(chunks)
+            spool.kept(chunks)
+        self._refuse_if_lost(job, lease)
+        if closes and not writer.is_closed:
+            writer.write({}, closes=True)
+        writer.merge(2 if closes else SMALL_PARTS)
+
+    def _refuse_if_lost(self, job: _Job, lease: HeldLease) -> None:
+        if self._leases.of(job.id) is not lease or not self._leases.certain:
+            raise OSError(f"it is not certain that {job.id} is still looked after here")
+
+    async def _settle(self, job_id: str) -> None:
+        """See to a job that has files here and is not looked after here."""
+        try:
+            state, is_deleted = await self._fate(job_id)
+            if job_id not in self._left:  # it is looked after here again
+                return
+            if is_deleted:
+                self._discard(job_id)
+            elif state in SUPERVISED:
+                self._let_go(job_id)
+            elif state is not None:
+                await self._keep_rest(job_id, is_final(state))
+        except OSError:  # it stays, and is tried again
+            log.debug("the rest of %s is not kept yet", job_id, exc_info=True)
+
+    async def _keep_rest(self, job_id: str, closes: bool) -> None:
+        """Keep what is left of a job that nobody looks after; others wait for its lease, so the place is asked before
+        whether it answers."""
+        folder = self._folder(job_id)
+        async with asyncio.timeout(SHIP_SECONDS):
+            await asyncio.wrap_future(in_daemon_thread("job logs", partial(_answers, folder)))
+        async with self._leases.borrowed(job_id) as lease:
+            if lease is None:
+                return
+            self._let_go(job_id)
+            job = self._jobs[job_id] = self._job(job_id, lease)
+            try:
+                async with asyncio.timeout(FINISH_SECONDS):
+                    await self._ship(job, closes)
+            finally:
+                job.lease = None
+        self._discard(job_id)
+
+    async def _fate(self, job_id: str) -> tuple[JobState | None, bool]:
+        """The job's state, and whether it was deleted; None and False where the database does not know it."""
+
+        def read() -> tuple[JobState | None, bool]:
+            with self._store.read() as session:
+                state = jobs.states(session, [job_id]).get(job_id)
+                return state, state is None and bool(deletion.deleted_ones(session, [job_id]))
+
+        return await asyncio.to_thread(read)
+
+
+def _answers(folder: Place) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        files_of(folder).names(folder)

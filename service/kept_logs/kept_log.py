@@ -1,0 +1,174 @@
+"""Reads a job's log from its parts, by ranges."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from service.daemon_threads import in_daemon_thread
+from service.kept_logs.parts import Header, NoPart, PartName, counting, decode_header, is_gapless
+from service.logs import LogBytes, LogsUnavailable
+from workers.storage.files import files_of
+from workers.storage.places import Place
+
+T = TypeVar("T")
+
+BLOCK_BYTES = 256 * 1024
+BLOCKS = 128
+"""That many are remembered, of all logs: 32 MiB."""
+ANSWER_SECONDS = 5.0
+"""A place that takes longer to list the parts of a log does not answer."""
+TRIES = 4
+"""Parts may be replaced by a larger one while they are read."""
+
+
+class Blocks:
+    """Blocks of parts, those that were read lately from memory: parts never change. For several threads."""
+
+    def __init__(self, most: int = BLOCKS):
+        self._most, self._lock = most, threading.Lock()
+        self._known: OrderedDict[tuple[Place, int], bytes] = OrderedDict()
+
+    def read(self, part: Place, at: int, size: int) -> bytes:
+        """Up to `size` bytes of `part` from byte `at` on. Raises OSError, FileNotFoundError."""
+        content, first = b"", at // BLOCK_BYTES
+        while len(content) < at % BLOCK_BYTES + size:
+            block = self._block(part, first)
+            content, first = content + block, first + 1
+            if len(block) < BLOCK_BYTES:
+                break
+        return content[at % BLOCK_BYTES :][:size]
+
+    def _block(self, part: Place, number: int) -> bytes:
+        with self._lock:
+            if (part, number) in self._known:
+                self._known.move_to_end((part, number))
+                return self._known[part, number]
+        block = bytearray(BLOCK_BYTES)
+        with files_of(part).reader(part) as reader:
+            start = number * BLOCK_BYTES
+            count = reader.read_into(memoryview(block), start) if start < reader.size else 0
+        with self._lock:
+            self._known[part, number] = bytes(block[:count])
+            while len(self._known) > self._most:
+                self._known.popitem(last=False)
+        return bytes(block[:count])
+
+
+class KeptLog:
+    """The log of one job: a `LogSource`. For several threads."""
+
+    def __init__(self, folder: Place, blocks: Blocks, clock: Callable[[], float] = time.monotonic):
+        """`folder`: of its parts."""
+        self._folder, self._blocks, self._clock = folder, blocks, clock
+        self._parts: list[PartName] = []
+        self._listed_at = float("-inf")
+        self._listing: Future[None] | None = None
+        self._asked_at = 0.0
+        self._lock = threading.Lock()
+
+    def look(self, oldest: float = 0.0) -> KeptLog:
+        """Know which parts there are, as it was `oldest` seconds ago at most. Whoever asks waits for a place that does
+        not answer for a moment, and those after that not at all. Raises LogsUnavailable."""
+        since = self._clock() - oldest
+        while self._listed_at < since:
+            try:
+                self._ask().result(ANSWER_SECONDS)
+            except OSError as error:  # a timeout is one too
+                raise LogsUnavailable(error if str(error) else OSError(f"{self._folder}: no answer")) from error
+        return self
+
+    def _ask(self) -> Future[None]:
+        with self._lock:
+            if self._listing is None or self._listing.done():
+                self._asked_at = self._clock()
+                self._listing = in_daemon_thread("parts of a log", self._list)
+            elif self._clock() - self._asked_at > ANSWER_SECONDS:
+                raise OSError(f"{self._folder}: no answer")
+            return self._listing
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing yet."""
+        return not self._parts
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all that the job has printed, which is over, is there."""
+        return bool(self._parts) and self._parts[-1].closes
+
+    def ranks(self) -> list[int]:
+        """See `LogSource`."""
+        return self._tried(lambda: list(self._header(self._parts[-1]).pieces) if self._parts else [])
+
+    def read(self, rank: int, start: int, size: int) -> LogBytes:
+        """See `LogSource`."""
+        return self._tried(lambda: self._read(rank, start, size))
+
+    def _tried(self, read: Callable[[], T]) -> T:
+        """What `read` answers; again where parts are not there any more that it knows of."""
+        for tries_left in reversed(range(TRIES)):
+            try:
+                return read()
+            except FileNotFoundError as error:
+                if not tries_left:
+                    raise LogsUnavailable(error) from error
+                self.look()
+            except (OSError, NoPart) as error:
+                raise LogsUnavailable(OSError(str(error))) from error
+        raise AssertionError("the last try has answered or raised")
+
+    def _list(self) -> None:
+        for _ in range(TRIES):
+            at = self._clock()
+            try:
+                names = files_of(self._folder).names(self._folder)
+            except FileNotFoundError:
+                names = []
+            self._parts, self._listed_at = counting(names), at
+            if is_gapless(self._parts):
+                return
+
+    def _read(self, rank: int, start: int, size: int) -> LogBytes:
+        parts = self._parts
+        end = self._end(parts[-1], rank) if parts else 0
+        if start >= end:
+            return LogBytes(start, b"", False)
+        number = bisect_right(parts, start, key=lambda part: self._end(part, rank))
+        begin, contents, count = start, [], 0
+        while count < size and number < len(parts):
+            header = self._header(parts[number])
+            piece = header.pieces[rank]
+            if piece.start > start + count:
+                if count:
+                    break
+                begin = start = piece.start  # what was before is lost
+            skipped = start + count - piece.start
+            wanted = min(size - count, piece.end - piece.start - skipped)
+            if wanted > 0:
+                place = self._folder / str(parts[number])
+                contents.append(self._blocks.read(place, header.offset(rank) + skipped, wanted))
+                if len(contents[-1]) < wanted:
+                    raise NoPart(f"{place} is too short")
+                count += wanted
+            number += 1
+        return LogBytes(begin, b"".join(contents), begin + count < end)
+
+    def _end(self, part: PartName, rank: int) -> int:
+        """The byte of the rank's log up to which it is in `part` and those before."""
+        piece = self._header(part).pieces.get(rank)
+        return 0 if piece is None else piece.end
+
+    def _header(self, part: PartName) -> Header:
+        place, size = self._folder / str(part), BLOCK_BYTES
+        while True:
+            content = self._blocks.read(place, 0, size)
+            line, newline, _ = content.partition(b"\n")
+            if newline or len(content) < size:
+                return decode_header(line + newline)
+            size *= 2

@@ -1,0 +1,197 @@
+"""The log files of a job that a control plane looks after, and how far they are kept elsewhere.
+
+A file has what was printed since some point: another control plane may have had the job before. Where that point lies
+in the rank's log follows from the reports: what the files have of reports that are kept already is passed over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from service.job.received_lines import ReceivedLines
+from service.kept_logs.kept_log import KeptLog
+from service.kept_logs.line_marks import end_of, end_of_reports, last_mark
+from service.kept_logs.parts import Mark, Piece
+from service.logs import LogBytes, ranks_in
+
+CHUNK_BYTES = 16 * 1024
+"""At least so many bytes of each rank are taken for one part."""
+KEPT_SECONDS = 10.0
+SHRINK_BYTES = 64 * 1024 * 1024
+"""Files that have grown so large, and are kept, begin anew."""
+Chunks = dict[int, tuple[Piece, bytes]]
+
+
+@dataclass
+class _Place:
+    """Of a file in the log of its rank."""
+
+    base: int = 0
+    """The log's byte at which the file would begin."""
+    first: int = 0
+    """The file's first byte that is read here; what is before is read where it is kept."""
+    kept: int = 0
+    """The file's byte up to which it is kept."""
+    mark: Mark = (0, 0)
+    """Of the last report that is kept."""
+
+
+class Spool:
+    """One job's. For several threads, of which one ships."""
+
+    def __init__(self, folder: Path):
+        """`folder`: of the job's log files."""
+        self.folder, self.lines = folder, ReceivedLines(folder)
+        self._places: dict[int, _Place] | None = None
+        self._planned: dict[int, tuple[int, int]] = {}
+        self.is_retired = False
+        """Whether the files are somebody else's by now."""
+
+    def retire(self) -> None:
+        """From now on the files are somebody else's, whatever still ships."""
+        with self.lines.lock:
+            self.is_retired = True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is known what is kept already."""
+        return self._places is not None
+
+    def begin(self, pieces: Mapping[int, Piece]) -> None:
+        """`pieces`: by rank the last one that is kept. Raises OSError."""
+        places: dict[int, _Place] = {}
+        with self.lines.lock:
+            for rank in {*pieces, *ranks_in(self.folder)}:
+                piece = pieces.get(rank, Piece(0, 0, (0, 0)))
+                self.lines.leave_out(rank, piece.mark)
+                passed = self._passed(rank, piece.mark)
+                places[rank] = _Place(piece.end - passed, passed, passed, piece.mark)
+            self._places, self._planned = places, {}
+
+    def _passed(self, rank: int, last: Mark) -> int:
+        try:
+            with self.lines.file(rank).open("rb") as file:
+                return end_of(file, file.seek(0, os.SEEK_END), last)
+        except FileNotFoundError:
+            return 0
+
+    def mark(self, rank: int) -> Mark:
+        """Of the last report of `rank` whose lines are kept."""
+        return self._place(rank).mark if self._places is not None else (0, 0)
+
+    def _place(self, rank: int) -> _Place:
+        assert self._places is not None
+        return self._places.setdefault(rank, _Place())
+
+    def waiting_bytes(self) -> int:
+        """How many are not kept yet."""
+        return sum(self._size(rank) - self._place(rank).kept for rank in ranks_in(self.folder))
+
+    def _size(self, rank: int) -> int:
+        try:
+            return self.lines.file(rank).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def next_chunks(self, most_bytes: int) -> Chunks:
+        """What is to be kept next: whole reports, of all ranks, and the same again until `kept` was called. Empty where
+        all is kept. Raises OSError."""
+        ranks = ranks_in(self.folder)
+        size = max(CHUNK_BYTES, most_bytes // max(1, len(ranks)))
+        if not self._planned:
+            ends = {rank: self._end_of_chunk(rank, size) for rank in ranks}
+            self._planned = {rank: (self._place(rank).kept, end) for rank, end in ends.items() if end}
+        return {rank: self._chunk(rank, start, end) for rank, (start, end) in self._planned.items()}
+
+    def _end_of_chunk(self, rank: int, size: int) -> int:
+        """0 where nothing is to be kept."""
+        start, end = self._place(rank).kept, self._size(rank)
+        while start < end:
+            with self.lines.file(rank).open("rb") as file:
+                found = end_of_reports(file, min(end, start + size))
+            if found > start:
+                return found
+            if start + size >= end:
+                break
+            size *= 2  # one report is larger than that
+        return 0
+
+    def _chunk(self, rank: int, start: int, end: int) -> tuple[Piece, bytes]:
+        place = self._place(rank)
+        with self.lines.file(rank).open("rb") as file:
+            mark = max(last_mark(file, end), place.mark)
+            file.seek(start)
+            content = file.read(end - start)
+        if len(content) < end - start:
+            raise OSError(f"{self.lines.file(rank)} has become shorter")
+        return Piece(place.base + start, place.base + end, mark), content
+
+    def kept(self, chunks: Chunks) -> None:
+        """What `next_chunks` has said is kept."""
+        for rank, (piece, content) in chunks.items():
+            place = self._place(rank)
+            place.kept, place.mark = place.kept + len(content), piece.mark
+        self._planned = {}
+        self._shrink()
+
+    def _shrink(self) -> None:
+        ranks = ranks_in(self.folder)
+        if sum(map(self._size, ranks)) < SHRINK_BYTES:
+            return
+        with self.lines.lock:
+            for rank in ranks if not self.is_retired else []:
+                place = self._place(rank)
+                if self._size(rank) == place.kept:
+                    os.truncate(self.lines.file(rank), 0)
+                    place.base, place.first, place.kept = place.base + place.kept, 0, 0
+
+    def read(self, rank: int, start: int, size: int) -> LogBytes | None:
+        """As `LogSource.read`; None where that part of the log is not here. Raises OSError."""
+        with self.lines.lock:
+            place = self._place(rank)
+            at = start - place.base
+            if at < place.first or self.is_retired:
+                return None
+            try:
+                with self.lines.file(rank).open("rb") as file:
+                    return _read(file, at, start, size)
+            except FileNotFoundError:
+                return LogBytes(start, b"", False)
+
+    def ranks(self) -> set[int]:
+        """Those that have printed something, as far as it is known here."""
+        assert self._places is not None
+        return {*self._places, *ranks_in(self.folder)}
+
+
+def _read(file: BinaryIO, at: int, start: int, size: int) -> LogBytes:
+    file.seek(at)
+    return LogBytes(start, file.read(size), bool(file.read(1)))
+
+
+class SpooledLog:
+    """A `LogSource` of a job that is looked after here: its files, and what was printed before from where it is
+    kept."""
+
+    def __init__(self, spool: Spool, kept: KeptLog):
+        self._spool, self._kept = spool, kept
+
+    def ranks(self) -> list[int]:
+        """See `LogSource`."""
+        return sorted(self._spool.ranks())
+
+    def read(self, rank: int, start: int, size: int) -> LogBytes:
+        """See `LogSource`."""
+        here = self._spool.read(rank, start, size)
+        if here is not None:
+            return here
+        if self._spool.is_retired:
+            return self._kept.look().read(rank, start, size)
+        kept = self._kept.look(KEPT_SECONDS).read(rank, start, size)
+        if not kept.content:
+            kept = self._kept.look().read(rank, start, size)
+        return LogBytes(kept.start, kept.content, True)  # it goes on here

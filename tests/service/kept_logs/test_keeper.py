@@ -1,0 +1,343 @@
+"""Whatever becomes of control planes and of the store, each line of a job is read once and in order, by all of them."""
+
+import random
+
+import pytest
+from s3_server import answer
+
+from service.kept_logs import keeper, part_writer
+from service.logs import LogsUnavailable
+from service.states import JobState
+from tests.service.kept_logs.conftest import Agent
+from workers.storage.files import files_of
+
+RUNNING = (JobState.STARTING, JobState.RUNNING)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    """What is tried again is tried soon."""
+    monkeypatch.setattr(keeper, "SHIP_SECONDS", 0.2)
+    for name in ("LEAVE_SECONDS", "FINISH_SECONDS"):  # however slow the machine is
+        monkeypatch.setattr(keeper, name, 60.0)
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """A folder that several machines share: the same as an object store, and quicker."""
+    return tmp_path / "shared"
+
+
+def parts_of(place, job):
+    return files_of(place).names(place / job / "logs")
+
+
+def test_what_one_prints_any_control_plane_reads_with_the_same_cursors(make_plane, bucket, job):
+    mine, other, agents = make_plane(bucket), make_plane(bucket), [Agent(rank) for rank in range(3)]
+    mine.take(job)
+    mine.keep()
+    for number in range(40):
+        for agent in agents:
+            agent.prints(f"{number} of {agent.rank}", "and more", at=number + agent.rank / 10)
+            agent.reports_to(mine)
+        if number % 10 == 0:
+            mine.keep()
+    assert len(other.texts(job)) < 240 == len(mine.texts(job)), "what is not kept yet is read by its owner alone"
+    mine.keep()
+    assert other.texts(job) == mine.texts(job, limit=7) == other.texts(job, limit=11)
+    page = mine.read(job, limit=100)
+    assert other.read(job, page.position, limit=100) == mine.read(job, page.position, limit=100)
+    assert other.texts(job, rank=1) == [text for n in range(40) for text in (f"{n} of 1", "and more")]
+    assert len(parts_of(bucket, job)) == 5
+
+
+def test_next_owner_goes_on_where_the_store_ends_with_what_agents_remember(make_plane, shared, job):
+    first, second, agent = make_plane(shared), make_plane(shared), Agent()
+    first.take(job)
+    agent.prints("kept")
+    agent.reports_to(first)
+    first.keep()
+    agent.prints("fetched, not kept")
+    agent.reports_to(first)
+    seen = first.read(job).position
+    agent.prints("not fetched")
+    second.take(job)  # the first one is dead, and so is its disk
+    agent.reports_to(second)
+    second.keep()
+    assert second.texts(job) == ["kept", "fetched, not kept", "not fetched"]
+    assert [line.text for line in second.read(job, seen).lines] == ["not fetched"], "cursors of the first one hold"
+    third = make_plane(shared)
+    third.take(job)
+    agent.reports_to(third)
+    third.keep()
+    assert third.texts(job) == second.texts(job)
+
+
+def test_part_that_was_under_way_when_its_writer_lost_the_job_changes_nothing(make_plane, shared, job):
+    first, second, agent = make_plane(shared), make_plane(shared), Agent()
+    first.take(job)
+    agent.prints("one")
+    agent.reports_to(first)
+    first.keep()
+    agent.prints("two")
+    agent.reports_to(first)
+    stale = first.keeper._jobs[job]
+    chunks = stale.spool.next_chunks(1 << 20)
+    second.take(job)
+    agent.prints("three")
+    agent.reports_to(second)
+    second.keep()
+    stale.writer.write(chunks)
+    assert make_plane(shared).texts(job) == ["one", "two", "three"]
+    first.leases.certain = False
+    agent.prints("four")
+    agent.reports_to(second)
+    before = parts_of(shared, job)
+    first.keep()
+    assert parts_of(shared, job) == before, "who is not certain to own it writes nothing"
+    second.keep()
+    assert make_plane(shared).texts(job) == ["one", "two", "three", "four"]
+
+
+def test_store_that_is_away_costs_nothing_but_time(make_plane, wired_bucket, wire, job):
+    mine, agent = make_plane(wired_bucket), Agent()
+    mine.take(job)
+    agent.prints("before")
+    agent.reports_to(mine)
+    mine.keep()
+    wire.meddle = lambda head: answer("503 Slow Down")
+    agent.prints("meanwhile")
+    agent.reports_to(mine)
+    mine.keep()
+    assert mine.texts(job) == ["before", "meanwhile"], "from its own disk"
+    other = make_plane(wired_bucket)
+    with pytest.raises(LogsUnavailable, match="try again"):
+        other.texts(job)
+    wire.meddle = lambda head: None
+    mine.go_on(lambda: not mine.spool.waiting_bytes())
+    assert other.texts(job) == ["before", "meanwhile"]
+
+
+def test_store_that_is_away_when_a_job_is_taken_over_loses_no_line(make_plane, wired_bucket, wire, job):
+    first, second, agent = make_plane(wired_bucket), make_plane(wired_bucket), Agent()
+    first.take(job)
+    for text in ("kept", "not kept"):
+        agent.prints(text)
+        agent.reports_to(first)
+        first.keep()
+        wire.meddle = lambda head: "cut"
+    second.take(job)
+    agent.prints("new")
+    agent.reports_to(second)
+    second.keep()
+    assert not second.spool.has_begun
+    wire.meddle = lambda head: None
+    second.keep()
+    assert second.texts(job) == make_plane(wired_bucket).texts(job) == ["kept", "not kept", "new"]
+
+
+def test_control_plane_that_is_killed_goes_on_from_its_own_disk(make_plane, shared, job):
+    first, agent = make_plane(shared), Agent()
+    first.take(job)
+    for number in range(3):
+        agent.prints(f"{number}", "and more")
+        agent.reports_to(first)
+        if number == 0:
+            first.keep()
+    file = first.spool.lines.file(0)
+    *whole, _ = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(whole) + b'{"cut')  # in the middle of the last report
+    agent.prints("3")
+    again = make_plane(shared, first.home)
+    again.take(job)
+    agent.reports_to(again)
+    again.keep()
+    assert again.texts(job) == make_plane(shared).texts(job) == ["0", "and more", "1", "and more", "2", "and more", "3"]
+
+
+def test_job_that_is_over_is_read_from_the_store_alone_in_one_part(make_plane, bucket, job, to_state):
+    mine, other, agent = make_plane(bucket), make_plane(bucket), Agent()
+    mine.take(job)
+    for number in range(5):
+        agent.prints(f"{number}")
+        agent.reports_to(mine)
+        mine.keep()
+    assert not other.keeper.is_whole(job) and mine.keeper.is_whole(job)
+    mine.texts(job)
+    to_state(*RUNNING, JobState.SUCCEEDED)
+    mine.finish(job)
+    assert mine.texts(job) == other.texts(job) == [f"{number}" for number in range(5)]
+    assert other.keeper.is_whole(job) and mine.keeper.is_whole(job)
+    assert mine.files(job) == [] and not (mine.home / "jobs" / job).exists()
+    assert parts_of(bucket, job) == ["000000001-000000006-000001-end.part"]
+
+
+def test_reader_of_a_job_that_ends_meanwhile_misses_nothing(make_plane, shared, job, to_state):
+    mine, agent = make_plane(shared), Agent()
+    mine.take(job)
+    agent.prints("all")
+    agent.reports_to(mine)
+    mine.keep()
+    source = mine.keeper.source(job)
+    to_state(*RUNNING, JobState.SUCCEEDED)
+    mine.finish(job)
+    assert source.ranks() == [0]
+    assert b'"all"' in source.read(0, 0, 1000).content
+
+
+def test_what_a_job_has_printed_last_is_kept_later_and_by_the_next_process_too(
+    make_plane, wired_bucket, wire, job, to_state
+):
+    first, other, agent = make_plane(wired_bucket), make_plane(wired_bucket), Agent()
+    first.take(job)
+    first.keep()
+    agent.prints("last")
+    agent.reports_to(first)
+    wire.meddle = lambda head: "cut"
+    to_state(*RUNNING, JobState.SUCCEEDED)
+    first.finish(job)
+    assert first.texts(job) == ["last"]
+    second = make_plane(wired_bucket, first.home)
+    wire.meddle = lambda head: None
+    second.go_on(lambda: not second.files(job))
+    assert other.texts(job) == second.texts(job) == ["last"] and other.keeper.is_whole(job)
+
+
+def test_files_of_a_job_that_another_one_looks_after_go_when_it_is_over(make_plane, shared, job, to_state):
+    first, second, agent = make_plane(shared), make_plane(shared), Agent()
+    first.take(job)
+    agent.prints("one")
+    agent.reports_to(first)
+    second.take(job)
+    first.keeper.lose(job, first.spool)
+    agent.reports_to(second)
+    second.keep()
+    assert first.texts(job) == ["one"] and first.files(job)
+    to_state(*RUNNING, JobState.SUCCEEDED)
+    second.finish(job)
+    first.go_on(lambda: not first.files(job))
+    assert first.texts(job) == ["one"]
+
+
+def test_job_that_is_tried_again_goes_on_with_its_log(make_plane, shared, job, to_state):
+    first, second, agent = make_plane(shared), make_plane(shared), Agent()
+    first.take(job)
+    agent.prints("first try")
+    agent.reports_to(first)
+    to_state(*RUNNING, JobState.PAUSING, JobState.PAUSED)
+    first.finish(job)
+    second.take(job)
+    again = Agent()
+    again.prints("second try", generation=2)
+    again.reports_to(second)
+    second.keep()
+    assert first.texts(job) == second.texts(job) == ["first try", "second try"]
+    assert not first.keeper.is_whole(job)
+
+
+def test_small_parts_become_larger_ones_while_the_job_runs_and_is_read(make_plane, bucket, job, monkeypatch):
+    monkeypatch.setattr(part_writer, "SMALL_PARTS", 4)
+    monkeypatch.setattr(keeper, "SMALL_PARTS", 4)
+    mine, other, agents = make_plane(bucket), make_plane(bucket), [Agent(0), Agent(1)]
+    mine.take(job)
+    known = []
+    for number in range(11):
+        agents[number % 2].prints(f"{number}", at=number)
+        agents[number % 2].reports_to(mine)
+        mine.keep()
+        known.append(f"{number}")
+        source = other.keeper.source(job, fresh=False)  # it may know parts that are not there any more
+        assert b'"0"' in source.read(0, 0, 100_000).content
+        assert other.texts(job) == known
+    assert len(parts_of(bucket, job)) < 6
+
+
+def test_files_that_have_grown_large_and_are_kept_begin_anew(make_plane, shared, job, monkeypatch):
+    monkeypatch.setattr("service.kept_logs.spool.SHRINK_BYTES", 2000)
+    mine, agent, texts = make_plane(shared), Agent(), []
+    mine.take(job)
+    for number in range(30):
+        agent.prints(f"{number}" * 20)
+        texts.append(f"{number}" * 20)
+        agent.reports_to(mine)
+        mine.keep()
+        assert mine.spool.lines.file(0).stat().st_size < 3000
+    assert mine.texts(job) == make_plane(shared).texts(job) == texts
+    again = make_plane(shared, mine.home)
+    again.take(job)
+    agent.prints("last")
+    agent.reports_to(again)
+    again.keep()
+    assert again.texts(job) == [*texts, "last"]
+
+
+def test_lines_that_were_written_before_logs_were_kept_elsewhere_are_read_and_kept_too(make_plane, shared, job):
+    mine, agent = make_plane(shared), Agent()
+    folder = mine.home / "jobs" / job / "logs"
+    folder.mkdir(parents=True)
+    (folder / "rank-00000.jsonl").write_text('{"time": 1.0, "generation": 1, "text": "old"}\n')
+    assert mine.texts(job) == ["old"]
+    mine.take(job)
+    agent.prints("new", generation=2)
+    agent.reports_to(mine)
+    mine.keep()
+    assert mine.texts(job) == make_plane(shared).texts(job) == ["old", "new"]
+
+
+def test_report_of_very_many_lines_is_kept_whole(make_plane, shared, job, monkeypatch):
+    monkeypatch.setattr("service.kept_logs.spool.CHUNK_BYTES", 64)
+    monkeypatch.setattr(keeper, "PART_BYTES", 64)
+    mine, agent = make_plane(shared), Agent()
+    mine.take(job)
+    texts = [f"line {number}" for number in range(3000)]
+    agent.prints(*texts)
+    agent.prints("next")
+    agent.reports_to(mine)
+    mine.keep()
+    assert make_plane(shared).texts(job) == [*texts, "next"]
+
+
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 100))])
+def test_every_line_once_and_in_order_whatever_happens(make_plane, shared, job, seed, monkeypatch):
+    """Control planes die at any moment, with their disks or without, stand still and go on, and the store fails."""
+    monkeypatch.setattr(keeper, "SMALL_PARTS", 5)
+    monkeypatch.setattr(keeper, "PART_BYTES", 300)
+    monkeypatch.setattr("service.kept_logs.spool.CHUNK_BYTES", 100)
+    monkeypatch.setattr("service.kept_logs.spool.SHRINK_BYTES", 2000)
+    drawn, place, agents = random.Random(seed), shared, [Agent(0), Agent(1)]
+    planes = [make_plane(place), make_plane(place)]
+    owner, printed = planes[0], {0: [], 1: []}
+    owner.take(job)
+    whole = type(files_of(place)).write_whole
+
+    def fails(files, file, content):
+        if drawn.random() < 0.5:
+            whole(files, file, content)  # it is there, and nobody is told
+        raise OSError("the store is away")
+
+    for number in range(120):
+        what = drawn.choice(["print", "print", "print", "keep", "keep", "fail", "takeover", "restart", "lose disk"])
+        if what == "print":
+            agent = drawn.choice(agents)
+            texts = [f"{number} {part}" for part in range(drawn.randint(1, 4))]
+            agent.prints(*texts, at=number)
+            printed[agent.rank] += texts
+            agent.reports_to(owner)
+        elif what in ("keep", "fail"):
+            with monkeypatch.context() as patch:
+                if what == "fail":
+                    patch.setattr(type(files_of(place)), "write_whole", fails)
+                owner.keep()
+        else:
+            if what == "takeover":
+                owner = next(plane for plane in planes if plane is not owner)
+            else:
+                index = planes.index(owner)
+                owner = planes[index] = make_plane(place, owner.home if what == "restart" else None)
+            owner.take(job)
+            for agent in agents:
+                agent.reports_to(owner)
+    owner.keep()
+    for plane in (owner, make_plane(place)):
+        for rank, texts in printed.items():
+            assert plane.texts(job, rank=rank, limit=drawn.randint(1, 50)) == texts

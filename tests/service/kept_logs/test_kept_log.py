@@ -1,0 +1,75 @@
+"""Reading a log waits for no place that does not answer, and misses nothing that was there when it was asked for."""
+
+import threading
+import time
+
+import pytest
+
+from service.kept_logs import kept_log
+from service.kept_logs.kept_log import Blocks, KeptLog
+from service.kept_logs.part_writer import PartWriter
+from service.kept_logs.parts import Piece
+from service.logs import LogsUnavailable
+from workers.storage.local_files import LocalFiles
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A writer of parts that has written one."""
+    writer = PartWriter(tmp_path)
+    writer.begin(1)
+    writer.write({0: (Piece(0, 3, (1, 1)), b"ab\n")})
+    return writer
+
+
+def test_place_that_does_not_answer_is_waited_for_once(written, tmp_path, monkeypatch):
+    answers, names = threading.Event(), LocalFiles.names
+    monkeypatch.setattr(LocalFiles, "names", lambda files, folder: answers.wait() and names(files, folder))
+    monkeypatch.setattr(kept_log, "ANSWER_SECONDS", 0.05)
+    log = KeptLog(tmp_path, Blocks())
+    for _ in range(2):
+        with pytest.raises(LogsUnavailable, match="no answer"):
+            log.look()
+    assert log._asked_at < time.monotonic() - 0.05
+    monkeypatch.setattr(kept_log, "ANSWER_SECONDS", 0.0)
+    with pytest.raises(LogsUnavailable, match="no answer"):
+        log.look()
+    answers.set()
+    monkeypatch.setattr(kept_log, "ANSWER_SECONDS", 60.0)
+    assert log.look().read(0, 0, 10).content == b"ab\n"
+
+
+def test_what_was_listed_a_moment_ago_is_listed_again_for_whoever_wants_it_fresh(written, tmp_path):
+    log = KeptLog(tmp_path, Blocks()).look()
+    written.write({0: (Piece(3, 5, (1, 2)), b"c\n")})
+    assert log.look(1000.0).read(0, 0, 10).content == b"ab\n"
+    assert log.look().read(0, 0, 10).content == b"ab\nc\n"
+
+
+def test_ranges_of_ranks_with_more_than_a_block_in_several_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_log, "BLOCK_BYTES", 32)
+    writer, texts = PartWriter(tmp_path), {0: b"", 3: b""}
+    writer.begin(1)
+    for number in range(9):
+        chunks = {}
+        for rank in (0, 3)[: 1 + number % 2]:
+            new = b"%d of %d\n" % (number, rank) * (number + rank)
+            start = len(texts[rank])
+            texts[rank] += new
+            chunks[rank] = Piece(start, len(texts[rank]), (1, number + 1)), new
+        writer.write(chunks)
+    log = KeptLog(tmp_path, Blocks(most=3)).look()
+    assert log.ranks() == [0, 3]
+    for rank, text in texts.items():
+        for start in range(0, len(text) + 5, 13):
+            for size in (1, 40, 10_000):
+                found = log.read(rank, start, size)
+                assert (found.start, found.content) == (start, text[start : start + size])
+                assert found.more is (start + size < len(text))
+
+
+def test_damaged_part_is_not_taken_for_what_was_printed(written, tmp_path):
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(LogsUnavailable, match="too short"):
+        KeptLog(tmp_path, Blocks()).look().read(0, 0, 10)
