@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from service.deletion import Deletion
+from service.measurements import Measurements
 from service.store import Store
 from workers.data.roots import DataRoots
 from workers.protocol.messages import Fault
@@ -51,6 +52,9 @@ class ControlPlane(Protocol):
 
     def cluster(self) -> dict[str, Any]:
         """The cluster, in the form of `api.schemas.Cluster`."""
+
+    def measurements(self) -> Measurements:
+        """What is known of this control plane and of the nodes. Raises ClusterUnavailable."""
 
     def ready(self) -> list[str]:
         """Why the service cannot run jobs right now, one sentence a reason; empty when it can."""

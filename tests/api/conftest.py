@@ -17,6 +17,7 @@ from api.connections import MOST_CONNECTIONS, limited_to
 from service.cluster.errors import NodeNotFound
 from service.deletion import Deletion, delete_job
 from service.faults import FaultsNotAllowed, refuse_impossible
+from service.measurements import Measurements
 from service.settings import RequestLimits
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
@@ -50,6 +51,7 @@ class FakeControl:
     allow_faults: bool = False
     data_roots: DataRoots = field(default_factory=DataRoots)
     changed_database: Callable[[], None] | None = None
+    measured: Measurements = field(default_factory=lambda: Measurements(0.0, 0, {}))
 
     def begin(self, store: Store, home: Path) -> None:
         """Forget the test before this one."""
@@ -90,6 +92,9 @@ class FakeControl:
 
     def ready(self) -> list[str]:
         return self.reasons
+
+    def measurements(self) -> Measurements:
+        return self.measured
 
 
 @dataclass
