@@ -47,8 +47,9 @@ def _every_steps(job: JobNumbers) -> int:
 
 def _checkpoint_age(job: JobNumbers, now: float) -> float | None:
     """Of a job that saves none as it goes there is nothing to be late."""
-    since = job.row.started_at if job.saved is None else job.saved.created_at
-    return max(0.0, now - since) if since is not None and _every_steps(job) else None
+    if job.placed_at is None or not _every_steps(job):
+        return None
+    return max(0.0, now - max(job.placed_at, job.placed_at if job.saved is None else job.saved.created_at))
 
 
 def _checkpoint_seconds(job: JobNumbers, now: float) -> float | None:
@@ -145,7 +146,7 @@ _OF_JOB: tuple[tuple[Family, Read], ...] = (
     (
         gauge(
             "manta_job_checkpoint_age_seconds",
-            "Since saving the newest complete checkpoint began; before the first, since the job started",
+            "Since the newest complete checkpoint began or, where that is later, since the job last left the queue",
             "job",
         ),
         _where_known(_checkpoint_age),

@@ -27,7 +27,7 @@ _MOST_EVENTS = 20_000
 
 _LISTED = (
     *(Job.id, Job.name, Job.project, Job.state, Job.spec, Job.step, Job.steps, Job.metrics, Job.restarts),
-    *(Job.created_at, Job.started_at),
+    Job.created_at,
 )
 
 
@@ -50,9 +50,11 @@ class JobNumbers:
     """One unfinished job. Times are Unix seconds."""
 
     row: Row[Any]
-    """Its id, name, project, state, spec, step, steps, metrics, restarts, created_at and started_at."""
+    """Its id, name, project, state, spec, step, steps, metrics, restarts and created_at."""
     ledger: Ledger
     state_since: float
+    placed_at: float | None
+    """When it left the queue last; None: never."""
     last_step_at: float | None
     """When its newest step was committed; None before the first."""
     recovered: RecoveryTotals
@@ -120,6 +122,7 @@ def _listed(session: Session, now: float, bound: str | None) -> list[JobNumbers]
     ids = [row.id for row in rows]
     books = ledgers.of_jobs(session, rows, now)
     entered = _latest(session, StateChange.job_id, StateChange.time, ids)
+    placed = _latest(session, StateChange.job_id, StateChange.time, ids, StateChange.state == JobState.STARTING)
     stepped = _latest(session, Generation.job_id, Generation.trained_until, ids)
     recovered, saved, events = _recoveries(session, ids), _saved(session, ids), _recent_events(session, ids, now)
     return [
@@ -127,6 +130,7 @@ def _listed(session: Session, now: float, bound: str | None) -> list[JobNumbers]
             row=row,
             ledger=books[row.id],
             state_since=entered.get(row.id, row.created_at),
+            placed_at=placed.get(row.id),
             last_step_at=stepped.get(row.id),
             recovered=_totals(recovered.get(row.id, [])),
             saved=saved.get(row.id),
@@ -136,8 +140,10 @@ def _listed(session: Session, now: float, bound: str | None) -> list[JobNumbers]
     ]
 
 
-def _latest(session: Session, job_id: Any, time: Any, ids: Collection[str]) -> dict[str, float]:
-    rows = session.execute(select(job_id, func.max(time)).where(job_id.in_(ids)).group_by(job_id))
+def _latest(
+    session: Session, job_id: Any, time: Any, ids: Collection[str], *where: ColumnElement[bool]
+) -> dict[str, float]:
+    rows = session.execute(select(job_id, func.max(time)).where(job_id.in_(ids), *where).group_by(job_id))
     return {job: at for job, at in rows if at is not None}
 
 

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import math
+import shutil
+import subprocess
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,6 +12,7 @@ from api.metrics.names import FAMILIES, sample_names
 from service.cluster.errors import ClusterUnavailable
 from service.measurements import Measurements, NodeMeasurements
 from tests.api.support.keys import bearer
+from tests.deploy import monitoring
 from workers.protocol.messages import GpuReading
 
 GPUS = (GpuReading(0, True, 0.9, 2**30, 2**36, 60, 350.5, 7, 0, {"31": 2}), GpuReading(1, answers=False))
@@ -44,6 +47,14 @@ def test_names_are_told_before_any_scrape(service, running):
     names = {name for name, *_ in scraped(service)}
     ours = {name for name in names if name.startswith("manta_") and not name.endswith("_created")}
     assert ours <= sample_names()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason=monitoring.NO_PROMETHEUS)
+def test_promtool_finds_nothing_wrong_with_a_scrape(service, running):
+    service.control.measured = MEASURED
+    text = service.http.get("/metrics").content
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
