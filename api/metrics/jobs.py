@@ -49,11 +49,13 @@ def _checkpoint_age(job: JobNumbers, now: float) -> float | None:
     """Of a job that saves none as it goes there is nothing to be late."""
     if job.placed_at is None or not _every_steps(job):
         return None
-    return max(0.0, now - max(job.placed_at, job.placed_at if job.saved is None else job.saved.created_at))
+    return max(0.0, now - max(job.placed_at, job.placed_at if job.saved is None else job.saved.began_at))
 
 
 def _checkpoint_seconds(job: JobNumbers, now: float) -> float | None:
-    return None if job.saved is None else max(0.0, job.saved.completed_at - job.saved.created_at)
+    if job.saved is None or job.saved.ended_at is None:
+        return None
+    return max(0.0, job.saved.ended_at - job.saved.began_at)
 
 
 def _recent(job: JobNumbers, now: float) -> Samples:

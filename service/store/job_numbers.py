@@ -46,6 +46,15 @@ class RecoveryTotals:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """When a checkpoint was saved, in Unix seconds."""
+
+    began_at: float
+    ended_at: float | None
+    """None: it is not known."""
+
+
+@dataclass(frozen=True)
 class JobNumbers:
     """One unfinished job. Times are Unix seconds."""
 
@@ -58,8 +67,8 @@ class JobNumbers:
     last_step_at: float | None
     """When its newest step was committed; None before the first."""
     recovered: RecoveryTotals
-    saved: Row[Any] | None
-    """When saving its newest complete checkpoint began (`created_at`) and ended (`completed_at`)."""
+    saved: Saved | None
+    """Its newest complete checkpoint."""
     recent_events: Mapping[str, int]
     """By type how many of RECENT_TYPES it had within RECENT_SECONDS."""
 
@@ -163,7 +172,7 @@ def _totals(rows: Sequence[Recovery]) -> RecoveryTotals:
     return RecoveryTotals(Counter(row.kind for row in rows), len(ended), seconds, redone)
 
 
-def _saved(session: Session, ids: Collection[str]) -> dict[str, Row[Any]]:
+def _saved(session: Session, ids: Collection[str]) -> dict[str, Saved]:
     """By a look at the end of the index for each job: its checkpoints may be many."""
     candidate = aliased(Checkpoint)
     newest = select(candidate.id).where(candidate.job_id == Job.id, candidate.state == COMPLETE)
@@ -171,8 +180,7 @@ def _saved(session: Session, ids: Collection[str]) -> dict[str, Row[Any]]:
     query = select(Checkpoint.job_id, Checkpoint.created_at, Checkpoint.completed_at).join(
         Job, Checkpoint.id == newest.correlate(Job).scalar_subquery()
     )
-    rows: Sequence[Row[Any]] = session.execute(query.where(Job.id.in_(ids))).all()
-    return {row.job_id: row for row in rows}
+    return {job: Saved(began, ended) for job, began, ended in session.execute(query.where(Job.id.in_(ids)))}
 
 
 def _recent_events(session: Session, ids: Collection[str], now: float) -> dict[str, dict[str, int]]:

@@ -44,7 +44,7 @@ def configured(folder: Path, target: str, key: str) -> Path:
     scrape["static_configs"] = [{"targets": [target]}]
     scrape["authorization"]["credentials_file"] = str(folder / "key")
     document["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    (folder / "key").write_text(key)
+    (folder / "key").write_text(f"{key}\n")
     shutil.copy(monitoring.PROMETHEUS / "rules.yml", folder)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(document))
     return folder / "prometheus.yml"

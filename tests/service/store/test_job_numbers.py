@@ -8,7 +8,7 @@ from sqlalchemy import event
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import Store, checkpoints, events, generations, job_numbers, jobs, leases, recoveries
-from service.store.job_numbers import RECENT_SECONDS
+from service.store.job_numbers import RECENT_SECONDS, Saved
 from service.store.recoveries import Beginning
 from workers.config import JobSpec
 
@@ -110,8 +110,17 @@ def test_newest_complete_checkpoint_counts(store):
                 row.created_at, row.completed_at = float(step), step + 2.5
 
     store.write(save)
-    saved = numbers(store).listed[0].saved
-    assert (saved.created_at, saved.completed_at) == (20.0, 22.5)
+    assert numbers(store).listed[0].saved == Saved(20.0, 22.5)
+
+
+def test_a_job_is_placed_when_it_leaves_the_queue_the_last_time(store):
+    made(store)
+    assert numbers(store).listed[0].placed_at is None
+    again = made(store, JobState.STARTING, JobState.RUNNING, JobState.PAUSING, JobState.PAUSED, JobState.QUEUED)
+    before = time.time()
+    store.write(lambda session: jobs.transition(session, again, JobState.STARTING))
+    seen = numbers(store).listed[0]
+    assert (seen.row.id, seen.placed_at >= before) == (again, True)
 
 
 def test_events_of_the_last_hour_are_counted_by_type(store):

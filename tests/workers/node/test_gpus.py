@@ -1,5 +1,6 @@
 """GPUs are read by NVIDIA's library, which stands here for what it says; what it does not say is left out."""
 
+import importlib
 import queue
 from types import SimpleNamespace
 
@@ -71,3 +72,11 @@ def test_without_a_driver_nothing_is_told_and_the_watch_ends(function):
 
 def test_a_watch_that_was_never_started_can_be_stopped():
     GpuWatch(lambda _: None, pynvml).stop()
+
+
+def test_the_fake_has_no_name_that_the_library_lacks():
+    theirs = importlib.import_module("pynvml")
+    names = [name for name in vars(pynvml) if name.startswith(("nvml", "NVML"))]
+    assert [name for name in names if not hasattr(theirs, name)] == []
+    constants = [name for name in names if isinstance(getattr(pynvml, name), int)]
+    assert [name for name in constants if getattr(theirs, name) != getattr(pynvml, name)] == []
