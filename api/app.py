@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from fastapi import Depends, FastAPI
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from api import problems
 from api.access import JobProjects, authorize
@@ -14,6 +14,8 @@ from api.changes import Changes, StoredVersions
 from api.control import ControlPlane
 from api.credentials import Identities
 from api.identification import Identification
+from api.metrics.control_plane import ControlPlaneCollector
+from api.metrics.requests import RequestTimer
 from api.openapi import describe, operation_id
 from api.rate_limits import CallerLimits
 from api.rendered_jobs import RenderedJobs
@@ -41,7 +43,6 @@ from api.routes import (
     recoveries,
 )
 from api.state_waits import StateWaits
-from api.telemetry import RequestTimer
 from api.threads import ReadThreads
 from service.settings import RequestLimits
 from service.store import jobs as store_jobs
@@ -90,6 +91,8 @@ def create_app(
         generate_unique_id_function=operation_id,
     )
     registry = CollectorRegistry()
+    registry.register(ControlPlaneCollector(control))
+    ProcessCollector(registry=registry)
     app.state.control = control
     app.state.registry = registry
     app.state.waits = StateWaits(lambda job_ids: _states(control, job_ids))

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from service.deletion import Deletion
 from service.logs import JobLogs
+from service.measurements import Measurements
 from service.store import Store
 from workers.data.roots import DataRoots
 from workers.protocol.messages import Fault
@@ -59,6 +60,9 @@ class ControlPlane(Protocol):
 
     def check_cluster(self) -> dict[str, Any]:
         """What is wrong between the nodes, in the form of `api.schemas.ClusterCheck`. May take half a minute."""
+
+    def measurements(self) -> Measurements:
+        """What is known of this control plane and of the nodes. Raises ClusterUnavailable."""
 
     def ready(self) -> list[str]:
         """Why the service cannot run jobs right now, one sentence a reason; empty when it can."""

@@ -34,10 +34,12 @@ from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.owner import JobOwner
 from service.kept_logs.keeper import LogKeeper
 from service.kept_logs.spool import Spool
+from service.lag import Lag
 from service.leases.decisions import LEASE_SECONDS, JobInBrief
 from service.leases.errors import LeaseLost, OtherRay
 from service.leases.held import Leases, new_id
 from service.logs import JobLogs, LogsInHome
+from service.measurements import Measurements, measured
 from service.retention import Retention
 from service.states import SUPERVISED, JobState
 from service.store import Store, installation, jobs
@@ -64,6 +66,7 @@ RETRY_SECONDS = 1.0
 RAY_WATCH = "watch over Ray"
 # How often it is made sure that every job that may hold places has an owner.
 CLAIM_SECONDS = 1.0
+MEASURING_SECONDS = 5.0
 # What a clean end takes at most for the sake of other control planes, which find out by themselves a little later.
 LEAVE_SECONDS = 5.0
 
@@ -126,6 +129,8 @@ class ControlPlane:
         self._tasks: list[asyncio.Task[None]] = []
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._seen: dict[str, JobInBrief] = {}
+        self._lags = {"jobs": Lag(CLAIM_SECONDS)}
+        """By loop how far it is behind."""
         self._drain_reasons: dict[str, str] = {}
         """By node what owners were last told about why it is to be left."""
 
@@ -239,11 +244,13 @@ class ControlPlane:
         self._housekeeping = Housekeeping(self._store, cluster, self._leases, self._placed, self.data_roots, retention)
         await self._look()
         care = NodeCare(cluster, self._housekeeping.over, self._housekeeping.wake)
+        watch = NodeWatch(cluster, self._node_lost, self._node_draining)
+        self._lags["nodes"] = watch.lag
         self._tasks = [
             asyncio.create_task(self._housekeeping.run(care), name="scheduler"),
             asyncio.create_task(self._look_after_jobs(), name="claims"),
             asyncio.create_task(care.run(), name="care for nodes"),
-            asyncio.create_task(NodeWatch(cluster, self._node_lost, self._node_draining).run(), name="nodes"),
+            asyncio.create_task(watch.run(), name="nodes"),
         ]
         if self._keeper is not None:
             self._tasks.append(asyncio.create_task(self._keeper.run(), name="logs"))
@@ -305,8 +312,10 @@ class ControlPlane:
                 async with asyncio.timeout(CLAIM_SECONDS):
                     await self._leases.changed.wait()
             self._leases.changed.clear()
+            self._lags["jobs"].begin()
             try:
                 await self._look()
+                self._lags["jobs"].done()
             except Exception:  # whoever is without an owner still is in a moment
                 log.exception("could not look which jobs there are")
 
@@ -487,6 +496,16 @@ class ControlPlane:
         head = self._head.problem_of_head() if isinstance(self._head, ExistingRay) else None
         warnings = [*ports.left_out, *([head] if head is not None else [])]
         return {"problems": list(ports.problems), "warnings": warnings, "nodes": ports.nodes, "tries": ports.tries}
+
+    def measurements(self) -> Measurements:
+        """What is known here of this control plane and of the nodes. Raises ClusterUnavailable where the control
+        plane's own thread does not answer."""
+        lags = {name: lag.seconds for name, lag in self._lags.items()}
+        if self._housekeeping is not None and self._housekeeping.is_done_here:
+            lags |= self._housekeeping.lag_seconds
+        if not self._thread.is_alive():
+            raise ClusterUnavailable(RuntimeError("the control plane is starting"))
+        return self._call(measured(self._cluster, time.monotonic(), len(self._owners), lags), MEASURING_SECONDS)
 
     def ready(self) -> list[str]:
         """Why jobs cannot run right now; empty when they can."""

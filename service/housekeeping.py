@@ -77,6 +77,11 @@ class Housekeeping:
         """Whether it falls to this control plane."""
         return self._leases.of(HOUSEKEEPING) is not None
 
+    @property
+    def lag_seconds(self) -> dict[str, float]:
+        """By loop how far it is behind."""
+        return {} if self.scheduler is None else {"queue": self.scheduler.lag.seconds}
+
     def stop_if_lost(self) -> None:
         """Leave it to the control plane that does it by now."""
         if self._work is not None and not self.is_done_here:

@@ -19,6 +19,7 @@ from service.cluster.placement import missing, unit_of
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
 from service.job.record import JobRecord
+from service.lag import Lag
 from service.leases.errors import LeaseLost
 from service.leases.held import Leases
 from service.states import JobState
@@ -64,19 +65,24 @@ class Scheduler:
         self._leases = leases
         self._store, self._cluster, self._placed, self._data_roots = store, cluster, placed, data_roots
         self._wake = asyncio.Event()
+        self.lag = Lag()
+        """How long something in the queue has waited to be looked at."""
         self.placing: set[str] = set()
         """Jobs that are STARTING and have no owner yet, because they are being placed."""
 
     def wake(self) -> None:
         """Something changed: a job came, or capacity went."""
+        self.lag.asked()
         self._wake.set()
 
     async def run(self) -> None:
         """Look at the queue whenever woken, and now and then for capacity that others gave back."""
         while True:
             self._wake.clear()
+            self.lag.begin()
             try:
                 waiting = await self._round()
+                self.lag.done()
             except LeaseLost:
                 raise
             except Exception:  # the owner of all queued jobs may not end: look again in a moment

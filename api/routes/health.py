@@ -10,11 +10,11 @@ from sqlalchemy.exc import SQLAlchemyError
 from api import schemas
 from api.access import Caller, request_of_caller
 from api.control import ControlPlane
+from api.metrics.jobs import JobCollector
 from api.parameters import Control
 from api.permissions import DESCRIPTION
 from api.problem_codes import anonymous, reads
 from api.problems import NotReady
-from api.telemetry import JobCollector
 
 router = APIRouter(tags=["health"])
 

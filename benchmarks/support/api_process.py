@@ -14,6 +14,7 @@ import uvicorn
 from api.app import create_app
 from api.connections import connections_at_once, limited_to
 from api.control import ControlPlane
+from service.measurements import Measurements
 from service.settings import RequestLimits
 from service.store import Store
 from workers.data.roots import ANYWHERE
@@ -29,6 +30,10 @@ class Unscheduled:
 
     def submitted(self, job_id: str) -> None:
         """It stays in the queue."""
+
+    def measurements(self) -> Measurements:
+        """It has nothing to do."""
+        return Measurements(0.0, 0, {})
 
     def ready(self) -> list[str]:
         """Always."""

@@ -14,12 +14,14 @@ import contextlib
 import json
 import logging
 import socket
+import time
 from collections.abc import Callable
 
 from service.cluster.cluster import Cluster
 from service.cluster.node_daemons import HeartbeatSource
 from service.cluster.node_problems import problem_of_port
-from service.cluster.nodes import RayNode
+from service.cluster.nodes import GpuReadings, RayNode
+from service.lag import Lag
 from workers.protocol.json_codec import MalformedMessage, from_json
 from workers.protocol.messages import Heartbeat
 
@@ -50,6 +52,8 @@ class NodeWatch:
         many seconds and why, where that was said, with each of its heartbeats."""
         self._cluster, self._lost, self._draining = cluster, lost, draining
         self._watchers: dict[str, asyncio.Task[None]] = {}
+        self.lag = Lag(LOOK_SECONDS)
+        """How far it is behind with what Ray says of the nodes."""
         self._refused: dict[str, int] = {}
         """By node how often in a row its daemon's port took no connection though its Ray's did."""
 
@@ -65,6 +69,7 @@ class NodeWatch:
             await asyncio.gather(*self._watchers.values(), return_exceptions=True)
 
     async def _look(self) -> None:
+        self.lag.begin()
         try:
             known = await self._cluster.nodes.known()
             living = {node.id: node for node in known if node.alive and node.holds_ranks}
@@ -80,6 +85,7 @@ class NodeWatch:
             self._cluster.nodes.drain_no_more(node)
             self._cluster.nodes.problems.pop(node, None)
             self._refused.pop(node, None)
+        self.lag.done()
 
     async def _watch(self, node: RayNode) -> None:
         """Until Ray itself gives the node up."""
@@ -159,6 +165,8 @@ class NodeWatch:
 
     def _hear(self, heartbeat: Heartbeat) -> None:
         self._note_reached(heartbeat.node)
+        if heartbeat.gpus is not None:
+            self._cluster.nodes.gpus[heartbeat.node] = GpuReadings(time.monotonic(), heartbeat.gpus)
         if heartbeat.draining and self._draining is not None:
             self._draining(heartbeat.node, heartbeat.drain_seconds, heartbeat.drain_reason)
         elif heartbeat.stays and heartbeat.node in self._cluster.nodes.draining:
@@ -170,6 +178,7 @@ class NodeWatch:
             return
         log.error("node %s is lost: %s", node, why)
         self._cluster.nodes.lost.add(node)
+        self._cluster.nodes.gpus.pop(node, None)
         self._lost(node, why)
         try:
             await self._cluster.fail_calls_to(node)

@@ -12,6 +12,7 @@ from service.cluster.connection import RayConnection
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement import UNITS, Capacity, Unit
 from service.cluster.ray_private import free_resources
+from workers.protocol.messages import GpuReading
 
 # How long units that were given back may take to be shown as free, and how often that is looked at.
 SETTLED_SECONDS, LOOK_SECONDS = 2.0, 0.05
@@ -32,6 +33,15 @@ class RayNode:
     """Whether it offers what a rank takes; others, such as a head without, are none of our business."""
 
 
+@dataclass(frozen=True)
+class GpuReadings:
+    """What a node has said of the GPUs of its machine."""
+
+    heard_at: float
+    """In seconds of the monotonic clock."""
+    readings: tuple[GpuReading, ...]
+
+
 class Nodes:
     """All nodes. Ray's view of them lags by a fraction of a second, and by much more for a node that is gone."""
 
@@ -50,6 +60,9 @@ class Nodes:
         """Nodes where jobs that are over may have left something, since the daemon could not be told."""
         self.problems: dict[str, str] = {}
         """By node a sentence that says why nothing is placed there and what to do, where somebody has to do it."""
+
+        self.gpus: dict[str, GpuReadings] = {}
+        """By node what it said last of the GPUs of its machine."""
 
     def drain(self, node: str, seconds: float | None) -> None:
         """`node` is to be left within `seconds`, None where nobody knows; the last word counts."""

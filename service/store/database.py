@@ -9,16 +9,19 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import QueuePool
 
 from service.store.errors import StoreOfNewerRelease, StoreUnusable
 from service.store.location import file_of, parse_url
 from service.store.sqlite import SqliteDatabase
+from service.store.write_queue import WriteQueue
 
 if TYPE_CHECKING:
     from service.store.postgresql import PostgresDatabase
@@ -51,6 +54,15 @@ class Fence(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ConnectionPool:
+    """Connections of one kind."""
+
+    in_use: int
+    most: int
+    """Whoever needs one more waits."""
+
+
 class Store:
     """The job database. Any thread may read; one thread of its own does all writing, one transaction at a time.
 
@@ -70,6 +82,8 @@ class Store:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-writer")
         self._writer_thread: int = self._writer.submit(threading.get_ident).result()
         self._fence: Fence | None = None
+        self.writes = WriteQueue()
+        """Those of this process, whichever fence they are behind."""
 
     def fenced(self, fence: Fence) -> Store:
         """The same database for who may write there only as long as `fence` lets them. Closed with this one."""
@@ -96,6 +110,13 @@ class Store:
     def location(self) -> str:
         """Its URL without the password."""
         return self._database.location
+
+    def connections(self) -> dict[str, ConnectionPool]:
+        """What is used of the connections, by what they are for."""
+        database = self._database
+        most = {"read": database.most_readers, "write": database.most_writers}
+        used = {"read": _in_use(database.readers), "write": _in_use(database.writer)}
+        return {name: ConnectionPool(used[name], most[name]) for name in most}
 
     def migrate(self, revision: str = "head") -> None:
         """Bring the schema to `revision`: the newest by default, `base` for an empty database.
@@ -211,7 +232,9 @@ class Store:
     def _submit(self, operation: Callable[[Session], T]) -> Future[T]:
         if threading.get_ident() == self._writer_thread:
             raise RuntimeError("write() inside a write operation would wait for itself; use the operation's session")
-        return self._writer.submit(self._run, self._behind_fence(operation))
+        write = self._writer.submit(self._run, self._behind_fence(operation))
+        self.writes.add(write)
+        return write
 
     def _behind_fence(self, operation: Callable[[Session], T]) -> Callable[[Session], T]:
         fence = self._fence
@@ -242,6 +265,12 @@ class Store:
                 session.commit()  # into the transaction; rows stay usable whatever comes of that
             self._database.commit(connection, transaction)
             return result
+
+
+def _in_use(engine: Engine) -> int:
+    pool = engine.pool
+    assert isinstance(pool, QueuePool)
+    return pool.checkedout()
 
 
 def _log_failure(written: Future[None]) -> None:

@@ -35,6 +35,9 @@ OUTCOME_SECONDS = 30.0
 """How long it is asked what became of a commit that was not answered."""
 TRUSTED_SECONDS = 1.0
 """How long a connection that was not used counts as one that the server can still be reached on."""
+KEPT_READERS, MOST_EXTRA_READERS = 5, 25
+KEPT_WRITERS, MOST_EXTRA_WRITERS = 1, 1
+"""Connections that stay open, and that are opened beside them at most."""
 READS_AT_ONCE = 8
 """The work is the server's."""
 _CONFLICTS = ("40001", "40P01")
@@ -69,6 +72,8 @@ class PostgresDatabase:
 
     reads_at_once = READS_AT_ONCE
     """How many reads make each other no slower."""
+    most_readers = KEPT_READERS + MOST_EXTRA_READERS
+    most_writers = KEPT_WRITERS + MOST_EXTRA_WRITERS
 
     def __init__(self, url: URL, name: str = USUAL_NAME):
         """`name`: of its connections, as the server shows them; where it is not the usual one, others tell them by it,
@@ -79,9 +84,11 @@ class PostgresDatabase:
         self.url = url.render_as_string(hide_password=False)
         # A read is one consistent state of the database, which needs more than READ COMMITTED. Writes do not: they lock
         # the rows that they depend on.
-        self.readers = _engine(url, "REPEATABLE READ", read_only=True, pool_size=5, max_overflow=25)
+        readers = {"pool_size": KEPT_READERS, "max_overflow": MOST_EXTRA_READERS}
+        writers = {"pool_size": KEPT_WRITERS, "max_overflow": MOST_EXTRA_WRITERS}
+        self.readers = _engine(url, "REPEATABLE READ", read_only=True, **readers)
         self.single_readers = self.readers.execution_options(isolation_level="AUTOCOMMIT")
-        self.writer = _engine(url, "READ COMMITTED", read_only=False, pool_size=1, max_overflow=1)
+        self.writer = _engine(url, "READ COMMITTED", read_only=False, **writers)
         self._keeper = _engine(url, "AUTOCOMMIT", read_only=False, pool_size=1, max_overflow=0)
         self._closed = threading.Event()
 

@@ -23,7 +23,8 @@ make each take longer (1,000 points of a series for eight clients at once: 57 ms
 _CACHE_KIBIBYTES = 16_000
 """Of pages, of each connection: 1,000 points of a long series lie on 2,000 pages of 4 KiB."""
 _ONE_STATEMENT = "manta_one_statement"
-_MOST_EXTRA_READERS = 60
+_KEPT_READERS, _MOST_EXTRA_READERS = 5, 60
+_KEPT_WRITERS, _MOST_EXTRA_WRITERS = 1, 1
 
 
 class SqliteDatabase:
@@ -31,6 +32,8 @@ class SqliteDatabase:
 
     reads_at_once = READS_AT_ONCE
     """How many reads make each other no slower."""
+    most_readers = _KEPT_READERS + _MOST_EXTRA_READERS
+    most_writers = _KEPT_WRITERS + _MOST_EXTRA_WRITERS
 
     def __init__(self, url: URL):
         """The file's folder is made. Raises StoreUnusable when it cannot be."""
@@ -41,10 +44,10 @@ class SqliteDatabase:
             self.file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreUnusable(self.location, error) from error
-        self.readers = self._engine(url, "BEGIN", pool_size=5, max_overflow=_MOST_EXTRA_READERS)
+        self.readers = self._engine(url, "BEGIN", pool_size=_KEPT_READERS, max_overflow=_MOST_EXTRA_READERS)
         self.single_readers = self.readers.execution_options(**{_ONE_STATEMENT: True})
         # Writers take the lock at once: a read that turns into a write may not wait, SQLite would refuse it.
-        self.writer = self._engine(url, "BEGIN IMMEDIATE", pool_size=1, max_overflow=1)
+        self.writer = self._engine(url, "BEGIN IMMEDIATE", pool_size=_KEPT_WRITERS, max_overflow=_MOST_EXTRA_WRITERS)
 
     @classmethod
     def of_file(cls, file: Path) -> SqliteDatabase:

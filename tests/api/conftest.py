@@ -18,6 +18,7 @@ from service.cluster.errors import NodeNotFound
 from service.deletion import Deletion, delete_job
 from service.faults import FaultsNotAllowed, refuse_impossible
 from service.logs import LogsInHome
+from service.measurements import Measurements
 from service.settings import RequestLimits
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
@@ -53,6 +54,7 @@ class FakeControl:
     left_out: list[str] = field(default_factory=list)
     data_roots: DataRoots = field(default_factory=DataRoots)
     changed_database: Callable[[], None] | None = None
+    measured: Measurements = field(default_factory=lambda: Measurements(0.0, 0, {}))
 
     def begin(self, store: Store, home: Path) -> None:
         """Forget the test before this one."""
@@ -101,6 +103,9 @@ class FakeControl:
 
     def ready(self) -> list[str]:
         return self.reasons
+
+    def measurements(self) -> Measurements:
+        return self.measured
 
 
 @dataclass

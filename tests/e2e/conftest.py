@@ -20,6 +20,7 @@ from api.cli.service import start_service, stop_service
 from api.client import ApiError, MantaClient, ServiceUnreachable
 from api.local_service import running_service
 from benchmarks.support import own_processes
+from service.automatic_key import read_key
 from service.states import is_final
 from tests.e2e.network import Network
 from tests.e2e.small_file_system import small_where_allowed
@@ -41,6 +42,7 @@ EVERY_STEP = {"every_steps": 0, "snapshot_every_steps": 1}
 SLOW_SECONDS = 0.1
 LASTING = pytest.mark.parametrize("seconds", [0.0, pytest.param(60.0, marks=pytest.mark.soak)])
 """How long a bad day lasts at least; see `Manta.endure`."""
+FAKE_NVML = Path(__file__).parents[1] / "support" / "fake_nvml"
 HOLD_SECONDS = 0.5
 """How long each step of a job that is held takes: longer than anything that a test does meanwhile."""
 
@@ -77,6 +79,11 @@ class Manta:
                 self.home, "127.0.0.1", 0, self._slots, self._ray, allow_faults=True, database=self.database
             )
         self.client = MantaClient.of_home(self.home)
+
+    @property
+    def key(self) -> str:
+        """The automatic key."""
+        return str(read_key(self.home))
 
     def kill_service(self, with_signal: int = signal.SIGKILL) -> None:
         """Send the service's process this signal, and nobody else; return when it has ended."""
@@ -268,8 +275,9 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def manta(disk: Path, corpus: Path) -> Iterator[Manta]:
-    """The service that these tests share."""
-    running = Manta(disk / "home", corpus)
+    """The service that these tests share. Its node has GPUs to look at, and none to train on."""
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, (str(FAKE_NVML), os.environ.get("PYTHONPATH"))))}
+    running = Manta(disk / "home", corpus, environment=environment)
     yield running
     stop_service(running.home)
 

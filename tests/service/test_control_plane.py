@@ -579,6 +579,19 @@ def test_it_is_not_ready_when_its_scheduler_has_stopped(start, cluster):
     assert plane.ready() == ["the scheduler has stopped; see the service's log"]
 
 
+def test_it_tells_what_it_looks_after_and_how_far_behind_it_is(start, cluster, submit, store):
+    plane = start()
+    behave(cluster, start_training)
+    job = submit()
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    seen = plane.measurements()
+    assert (seen.owned_jobs, seen.ray_answers, set(seen.lag_seconds)) == (1, True, {"jobs", "queue", "nodes"})
+    assert {node.id for node in seen.nodes} == set(cluster.nodes.slots)
+    total, free = seen.units["manta_slot"]
+    assert free < total
+
+
 def test_notice_that_comes_again_is_no_news_but_for_the_time_that_is_left(start, cluster, submit, store):
     plane = start()
     behave(cluster, start_training)

@@ -18,6 +18,7 @@ from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.control_plane import ControlPlane
 from service.job.supervisor import Supervisor
+from service.lag import Lag
 from service.leases.decisions import RENEW_SECONDS
 from service.leases.held import Leases
 from service.states import TIME_LIMITS, JobState, is_final
@@ -38,7 +39,7 @@ class IdleNodeWatch:
     """Nodes are lost and found by this test."""
 
     def __init__(self, cluster, lost, draining):
-        pass
+        self.lag = Lag()
 
     async def run(self):
         await asyncio.Event().wait()

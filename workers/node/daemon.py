@@ -20,6 +20,7 @@ from workers.data.roots import DataRoots
 from workers.errors import MantaError
 from workers.node import reachability
 from workers.node.folders import paths_on_node, unshared
+from workers.node.gpus import GpuWatch
 from workers.node.heartbeat import HeartbeatServer
 from workers.node.host import this_host
 from workers.node.notice_sources import notice_sources
@@ -90,6 +91,7 @@ class NodeDaemon:
         self._locks: dict[str, asyncio.Lock] = {}
         self._peak: asyncio.Task[PeakRate | None] | None = None
         self._heartbeat = HeartbeatServer(this_host().address, node, self._ports)
+        self._gpus = GpuWatch(self._heartbeat.note_gpus)
         self._notices = [self._watch(source) for source in notice_sources(notices)] if notices else []
 
     async def call(self, method: str, arguments: JsonObject) -> Any:
@@ -105,6 +107,7 @@ class NodeDaemon:
             on_termination(lambda: self._heartbeat.drain(NOTICE_SECONDS, "the machine was asked to end", "SIGTERM"))
             for watch in self._notices:
                 watch.start()
+            self._gpus.start()
             self._peak = asyncio.create_task(self._measure_peak(), name="peak rate")
         return await self.describe()
 
@@ -211,6 +214,7 @@ class NodeDaemon:
         await self._zygote.close()
         for watch in self._notices:
             watch.stop()
+        await asyncio.to_thread(self._gpus.stop)
         self._heartbeat.close()
 
     def _watch(self, source: NoticeSource) -> NoticeWatch:

@@ -16,11 +16,11 @@ import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workers.protocol.json_codec import to_json
-from workers.protocol.messages import Heartbeat
+from workers.protocol.messages import GpuReading, Heartbeat
 from workers.system.ports import PortRange, listen
 
 BACKLOG = 64
@@ -47,6 +47,7 @@ class HeartbeatServer:
         self._drains: dict[str, _Drain] = {}  # by who says so
         self._changing = threading.Lock()
         self._withdrawn = False
+        self._gpus: tuple[GpuReading, ...] | None = None
         self._listener = listen(host, ports, BACKLOG)
         self._listener.setblocking(False)
         self._woken, self._waker = socket.socketpair()
@@ -54,6 +55,8 @@ class HeartbeatServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._connections: set[socket.socket] = set()
+        self._told: dict[socket.socket, tuple[GpuReading, ...]] = {}
+        """By connection what was said of the GPUs last."""
         self._strangers: dict[socket.socket, bytes] = {}  # what they have said so far; the longest here first
         self._thread = threading.Thread(target=self._serve, name="heartbeat", daemon=True)
         self._thread.start()
@@ -66,8 +69,8 @@ class HeartbeatServer:
 
     @property
     def state(self) -> Heartbeat:
-        """What is answered now. Of several who have said that the node is to be left, the one who leaves the least time
-        counts."""
+        """What is answered now, GPUs aside. Of several who have said that the node is to be left, the one who leaves
+        the least time counts."""
         with self._changing:
             drains = list(self._drains.values())
         if not drains:
@@ -90,6 +93,10 @@ class HeartbeatServer:
             self._drains.pop(source, None)
             self._withdrawn = True
         self._tell()
+
+    def note_gpus(self, readings: tuple[GpuReading, ...]) -> None:
+        """The machine's GPUs: the next answer on each connection says so."""
+        self._gpus = readings
 
     def _tell(self) -> None:
         with contextlib.suppress(OSError):
@@ -167,7 +174,11 @@ class HeartbeatServer:
             return b""
 
     def _answer(self, connection: socket.socket) -> None:
-        line = json.dumps(to_json(self.state)) + "\n"
+        state, gpus = self.state, self._gpus
+        if gpus is not None and self._told.get(connection) is not gpus:
+            self._told[connection] = gpus
+            state = replace(state, gpus=gpus)
+        line = json.dumps(to_json(state)) + "\n"
         try:
             connection.sendall(line.encode())
         except OSError:  # it is gone, or does not read
@@ -177,4 +188,5 @@ class HeartbeatServer:
         self._selector.unregister(connection)
         self._connections.discard(connection)
         self._strangers.pop(connection, None)
+        self._told.pop(connection, None)
         connection.close()

@@ -299,6 +299,28 @@ class PeakRate:
 
 
 @dataclass(frozen=True)
+class GpuReading:
+    """What the driver says of one GPU; None: it does not say that."""
+
+    index: int
+    """The driver's, on its machine."""
+    answers: bool = True
+    """False: the driver does not reach it any more."""
+    busy_ratio: float | None = None
+    """Of the driver's last sample, the part of the time in which a kernel ran."""
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    ecc_corrected: int | None = None
+    """Memory errors since the driver was loaded that were corrected."""
+    ecc_uncorrected: int | None = None
+    """The same of those that were not."""
+    xids: dict[str, int] = field(default_factory=dict)
+    """Errors that the driver has told since the daemon began, by their code (XID)."""
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """What a node's daemon says on every heartbeat."""
 
@@ -312,6 +334,8 @@ class Heartbeat:
     """Why it is to be left, in words; empty where nobody has said why."""
     stays: bool = False
     """Whether it was to be left, and is not any more."""
+    gpus: tuple[GpuReading, ...] | None = None
+    """The machine's GPUs; None: as was said on this connection before, or not known."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from benchmarks.support.simulation.messages import Channel
 from service.cluster.agent_client import AgentClient, AgentFailed, AgentLost, OrderEpoch, RayAgent
 from service.cluster.cluster import Cluster
 from service.cluster.node_daemons import HeartbeatSource
-from service.cluster.nodes import RayNode
+from service.cluster.nodes import GpuReadings, RayNode
 from service.cluster.placement import Capacity, Seat, Unit, job_of
 from service.cluster.placement_groups import NotPlaced
 from workers.config import ParallelConfig
@@ -51,6 +51,7 @@ class SimulatedNodes:
         self.silent: set[str] = set()
         self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()
+        self.gpus: dict[str, GpuReadings] = {}
 
     @property
     def closed(self) -> set[str]:

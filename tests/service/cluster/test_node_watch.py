@@ -12,6 +12,7 @@ from service.cluster.node_daemons import HeartbeatSource
 from service.cluster.node_watch import NodeWatch, any_listens
 from service.cluster.nodes import Nodes, RayNode
 from workers.node.heartbeat import HeartbeatServer
+from workers.protocol.messages import GpuReading
 from workers.system.ports import PortRange
 
 SECONDS = 30.0
@@ -23,7 +24,7 @@ class FakeCluster:
     def __init__(self):
         self.nodes = self.daemons = self
         self.lost, self.draining, self.failed = set(), set(), []
-        self.leave_by, self.problems = {}, {}
+        self.leave_by, self.problems, self.gpus = {}, {}, {}
         self.raylet = socket.create_server(("127.0.0.1", 0))
         self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
         self.asked = 0
@@ -107,6 +108,21 @@ def test_node_of_which_nothing_answers_is_lost_and_calls_to_it_fail(cluster):
 
     assert watched(cluster, story) == ("n1", "neither its daemon nor its Ray can be reached")
     assert (cluster.lost, cluster.failed) == ({"n1"}, ["n1"])
+
+
+def test_gpus_of_a_node_are_known_until_it_is_lost(cluster, frequent_looks):
+    readings = (GpuReading(0, temperature_celsius=60.0),)
+
+    async def story(reports):
+        cluster.heartbeat.note_gpus(readings)
+        await until(lambda: cluster.gpus)
+        known = cluster.gpus["n1"].readings
+        cluster.fall_silent()
+        await reports.get()
+        return known
+
+    assert watched(cluster, story) == readings
+    assert cluster.gpus == {}
 
 
 def test_node_that_is_back_is_lost_no_more_and_may_be_lost_again(cluster, frequent_looks):

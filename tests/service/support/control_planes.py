@@ -3,6 +3,7 @@
 import asyncio
 
 from service.cluster.placement import placement_group_name, seats_of
+from service.lag import Lag
 from service.store import events, jobs
 from tests.service.support.waiting import reached
 from workers.config import JobSpec
@@ -12,7 +13,7 @@ class IdleNodeWatch:
     """Says nothing of its own accord."""
 
     def __init__(self, cluster, lost, draining):
-        self.lost, self.draining = lost, draining
+        self.lost, self.draining, self.lag = lost, draining, Lag()
 
     async def run(self):
         await asyncio.Event().wait()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from service.cluster.agent_client import AgentError, within
 from service.cluster.agents import CLOSE_SECONDS
 from service.cluster.cluster import Cluster
-from service.cluster.nodes import Nodes, RayNode
+from service.cluster.nodes import GpuReadings, Nodes, RayNode
 from service.cluster.placement import Capacity, agent_name, placement_group_name, replica_bundles
 from service.cluster.placement_groups import NotPlaced
 from tests.service.support.fake_agents import FakeAgent
@@ -41,6 +41,7 @@ class FakeNodes:
         self.silent: set[str] = set()
         self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()
+        self.gpus: dict[str, GpuReadings] = {}
         self.error: Exception | None = None
         """What the next look at the nodes raises."""
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from workers.node.heartbeat import STRANGERS, HeartbeatServer
-from workers.protocol.messages import Heartbeat
+from workers.protocol.json_codec import from_json
+from workers.protocol.messages import GpuReading, Heartbeat
 
 
 @pytest.fixture
@@ -36,10 +37,23 @@ def ping(connection, heartbeat):
 
 def test_answers_each_ping(heartbeat):
     connection, lines = connected(heartbeat)
-    quiet = {"node": "n1", "draining": False, "drain_seconds": None, "drain_reason": "", "stays": False}
+    quiet = {"node": "n1", "draining": False, "drain_seconds": None, "drain_reason": "", "stays": False, "gpus": None}
     assert json.loads(lines.readline()) == quiet
     ping(connection, heartbeat)
     assert json.loads(lines.readline()) == quiet
+
+
+def test_new_readings_of_gpus_are_said_once_on_each_connection(heartbeat):
+    (first, its_lines), (_, other_lines) = connected(heartbeat), connected(heartbeat)
+    for lines in (its_lines, other_lines):
+        assert json.loads(lines.readline())["gpus"] is None
+    heartbeat.note_gpus((GpuReading(0, temperature_celsius=60),))
+    said = []
+    for _ in range(2):
+        ping(first, heartbeat)
+        said.append(from_json(Heartbeat, json.loads(its_lines.readline())).gpus)
+    assert said == [(GpuReading(0, temperature_celsius=60),), None]
+    assert json.loads(connected(heartbeat)[1].readline())["gpus"][0]["temperature_celsius"] == 60
 
 
 def test_ping_may_come_in_pieces(heartbeat):

@@ -1,0 +1,98 @@
+"""Numbers of this control plane itself, and of the nodes as it sees them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterable, Sequence
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from api.control import ControlPlane
+from api.metrics.families import Family, counter, gauge
+from api.metrics.gpus import FAMILIES as GPU_FAMILIES
+from api.metrics.gpus import gpu_metrics
+from service.cluster.errors import ClusterUnavailable
+from service.measurements import NODE_STATES, Measurements
+from service.store import Store
+from workers.protocol.messages import PROTOCOL
+
+_BUILD = gauge("manta_build_info", "1, with the release that runs", "version", "protocol", "python")
+_ANSWERS = gauge("manta_control_thread_up", "1 where the control plane's own thread answers, else 0")
+_DELAY = gauge("manta_control_thread_delay_seconds", "How long the control plane's thread took to turn to this scrape")
+_OWNED = gauge("manta_owned_jobs", "Jobs that this control plane looks after")
+_LAG = gauge("manta_reconcile_lag_seconds", "How long the oldest of what a loop has still to do has been due", "loop")
+_RAY = gauge("manta_ray_up", "1 where Ray tells its nodes, else 0")
+_NODES = gauge("manta_nodes", "Nodes that can hold ranks, by state", "state")
+_UNITS = gauge("manta_units", "GPUs or slots of living nodes, each of which holds a rank", "unit")
+_FREE = gauge("manta_units_free", "Those that nothing holds", "unit")
+_IN_USE = gauge("manta_database_connections", "Connections to the database that are in use", "purpose")
+_MOST = gauge("manta_database_connections_max", "So many there can be", "purpose")
+_WAITING = gauge("manta_database_writes_waiting", "Writes that wait or are being done")
+_OLDEST = gauge("manta_database_oldest_write_seconds", "How long the oldest of these has waited; 0 where there is none")
+_WRITES = counter("manta_database_writes_total", "Writes that have ended, well or not")
+_SECONDS = counter("manta_database_write_seconds_total", "Time of these writes, waiting included")
+
+FAMILIES: tuple[Family, ...] = (
+    *(_BUILD, _ANSWERS, _DELAY, _OWNED, _LAG, _RAY, _NODES, _UNITS, _FREE),
+    *(_IN_USE, _MOST, _WAITING, _OLDEST, _WRITES, _SECONDS),
+    *GPU_FAMILIES,
+)
+
+
+class ControlPlaneCollector(Collector):
+    """Asks the control plane with every scrape; what it does not answer is left out."""
+
+    def __init__(self, control: ControlPlane):
+        self._control = control
+
+    def collect(self) -> Iterable[Metric]:
+        """All numbers as of now."""
+        version = importlib.metadata.version("manta-train")
+        yield _BUILD.of([((version, str(PROTOCOL), platform.python_version()), 1)])
+        yield from _of_database(self._control.store)
+        try:
+            measurements = self._control.measurements()
+        except ClusterUnavailable:
+            yield _ANSWERS.of([((), 0)])
+            return
+        yield _ANSWERS.of([((), 1)])
+        yield from _of_loops(measurements)
+        if measurements.ray_answers:
+            yield from _of_nodes(measurements)
+            yield from gpu_metrics(measurements.nodes)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the names are unique by construction, and registering must not ask anybody."""
+        return []
+
+
+def _of_database(store: Store) -> Sequence[Metric]:
+    pools, (done, seconds) = store.connections(), store.writes.done
+    return [
+        _IN_USE.of(((purpose,), pool.in_use) for purpose, pool in pools.items()),
+        _MOST.of(((purpose,), pool.most) for purpose, pool in pools.items()),
+        _WAITING.of([((), store.writes.length)]),
+        _OLDEST.of([((), store.writes.oldest_seconds)]),
+        _WRITES.of([((), done)]),
+        _SECONDS.of([((), seconds)]),
+    ]
+
+
+def _of_loops(measurements: Measurements) -> Sequence[Metric]:
+    return [
+        _DELAY.of([((), measurements.loop_delay_seconds)]),
+        _OWNED.of([((), measurements.owned_jobs)]),
+        _LAG.of(((loop,), seconds) for loop, seconds in measurements.lag_seconds.items()),
+        _RAY.of([((), measurements.ray_answers)]),
+    ]
+
+
+def _of_nodes(measurements: Measurements) -> Sequence[Metric]:
+    states = [node.state for node in measurements.nodes]
+    return [
+        _NODES.of(((state,), states.count(state)) for state in NODE_STATES),
+        _UNITS.of(((unit,), total) for unit, (total, _) in measurements.units.items()),
+        _FREE.of(((unit,), free) for unit, (_, free) in measurements.units.items()),
+    ]

@@ -1,0 +1,84 @@
+"""What one control plane knows of itself and of the nodes that is in no database: for monitoring."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from service.cluster.cluster import Cluster
+from service.cluster.errors import ClusterUnavailable
+from service.cluster.nodes import Nodes, RayNode
+from service.cluster.placement import UNITS, Unit
+from workers.protocol.messages import GpuReading
+
+RAY_SECONDS = 3.0
+FRESH_SECONDS = 60.0
+"""What a node has not said anew for so long is not told any more."""
+
+NodeState = Literal["ready", "draining", "silent", "problem", "lost"]
+NODE_STATES: tuple[NodeState, ...] = NodeState.__args__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class NodeMeasurements:
+    """One node that Ray takes for living."""
+
+    id: str
+    host: str
+    state: NodeState
+    """ready: ranks are placed there; draining: it is to be left; silent: its daemon does not answer; problem: somebody
+    has to do something first; lost: neither its daemon nor its Ray can be reached."""
+    gpus: tuple[GpuReading, ...] = ()
+    """Empty too where nothing is known of them."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Of one moment."""
+
+    loop_delay_seconds: float
+    """How long the control plane's thread took to turn to the question."""
+    owned_jobs: int
+    """Jobs that this control plane looks after."""
+    lag_seconds: Mapping[str, float]
+    """By loop how long the oldest of what it has still to do has been due."""
+    ray_answers: bool = True
+    """Whether Ray told its nodes; else the two below are empty."""
+    nodes: tuple[NodeMeasurements, ...] = ()
+    units: Mapping[Unit, tuple[int, int]] = field(default_factory=dict)
+    """By what a rank takes (`GPU`, `manta_slot`) how many there are on living nodes, and how many of them are free."""
+
+
+async def measured(cluster: Cluster | None, asked_at: float, owned: int, lags: Mapping[str, float]) -> Measurements:
+    """On the control plane's loop. `asked_at`: by the monotonic clock; `cluster`: None before there is one."""
+    delay = time.monotonic() - asked_at
+    try:
+        if cluster is None:
+            raise ClusterUnavailable(LookupError("there is none yet"))
+        async with asyncio.timeout(RAY_SECONDS):
+            known = [node for node in await cluster.nodes.known() if node.alive and node.holds_ranks]
+            capacities = [await cluster.nodes.capacity(unit, all_living=True) for unit in UNITS]
+    except (ClusterUnavailable, TimeoutError):
+        return Measurements(delay, owned, lags, ray_answers=False)
+    nodes = tuple(_node(cluster.nodes, node) for node in known)
+    units = {capacity.unit: (capacity.total, capacity.free) for capacity in capacities}
+    return Measurements(delay, owned, lags, True, nodes, units)
+
+
+def _node(nodes: Nodes, node: RayNode) -> NodeMeasurements:
+    heard = nodes.gpus.get(node.id)
+    fresh = heard is not None and time.monotonic() - heard.heard_at < FRESH_SECONDS
+    return NodeMeasurements(node.id, node.host, _state(nodes, node.id), heard.readings if heard and fresh else ())
+
+
+def _state(nodes: Nodes, node: str) -> NodeState:
+    if node in nodes.lost:
+        return "lost"
+    if node in nodes.draining:
+        return "draining"
+    if node in nodes.silent:
+        return "silent"
+    return "problem" if node in nodes.problems else "ready"

@@ -1,0 +1,194 @@
+"""What monitoring is told of all jobs, in a number of queries that does not grow with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Row, and_, func, or_, select
+from sqlalchemy.orm import Session, aliased
+
+from service.ledger import Ledger
+from service.states import FINAL, SUPERVISED, JobState
+from service.store import jobs, ledgers, recoveries
+from service.store.checkpoints import COMPLETE
+from service.store.leases import living
+from service.store.tables import Checkpoint, ControlPlaneRow, Event, Generation, Job, Lease, Recovery, StateChange
+
+MOST_JOBS = 500
+"""So many have numbers of their own."""
+RECENT_SECONDS = 3600.0
+RECENT_TYPES = ("straggler", "rank_hung", "gang_hung", "spike", "step_skipped", "rolled_back")
+"""Of the events that are counted."""
+_MOST_EVENTS = 20_000
+"""So many of the newest are looked through: there is no index for it, and on a quiet day they are those of months."""
+
+_LISTED = (
+    *(Job.id, Job.name, Job.project, Job.state, Job.spec, Job.step, Job.steps, Job.metrics, Job.restarts),
+    Job.created_at,
+)
+
+
+@dataclass(frozen=True)
+class RecoveryTotals:
+    """Of all recoveries of a job."""
+
+    by_kind: Mapping[str, int]
+    """How many, by the kind of the failure."""
+    ended: int
+    """How many of them have led to a step."""
+    seconds: Mapping[str, float]
+    """What these took together, by phase."""
+    steps_redone: int
+    """Steps that they had done again."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """When a checkpoint was saved, in Unix seconds."""
+
+    began_at: float
+    ended_at: float | None
+    """None: it is not known."""
+
+
+@dataclass(frozen=True)
+class JobNumbers:
+    """One unfinished job. Times are Unix seconds."""
+
+    row: Row[Any]
+    """Its id, name, project, state, spec, step, steps, metrics, restarts and created_at."""
+    ledger: Ledger
+    state_since: float
+    placed_at: float | None
+    """When it left the queue last; None: never."""
+    last_step_at: float | None
+    """When its newest step was committed; None before the first."""
+    recovered: RecoveryTotals
+    saved: Saved | None
+    """Its newest complete checkpoint."""
+    recent_events: Mapping[str, int]
+    """By type how many of RECENT_TYPES it had within RECENT_SECONDS."""
+
+
+@dataclass(frozen=True)
+class FleetNumbers:
+    """All jobs together."""
+
+    by_state: Mapping[JobState, int]
+    queued_since: float | None
+    """Since when the job that has waited longest is in the queue; None where it is empty."""
+    recent_failures: Mapping[str, int]
+    """By reason how many jobs failed within RECENT_SECONDS."""
+    without_owner: int
+    """Jobs that may hold places and that no living control plane looks after."""
+    control_planes: int
+    """How many live."""
+    listed: Sequence[JobNumbers]
+    """Unfinished jobs, those that have begun first; MOST_JOBS at most."""
+
+
+def read(session: Session, now: float, bound: str | None = None) -> FleetNumbers:
+    """The numbers of all jobs, or of those of the project `bound`, at Unix time `now`."""
+    return FleetNumbers(
+        by_state=jobs.count_by_state(session, bound),
+        queued_since=_queued_since(session, bound),
+        recent_failures=_recent_failures(session, now, bound),
+        without_owner=_without_owner(session, bound),
+        control_planes=len(living(session)),
+        listed=_listed(session, now, bound),
+    )
+
+
+def _of(bound: str | None) -> list[ColumnElement[bool]]:
+    return [] if bound is None else [Job.project == bound]
+
+
+def _queued_since(session: Session, bound: str | None) -> float | None:
+    queued = select(func.max(StateChange.time).label("since")).join(Job, Job.id == StateChange.job_id)
+    since = queued.where(Job.state == JobState.QUEUED, *_of(bound)).group_by(StateChange.job_id).subquery()
+    return session.scalar(select(func.min(since.c.since)))
+
+
+def _recent_failures(session: Session, now: float, bound: str | None) -> dict[str, int]:
+    failed = and_(Job.state == JobState.FAILED, Job.finished_at > now - RECENT_SECONDS, *_of(bound))
+    rows = session.execute(select(Job.reason, func.count()).where(failed).group_by(Job.reason))
+    return {reason or "unknown": count for reason, count in rows}
+
+
+def _without_owner(session: Session, bound: str | None) -> int:
+    owned = select(Lease.name).join(ControlPlaneRow, ControlPlaneRow.id == Lease.owner)
+    orphans = select(func.count()).where(Job.state.in_(SUPERVISED), Job.id.not_in(owned), *_of(bound))
+    return session.scalar(orphans) or 0
+
+
+def _listed(session: Session, now: float, bound: str | None) -> list[JobNumbers]:
+    begun = or_(Job.state != JobState.QUEUED, Job.started_at.is_not(None))
+    query = select(*_LISTED).where(Job.state.not_in(FINAL), *_of(bound))
+    rows = session.execute(query.order_by(begun.desc(), Job.priority.desc(), Job.id).limit(MOST_JOBS)).all()
+    ids = [row.id for row in rows]
+    books = ledgers.of_jobs(session, rows, now)
+    entered = _latest(session, StateChange.job_id, StateChange.time, ids)
+    placed = _latest(session, StateChange.job_id, StateChange.time, ids, StateChange.state == JobState.STARTING)
+    stepped = _latest(session, Generation.job_id, Generation.trained_until, ids)
+    recovered, saved, events = _recoveries(session, ids), _saved(session, ids), _recent_events(session, ids, now)
+    return [
+        JobNumbers(
+            row=row,
+            ledger=books[row.id],
+            state_since=entered.get(row.id, row.created_at),
+            placed_at=placed.get(row.id),
+            last_step_at=stepped.get(row.id),
+            recovered=_totals(recovered.get(row.id, [])),
+            saved=saved.get(row.id),
+            recent_events=events.get(row.id, {}),
+        )
+        for row in rows
+    ]
+
+
+def _latest(
+    session: Session, job_id: Any, time: Any, ids: Collection[str], *where: ColumnElement[bool]
+) -> dict[str, float]:
+    rows = session.execute(select(job_id, func.max(time)).where(job_id.in_(ids), *where).group_by(job_id))
+    return {job: at for job, at in rows if at is not None}
+
+
+def _recoveries(session: Session, ids: Collection[str]) -> dict[str, list[Recovery]]:
+    by_job: dict[str, list[Recovery]] = {}
+    for row in session.scalars(select(Recovery).where(Recovery.job_id.in_(ids))):
+        by_job.setdefault(row.job_id, []).append(row)
+    return by_job
+
+
+def _totals(rows: Sequence[Recovery]) -> RecoveryTotals:
+    ended = [row for row in rows if row.first_step_at is not None]
+    seconds: Counter[str] = Counter()
+    for row in ended:
+        seconds.update({phase: took or 0.0 for phase, took in recoveries.timeline(row).phases().items()})
+    redone = sum(row.steps_redone or 0 for row in ended)
+    return RecoveryTotals(Counter(row.kind for row in rows), len(ended), seconds, redone)
+
+
+def _saved(session: Session, ids: Collection[str]) -> dict[str, Saved]:
+    """By a look at the end of the index for each job: its checkpoints may be many."""
+    candidate = aliased(Checkpoint)
+    newest = select(candidate.id).where(candidate.job_id == Job.id, candidate.state == COMPLETE)
+    newest = newest.order_by(candidate.step.desc(), candidate.generation.desc()).limit(1)
+    query = select(Checkpoint.job_id, Checkpoint.created_at, Checkpoint.completed_at).join(
+        Job, Checkpoint.id == newest.correlate(Job).scalar_subquery()
+    )
+    return {job: Saved(began, ended) for job, began, ended in session.execute(query.where(Job.id.in_(ids)))}
+
+
+def _recent_events(session: Session, ids: Collection[str], now: float) -> dict[str, dict[str, int]]:
+    newest = session.scalar(select(func.max(Event.id))) or 0
+    recent = and_(Event.id > newest - _MOST_EVENTS, Event.time > now - RECENT_SECONDS, Event.type.in_(RECENT_TYPES))
+    query = select(Event.job_id, Event.type, func.count()).where(recent).group_by(Event.job_id, Event.type)
+    wanted, by_job = set(ids), dict[str, dict[str, int]]()
+    for job, kind, count in session.execute(query):
+        if job in wanted:
+            by_job.setdefault(job, {})[kind] = count
+    return by_job

@@ -1,0 +1,154 @@
+"""What a scrape tells: every declared metric under its name, jobs by their id, and nothing without bounds."""
+
+import importlib.metadata
+import math
+import shutil
+import subprocess
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from api.metrics.names import FAMILIES, sample_names
+from service.cluster.errors import ClusterUnavailable
+from service.measurements import Measurements, NodeMeasurements
+from tests.api.support.keys import bearer
+from tests.deploy import monitoring
+from workers.protocol.messages import GpuReading
+
+GPUS = (GpuReading(0, True, 0.9, 2**30, 2**36, 60, 350.5, 7, 0, {"31": 2}), GpuReading(1, answers=False))
+MEASURED = Measurements(
+    loop_delay_seconds=0.01,
+    owned_jobs=1,
+    lag_seconds={"jobs": 0.0, "queue": 2.5},
+    nodes=(NodeMeasurements("n1", "host-1", "ready", GPUS), NodeMeasurements("n2", "host-2", "draining")),
+    units={"GPU": (8, 3), "manta_slot": (0, 0)},
+)
+
+
+def scraped(service):
+    """The value of each series, by its name and its labels' values in the order of their names."""
+    families = text_string_to_metric_families(service.http.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    return {(sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value for sample in samples}
+
+
+@pytest.fixture
+def running(service):
+    """A job that runs and has committed a step."""
+    job = service.submit(checkpoint={"every_steps": 5})["id"]
+    service.move(job, "STARTING", "RUNNING")
+    row = {"loss": 2.5, "step_seconds": 0.5, "tokens_per_second": 64.0, "mfu_causal": 0.2, "hfu_full": 0.3}
+    service.report(job, [{"step": 3, **row}])
+    return job
+
+
+def test_names_are_told_before_any_scrape(service, running):
+    service.control.measured = MEASURED
+    names = {name for name, *_ in scraped(service)}
+    ours = {name for name in names if name.startswith("manta_") and not name.endswith("_created")}
+    assert ours <= sample_names()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason=monitoring.NO_PROMETHEUS)
+def test_promtool_finds_nothing_wrong_with_a_scrape(service, running):
+    service.control.measured = MEASURED
+    text = service.http.get("/metrics").content
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_names_say_what_they_count_in(family):
+    assert family.name.startswith("manta_") and family.name.endswith("_total") == (family.kind == "counter")
+    assert family.text and not family.text.endswith(".")
+    assert "rank" not in family.labels
+
+
+def test_unfinished_job_is_told_in_detail(service, running):
+    told = scraped(service)
+    assert told["manta_job_info", running, "small", "default"] == 1
+    assert told["manta_job_state", running, "RUNNING"] == 1
+    assert told["manta_job_step", running] == 3
+    assert told["manta_job_steps", running] == 10
+    assert told["manta_job_step_seconds", running] == 0.5
+    assert told["manta_job_mfu_causal_ratio", running] == 0.2
+    assert told["manta_job_loss_not_finite", running] == 0
+    assert told["manta_job_checkpoint_every_steps", running] == 5
+    assert 0 <= told["manta_job_checkpoint_age_seconds", running] < 3600  # none yet: since it started
+    assert told["manta_job_recent_events", running, "straggler"] == 0
+    assert ("manta_job_checkpoint_duration_seconds", running) not in told
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_loss_that_is_not_finite_is_said_to_be(service, running, loss):
+    service.report(running, [{"step": 4, "loss": loss}])
+    told = scraped(service)
+    assert told["manta_job_loss_not_finite", running] == 1
+    assert not math.isfinite(told["manta_job_loss", running])
+
+
+def test_job_that_saves_no_checkpoints_has_none_that_could_be_too_old(service):
+    job = service.submit(checkpoint={"every_steps": 0})["id"]
+    service.move(job, "STARTING", "RUNNING")
+    assert ("manta_job_checkpoint_age_seconds", job) not in scraped(service)
+
+
+def test_job_in_the_queue_waits(service):
+    service.submit()
+    told = scraped(service)
+    assert told["manta_jobs", "QUEUED"] == 1
+    assert 0 < told["manta_queue_oldest_wait_seconds",] < 3600
+
+
+def test_control_plane_tells_of_itself_and_of_the_nodes(service):
+    service.control.measured = MEASURED
+    told = scraped(service)
+    assert told["manta_control_thread_up",] == told["manta_ray_up",] == 1
+    assert told["manta_reconcile_lag_seconds", "queue"] == 2.5
+    assert told["manta_nodes", "ready"] == told["manta_nodes", "draining"] == 1
+    assert told["manta_nodes", "lost"] == 0
+    assert (told["manta_units", "GPU"], told["manta_units_free", "GPU"]) == (8, 3)
+    assert told["manta_database_connections_max", "read"] >= 5
+    assert told["manta_database_writes_waiting",] == 0
+    version = importlib.metadata.version("manta-train")
+    assert [labels[-1] for name, *labels in told if name == "manta_build_info"] == [version]
+    assert any(name == "process_resident_memory_bytes" for name, *_ in told)
+
+
+def test_gpus_are_told_by_node_and_number(service):
+    service.control.measured = MEASURED
+    told = scraped(service)
+    assert told["manta_gpu_utilization_ratio", "0", "host-1", "n1"] == 0.9
+    assert told["manta_gpu_power_watts", "0", "host-1", "n1"] == 350.5
+    assert told["manta_gpu_ecc_errors_total", "0", "host-1", "corrected", "n1"] == 7
+    assert told["manta_gpu_xid_errors_total", "0", "host-1", "n1", "31"] == 2
+    assert told["manta_gpu_up", "1", "host-1", "n1"] == 0
+    assert ("manta_gpu_temperature_celsius", "1", "host-1", "n1") not in told
+
+
+def test_thread_that_does_not_answer_is_told_to_be_down_and_jobs_are_told_all_the_same(service, running):
+    def measurements():
+        raise ClusterUnavailable(TimeoutError("busy"))
+
+    service.control.measurements = measurements
+    told = scraped(service)
+    del service.control.measurements
+    assert told["manta_control_thread_up",] == 0
+    assert told["manta_job_step", running] == 3
+    assert not any(name == "manta_ray_up" for name, *_ in told)
+
+
+def test_ray_that_does_not_answer_is_told_to_be_down(service):
+    service.control.measured = Measurements(0.0, 0, {}, ray_answers=False)
+    told = scraped(service)
+    assert told["manta_ray_up",] == 0
+    assert not any(name in ("manta_nodes", "manta_units") for name, *_ in told)
+
+
+def test_key_of_a_project_is_told_nothing_of_the_machines(service):
+    service.control.measured = MEASURED
+    service.http.post("/v1/projects", json={"name": "theirs"})
+    made = service.http.post("/v1/keys", json={"name": "k", "project": "theirs", "scope": "read"})
+    service.http.headers.update(bearer(made.json()["key"]))
+    names = {name for name, *_ in scraped(service)}
+    assert names and all(name.startswith(("manta_job", "manta_queue", "manta_control_planes")) for name in names)

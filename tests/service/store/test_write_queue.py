@@ -1,0 +1,55 @@
+"""What waits to be written is counted, and how long the oldest of it has waited."""
+
+import threading
+from concurrent.futures import Future
+
+from service.store import Store
+from service.store.write_queue import WriteQueue
+
+
+class Clock:
+    """Stands until it is moved."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_writes_are_counted_until_they_end_well_or_not(store: Store):
+    before, _ = store.writes.done
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(session):
+        begun.set()
+        assert go_on.wait(20)
+        raise ValueError
+
+    store.write_later(slow)
+    assert begun.wait(20)
+    store.fenced(AnyFence()).write_later(lambda session: None)
+    assert store.writes.length == 2
+    assert store.writes.oldest_seconds > 0
+    go_on.set()
+    assert store.write(lambda session: (store.writes.length, store.writes.done[0])) == (1, before + 2)
+
+
+class AnyFence:
+    """Lets everybody write."""
+
+    def check(self, session):
+        pass
+
+
+def test_time_of_a_write_begins_when_it_is_asked_for():
+    clock, first, second = Clock(), Future(), Future()
+    writes = WriteQueue(clock)
+    writes.add(first)
+    clock.now = 2
+    writes.add(second)
+    clock.now = 3
+    assert writes.oldest_seconds == 3
+    first.set_result(None)
+    assert (writes.oldest_seconds, writes.done) == (1, (1, 3))
+    second.set_exception(ValueError())
+    assert writes.done == (2, 4)

@@ -1,0 +1,62 @@
+"""What a control plane knows of the nodes is told as it is now; what it does not know any more is not told."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from service.cluster.errors import ClusterUnavailable
+from service.cluster.nodes import GpuReadings, RayNode
+from service.cluster.placement import Capacity
+from service.measurements import FRESH_SECONDS, measured
+from workers.protocol.messages import GpuReading
+
+GPUS = (GpuReading(0, temperature_celsius=60),)
+
+
+def cluster(known=(), **sets):
+    """A cluster with these nodes, and what was noted of them."""
+
+    async def all_known():
+        if known is None:
+            raise ClusterUnavailable(TimeoutError("no answer"))
+        return [RayNode(node, ("127.0.0.1", 1), f"host-{node}") for node in known]
+
+    async def capacity(unit, all_living):
+        return Capacity(unit, 8, 3, {})
+
+    noted = {"lost": set(), "draining": set(), "silent": set(), "problems": {}, "gpus": {}, **sets}
+    return SimpleNamespace(nodes=SimpleNamespace(known=all_known, capacity=capacity, **noted))
+
+
+def of(cluster):
+    return asyncio.run(measured(cluster, time.monotonic(), 2, {"jobs": 0.5}))
+
+
+@pytest.mark.parametrize(
+    ("noted", "state"),
+    [
+        ({}, "ready"),
+        ({"draining": {"n1"}}, "draining"),
+        ({"silent": {"n1"}}, "silent"),
+        ({"problems": {"n1": "its port is closed"}}, "problem"),
+        ({"lost": {"n1"}, "draining": {"n1"}}, "lost"),
+    ],
+)
+def test_each_node_is_in_one_state(noted, state):
+    seen = of(cluster(["n1"], **noted))
+    assert [(node.id, node.host, node.state) for node in seen.nodes] == [("n1", "host-n1", state)]
+    assert seen.units == {"GPU": (8, 3), "manta_slot": (8, 3)}
+
+
+def test_gpus_are_told_as_long_as_the_node_tells_them():
+    now = time.monotonic()
+    heard = {"n1": GpuReadings(now, GPUS), "n2": GpuReadings(now - FRESH_SECONDS - 1, GPUS)}
+    assert [node.gpus for node in of(cluster(["n1", "n2", "n3"], gpus=heard)).nodes] == [GPUS, (), ()]
+
+
+@pytest.mark.parametrize("without", [None, cluster(None)])
+def test_without_an_answer_of_ray_the_rest_is_told(without):
+    seen = of(without)
+    assert (seen.ray_answers, seen.nodes, seen.owned_jobs, seen.lag_seconds) == (False, (), 2, {"jobs": 0.5})

@@ -1,0 +1,82 @@
+"""GPUs are read by NVIDIA's library, which stands here for what it says; what it does not say is left out."""
+
+import importlib
+import queue
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.fake_nvml import pynvml
+from workers.node import gpus
+from workers.node.gpus import GpuWatch
+from workers.protocol.messages import GpuReading
+
+
+def library(**changes):
+    """The fake, with some functions replaced."""
+    return SimpleNamespace(**{**vars(pynvml), **changes})
+
+
+@pytest.fixture
+def readings():
+    """Starts a watch on a library, and yields its readings as they come."""
+    watches = []
+
+    def start(of):
+        told = queue.Queue()
+        watches.append(GpuWatch(told.put, of))
+        watches[-1].start()
+        return told
+
+    yield start
+    for watch in watches:
+        watch.stop()
+
+
+def refuse(*_):
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+def test_reading_is_in_base_units(readings):
+    first, second = readings(pynvml).get(timeout=20)
+    assert first == GpuReading(0, True, 0.9, 2**30, 80 * 2**30, 60, 350.5, 7, 0, {})
+    assert (second.index, second.ecc_corrected, second.ecc_uncorrected) == (1, None, None)
+
+
+def test_error_is_told_as_soon_as_the_driver_tells_it(readings, monkeypatch):
+    monkeypatch.setattr(gpus, "SAMPLE_SECONDS", 10_000.0)
+    told = readings(pynvml)
+    told.get(timeout=20)
+    assert [gpu.xids for gpu in told.get(timeout=20)] == [{}, {"31": 1}]
+
+
+def test_gpu_that_the_driver_does_not_reach_any_more_is_said_to_be_gone(readings):
+    def memory(gpu):
+        return pynvml.nvmlDeviceGetMemoryInfo(gpu) if gpu == "GPU 0" else refuse()
+
+    assert [gpu.answers for gpu in readings(library(nvmlDeviceGetMemoryInfo=memory)).get(timeout=20)] == [True, False]
+
+
+def test_driver_that_tells_no_errors_still_tells_the_rest(readings):
+    assert len(readings(library(nvmlDeviceRegisterEvents=refuse)).get(timeout=20)) == 2
+
+
+@pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount"])
+def test_without_a_driver_nothing_is_told_and_the_watch_ends(function):
+    told = queue.Queue()
+    watch = GpuWatch(told.put, library(**{function: refuse}))
+    watch.start()
+    watch._thread.join(20)
+    assert told.empty() and not watch._thread.is_alive()
+
+
+def test_a_watch_that_was_never_started_can_be_stopped():
+    GpuWatch(lambda _: None, pynvml).stop()
+
+
+def test_the_fake_has_no_name_that_the_library_lacks():
+    theirs = importlib.import_module("pynvml")
+    names = [name for name in vars(pynvml) if name.startswith(("nvml", "NVML"))]
+    assert [name for name in names if not hasattr(theirs, name)] == []
+    constants = [name for name in names if isinstance(getattr(pynvml, name), int)]
+    assert [name for name in constants if getattr(theirs, name) != getattr(pynvml, name)] == []

@@ -1,0 +1,128 @@
+"""What NVIDIA's management library (NVML) says of the GPUs of a machine: how busy, full and hot they are, and their
+errors. It makes no CUDA context, and sees all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES says."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from workers.protocol.messages import GpuReading
+
+log = logging.getLogger(__name__)
+
+SAMPLE_SECONDS = 5.0
+EVENT_MILLISECONDS = 500
+"""How long the library is asked at a time whether there are new errors; so long `stop` waits at most."""
+
+
+class GpuWatch:
+    """Reads all GPUs every few seconds, on a thread of its own: a driver in trouble may take long to answer."""
+
+    def __init__(self, tell: Callable[[tuple[GpuReading, ...]], None], library: Any = None):
+        """`tell`: called with each reading, on that thread; `library`: what stands for the module `pynvml`."""
+        self._tell, self._library = tell, library
+        self._xids: Counter[tuple[int, int]] = Counter()  # by GPU and code
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpus", daemon=True)
+
+    def start(self) -> None:
+        """From now on; nothing happens where there is no library, driver or GPU."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Read no more. Does not wait for a driver that does not answer."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(4 * EVENT_MILLISECONDS / 1000)
+
+    def _run(self) -> None:
+        library = self._library or _library()
+        if library is None:
+            return
+        try:
+            library.nvmlInit()
+        except library.NVMLError as error:
+            log.info("the GPUs of this machine are not watched: %s", error)
+            return
+        try:
+            self._watch(library)
+        except library.NVMLError as error:
+            log.warning("the GPUs of this machine are watched no more: %s", error)
+        finally:
+            library.nvmlShutdown()
+
+    def _watch(self, library: Any) -> None:
+        gpus = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
+        errors = _errors_of(library, gpus) if gpus else None
+        while gpus and not self._stopped.is_set():
+            self._tell(tuple(self._reading(library, index, gpu) for index, gpu in enumerate(gpus)))
+            due = time.monotonic() + SAMPLE_SECONDS
+            while not self._stopped.is_set() and time.monotonic() < due:
+                if errors is None:
+                    self._stopped.wait(due - time.monotonic())
+                elif self._count_error(library, errors):
+                    break  # it is told at once
+
+    def _count_error(self, library: Any, errors: Any) -> bool:
+        """Whether an error came within a moment."""
+        try:
+            event = library.nvmlEventSetWait_v2(errors, EVENT_MILLISECONDS)
+            self._xids[library.nvmlDeviceGetIndex(event.device), int(event.eventData)] += 1
+        except library.NVMLError as error:
+            if error.value != library.NVML_ERROR_TIMEOUT:
+                log.warning("the driver did not say what is wrong with a GPU: %s", error)
+                self._stopped.wait(EVENT_MILLISECONDS / 1000)
+            return False
+        return True
+
+    def _reading(self, library: Any, index: int, gpu: Any) -> GpuReading:
+        def ask(function: str, *arguments: int) -> Any:
+            """None: this GPU does not have that, or does not answer any more."""
+            try:
+                return getattr(library, function)(gpu, *arguments)
+            except library.NVMLError:
+                return None
+
+        memory, busy = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetUtilizationRates")
+        milliwatts = ask("nvmlDeviceGetPowerUsage")
+        errors = (library.NVML_MEMORY_ERROR_TYPE_CORRECTED, library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
+        corrected, uncorrected = (
+            ask("nvmlDeviceGetTotalEccErrors", kind, library.NVML_VOLATILE_ECC) for kind in errors
+        )
+        return GpuReading(
+            index=index,
+            answers=memory is not None,
+            busy_ratio=None if busy is None else busy.gpu / 100,
+            memory_used_bytes=None if memory is None else int(memory.used),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            temperature_celsius=ask("nvmlDeviceGetTemperature", library.NVML_TEMPERATURE_GPU),
+            power_watts=None if milliwatts is None else milliwatts / 1000,
+            ecc_corrected=corrected,
+            ecc_uncorrected=uncorrected,
+            xids={str(code): count for (of, code), count in self._xids.items() if of == index},
+        )
+
+
+def _library() -> Any:
+    """The module `pynvml` of nvidia-ml-py; None where it is not installed."""
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError:
+        return None
+
+
+def _errors_of(library: Any, gpus: list[Any]) -> Any:
+    """Where the driver says which errors (XID) GPUs have; None where it says none."""
+    try:
+        errors = library.nvmlEventSetCreate()
+        for gpu in gpus:
+            library.nvmlDeviceRegisterEvents(gpu, library.nvmlEventTypeXidCriticalError, errors)
+    except library.NVMLError as error:
+        log.info("this driver does not tell errors of GPUs: %s", error)
+        return None
+    return errors
