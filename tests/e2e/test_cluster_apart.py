@@ -12,7 +12,7 @@ from api.client import ServiceUnreachable
 from tests.e2e.cluster_apart import MANTA_PORTS, OPEN, SLOTS, ApartCluster, ApartService
 from tests.e2e.conftest import EVERY_STEP, SECONDS
 from tests.e2e.forwarder import Forwarder
-from tests.e2e.machines import ROOT
+from tests.e2e.machines import ROOT, python
 from tests.e2e.network import Network
 
 NODES = 4
@@ -107,6 +107,20 @@ def test_rank_agent_node_and_control_plane_are_killed_in_turn_and_the_bits_stay(
     assert apart.curve(job) == apart.curve(clean)
     assert all("memory" in event.data["source"] for event in apart.events(job, "recovered")), apart.story(job)
     cluster.start_node(lost)
+    apart.until_nodes(NODES)
+
+
+def test_a_node_is_left_on_its_own_word_as_before_a_pod_ends(apart, cluster, clean):
+    job = apart.submit(spec(apart))
+    apart.hold(job, 0, step=5)
+    leaving = cluster.node_of(apart.pids(job)[3])
+    said = leaving.run(*python("-m", "api.cli", "drain", "--this-node", "--wait", "--deadline", "60"))
+    assert said.returncode == 0, said.stderr
+    assert not [each for each in leaving.processes() if each.name().startswith("ray::Agent")]
+    leaving.power_off()
+    apart.until_state(job, "SUCCEEDED")
+    assert (apart.curve(job), apart.client.job(job).restarts) == (apart.curve(clean), 0)
+    cluster.start_node(leaving)
     apart.until_nodes(NODES)
 
 
