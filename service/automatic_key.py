@@ -67,9 +67,16 @@ def _is_good(session: Session, secret: str) -> bool:
     return keys.is_good(key, time.time())
 
 
-def add_for_installation(session: Session, secret: str, name: str, by: str, expires_at: float | None = None) -> ApiKey:
-    """Have the database know a key with which everything may be done. `by`: who on the machine made it."""
-    key = keys.create(session, digest_of(secret), name, Scope.ADMIN, installation=True, expires_at=expires_at)
+def add_for_installation(
+    session: Session,
+    secret: str,
+    name: str,
+    by: str,
+    expires_at: float | None = None,
+    scope: Scope = Scope.ADMIN,
+) -> ApiKey:
+    """Have the database know a key that is good for all projects. `by`: who on the machine made it."""
+    key = keys.create(session, digest_of(secret), name, scope, installation=True, expires_at=expires_at)
     audit.append_local(session, by, DEFAULT_PROJECT, Deed("create_key", key.id, "local", 201))
     return key
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +14,7 @@ PROJECT_PATTERN = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 """Regular expression of a project's name."""
 _SECRET_BYTES = 32
 _KEY_PREFIX, _TOKEN_PREFIX = "manta_", "manta_browser_"
+_KEY = re.compile(f"{_KEY_PREFIX}[A-Za-z0-9_-]{{43,128}}")  # 43 characters of these have room for 256 bits
 
 
 class Scope(StrEnum):
@@ -57,6 +59,11 @@ class Identity:
 def new_key() -> str:
     """A new API key: 256 random bits, behind a prefix by which those who look for leaked secrets know it."""
     return _KEY_PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
+
+
+def may_be_key(text: str) -> bool:
+    """Whether `text` looks like a key that was drawn well: the prefix, and room for 256 random bits."""
+    return _KEY.fullmatch(text) is not None and not text.startswith(_TOKEN_PREFIX)
 
 
 def new_browser_token() -> str:

@@ -18,6 +18,8 @@ from workers.errors import MantaError
 from workers.storage.places import Place
 
 SHARED_MEMORY = Path("/dev/shm")
+RUNTIME_FOLDERS = Path("/tmp"), "manta-{user}-{tag}"
+"""Where runtime folders lie, and how they are called, by the user's number and the tag of the home."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -58,7 +60,8 @@ class Paths:
     @property
     def runtime_folder(self) -> Path:
         """Short folder for sockets and Ray's session; see `make_runtime_folder`."""
-        return Path(f"/tmp/manta-{os.getuid()}-{self.tag}")
+        parent, name = RUNTIME_FOLDERS
+        return parent / name.format(user=os.getuid(), tag=self.tag)
 
     @property
     def snapshot_root(self) -> Path:

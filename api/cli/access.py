@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
 from api.cli import render
 from api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, connect, fail, show
-from service import automatic_key
+from service import automatic_key, given_key
 from service.identity import Scope, new_key
 from service.settings import Settings
 from service.store import ApiKey, Store
@@ -72,8 +74,18 @@ def create_key(
 
 
 def _create_in_database(settings: Settings, name: str, days: float | None) -> tuple[ApiKey, str]:
-    """A key for the installation, and the key itself. Whoever can write the database may make one: they could do
-    anything else with it, too. Raises StoreUnusable, DatabaseOfOlderRelease."""
+    """A key for the installation, and the key itself. Raises StoreUnusable, DatabaseOfOlderRelease."""
+    with _database(settings) as store:
+        secret = new_key()
+        until = None if days is None else time.time() + days * DAY_SECONDS
+        by = automatic_key.user_name()
+        return store.write(lambda s: automatic_key.add_for_installation(s, secret, name, by, until)), secret
+
+
+@contextlib.contextmanager
+def _database(settings: Settings) -> Iterator[Store]:
+    """The migrated database, without the service. Whoever can write it may make keys: they could do anything else with
+    it, too. Raises StoreUnusable, DatabaseOfOlderRelease."""
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     store = Store(url_in(settings.home, settings.database_url))
     try:
@@ -83,12 +95,27 @@ def _create_in_database(settings: Settings, name: str, days: float | None) -> tu
                 "on this machine once (`manta up`), and make the key then"
             )
         store.migrate()
-        secret = new_key()
-        until = None if days is None else time.time() + days * DAY_SECONDS
-        by = automatic_key.user_name()
-        return store.write(lambda s: automatic_key.add_for_installation(s, secret, name, by, until)), secret
+        yield store
     finally:
         store.close()
+
+
+@keys_app.command("add")
+def add_given_key(
+    name: Annotated[str, typer.Argument(help="What it is for.")],
+    scope: Annotated[Scope, typer.Option("--scope", help="What it allows, in all projects.")] = Scope.ADMIN,
+    as_json: Json = False,
+) -> None:
+    """Have the key in MANTA_API_KEY, drawn elsewhere with other secrets, be good for all projects: in the database,
+    without the service. Again it changes nothing."""
+    settings = Settings.from_environment()
+    secret = settings.api_key
+    if secret is None:
+        raise fail("MANTA_API_KEY must hold the key that is to be added", EXIT_BAD_INPUT)
+    with _database(settings) as store:
+        added = store.write(lambda session: given_key.add(session, secret, name, scope))
+    document = {"id": added.id, "name": added.name, "scope": added.scope, "installation": True}
+    typer.echo(json.dumps(document, indent=2) if as_json else f"{added.id} ({added.name}) is good, scope {added.scope}")
 
 
 @keys_app.command("list")

@@ -368,8 +368,8 @@ def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
             return
 
 
-def main() -> None:
-    """Entry of the `manta` command."""
+def command_line() -> typer.Typer:
+    """`manta` with all of its commands."""
     from api.cli import access, checkpoints, doctor, nodes, service, version
     from api.cli.db import db
 
@@ -380,4 +380,9 @@ def main() -> None:
     nodes.register(app)
     service.register(app)
     app.add_typer(db, name="db")
-    app()
+    return app
+
+
+def main() -> None:
+    """Entry of the `manta` command."""
+    command_line()()

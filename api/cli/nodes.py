@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable
 from typing import Annotated
 
 import psutil  # type: ignore[import-untyped]
@@ -12,15 +15,11 @@ import typer
 from api.cli import render
 from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, Url, connect, fail, show
 from api.client import MantaClient
-from api.schemas import Node
-from workers.errors import MantaError
-from workers.system.own_address import LOOPBACK
+from workers.node.local_drain import drain_nodes_here
 
 LOOK_SECONDS = 0.5
-
-
-class NotThisNode(MantaError):
-    """It cannot be told which node of the cluster this machine is."""
+AGENT = "ray::AgentOnNode"[:15]
+"""How Ray names an agent's process, as far as the kernel keeps it (workers/rank/agent_on_node.py)."""
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +31,9 @@ def register(app: typer.Typer) -> None:
 def drain(
     node: Annotated[str | None, typer.Argument(metavar="NODE", help="Id of the node, or enough of its start.")] = None,
     deadline: Annotated[float, typer.Option("--deadline", min=0, help="Seconds that the node lives on.")] = 120.0,
-    this_node: Annotated[bool, typer.Option("--this-node", help="The node that this command runs on.")] = False,
+    this_node: Annotated[
+        bool, typer.Option("--this-node", help="The node that this command runs on, without a word to the service.")
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Return when nothing runs there any more.")] = False,
     url: Url = None,
     as_json: Json = False,
@@ -40,38 +41,46 @@ def drain(
     """Have all jobs leave a node before it goes away."""
     if (node is None) == (not this_node):
         raise fail("name a node, or say --this-node", EXIT_BAD_INPUT)
+    if node is None:
+        if url is not None:
+            raise fail("--this-node asks no service: leave --url away, or name the node", EXIT_BAD_INPUT)
+        _drain_this_one(deadline, wait, as_json)
+        return
     with connect(url) as client:
-        answer = client.drain(this_one(client.cluster().nodes, own_addresses()) if node is None else node, deadline)
-        stays = wait and not _until_empty(client, answer.id, deadline)
-    show(answer, as_json, lambda console: console.print(f"{answer.id} is being left", highlight=False))
-    if stays:
-        raise fail(f"{answer.id} was not left within {deadline:g} s: see `manta nodes`", EXIT_FAILED)
+        answer = client.drain(node, deadline)
+        show(answer, as_json, lambda console: console.print(f"{answer.id} is being left", highlight=False))
+        _wait_until(lambda: _is_empty(client, answer.id), answer.id, deadline if wait else None)
 
 
-def this_one(nodes: Sequence[Node], addresses: Collection[str]) -> str:
-    """The id of the living node that has one of these addresses. Raises NotThisNode."""
-    here = [node.id for node in nodes if node.alive and node.address in addresses]
-    if len(here) == 1:
-        return here[0]
-    known = ", ".join(sorted(node.address for node in nodes))
-    several = f"{len(here)} nodes are on this machine" if here else f"no node is at {', '.join(sorted(addresses))}"
-    raise NotThisNode(f"{several}; those of the cluster are at {known}: name one, as `manta nodes` shows them")
+def _drain_this_one(deadline: float, wait: bool, as_json: bool) -> None:
+    left = drain_nodes_here(deadline)
+    words = [f"{each} is being left" for each in left] or ["nothing of Manta that is this user's runs on this machine"]
+    typer.echo(json.dumps({"nodes": left}) if as_json else "\n".join(words))
+    if left:
+        _wait_until(lambda: not agents_here(), "this machine", deadline if wait else None)
 
 
-def own_addresses() -> set[str]:
-    """The addresses under which others reach this machine; where there is none, its own."""
-    own = {each.address for interface in psutil.net_if_addrs().values() for each in interface}
-    return own - {LOOPBACK} or {LOOPBACK}
+def agents_here() -> list[int]:
+    """Processes of agents that this user has on this machine: those of ranks, and those that still hand out the state
+    of ranks which have left."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real == os.getuid() and process.name().startswith(AGENT):
+                found.append(int(process.pid))
+    return found
 
 
-def _until_empty(client: MantaClient, node: str, seconds: float) -> bool:
-    """Whether nothing runs on `node` within so many seconds."""
-    deadline = time.monotonic() + seconds
-    while True:
-        if not any(each.ranks for each in client.cluster().nodes if each.id == node and each.alive):
-            return True
+def _is_empty(client: MantaClient, node: str) -> bool:
+    return not any(each.ranks for each in client.cluster().nodes if each.id == node and each.alive)
+
+
+def _wait_until(empty: Callable[[], bool], name: str, seconds: float | None) -> None:
+    """Fails where `name` is not empty after so many seconds; None: does not wait."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while deadline is not None and not empty():
         if time.monotonic() >= deadline:
-            return False
+            raise fail(f"{name} was not left within {seconds:g} s: see `manta nodes`", EXIT_FAILED)
         time.sleep(LOOK_SECONDS)
 
 

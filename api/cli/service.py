@@ -39,6 +39,9 @@ Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
 Slots = Annotated[int | None, typer.Option("--slots", min=1, help="CPU ranks that fit, beside GPUs too; default: 16.")]
 Ray = Annotated[str | None, typer.Option("--ray", metavar="HOST:PORT", help="Use this Ray cluster, not an own one.")]
+WaitForRay = Annotated[
+    bool, typer.Option("--wait-for-ray", help="Wait until the cluster of --ray answers, however long that takes.")
+]
 AllowFaults = Annotated[
     bool, typer.Option("--allow-faults", help="Let `manta inject` kill, stop and harm the jobs' processes.")
 ]
@@ -163,6 +166,7 @@ def serve_in_foreground(
     port: Port = DEFAULT_PORT,
     slots: Slots = None,
     ray: Ray = None,
+    wait_for_ray: WaitForRay = False,
     allow_faults: AllowFaults = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -176,7 +180,7 @@ def serve_in_foreground(
         serve(settings, host, port, slots, None)
     else:
         run_again_when_ended_by_ray(
-            lambda again: serve(settings, host, port, slots, ray, patient=again), settings.service_file
+            lambda again: serve(settings, host, port, slots, ray, patient=again or wait_for_ray), settings.service_file
         )
 
 

@@ -74,6 +74,20 @@ def test_rank_agent_node_and_control_plane_are_killed_in_turn_and_the_bits_stay(
     apart.until_nodes(NODES)
 
 
+def test_a_node_is_left_on_its_own_word_as_before_a_pod_ends(apart, cluster, clean):
+    job = apart.submit(spec(apart))
+    apart.hold(job, 0, step=5)
+    leaving = cluster.node_of(apart.pids(job)[3])
+    said = leaving.run(*leaving.python("-m", "api.cli", "drain", "--this-node", "--wait", "--deadline", "60"))
+    assert said.returncode == 0, said.stderr
+    assert not [each for each in leaving.processes() if each.name().startswith("ray::Agent")]
+    leaving.power_off()
+    apart.until_state(job, "SUCCEEDED")
+    assert (apart.curve(job), apart.client.job(job).restarts) == (apart.curve(clean), 0)
+    cluster.start_node(leaving)
+    apart.until_nodes(NODES)
+
+
 def test_what_ranks_print_is_in_the_logs(apart, cluster):
     job = apart.submit(spec(apart))
     apart.inject(job, "exception", 1, at_step=3)

@@ -23,6 +23,7 @@ from workers.node.folders import paths_on_node, unshared
 from workers.node.gpus import GpuWatch
 from workers.node.heartbeat import HeartbeatServer
 from workers.node.host import this_host
+from workers.node.local_drain import drain_socket, serve_drains
 from workers.node.notice_sources import notice_sources
 from workers.node.notice_watch import NoticeWatch
 from workers.node.notices import Notice, NoticeSource
@@ -90,6 +91,7 @@ class NodeDaemon:
         self._stores: dict[str, _Store] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._peak: asyncio.Task[PeakRate | None] | None = None
+        self._drains: asyncio.Server | None = None
         self._heartbeat = HeartbeatServer(this_host().address, node, self._ports)
         self._gpus = GpuWatch(self._heartbeat.note_gpus)
         self._notices = [self._watch(source) for source in notice_sources(notices)] if notices else []
@@ -104,6 +106,11 @@ class NodeDaemon:
             self._paths.make_runtime_folder()
             self._paths.make_snapshot_root()
             await self._zygote.start()
+            self._drains = await serve_drains(
+                drain_socket(self._paths.runtime_folder, self._node),
+                self._node,
+                lambda seconds: self._heartbeat.drain(seconds, "the machine says that it is to be left", "machine"),
+            )
             on_termination(lambda: self._heartbeat.drain(NOTICE_SECONDS, "the machine was asked to end", "SIGTERM"))
             for watch in self._notices:
                 watch.start()
@@ -208,6 +215,8 @@ class NodeDaemon:
         """End stores and zygote, and with it every process forked on this node; remove all snapshots."""
         if self._peak is not None:
             self._peak.cancel()
+        if self._drains is not None:
+            self._drains.close()
         for job in list(self._stores):
             await self.stop_store(job)
         self._paths.remove_snapshots()

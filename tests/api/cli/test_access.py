@@ -90,6 +90,22 @@ def test_key_is_made_on_the_machine_before_there_is_a_service(manta, tmp_path):
     assert "--admin makes a key in the database" in manta("keys", "create", "--admin", "--user", "ada", code=2).stderr
 
 
+def test_key_that_was_drawn_elsewhere_is_added_once_without_a_service(manta, tmp_path):
+    drawn = {"MANTA_API_KEY": f"manta_{'0123456789abcdef' * 4}"}
+    added = json.loads(manta("keys", "add", "prometheus", "--scope", "read", "--json", **drawn).stdout)
+    assert (added["scope"], added["installation"]) == ("read", True) and "key" not in added
+    assert manta("keys", "add", "prometheus", "--scope", "read", **drawn).stdout.startswith(
+        f"{added['id']} (prometheus)"
+    )
+    store = Store(sqlite_url(tmp_path / "other" / "manta.db"))
+    with store.read() as session:
+        assert [each.id for each in keys.page(session, None).items] == [added["id"]]
+    store.close()
+    assert "is known already" in manta("keys", "add", "admin", code=2, **drawn).stderr
+    assert "must be manta_ and 43 to 128" in manta("keys", "add", "admin", code=2, MANTA_API_KEY="manta_secret").stderr
+    assert "MANTA_API_KEY must hold" in manta("keys", "add", "admin", code=2, MANTA_API_KEY="").stderr
+
+
 def test_client_sends_the_key_it_is_given_before_that_of_the_environment(service):
     key = add_key(service.store, "submit", "theirs")
     with MantaClient(service.url, key=key) as client:

@@ -1,5 +1,8 @@
 """`manta drain`: which node is meant, and when it is empty."""
 
+import json
+import os
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -7,40 +10,15 @@ from typer.testing import CliRunner
 
 from api.cli import nodes as commands
 from api.cli.main import app
-from api.cli.nodes import NotThisNode, own_addresses, this_one
 from api.schemas import Node
+from workers.node import local_drain
+from workers.rank.agent_on_node import AgentOnNode
 
 commands.register(app)
 
 
 def node(name, address, alive=True, ranks=()):
     return Node.model_construct(id=name, address=address, alive=alive, ranks=list(ranks))
-
-
-NODES = [node("a", "10.0.0.1"), node("b", "10.0.0.2"), node("old", "10.0.0.2", alive=False), node("c", "10.0.0.3")]
-
-
-def test_the_node_at_one_of_this_machines_addresses_is_this_one():
-    assert this_one(NODES, {"192.0.2.1", "10.0.0.2"}) == "b"
-
-
-@pytest.mark.parametrize(("addresses", "why"), [
-    ({"192.0.2.1"}, "no node is at 192.0.2.1"), ({"10.0.0.1", "10.0.0.3"}, "2 nodes are on this machine"),
-])  # fmt: skip
-def test_none_or_several_are_no_answer(addresses, why):
-    with pytest.raises(NotThisNode, match=f"^{why}; those of the cluster are at 10.0.0.1, 10.0.0.2, .*: name one"):
-        this_one(NODES, addresses)
-
-
-def test_a_machine_without_a_network_has_its_own_address_alone(monkeypatch):
-    def interfaces(*addresses):
-        given = {"i": [SimpleNamespace(address=each) for each in addresses]}
-        monkeypatch.setattr(commands.psutil, "net_if_addrs", lambda: given)
-
-    interfaces("127.0.0.1")
-    assert own_addresses() == {"127.0.0.1"}
-    interfaces("127.0.0.1", "192.0.2.7", "fe80::1")
-    assert own_addresses() == {"192.0.2.7", "fe80::1"}
 
 
 class Client:
@@ -67,7 +45,6 @@ class Client:
 @pytest.fixture
 def drain(monkeypatch):
     monkeypatch.setattr(commands, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(commands, "own_addresses", lambda: {"10.0.0.1"})
 
     def run(client, *words, code=0):
         monkeypatch.setattr(commands, "connect", lambda url: client)
@@ -78,18 +55,77 @@ def drain(monkeypatch):
     return run
 
 
-def test_this_node_is_drained(drain):
+def test_a_node_is_left_on_the_services_word(drain):
     client = Client(0)
-    assert drain(client, "--this-node", "--deadline", "25") == "abcd is being left\n"
+    assert drain(client, "abcd", "--deadline", "25") == "abcd is being left\n"
     assert client.asked == [("abcd", 25.0)]
 
 
-@pytest.mark.parametrize("words", [(), ("abcd", "--this-node")])
-def test_one_node_has_to_be_meant(drain, words):
-    assert "name a node, or say --this-node" in drain(Client(0), *words, code=2)
+@pytest.mark.parametrize(("words", "why"), [
+    ((), "name a node, or say --this-node"), (("abcd", "--this-node"), "name a node, or say --this-node"),
+    (("--this-node", "--url", "http://there"), "--this-node asks no service"),
+])  # fmt: skip
+def test_one_node_has_to_be_meant(drain, words, why):
+    assert why in drain(Client(0), *words, code=2)
 
 
 def test_who_waits_is_told_when_it_is_empty_or_that_it_was_not_in_time(drain):
     client = Client(5)
     assert drain(client, "abcd", "--wait") == "abcd is being left\n" and client.ranks == 0
     assert "was not left within 0 s" in drain(Client(5), "abcd", "--wait", "--deadline", "0", code=1)
+
+
+@pytest.fixture
+def agents(monkeypatch):
+    """The processes of this machine, by name and user, of which the last goes with each look; and whose daemons are
+    told what."""
+    running, told = [], []
+
+    def processes():
+        for name, user in running:
+            yield SimpleNamespace(pid=7, name=lambda n=name: n, uids=lambda u=user: SimpleNamespace(real=u))
+        if running:
+            running.pop()
+
+    def drain_nodes_here(seconds):
+        told.append(seconds)
+        return ["abcd"]
+
+    monkeypatch.setattr(commands.psutil, "process_iter", processes)
+    monkeypatch.setattr(commands, "drain_nodes_here", drain_nodes_here)
+    return running, told
+
+
+def nobody(url):
+    raise AssertionError("the service is asked")
+
+
+def test_this_node_is_left_without_service_or_key_once_no_agent_runs_here(agents, drain):
+    (running, told), ours, me = agents, f"ray::{AgentOnNode.__name__}"[:15], os.getuid()
+    running += [(ours, me + 1), (ours, me), (ours, me), ("python", me)]
+    assert drain(nobody, "--this-node", "--wait", "--deadline", "25") == "abcd is being left\n"
+    assert told == [25.0] and running == [], "it looks until no agent of this user is left"
+
+
+def test_who_waits_for_this_node_is_told_that_it_was_not_in_time(agents, drain):
+    agents[0].extend([(commands.AGENT, os.getuid())] * 3)
+    assert "this machine was not left within 0 s" in drain(nobody, "--this-node", "--wait", "--deadline", "0", code=1)
+
+
+def test_where_no_daemon_runs_there_is_nothing_to_leave(monkeypatch, tmp_path, drain):
+    monkeypatch.setattr(local_drain, "RUNTIME_FOLDERS", (tmp_path, "manta-{user}-{tag}"))
+    assert drain(nobody, "--this-node", "--wait") == "nothing of Manta that is this user's runs on this machine\n"
+    assert json.loads(drain(nobody, "--this-node", "--json")) == {"nodes": []}
+
+
+def test_a_daemon_that_says_nothing_is_named(monkeypatch, tmp_path, drain):
+    monkeypatch.setattr(local_drain, "RUNTIME_FOLDERS", (tmp_path, "manta-{user}-{tag}"))
+    monkeypatch.setattr(local_drain, "ANSWER_SECONDS", 0.01)
+    folder = tmp_path / f"manta-{os.getuid()}-0"
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(local_drain.drain_socket(folder, "abcd")))
+        listener.listen()
+        assert "does not answer: name the node to the service, `manta drain NODE`" in drain(
+            nobody, "--this-node", code=2
+        )

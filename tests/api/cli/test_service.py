@@ -93,6 +93,20 @@ def test_faults_that_the_environment_allows_are_allowed_in_the_background_too(ma
     assert [settings.allow_faults for settings, *_ in served] == [True, True]
 
 
+@pytest.mark.parametrize(("options", "again", "patient"), [
+    ((), False, False), ((), True, True), (("--wait-for-ray",), False, True),
+])  # fmt: skip
+def test_a_ray_that_does_not_answer_is_waited_for_where_it_did_before_or_is_to_come(
+    manta, monkeypatch, options, again, patient
+):
+    waits = []
+    monkeypatch.setattr(service, "serve", lambda *arguments, patient: waits.append(patient))
+    monkeypatch.setattr(service, "run_again_when_ended_by_ray", lambda run, service_file: run(again))
+    monkeypatch.setattr(service, "configure_logging", lambda: None)
+    manta("serve", "--ray", "there:6379", *options)
+    assert waits == [patient]
+
+
 def test_service_that_starts_over_is_run_as_before(manta, served, tmp_path, monkeypatch):
     replaced = []
     monkeypatch.setattr(os, "execve", lambda *call: replaced.append(call))

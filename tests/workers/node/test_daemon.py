@@ -17,6 +17,7 @@ from workers import paths
 from workers.node import daemon as module
 from workers.node.daemon import NodeDaemon, StoreUnavailable
 from workers.node.host import Host
+from workers.node.local_drain import _ask, drain_socket
 from workers.node.notice_watch import NoticeWatch
 from workers.node.preemption import NOTICE_SECONDS
 from workers.paths import Paths
@@ -172,6 +173,10 @@ def test_machine_that_is_taken_away_is_to_be_left_at_once(go, daemon, home, monk
         assert daemon._heartbeat.state.drain_seconds <= 7.0
         await daemon.drain(600.0)
         assert daemon._heartbeat.state.drain_seconds <= NOTICE_SECONDS, "a user does not know better than a signal"
+        here = drain_socket(home.runtime_folder, "n1")
+        assert await asyncio.to_thread(_ask, here, 5.0) == "n1", "the machine says so, too"
+        assert daemon._heartbeat.state.drain_seconds <= 5.0
+        daemon._drains.close()
 
     try:
         go(body)

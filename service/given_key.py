@@ -1,0 +1,34 @@
+"""A key that was drawn outside, with the other secrets of an installation, before its service ever ran."""
+
+from __future__ import annotations
+
+import time
+
+from sqlalchemy.orm import Session
+
+from service import automatic_key
+from service.identity import Scope, digest_of, may_be_key
+from service.store import ApiKey, keys
+from workers.errors import MantaError
+
+
+class GivenKeyUnusable(MantaError):
+    """The key cannot be made good; the message says why."""
+
+
+def add(session: Session, secret: str, name: str, scope: Scope) -> ApiKey:
+    """Have `secret` be good for all projects. Again it changes nothing. Raises GivenKeyUnusable for one that could be
+    guessed, that was revoked or has expired, or that is known with another scope."""
+    if not may_be_key(secret):
+        raise GivenKeyUnusable(
+            "the key is none: it must be manta_ and 43 to 128 random letters, digits, '-' and '_', such as "
+            "manta_$(openssl rand -hex 32)"
+        )
+    known = keys.by_digest(session, digest_of(secret))
+    if known is None:
+        return automatic_key.add_for_installation(session, secret, name, automatic_key.user_name(), scope=scope)
+    if not keys.is_good(known, time.time()):
+        raise GivenKeyUnusable(f"the key {known.id} ({known.name}) was revoked or has expired: draw another one")
+    if not known.installation or known.scope != scope:
+        raise GivenKeyUnusable(f"the key is known already, as {known.id} ({known.name}): draw another one")
+    return known

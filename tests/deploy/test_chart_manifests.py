@@ -1,0 +1,275 @@
+"""What the Helm chart renders for its examples: it is what Kubernetes and KubeRay take, and it fits together."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from packaging.version import Version
+
+from api.routes import health
+from service.settings import DEFAULT_PORT
+from tests.deploy.chart import CHART, EXAMPLES, ROOT, helm, of_kind, pods, render, render_or_refuse, run_helm
+from tests.e2e.cluster_apart import RAY_PORT, RAY_SERVER_PORTS, RAY_WORKER_PORTS
+from workers.system.ports import PortRange
+
+RELEASES = ("1.29", kubernetes_validate.latest_version())
+"""Of Kubernetes, whose schemas the manifests are held against."""
+CUSTOM = ("RayCluster", "ServiceMonitor", "PrometheusRule")
+SCHEMA = json.loads((Path(__file__).parent / "raycluster.schema.json").read_text(encoding="utf-8"))
+PATHS = {route.path for route in health.router.routes}
+RAY_PORTS = {"port": str(RAY_PORT), **{name: str(port) for name, port in RAY_SERVER_PORTS.items()}}
+
+pytestmark = pytest.mark.usefixtures("needs_helm")
+
+
+@pytest.fixture
+def needs_helm():
+    helm()
+
+
+@pytest.fixture(params=EXAMPLES, ids=lambda path: path.stem)
+def manifests(request):
+    """What an example renders."""
+    return rendered(request.param)
+
+
+@cache
+def rendered(values):
+    return render(values)
+
+
+def labelled(labels, selector):
+    return selector and selector.items() <= labels.items()
+
+
+def test_the_examples_are_those_that_the_documentation_names():
+    assert [path.stem for path in EXAMPLES] == ["gpu-pool", "one-node", "several-pools", "spot-pools"]
+
+
+@pytest.mark.parametrize("values", [None, *EXAMPLES], ids=lambda path: path.stem if path else "defaults")
+def test_helm_finds_nothing_to_say(values):
+    done = run_helm("lint", "--strict", "--quiet", CHART, *([f"--values={values}"] if values else []))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_package_and_chart_have_one_version():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert chart["version"] == chart["appVersion"] == as_semantic(package)
+
+
+def as_semantic(version):
+    parsed = Version(version)
+    dev = f"-dev.{parsed.dev}" if parsed.is_devrelease else ""
+    return parsed.base_version + dev
+
+
+def test_rays_version_is_that_of_the_images():
+    pinned = re.search(r"^ray==(.+)$", (ROOT / "requirements.lock").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    assert yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["ray"]["version"] == pinned
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_kubernetes_takes_every_manifest(manifests, release):
+    for manifest in manifests:
+        if manifest["kind"] not in CUSTOM:
+            kubernetes_validate.validate(manifest, release, strict=True)
+    for pod in pods(manifests):
+        metadata = {"name": "pod", "labels": dict(pod.labels)}
+        kubernetes_validate.validate(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod.spec}, release, True
+        )
+
+
+def test_kuberay_takes_the_cluster(manifests):
+    (cluster,) = of_kind(manifests, "RayCluster")
+    jsonschema.validate(cluster, SCHEMA)
+    assert cluster["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
+    for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
+        labels = group["template"]["metadata"]["labels"]
+        assert not {"app.kubernetes.io/name", "app.kubernetes.io/created-by"} & labels.keys(), (
+            "KubeRay finds pods by them"
+        )
+
+
+def test_rays_autoscaler_reads_what_a_node_of_each_group_has(manifests):
+    from ray.autoscaler._private.kuberay.autoscaling_config import _generate_available_node_types_from_ray_cr_spec
+
+    (cluster,) = of_kind(manifests, "RayCluster")
+    types = _generate_available_node_types_from_ray_cr_spec(cluster["spec"])
+    assert (types.pop("headgroup")["resources"]["CPU"], len(types)) == (0, len(cluster["spec"]["workerGroupSpecs"]))
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        container = group["template"]["spec"]["containers"][0]
+        limits, read = container["resources"]["limits"], types[group["groupName"]]
+        gpus = limits.get("nvidia.com/gpu", 0)
+        assert read["resources"].get("GPU", 0) == gpus
+        (given,) = [w for w in container["command"] if w.startswith("--resources=")] or ["--resources={}"]
+        slots = json.loads(given.partition("=")[2]).get("manta_slot", 0)
+        assert read["resources"].get("manta_slot", 0) == slots
+        assert (gpus == 0) != (slots == 0), "ranks are on GPUs or in slots"
+        assert read["min_workers"] <= group["replicas"] <= read["max_workers"]
+
+
+def test_a_node_is_started_as_kuberay_is_told(manifests):
+    (cluster,) = of_kind(manifests, "RayCluster")
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    for group in groups:
+        command = group["template"]["spec"]["containers"][0]["command"]
+        given = dict(word.removeprefix("--").split("=", 1) for word in command if "=" in word)
+        assert given.pop("node-ip-address") == "$(POD_IP)"
+        assert given.pop("redis-password", None) in (None, "$(REDIS_PASSWORD)"), "KubeRay refuses it in rayStartParams"
+        told = dict(group["rayStartParams"])
+        if "resources" in told:
+            told["resources"] = json.loads(told["resources"])
+        assert given == told
+        assert ("--head" in command) == (group is groups[0])
+
+
+def test_selectors_find_what_they_are_for(manifests):
+    labels = [pod.labels for pod in pods(manifests)]
+    for each in of_kind(manifests, "Service", "Deployment", "StatefulSet", "PodDisruptionBudget"):
+        selector = each["spec"]["selector"]
+        selector = selector.get("matchLabels", selector)
+        assert sum(labelled(pod, selector) for pod in labels) == 1, f"{each['kind']} {each['metadata']['name']}"
+    for policy in of_kind(manifests, "NetworkPolicy"):
+        rules = policy["spec"]["ingress"]
+        own = [peer["podSelector"] for rule in rules for peer in rule["from"] if set(peer) == {"podSelector"}]
+        for selector in (policy["spec"]["podSelector"], *own):
+            assert any(labelled(pod, selector["matchLabels"]) for pod in labels), policy["metadata"]["name"]
+    for monitor in of_kind(manifests, "ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        found = [each for each in of_kind(manifests, "Service") if labelled(each["metadata"]["labels"], wanted)]
+        (service,) = found
+        (port,) = service["spec"]["ports"]
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert (endpoint["port"], endpoint["path"]) == (port["name"], "/metrics") and "/metrics" in PATHS
+        # What rules and dashboards take for granted: up{job="manta"}, and ids of training jobs in our own label.
+        assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == "manta" and endpoint["honorLabels"]
+
+
+def test_every_pod_is_kept_from_strangers(manifests):
+    policies = of_kind(manifests, "NetworkPolicy")
+    for pod in pods(manifests):
+        covering = [each for each in policies if labelled(pod.labels, each["spec"]["podSelector"]["matchLabels"])]
+        assert covering, pod.name
+        for policy in covering:
+            assert policy["spec"]["policyTypes"] == ["Ingress"]
+            for rule in policy["spec"]["ingress"]:
+                assert rule["from"], "an empty list lets everybody in"
+                from_elsewhere = [peer for peer in rule["from"] if "podSelector" not in peer]
+                reached = {port["port"] for port in rule.get("ports", [])}
+                assert not from_elsewhere or reached in ({DEFAULT_PORT}, {RAY_SERVER_PORTS["metrics-export-port"]})
+
+
+def test_ports_are_those_of_the_code_and_of_docs_deploy_ray(manifests):
+    (cluster,) = of_kind(manifests, "RayCluster")
+    first, last = RAY_WORKER_PORTS.split("-")
+    for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
+        told = group["rayStartParams"]
+        expected = {**RAY_PORTS, "min-worker-port": first, "max-worker-port": last}
+        assert {name: told[name] for name in expected if name in told} == {
+            n: p for n, p in expected.items() if n in told
+        }
+        assert set(expected) - set(told) <= {"port"}
+    (plane,) = [pod for pod in pods(manifests) if pod.name.startswith("Deployment/")]
+    (container,) = plane.spec["containers"]
+    (port,) = container["ports"]
+    assert port["containerPort"] == DEFAULT_PORT and f"--port={DEFAULT_PORT}" in container["command"]
+    assert f"--ray={cluster['metadata']['name']}-head-svc:{RAY_PORT}" in container["command"]
+    environment = {each["name"]: each.get("value") for each in container["env"]}
+    ours = PortRange.of(environment["MANTA_PORTS"])
+    open_to_nodes = [
+        rule["ports"] for rule in policy(manifests, "manta")["spec"]["ingress"] if rule["ports"][0].get("endPort")
+    ]
+    assert open_to_nodes == [[{"protocol": "TCP", "port": ours.first, "endPort": ours.last}]]
+    open_to_planes = [
+        (each["port"], each["endPort"])
+        for rule in policy(manifests, "manta-nodes")["spec"]["ingress"]
+        for each in rule.get("ports", [])
+        if "endPort" in each
+    ]
+    assert open_to_planes == [(6379, 6384), (int(first), int(last)), (ours.first, ours.last)]
+    assert {int(port) for port in RAY_PORTS.values()} == set(range(6379, 6385))
+
+
+def policy(manifests, name):
+    (found,) = [each for each in of_kind(manifests, "NetworkPolicy") if each["metadata"]["name"] == name]
+    return found
+
+
+def test_every_container_is_probed_at_what_it_answers(manifests):
+    for pod in pods(manifests):
+        for container in pod.spec["containers"]:
+            known = {port["name"]: port["containerPort"] for port in container["ports"]}
+            for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+                probe = container[kind]
+                if "httpGet" in probe:
+                    assert probe["httpGet"]["path"] in PATHS and known[probe["httpGet"]["port"]] == DEFAULT_PORT
+                elif "tcpSocket" in probe:
+                    option = "port" if "--head" in container["command"] else "node-manager-port"
+                    assert f"--{option}={probe['tcpSocket']['port']}" in container["command"]
+                else:
+                    assert probe["exec"]["command"][0] == "pg_isready"
+
+
+def test_every_container_has_requests_and_limits(manifests):
+    for pod in pods(manifests):
+        for container in pod.containers:
+            for kind in ("requests", "limits"):
+                assert {"cpu", "memory"} <= container["resources"][kind].keys(), (
+                    f"{pod.name}/{container['name']} {kind}"
+                )
+    for options in (each["spec"].get("autoscalerOptions") for each in of_kind(manifests, "RayCluster")):
+        assert options is None or {"requests", "limits"} == options["resources"].keys()
+
+
+def test_shared_memory_is_memory_and_has_room_for_the_snapshots():
+    (group,) = [pod for pod in pods(rendered(CHART / "examples" / "gpu-pool.yaml")) if pod.name.endswith("/h100")]
+    (volume,) = [each for each in group.spec["volumes"] if each["name"] == "shared-memory"]
+    (mount,) = [each for each in group.spec["containers"][0]["volumeMounts"] if each["name"] == "shared-memory"]
+    assert (volume["emptyDir"]["medium"], mount["mountPath"]) == ("Memory", "/dev/shm")
+    mebibytes = int(volume["emptyDir"]["sizeLimit"].removesuffix("Mi"))
+    needed = 28 * 875_000_000 * 8 + 80_000_000  # docs/deploy/ray.md, of eight ranks; Ray's object store
+    assert needed <= mebibytes * 2**20 < needed + 256 * 2**20
+
+
+def test_a_pod_that_ends_has_time_for_its_jobs_to_leave(manifests):
+    for pod in pods(manifests):
+        for container in pod.spec["containers"]:
+            if "lifecycle" in container:
+                (deadline,) = [
+                    int(word.removeprefix("--deadline="))
+                    for word in container["lifecycle"]["preStop"]["exec"]["command"]
+                    if word.startswith("--deadline=")
+                ]
+                assert pod.spec["terminationGracePeriodSeconds"] >= deadline + 30
+    assert sum("lifecycle" in pod.spec["containers"][0] for pod in pods(manifests)) == sum(
+        len(each["spec"]["workerGroupSpecs"]) for each in of_kind(manifests, "RayCluster")
+    )
+
+
+def test_names_stay_short_enough_for_kuberay():
+    (cluster,) = of_kind(render(EXAMPLES[0], f"fullnameOverride={'a' * 40}"), "RayCluster")
+    assert cluster["metadata"]["name"] == "a" * 40
+    assert "fullnameOverride: String length" in render_or_refuse(EXAMPLES[0], f"fullnameOverride={'a' * 41}").stderr
+
+
+def test_dashboards_and_rules_are_those_of_deploy():
+    originals = {"rules.yml": ROOT / "deploy" / "prometheus" / "rules.yml"}
+    originals |= {
+        f"dashboards/{path.name}": path for path in (ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")
+    }
+    wanted = {name: path.read_bytes() for name, path in originals.items() if path.exists()}
+    files = CHART / "files"
+    there = {
+        str(path.relative_to(files)): path.read_bytes() for path in files.rglob("*") if path.suffix in (".yml", ".json")
+    }
+    assert there == wanted, "cp deploy/prometheus/rules.yml helm/manta/files/; the same with deploy/grafana/dashboards"

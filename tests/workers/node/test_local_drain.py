@@ -1,0 +1,86 @@
+"""A daemon hears from its own machine that its node is to be left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+
+import pytest
+
+from workers.node import local_drain
+from workers.node.local_drain import drain_nodes_here, drain_socket, serve_drains
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """A runtime folder of this user, as `drain_nodes_here` finds it."""
+    monkeypatch.setattr(local_drain, "RUNTIME_FOLDERS", (tmp_path, "manta-{user}-{tag}"))
+    made = tmp_path / f"manta-{os.getuid()}-01234567"
+    made.mkdir(mode=0o700)
+    return made
+
+
+def with_daemon(folder, use, node="ab" * 28):
+    """What a daemon of `node` was told while `use` ran on another thread, and what that returned."""
+
+    async def run():
+        told = []
+        server = await serve_drains(drain_socket(folder, node), node, told.append)
+        async with server:
+            returned = await asyncio.to_thread(use)
+        return told, returned
+
+    return asyncio.run(run())
+
+
+def test_the_daemons_of_this_machine_are_told(folder):
+    assert with_daemon(folder, lambda: drain_nodes_here(110.0)) == ([110.0], ["ab" * 28])
+
+
+def test_where_there_is_none_or_it_has_ended_nothing_is_told(folder):
+    assert drain_nodes_here(25.0) == []
+    with_daemon(folder, lambda: None)
+    assert drain_nodes_here(25.0) == []
+
+
+def test_a_daemon_that_is_started_again_takes_the_place_of_the_last_one(folder):
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(drain_socket(folder, "ab" * 28)))
+    assert with_daemon(folder, lambda: drain_nodes_here(25.0)) == ([25.0], ["ab" * 28])
+
+
+@pytest.mark.parametrize(
+    "said", [
+    b"\n", b"25\n", b"{}\n", b'{"seconds": -1}\n', b'{"seconds": Infinity}\n', b"x" * 9999,
+]
+)  # fmt: skip
+def test_who_says_something_else_is_told_nothing(folder, said):
+    def use():
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(drain_socket(folder, "ab" * 28)))
+            connection.sendall(said)
+            connection.shutdown(socket.SHUT_WR)
+            return connection.recv(100)
+
+    assert with_daemon(folder, use) == ([], b"")
+
+
+def test_a_folder_of_somebody_else_is_left_alone(folder, monkeypatch):
+    def use():
+        monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+        return drain_nodes_here(25.0)
+
+    (folder.parent / f"manta-{os.getuid() + 1}-01234567").symlink_to(folder)
+    assert with_daemon(folder, use) == ([], [])
+
+
+def test_the_answer_is_the_nodes_id(folder):
+    def use():
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(drain_socket(folder, "n1")))
+            connection.sendall(json.dumps({"seconds": 3}).encode() + b"\n")
+            return json.loads(connection.recv(100))
+
+    assert with_daemon(folder, use, "n1") == ([3.0], {"node": "n1"})

@@ -1,0 +1,81 @@
+"""How a node is made to be left from the machine itself: a pod's preStop hook or a batch script has neither the
+service's address nor a key, and should have none where jobs run. Pure Python.
+
+Each daemon listens on a socket in its runtime folder, which its own user alone may enter. Whoever connects says within
+how many seconds the node is to be left, as a line of JSON, and is told the node's id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from workers.errors import MantaError
+from workers.paths import RUNTIME_FOLDERS
+
+ANSWER_SECONDS = 5.0
+LINE_BYTES = 4096
+_START = "drain-"
+
+
+class NodeSilent(MantaError):
+    """The daemon of a node on this machine does not answer."""
+
+
+def drain_socket(runtime_folder: Path, node: str) -> Path:
+    """Where the daemon of `node` listens."""
+    return runtime_folder / f"{_START}{node[:12]}.sock"
+
+
+async def serve_drains(path: Path, node: str, drain: Callable[[float], None]) -> asyncio.Server:
+    """Listen at `path`, in the place of who did before, and have `drain` called with the seconds that are said."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # whoever says something else gets nothing
+            seconds = float(json.loads(await reader.readline())["seconds"])
+            if 0 <= seconds < math.inf:
+                drain(seconds)
+                writer.write(json.dumps({"node": node}).encode() + b"\n")
+                await writer.drain()
+        writer.close()
+
+    path.unlink(missing_ok=True)
+    return await asyncio.start_unix_server(answer, path, limit=LINE_BYTES)
+
+
+def drain_nodes_here(seconds: float) -> list[str]:
+    """Have every node whose daemon runs on this machine as this user be left within `seconds`; their ids, none where
+    there is no such daemon. Raises NodeSilent."""
+    return [node for path in _sockets() if (node := _ask(path, seconds)) is not None]
+
+
+def _sockets() -> Iterator[Path]:
+    parent, pattern = RUNTIME_FOLDERS
+    for folder in sorted(parent.glob(pattern.format(user=os.getuid(), tag="*"))):
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():  # else somebody else would answer
+            yield from sorted(folder.glob(f"{_START}*.sock"))
+
+
+def _ask(path: Path, seconds: float) -> str | None:
+    """The node's id; None where its daemon has ended."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(ANSWER_SECONDS)
+        try:
+            connection.connect(str(path))
+            connection.sendall(json.dumps({"seconds": seconds}).encode() + b"\n")
+            with connection.makefile("rb") as answer:
+                return str(json.loads(answer.readline(LINE_BYTES))["node"])
+        except (ConnectionRefusedError, FileNotFoundError):
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise NodeSilent(
+                f"the node's daemon at {path} does not answer: name the node to the service, `manta drain NODE`"
+            ) from error
