@@ -82,8 +82,11 @@ class _Tail:
         with self.store.read() as session:  # before the logs: what a final job printed is in them by then
             job = jobs.get(session, self.job_id)
         try:
-            whole = is_final(job.state) and self._is_whole(job)
-            page = read_page(self.logs.source(self.job_id, fresh=False), position, self.rank, _STREAM_PAGE)
+            source = self.logs.source(self.job_id, fresh=False)
+            whole = is_final(job.state) and self._is_whole(
+                job
+            )  # so that the source, which was there before, has it all
+            page = read_page(source, position, self.rank, _STREAM_PAGE)
         except LogsUnavailable:  # it goes on once they can be read
             return Batch([], position, False, False, job.state)
         return Batch(self._entries(position, page.lines), page.position, page.more, whole, job.state)
