@@ -17,7 +17,9 @@ def test_key_is_good_for_all_projects_and_is_added_once(store):
 
 
 @pytest.mark.parametrize(
-    "poor", ["", "manta_", "manta_" + "a" * 42, "a" * 64, "manta_" + "ä" * 64, new_browser_token()]
+    "poor",
+    ["", "manta_", "manta_" + "a" * 42, "a" * 64, "manta_" + "ä" * 64, new_browser_token()],
+    ids=["empty", "nothing drawn", "too short", "no mark", "not ASCII", "of a browser"],
 )
 def test_what_could_be_guessed_or_is_no_key_is_refused(store, poor):
     with pytest.raises(GivenKeyUnusable, match="openssl rand"):
