@@ -81,13 +81,7 @@ class GpuWatch:
         return True
 
     def _reading(self, library: Any, index: int, gpu: Any) -> GpuReading:
-        def ask(function: str, *arguments: int) -> Any:
-            """None: this GPU does not have that, or does not answer any more."""
-            try:
-                return getattr(library, function)(gpu, *arguments)
-            except library.NVMLError:
-                return None
-
+        ask = _Asking(library, gpu)
         memory, busy = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetUtilizationRates")
         milliwatts = ask("nvmlDeviceGetPowerUsage")
         errors = (library.NVML_MEMORY_ERROR_TYPE_CORRECTED, library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
@@ -96,7 +90,6 @@ class GpuWatch:
         )
         return GpuReading(
             index=index,
-            answers=memory is not None,
             busy_ratio=None if busy is None else busy.gpu / 100,
             memory_used_bytes=None if memory is None else int(memory.used),
             memory_total_bytes=None if memory is None else int(memory.total),
@@ -105,7 +98,25 @@ class GpuWatch:
             ecc_corrected=corrected,
             ecc_uncorrected=uncorrected,
             xids={str(code): count for (of, code), count in self._xids.items() if of == index},
+            answers=not ask.is_lost,
         )
+
+
+class _Asking:
+    """Asks the library about one GPU."""
+
+    def __init__(self, library: Any, gpu: Any):
+        self._library, self._gpu = library, gpu
+        self.is_lost = False
+        """Whether an answer was that the driver does not reach it any more."""
+
+    def __call__(self, function: str, *arguments: int) -> Any:
+        """None: this GPU does not have that, or is lost."""
+        try:
+            return getattr(self._library, function)(self._gpu, *arguments)
+        except self._library.NVMLError as error:
+            self.is_lost |= error.value == self._library.NVML_ERROR_GPU_IS_LOST
+            return None
 
 
 def _library() -> Any:

@@ -50,11 +50,15 @@ def test_error_is_told_as_soon_as_the_driver_tells_it(readings, monkeypatch):
     assert [gpu.xids for gpu in told.get(timeout=20)] == [{}, {"31": 1}]
 
 
-def test_gpu_that_the_driver_does_not_reach_any_more_is_said_to_be_gone(readings):
+@pytest.mark.parametrize(("error", "answers"), [("NVML_ERROR_GPU_IS_LOST", False), ("NVML_ERROR_NOT_SUPPORTED", True)])
+def test_gpu_that_is_lost_is_told_from_one_that_has_no_memory_of_its_own(readings, error, answers):
     def memory(gpu):
-        return pynvml.nvmlDeviceGetMemoryInfo(gpu) if gpu == "GPU 0" else refuse()
+        if gpu == "GPU 1":
+            raise pynvml.NVMLError(getattr(pynvml, error))
+        return pynvml.nvmlDeviceGetMemoryInfo(gpu)
 
-    assert [gpu.answers for gpu in readings(library(nvmlDeviceGetMemoryInfo=memory)).get(timeout=20)] == [True, False]
+    first, second = readings(library(nvmlDeviceGetMemoryInfo=memory)).get(timeout=20)
+    assert (first.answers, second.answers, second.memory_total_bytes) == (True, answers, None)
 
 
 def test_driver_that_tells_no_errors_still_tells_the_rest(readings):
