@@ -89,6 +89,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         settings.checkpoints,
         settings.node_notices,
         settings.ports,
+        settings.node_shapes if ray else (),
     )
     _keep_to_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)

@@ -126,3 +126,11 @@ def test_key_of_the_client_is_not_printed_with_the_settings():
 def test_trainers_do_not_inherit_the_key_of_whoever_starts_their_service(tmp_path):
     given = {"MANTA_API_KEY": "manta_secret", "MANTA_HOME": "elsewhere", "PATH": "/bin"}
     assert Settings(tmp_path).environment_of_service(given) == {"MANTA_HOME": str(tmp_path), "PATH": "/bin"}
+
+
+def test_nodes_that_can_be_added_are_declared_by_the_operator():
+    assert Settings.from_environment({}).node_shapes == ()
+    (shape,) = Settings.from_environment({"MANTA_NODE_SHAPES": "workers=4x8 slots"}).node_shapes
+    assert str(shape) == "4 workers of 8 slots"
+    with pytest.raises(BadSetting, match=r"MANTA_NODE_SHAPES: 'four' declares no nodes; it takes TYPE=COUNT x UNITS"):
+        Settings.from_environment({"MANTA_NODE_SHAPES": "four"})
