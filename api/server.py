@@ -91,6 +91,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         settings.node_notices,
         settings.ports,
         settings.logs,
+        settings.node_shapes if ray else (),
     )
     _keep_to_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)

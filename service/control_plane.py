@@ -12,7 +12,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.existing_ray import ExistingRay
 from service.cluster.node_care import NodeCare
+from service.cluster.node_shapes import NodeShape
 from service.cluster.node_watch import NodeWatch
 from service.cluster.port_check import check_ports
 from service.cluster.ray_head import RayHead
@@ -101,6 +102,7 @@ class ControlPlane:
         node_notices: str | None = None,
         ports: PortRange | None = None,
         logs: Place | None = None,
+        node_shapes: Sequence[NodeShape] = (),
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
@@ -109,7 +111,8 @@ class ControlPlane:
         default in the home; `kept_days`: how long jobs are kept after their end; 0: until somebody deletes them;
         `checkpoints`: where the checkpoints of all jobs are, by default in the home; `node_notices`: who the nodes ask
         whether they are to be taken, as `notice_sources` reads it; `ports`: on which what runs on the nodes listens;
-        `logs`: where the logs of all jobs are kept beside the home. Raises BadDatabaseUrl, StoreUnusable."""
+        `logs`: where the logs of all jobs are kept beside the home; `node_shapes`: nodes that an autoscaler can add.
+        Raises BadDatabaseUrl, StoreUnusable."""
         self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults, self._memory_seconds, self._kept_days = allow_faults, memory_seconds, kept_days
@@ -117,7 +120,7 @@ class ControlPlane:
         self._store = Store(url_in(home, database_url), connection_name(me))
         self._leases = Leases(self._store, me)
         self._home_of_jobs, self._checkpoints, self._node_notices = home, checkpoints, node_notices
-        self._installation, self._ports = "", ports
+        self._installation, self._ports, self._node_shapes = "", ports, node_shapes
         self._place_of_logs, self._keeper = logs, self._keeper_of(logs)
         self._owners: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         self._loop = asyncio.new_event_loop()
@@ -185,7 +188,9 @@ class ControlPlane:
         ray, is_elsewhere = self._head.connect(namespace), isinstance(self._head, ExistingRay)
         if isinstance(self._head, ExistingRay):
             self._ray_process = self._head.raylet()
-        return Cluster.connected(ray, self._paths_of_jobs, self._node_notices, is_elsewhere, self._ports)
+        return Cluster.connected(
+            ray, self._paths_of_jobs, self._node_notices, is_elsewhere, self._ports, self._node_shapes
+        )
 
     def _mark_folders(self) -> None:
         """Let nodes see whether they share what this service has."""

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable
+from service.cluster.idle_nodes import IdleNodes
 from service.cluster.node_care import NodeCare
 from service.job.older_database import catch_up
 from service.job.record import JobRecord
@@ -22,7 +23,7 @@ from service.leases.held import HeldLease, Leases
 from service.retention import Retention
 from service.scheduler import Placed, Scheduler
 from service.states import SUPERVISED, JobState, is_final
-from service.store import Store, deletion, failed_jobs, jobs
+from service.store import Store, checkpoints, deletion, failed_jobs, jobs
 from service.stored_specs import SpecNotUnderstood
 from workers.data.roots import ANYWHERE, DataRoots
 from workers.protocol.messages import ProtocolMismatch
@@ -112,6 +113,7 @@ class Housekeeping:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._admit(scheduler, care))
             group.create_task(self._let_go_of_memory())
+            group.create_task(IdleNodes(self._cluster, self.needing_memory).run())
             if self._retention is not None:
                 group.create_task(self._retention.run(store, self.let_go))
 
@@ -173,6 +175,12 @@ class Housekeeping:
             log.warning("there are snapshots of %s, which the database does not know; they are left alone", job)
         return {job for job, state in states.items() if is_final(state) and job not in keeping} | deleted
 
+    async def needing_memory(self, job_ids: Collection[str]) -> set[str]:
+        """Those of these jobs that need what they have in the memory of nodes without their ranks: failed ones that may
+        be tried again, those between two gangs, and those that wait or are paused with a state that no checkpoint
+        has."""
+        return await self._read(partial(_needing_memory, job_ids=job_ids))
+
     async def let_go(self, job_id: str) -> None:
         """Nothing of a final job is left on the cluster, and nobody looks after it. Raises ClusterUnavailable."""
         async with self._leases.borrowed(job_id, LET_GO_SECONDS) as lease:  # its owner is about to leave
@@ -210,3 +218,22 @@ class Housekeeping:
                 return query(session)
 
         return await asyncio.to_thread(read)
+
+
+def _needing_memory(session: Session, job_ids: Collection[str]) -> set[str]:
+    """What the database does not know needs it too: it may be a backup, older than the job."""
+    states, keeping = jobs.states(session, job_ids), failed_jobs.holding_memory(session)
+    deleted = deletion.deleted_ones(session, job_ids)
+
+    def needs(job_id: str) -> bool:
+        match states.get(job_id):
+            case None:
+                return job_id not in deleted
+            case JobState.PAUSED | JobState.QUEUED:
+                saved = max((each.step for each in checkpoints.complete_ones(session, job_id)), default=0)
+                return saved < (jobs.get(session, job_id).step or 0)
+            case JobState.RUNNING:  # whose ranks have all that they need with them
+                return False
+        return job_id in keeping
+
+    return {job_id for job_id in job_ids if needs(job_id)}

@@ -15,7 +15,8 @@ from typing import Any
 
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable
-from service.cluster.placement import missing, unit_of
+from service.cluster.node_shapes import Demand, in_words
+from service.cluster.placement import UNITS, Shortage, Unit, missing, unit_of
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
 from service.job.record import JobRecord
@@ -67,6 +68,8 @@ class Scheduler:
         self._wake = asyncio.Event()
         self.lag = Lag()
         """How long something in the queue has waited to be looked at."""
+        self._demand: Demand | None = None
+        """What the jobs that wait in this look at the queue need; None: there is none, or no autoscaler."""
         self.placing: set[str] = set()
         """Jobs that are STARTING and have no owner yet, because they are being placed."""
 
@@ -77,6 +80,13 @@ class Scheduler:
 
     async def run(self) -> None:
         """Look at the queue whenever woken, and now and then for capacity that others gave back."""
+        try:
+            await self._look_again_and_again()
+        finally:
+            with contextlib.suppress(ClusterUnavailable):  # else it goes with this process
+                await self._cluster.requests.withdraw()
+
+    async def _look_again_and_again(self) -> None:
         while True:
             self._wake.clear()
             self.lag.begin()
@@ -93,11 +103,19 @@ class Scheduler:
                     await self._wake.wait()
 
     async def _round(self) -> bool:
-        """One pass over the queue; whether jobs still wait."""
-        waiting = False
+        """One pass over the queue; whether jobs still wait. Nodes that can be added are asked for."""
+        self._demand = None
+        await self._cluster.requests.settle()
+        waiting = await self._admit()
+        demand: Demand | None = self._demand
+        await self._cluster.requests.ask(demand.bundles if demand is not None else (), self._cluster.nodes.closed)
+        return waiting
+
+    async def _admit(self) -> bool:
+        waiting = behind = False
         for job in await asyncio.to_thread(self._queued):
             try:
-                outcome = await self._look_at(job)
+                outcome = await (self._ask_ahead(job) if behind else self._look_at(job))
             except Exception as error:  # one job may not keep those behind it waiting
                 if may_pass(error) or isinstance(error, ClusterUnavailable | LeaseLost):
                     raise
@@ -105,7 +123,8 @@ class Scheduler:
                 waiting = True
                 continue
             waiting = waiting or outcome is not Look.DONE
-            if outcome is Look.WAITS:
+            behind = behind or outcome is Look.WAITS
+            if behind and (self._demand is None or self._demand.is_over):
                 break
         return waiting
 
@@ -113,6 +132,8 @@ class Scheduler:
         spec = await self._read_spec(job)
         if spec is None:
             return Look.STEPS_ASIDE
+        if self._cluster.nodes.at_rest and await self._shortage(await self._sized(job, spec)) is None:
+            await self._cluster.daemons.wake()
         if not await self._data_is_good(job, spec):
             return Look.DONE
         self.placing.add(job.id)
@@ -122,6 +143,25 @@ class Scheduler:
         finally:
             self.placing.discard(job.id)
         return Look.STEPS_ASIDE if await self._never_fits(spec) else Look.WAITS
+
+    async def _ask_ahead(self, job: Job) -> Look:
+        """Have nodes asked for a job that will have its turn later."""
+        spec = await self._read_spec(job)
+        if spec is not None and not await self._never_fits(spec):
+            await self._asks_for(job, spec)
+        return Look.WAITS
+
+    async def _asks_for(self, job: Job, spec: JobSpec) -> int | None:
+        """For how many ranks of the job nodes are asked for: for as many as it may have and could get; None where it is
+        not asked for."""
+        if not self._cluster.nodes.shapes:
+            return None
+        if self._demand is None:
+            self._demand = Demand({unit: await self._cluster.nodes.at_most(unit) for unit in UNITS})
+        unit = await self._unit(spec)
+        wanted = job.wanted_replicas or spec.layout.data
+        largest = fitting(shapes_of(spec), wanted, self._demand.left(unit)) or smallest(spec)
+        return largest.layout.world_size if self._demand.add(largest.layout, unit) else None
 
     def _queued(self) -> list[Job]:
         with self._store.read() as session:
@@ -154,34 +194,51 @@ class Scheduler:
             return str(error)
         return None
 
-    async def _shortage(self, spec: JobSpec) -> Any:
-        unit = unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
-        return missing(spec.layout, await self._cluster.nodes.capacity(unit))
+    async def _unit(self, spec: JobSpec) -> Unit:
+        return unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
+
+    async def _shortage(self, spec: JobSpec) -> Shortage | None:
+        return missing(spec.layout, await self._cluster.nodes.capacity(await self._unit(spec)))
 
     async def _never_fits(self, spec: JobSpec) -> bool:
-        shortage = await self._shortage(smallest(spec))
+        """Whether not even its smallest layout would fit if nobody else held anything, and all were there that can be
+        added."""
+        shortage = missing(smallest(spec).layout, await self._cluster.nodes.at_most(await self._unit(spec)))
         return shortage is not None and shortage.possible < shortage.needed
+
+    async def _growth_in_words(self, job: Job, spec: JobSpec, unit: Unit) -> str:
+        """What is asked of an autoscaler for a job that waits, or why nothing is; empty where there is none."""
+        shapes = self._cluster.nodes.shapes
+        if not shapes:
+            return ""
+        if await self._never_fits(spec):
+            return f"; that would be too little even with all that can be added: {in_words(shapes, unit)}"
+        asked = await self._asks_for(job, spec)
+        if asked is None:
+            return f"; jobs that run take too much of what can be added: {in_words(shapes, unit)}"
+        return f"; nodes for {asked} of them are asked for: {in_words(shapes, unit)}"
 
     async def _sized(self, job: Job, spec: JobSpec) -> JobSpec:
         """`spec` with the wanted number of replicas, or in the largest layout that there is room for, where `elastic`
         allows it: the job grows when there is more."""
         wanted = job.wanted_replicas or spec.layout.data
-        unit = unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
-        largest = fitting(shapes_of(spec), wanted, await self._cluster.nodes.capacity(unit))
+        largest = fitting(shapes_of(spec), wanted, await self._cluster.nodes.capacity(await self._unit(spec)))
         return largest or resized(spec, wanted)
 
-    async def _try_to_place(self, job: Job, spec: JobSpec) -> bool:
-        spec = await self._sized(job, spec)
+    async def _let_wait(self, job: Job, spec: JobSpec, shortage: Shortage) -> None:
+        kind = "gpus" if shortage.unit == "GPU" else "slots"
+        waiting_for = {"unit": kind, "needed": shortage.needed, "available": shortage.available}
+        growth = await self._growth_in_words(job, spec, shortage.unit)
+        why = _why(f"{shortage}{self._closed_in_words()}{growth}", list(self._cluster.nodes.problems.values()))
+        await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, waiting_for, f"insufficient_{kind}", why))
+
+    async def _try_to_place(self, job: Job, submitted: JobSpec) -> bool:
+        spec = await self._sized(job, submitted)
         shortage = await self._shortage(spec)
         if shortage is not None:
-            kind = "gpus" if shortage.unit == "GPU" else "slots"
-            waiting_for = {"unit": kind, "needed": shortage.needed, "available": shortage.available}
-            why = _why(f"{shortage}{self._closed_in_words()}", list(self._cluster.nodes.problems.values()))
-            await self._store.write_async(
-                lambda s: jobs.set_waiting(s, job.id, waiting_for, f"insufficient_{kind}", why)
-            )
+            await self._let_wait(job, submitted, shortage)
             return False
-        unit = unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())
+        unit = await self._unit(spec)
         accelerator = "gpu" if unit == "GPU" else "cpu"
         await self._store.until_certain()
         try:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from service.cluster.node_shapes import BadNodeShapes, NodeShape, shapes_in
 from workers.errors import MantaError
 from workers.node.notice_sources import UnknownSource, notice_sources
 from workers.storage.places import BadPlace, ObjectPath, Place, place_of
@@ -108,6 +109,9 @@ class Settings:
     """Ports on which what runs on the nodes listens, for firewalls (MANTA_PORTS, such as 20000-20999); None: any."""
     ship_code: bool = False
     """Whether the nodes of an existing Ray get this installation's code, instead of their own (MANTA_SHIP_CODE=1)."""
+    node_shapes: tuple[NodeShape, ...] = ()
+    """Nodes that the autoscaler of an existing Ray can add (MANTA_NODE_SHAPES, such as `workers=4x8 slots`, as
+    `service.cluster.node_shapes` reads it); none: nothing is asked of an autoscaler."""
     dashboard: bool = True
     """Whether browsers are shown a dashboard; MANTA_NO_DASHBOARD=1 says no, which starts the service faster."""
 
@@ -142,6 +146,7 @@ class Settings:
             _notices(source, "MANTA_NODE_NOTICES"),
             _ports(source, "MANTA_PORTS"),
             _switch(source, "MANTA_SHIP_CODE"),
+            _shapes(source, "MANTA_NODE_SHAPES"),
             not _switch(source, "MANTA_NO_DASHBOARD"),
         )
 
@@ -210,6 +215,14 @@ def _ports(source: Mapping[str, str], name: str) -> PortRange | None:
     try:
         return PortRange.of(text) if text else None
     except BadPorts as error:
+        raise BadSetting(f"{name}: {error}") from error
+
+
+def _shapes(source: Mapping[str, str], name: str) -> tuple[NodeShape, ...]:
+    text = source.get(name)
+    try:
+        return shapes_in(text) if text else ()
+    except BadNodeShapes as error:
         raise BadSetting(f"{name}: {error}") from error
 
 

@@ -4,13 +4,15 @@ them at once. For asyncio: no call blocks the loop."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from service.cluster.agent_client import AgentClient, OrderEpoch
 from service.cluster.agents import Agents, describe
 from service.cluster.connection import RayConnection
 from service.cluster.node_daemons import NodeDaemons
+from service.cluster.node_requests import NodeRequests
+from service.cluster.node_shapes import NodeShape
 from service.cluster.nodes import Nodes
 from service.cluster.placement import Seat, Unit, job_of
 from service.cluster.placement_groups import PlacementGroups
@@ -30,8 +32,10 @@ class Cluster:
         groups: PlacementGroups,
         agents: Agents,
         daemons: NodeDaemons,
+        requests: NodeRequests,
     ):
         self.paths, self.nodes, self.groups, self.agents, self.daemons = paths, nodes, groups, agents, daemons
+        self.requests = requests
         self.peak_flops: dict[str, float] = {}
         """Peak FLOP/s of one rank's device by node id, as far as it was measured."""
         self._epoch: OrderEpoch | None = None
@@ -52,15 +56,17 @@ class Cluster:
         node_notices: str | None = None,
         is_elsewhere: bool = False,
         ports: PortRange | None = None,
+        node_shapes: Sequence[NodeShape] = (),
     ) -> Cluster:
         """The cluster that the module `ray` is connected to. `paths`: of the embedded state; `node_notices`: as
         NodeDaemon's; `is_elsewhere`: whether its nodes may see other files than this process does; `ports`: on which
-        what runs on the nodes listens, None: any."""
+        what runs on the nodes listens, None: any; `node_shapes`: nodes that an autoscaler can add."""
         connection = RayConnection(ray)
-        nodes = Nodes(connection)
+        nodes = Nodes(connection, node_shapes)
         agents = Agents(connection, nodes, paths, ports)
         daemons = NodeDaemons(connection, nodes, paths, node_notices, ports)
-        cluster = cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons)
+        requests = NodeRequests(connection)
+        cluster = cls(paths, nodes, PlacementGroups(connection, nodes), agents, daemons, requests)
         cluster.identity, cluster.is_elsewhere = session_name(ray), is_elsewhere
         return cluster
 

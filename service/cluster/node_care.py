@@ -70,12 +70,14 @@ class NodeCare:
     async def _care(self, node: str) -> None:
         """Until the node is gone: a sweep when it is new or back, or was not reached before."""
         nodes, swept, reported = self._cluster.nodes, False, False
+        is_new = True
         while True:
             unsettled = nodes.silent | nodes.unswept | nodes.problems.keys()
             if not swept or node in unsettled or node not in self._cluster.peak_flops:
                 try:
-                    daemon = await self._daemon(node)
+                    daemon = await self._daemon(node, is_new)
                     self._note_asked(node)
+                    is_new = False
                     if daemon is not None:
                         if not swept or node in nodes.unswept:
                             swept = await self._sweep(node, daemon)
@@ -87,9 +89,10 @@ class NodeCare:
                 reported = node in nodes.silent
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _daemon(self, node: str) -> NodeClient | None:
+    async def _daemon(self, node: str, is_new: bool) -> NodeClient | None:
         was_silent = node in self._cluster.nodes.silent
-        daemon = await self._cluster.daemons.of(node)
+        daemons = self._cluster.daemons
+        daemon = await (daemons.of(node) if is_new else daemons.watched(node))  # one that is not new may rest
         if daemon is not None and was_silent:
             log.warning("the daemon of node %s answers again", node[:12])
             self._answered()

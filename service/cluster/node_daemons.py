@@ -56,6 +56,8 @@ class NodeDaemons:
         self._ray, self._nodes, self._paths, self._notices = ray, nodes, paths, notices
         self._ports = None if ports is None else str(ports)
         self._class = ray.module.remote(NodeDaemon)
+        self.used: dict[str, float] = {}
+        """By node when its daemon was last wanted here, in seconds of the monotonic clock."""
         self._next_look: dict[str, float] = {}
         """By node when it is looked again whether a daemon of another release can be replaced."""
         self._left_out: dict[str, str] = {}
@@ -72,22 +74,58 @@ class NodeDaemons:
     async def ensure(
         self, zygote_options: Sequence[str] = (), zygote_environment: Mapping[str, str] | None = None
     ) -> dict[str, NodeClient]:
-        """Start a daemon on every living node that has none. By node id those that answer; each is asked on its own,
-        with its own time limit."""
-        nodes = await self._nodes.living()
+        """Start a daemon on every living node that has none, but for those at rest. By node id those that answer; each
+        is asked on its own, with its own time limit."""
+        nodes = [node for node in await self._nodes.living() if node not in self._nodes.at_rest]
         started = await asyncio.gather(*(self.of(node, zygote_options, zygote_environment) for node in nodes))
         return {node: daemon for node, daemon in zip(nodes, started, strict=True) if daemon is not None}
+
+    async def wake(self) -> None:
+        """Start the daemons of the nodes at rest where something might be placed now. Raises ClusterUnavailable."""
+        if resting := self._nodes.at_rest - self._nodes.closed:
+            await asyncio.gather(*(self.of(node) for node in resting.intersection(await self._nodes.living())))
+
+    async def watched(self, node: str) -> NodeClient | None:
+        """As `of`, for whoever only looks after the node: one that comes and goes, and has neither ranks nor a daemon,
+        is at rest."""
+        may_rest = node in await self._nodes.that_come_and_go() and node in await self._nodes.unused()
+        return await self._of(node, may_rest=may_rest)
+
+    async def rest(self, node: str) -> None:
+        """End the daemon of `node`, on which nothing needs it: Ray takes a node with any actor for busy, and its
+        autoscaler keeps it. What lies in the node's memory stays as long as the node does."""
+        self._nodes.at_rest.add(node)
+        await self.kill(node)
+        # Whoever starts it again finds out anew.
+        self._with_problem.discard(node)
+        self._nodes.problems.pop(node, None)
+        self._nodes.silent.discard(node)
 
     async def of(
         self, node: str, zygote_options: Sequence[str] = (), zygote_environment: Mapping[str, str] | None = None
     ) -> NodeClient | None:
         """The daemon of `node`, which is started where there is none. None when it does not answer: then nothing is
         placed there until it does. Raises ClusterUnavailable when Ray does not say whether there is one."""
+        self.used[node] = time.monotonic()
+        self._nodes.at_rest.discard(node)
+        return await self._of(node, zygote_options, zygote_environment)
+
+    async def _of(
+        self,
+        node: str,
+        zygote_options: Sequence[str] = (),
+        zygote_environment: Mapping[str, str] | None = None,
+        may_rest: bool = False,
+    ) -> NodeClient | None:
+        """`may_rest`: where there is no daemon none is started."""
         (known,) = await self._ray.find([node_daemon_name(node)])
         patient = known is None and node not in self._nodes.silent
         for existing in (known, None):
             try:
                 actor = existing
+                if actor is None and may_rest:
+                    self._nodes.at_rest.add(node)
+                    return None
                 if actor is None:
                     actor = await self._ray.run(self._create, node, zygote_options, zygote_environment or {})
                 daemon = RayNodeDaemon(self._ray.module, actor)
@@ -106,6 +144,7 @@ class NodeDaemons:
                 break
             self._nodes.silent.discard(node)
             self._answered[node] = daemon
+            self._nodes.at_rest.discard(node)
             self._left_out.pop(node, None)
             if existing is None and about.code not in ("", own_code()):
                 self._other_code.add(node)
@@ -164,8 +203,8 @@ class NodeDaemons:
 
     async def heartbeat_source(self, node: str) -> HeartbeatSource | None:
         """Where the daemon of `node` sends heartbeats from; it is started where there is none. None when it does not
-        answer."""
-        daemon = await self.of(node)
+        answer, and for a node at rest."""
+        daemon = await self.watched(node)
         if daemon is None:
             return None
         about = await within(ANSWER_SECONDS, daemon.describe())
@@ -186,7 +225,7 @@ class NodeDaemons:
     async def problem_of_data(self, spec: Mapping[str, Any], roots: list[str] | None) -> str | None:
         """What the first node that answers says about a job's corpus (`NodeDaemon.check_data`); None when it can be
         trained on, or no node answers."""
-        for node in sorted(set(await self._nodes.living()) - self._nodes.closed):
+        for node in sorted(set(await self._nodes.living()) - self._nodes.closed - self._nodes.at_rest):
             try:
                 daemon = await self.of(node)
                 if daemon is not None:
@@ -196,8 +235,9 @@ class NodeDaemons:
         return None
 
     async def end_job(self, job: str, keep_snapshots: bool = False) -> None:
-        """Let every node remove what is left of `job`, or all but its snapshots. One that does not answer is noted, to
-        be swept later."""
+        """Let every node remove what is left of `job`, or all but its snapshots. One that does not answer, or is at
+        rest, is noted, to be swept later."""
+        self._nodes.unswept |= self._nodes.at_rest
         daemons = await self.ensure()
         await asyncio.gather(*(self._end_job(node, daemons[node], job, keep_snapshots) for node in daemons))
 

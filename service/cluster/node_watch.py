@@ -82,6 +82,7 @@ class NodeWatch:
             self._watchers.pop(node).cancel()
             await self._lose(node, "Ray says that it is gone")
             self._cluster.nodes.lost.discard(node)  # ids of nodes never come again
+            self._cluster.nodes.at_rest.discard(node)
             self._cluster.nodes.drain_no_more(node)
             self._cluster.nodes.problems.pop(node, None)
             self._refused.pop(node, None)
@@ -176,7 +177,10 @@ class NodeWatch:
     async def _lose(self, node: str, why: str) -> None:
         if node in self._cluster.nodes.lost:
             return
-        log.error("node %s is lost: %s", node, why)
+        if node in self._cluster.nodes.at_rest:
+            log.info("node %s, on which nothing was, is gone", node)
+        else:
+            log.error("node %s is lost: %s", node, why)
         self._cluster.nodes.lost.add(node)
         self._cluster.nodes.gpus.pop(node, None)
         self._lost(node, why)

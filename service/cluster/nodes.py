@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from service.cluster.connection import RayConnection
 from service.cluster.errors import ClusterUnavailable
+from service.cluster.node_shapes import NodeShape, grown
 from service.cluster.placement import UNITS, Capacity, Unit
-from service.cluster.ray_private import free_resources
+from service.cluster.ray_private import free_resources, node_types
 from workers.protocol.messages import GpuReading
 
 # How long units that were given back may take to be shown as free, and how often that is looked at.
@@ -45,8 +47,11 @@ class GpuReadings:
 class Nodes:
     """All nodes. Ray's view of them lags by a fraction of a second, and by much more for a node that is gone."""
 
-    def __init__(self, ray: RayConnection):
-        self._ray = ray
+    def __init__(self, ray: RayConnection, shapes: Sequence[NodeShape] = ()):
+        """`shapes`: of the nodes that an autoscaler can add; none: there is no autoscaler to ask."""
+        self._ray, self.shapes = ray, tuple(shapes)
+        self.at_rest: set[str] = set()
+        """Nodes that the autoscaler may take away: they are without a daemon until something is placed there."""
         self.lost: set[str] = set()
         """Nodes that do not answer, whatever Ray says: nothing is asked of them, nothing is placed there."""
         self.draining: set[str] = set()
@@ -111,9 +116,30 @@ class Nodes:
         }
         return Capacity(unit, sum(t for t, _ in units.values()), sum(f for _, f in units.values()), units)
 
+    async def at_most(self, unit: Unit) -> Capacity:
+        """The same once the autoscaler has added all that it may."""
+        if not self.shapes:
+            return await self.capacity(unit)
+        return grown(await self.capacity(unit), self.shapes, (await self._types()).values())
+
+    async def unused(self) -> set[str]:
+        """Living nodes of which nobody holds a unit."""
+        nodes, free = await self._living(), await self._ray.read(self._free)
+        return {
+            node["NodeID"]
+            for node in nodes
+            if all(free.get(node["NodeID"], {}).get(unit, 0) >= node["Resources"].get(unit, 0) for unit in UNITS)
+        }
+
+    async def that_come_and_go(self) -> set[str]:
+        """Living nodes of the types that an autoscaler adds, and takes away when they are idle."""
+        ours = {shape.type for shape in self.shapes}
+        return {node for node, type in (await self._types()).items() if type in ours}
+
     async def has_gpus(self) -> bool:
-        """Whether any living node has a GPU."""
-        return any(node["Resources"].get("GPU", 0) for node in await self._living())
+        """Whether any living node has a GPU, or one that can be added."""
+        can_be_added = any(shape.unit == "GPU" for shape in self.shapes)
+        return can_be_added or any(node["Resources"].get("GPU", 0) for node in await self._living())
 
     async def until_free(self, expected: Capacity) -> None:
         """Wait until so much is free of what was given back, which Ray shows with some delay; a moment at most, since
@@ -126,6 +152,12 @@ class Nodes:
     async def _living(self) -> list[dict[str, Any]]:
         nodes = await self._ray.read(self._all)
         return [node for node in nodes if node["Alive"] and node["NodeID"] not in self.lost and _holds_ranks(node)]
+
+    async def _types(self) -> dict[str, str]:
+        return await self._ray.read(self._all_types) if self.shapes else {}
+
+    def _all_types(self) -> dict[str, str]:
+        return node_types(self._ray.module)
 
     def _all(self) -> list[dict[str, Any]]:
         nodes: list[dict[str, Any]] = self._ray.module.nodes()

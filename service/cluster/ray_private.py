@@ -56,6 +56,18 @@ def placement_group_states(ray: Any) -> dict[str, str]:
     return {group.name: state_name(group.state) for group in ours}
 
 
+def node_types(ray: Any) -> dict[str, str]:
+    """By node id the name that the autoscaler has for the type of each node that lives; empty for one that it did not
+    start."""
+    from ray.core.generated.autoscaler_pb2 import DESCRIPTOR, ClusterResourceState, GetClusterResourceStateReply
+
+    client = ray._private.worker.global_worker.gcs_client
+    reply = GetClusterResourceStateReply.FromString(client.get_cluster_resource_state())
+    dead = DESCRIPTOR.enum_types_by_name["NodeStatus"].values_by_name["DEAD"].number
+    state: ClusterResourceState = reply.cluster_resource_state
+    return {node.node_id.hex(): node.ray_node_type_name for node in state.node_states if node.status != dead}
+
+
 def node_of_actor(ray: Any, actor: Any) -> str | None:
     """Id of the node that an actor was put on; None when it was not yet."""
     about = ray._private.state.actors(actor._actor_id.hex()) or {}

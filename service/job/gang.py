@@ -115,6 +115,7 @@ class Gang:
 
     async def place(self, generation: int, spec: JobSpec, avoid: Collection[str]) -> None:
         """Acquire places for all ranks of `spec`, and start agents there. Raises NotPlaced."""
+        await self._cluster.daemons.wake()
         await self._cluster.groups.acquire(self._job_id, generation, spec.layout, await self.unit(), avoid=avoid)
         await self.start(generation, spec)
 
@@ -184,6 +185,7 @@ class Gang:
         all_seats = seats_of(layout, [standing[replica] for replica in range(layout.data)])
         seats = {rank: seat for rank, seat in all_seats.items() if replica_of(layout, rank) in named}
         unit = await self.unit()
+        await self._cluster.daemons.wake()
         try:
             await self._cluster.groups.acquire(
                 self._job_id, generation, layout, unit, REPLICA_SECONDS, avoid, replicas=list(named)

@@ -100,9 +100,7 @@ def own_leases(store: Store) -> Leases:
 def cluster(tmp_path, monkeypatch):
     """Two simulated nodes, to which control planes of this process connect."""
     made = FakeCluster(tmp_path, node_a=4, node_b=4)
-    monkeypatch.setattr(
-        control_plane.Cluster, "connected", classmethod(lambda cls, ray, paths, notices, is_elsewhere, ports: made)
-    )
+    monkeypatch.setattr(control_plane.Cluster, "connected", classmethod(lambda cls, *anything: made))
     monkeypatch.setattr(control_plane, "NodeWatch", IdleNodeWatch)
     return made
 

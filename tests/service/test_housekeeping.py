@@ -12,7 +12,7 @@ from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement import agent_name, job_of
 from service.leases.decisions import HOUSEKEEPING
 from service.states import JobState
-from service.store import jobs, pauses
+from service.store import checkpoints, jobs, pauses
 from tests.service.support.control_planes import (
     behave,
     finish,
@@ -313,3 +313,30 @@ def test_what_another_does_by_now_is_stopped_here(kept, done_here, stopped):
         work.cancel()
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("state", "saved", "needed"),
+    [
+        ("PAUSED", 5, False),
+        ("PAUSED", 3, True),
+        ("QUEUED", 5, False),
+        ("QUEUED", None, True),
+        ("RUNNING", None, False),
+        ("RECOVERING", None, True),
+        ("SUCCEEDED", None, False),
+    ],
+)
+def test_memory_of_a_node_without_ranks_is_needed_while_nothing_else_has_the_state(store, submit, state, saved, needed):
+    job = submit()
+
+    def write(session):
+        row = jobs.get(session, job.id)
+        row.state, row.step = state, 5
+        if saved is not None:
+            checkpoints.complete(session, checkpoints.begin(session, job.id, 1, saved, "/c").id, 1)
+
+    store.write(write)
+    with store.read() as session:
+        assert housekeeping._needing_memory(session, [job.id]) == ({job.id} if needed else set())
+        assert housekeeping._needing_memory(session, ["unknown"]) == {"unknown"}

@@ -142,3 +142,11 @@ def test_logs_are_kept_where_the_checkpoints_are_if_that_is_an_object_store():
     assert read({"MANTA_LOGS": "/shared"}).logs == Path("/shared")
     with pytest.raises(BadSetting, match="MANTA_LOGS: gs://there is in no store that Manta knows"):
         read({"MANTA_LOGS": "gs://there"})
+
+
+def test_nodes_that_can_be_added_are_declared_by_the_operator():
+    assert Settings.from_environment({}).node_shapes == ()
+    (shape,) = Settings.from_environment({"MANTA_NODE_SHAPES": "workers=4x8 slots"}).node_shapes
+    assert str(shape) == "4 workers of 8 slots"
+    with pytest.raises(BadSetting, match=r"MANTA_NODE_SHAPES: 'four' declares no nodes; it takes TYPE=COUNT x UNITS"):
+        Settings.from_environment({"MANTA_NODE_SHAPES": "four"})

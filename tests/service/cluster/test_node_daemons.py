@@ -8,6 +8,7 @@ import pytest
 from service.cluster import node_daemons
 from service.cluster.connection import RayConnection
 from service.cluster.node_daemons import HeartbeatSource, NodeDaemons
+from service.cluster.node_shapes import shapes_in
 from service.cluster.nodes import Nodes
 from service.cluster.placement import agent_name, node_daemon_name
 from workers.paths import Paths
@@ -360,3 +361,61 @@ def test_data_is_looked_at_by_a_node_on_which_something_may_be_placed(made):
     assert asyncio.run(daemons.problem_of_data({"name": "x"}, ["/data"])) == "it is empty"
     actors["well"].answers = {"check_data": ActorError("died")}
     assert asyncio.run(daemons.problem_of_data({"name": "x"}, None)) is None, "it is not known, which is no problem"
+
+
+@pytest.fixture
+def comes_and_goes(made, monkeypatch):
+    """As `made`, where an autoscaler has added the node `well`."""
+    _, nodes, _ = made
+    nodes.shapes = shapes_in("small=1x4 slots")
+    monkeypatch.setattr("service.cluster.nodes.node_types", lambda ray: {"sick": "", "well": "small"})
+    monkeypatch.setattr("service.cluster.nodes.free_resources", lambda ray: {"well": {"manta_slot": 4}})
+    return made
+
+
+def test_daemon_that_was_ended_for_a_rest_comes_back_only_when_it_is_wanted(comes_and_goes, others):
+    daemons, nodes, actors = comes_and_goes
+
+    async def body():
+        await daemons.rest("well")
+        assert others.killed == ["well"] and nodes.at_rest == {"well"}
+        del actors["well"]
+        assert await daemons.watched("well") is None
+        assert list(await daemons.ensure()) == ["sick"], "what all nodes are asked does not wake it"
+        assert others.started == [] and nodes.closed == set(), "things can be placed there"
+        await daemons.wake()
+        assert [name for name, *_ in others.started] == [node_daemon_name("well")]
+        assert nodes.at_rest == set() and "well" in daemons.used
+
+    asyncio.run(body())
+
+
+def test_node_whose_daemon_another_control_plane_ended_is_at_rest_here_too(comes_and_goes, others):
+    daemons, nodes, actors = comes_and_goes
+    del actors["well"], actors["sick"]
+
+    async def body():
+        assert await daemons.heartbeat_source("well") is None
+        assert nodes.at_rest == {"well"} and others.started == []
+        assert await daemons.heartbeat_source("sick") is not None, "a node that stays has a daemon always"
+
+    asyncio.run(body())
+
+
+def test_daemon_that_dies_beside_ranks_is_started_again_at_once(comes_and_goes, others, monkeypatch):
+    daemons, nodes, actors = comes_and_goes
+    monkeypatch.setattr("service.cluster.nodes.free_resources", lambda ray: {"well": {"manta_slot": 3}})
+    del actors["well"]
+    assert asyncio.run(daemons.watched("well")) is not None
+    assert nodes.at_rest == set()
+
+
+def test_node_at_rest_is_swept_when_it_is_wanted_again(comes_and_goes):
+    daemons, nodes, _ = comes_and_goes
+
+    async def body():
+        await daemons.rest("well")
+        await daemons.end_job("job_1")
+        assert nodes.unswept == {"well"}
+
+    asyncio.run(body())

@@ -23,7 +23,7 @@ class FakeCluster:
 
     def __init__(self):
         self.nodes = self.daemons = self
-        self.lost, self.draining, self.failed = set(), set(), []
+        self.lost, self.draining, self.at_rest, self.failed = set(), set(), set(), []
         self.leave_by, self.problems, self.gpus = {}, {}, {}
         self.raylet = socket.create_server(("127.0.0.1", 0))
         self.heartbeat = HeartbeatServer("127.0.0.1", "n1")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.ray_private import node_of_actor, placement_group_states, session_name
+from service.cluster.ray_private import node_of_actor, node_types, placement_group_states, session_name
 
 
 def ray_with(*groups):
@@ -54,3 +54,15 @@ def test_node_of_an_actor_is_unknown_until_it_was_put_on_one(about, node):
 def test_cluster_is_known_by_the_name_of_its_session():
     worker = SimpleNamespace(global_worker=SimpleNamespace(node=SimpleNamespace(session_name="session_1")))
     assert session_name(SimpleNamespace(_private=SimpleNamespace(worker=worker))) == "session_1"
+
+
+def test_types_of_nodes_are_those_that_the_autoscaler_gave_to_the_ones_that_live():
+    from ray.core.generated.autoscaler_pb2 import GetClusterResourceStateReply, NodeStatus
+
+    reply = GetClusterResourceStateReply()
+    for node_id, name, status in ((b"\1", "small", "RUNNING"), (b"\2", "", "IDLE"), (b"\3", "small", "DEAD")):
+        node = reply.cluster_resource_state.node_states.add()
+        node.node_id, node.ray_node_type_name, node.status = node_id, name, NodeStatus.Value(status)
+    client = SimpleNamespace(get_cluster_resource_state=reply.SerializeToString)
+    worker = SimpleNamespace(global_worker=SimpleNamespace(gcs_client=client))
+    assert node_types(SimpleNamespace(_private=SimpleNamespace(worker=worker))) == {"01": "small", "02": ""}

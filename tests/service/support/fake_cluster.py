@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from service.cluster.agent_client import AgentError, within
 from service.cluster.agents import CLOSE_SECONDS
 from service.cluster.cluster import Cluster
+from service.cluster.node_shapes import NodeShape, grown
 from service.cluster.nodes import GpuReadings, Nodes, RayNode
 from service.cluster.placement import Capacity, agent_name, placement_group_name, replica_bundles
 from service.cluster.placement_groups import NotPlaced
@@ -42,6 +43,10 @@ class FakeNodes:
         self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()
         self.gpus: dict[str, GpuReadings] = {}
+        self.at_rest: set[str] = set()
+        self.shapes: tuple[NodeShape, ...] = ()
+        self.types: dict[str, str] = {}
+        """By node its type, of those that an autoscaler has added."""
         self.error: Exception | None = None
         """What the next look at the nodes raises."""
 
@@ -68,8 +73,33 @@ class FakeNodes:
         units = {node: (self.slots[node], max(0, self.slots[node] - self.used[node])) for node in left}
         return Capacity(unit, sum(total for total, _ in units.values()), sum(free for _, free in units.values()), units)
 
+    async def at_most(self, unit):
+        return grown(await self.capacity(unit), self.shapes, self.types.values())
+
+    async def that_come_and_go(self):
+        return {node for node in await self.living() if node in self.types}
+
+    async def unused(self):
+        return {node for node in await self.living() if not self.used[node]}
+
     async def until_free(self, expected):
         return None
+
+
+class FakeRequests:
+    """What an autoscaler is asked for."""
+
+    def __init__(self):
+        self.bundles: list[dict[str, float]] = []
+
+    async def ask(self, bundles, without):
+        self.bundles = list(bundles)
+
+    async def settle(self):
+        return False
+
+    async def withdraw(self):
+        self.bundles = []
 
 
 class FakeGroups:
@@ -320,6 +350,7 @@ class FakeDaemons:
         self.hang: dict[str, Callable[[float], Awaitable[None]]] = {}
         """What is waited for before the daemon of a node is there."""
         self._daemons: dict[str, FakeDaemon] = {}
+        self.used: dict[str, float] = {}
 
     def _daemon(self, node: str) -> FakeDaemon:
         made = FakeDaemon(node, on_end=lambda job: self._forget(node, job), remembers=lambda: self._remembered(node))
@@ -351,6 +382,19 @@ class FakeDaemons:
         self._nodes.unswept.add(node)
         return None
 
+    async def watched(self, node):
+        if node in self._nodes.at_rest:
+            return None
+        return await self.of(node)
+
+    async def wake(self):
+        for node in self._nodes.at_rest - self._nodes.closed:
+            self._nodes.at_rest.discard(node)
+            await self.of(node)
+
+    async def rest(self, node):
+        self._nodes.at_rest.add(node)
+
     async def end_job(self, job, keep_snapshots=False):
         for daemon in (await self.ensure()).values():
             await daemon.end_job(job, keep_snapshots)
@@ -375,13 +419,15 @@ class FakeCluster(Cluster):
     groups: FakeGroups
     agents: FakeAgents
     daemons: FakeDaemons
+    requests: FakeRequests  # type: ignore[assignment]
 
     def __init__(self, home, **slots: int):
         """`slots`: of each node, by its name."""
         nodes = FakeNodes(slots)
         groups = FakeGroups(nodes)
         agents = FakeAgents(nodes, groups)
-        super().__init__(Paths.of(home), nodes, groups, agents, FakeDaemons(nodes, agents.memory))  # type: ignore[arg-type]
+        daemons = FakeDaemons(nodes, agents.memory)
+        super().__init__(Paths.of(home), nodes, groups, agents, daemons, FakeRequests())  # type: ignore[arg-type]
 
     def lose_node(self, node: str) -> None:
         """`node` is gone, with its agents and what is in its memory; the control plane is not told."""

@@ -1,0 +1,58 @@
+"""Lets go of nodes that an autoscaler may take away: ends the daemon of one that has been without ranks for a while,
+and has nothing in its memory that somebody needs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection
+
+from service.cluster.agent_client import AgentError, within
+from service.cluster.cluster import Cluster
+
+log = logging.getLogger(__name__)
+
+REST_SECONDS = 15.0
+"""How long a node is without ranks before it is let go of; from then on the autoscaler counts it as idle."""
+LOOK_SECONDS = 2.0
+ASK_SECONDS = 10.0
+
+
+class IdleNodes:
+    """Looks after all nodes that come and go; there are none where no shapes of nodes are declared."""
+
+    def __init__(self, cluster: Cluster, needed: Callable[[Collection[str]], Awaitable[set[str]]]):
+        """`needed`: which of these jobs need what they have in the memory of a node without their ranks."""
+        self._cluster, self._needed = cluster, needed
+        self._since: dict[str, float] = {}
+        """By node since when it was seen without ranks, in seconds of the monotonic clock."""
+
+    async def run(self) -> None:
+        """Until cancelled; at once where no node comes or goes."""
+        while self._cluster.nodes.shapes:
+            try:
+                await self.look(time.monotonic())
+            except Exception:  # of Ray or of the database: it is looked at again
+                log.exception("idle nodes could not be looked at")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def look(self, now: float) -> None:
+        """Once, at the moment `now` of the monotonic clock."""
+        nodes, daemons = self._cluster.nodes, self._cluster.daemons
+        idle = await nodes.that_come_and_go() & await nodes.unused() - nodes.at_rest - nodes.lost
+        self._since = {node: self._since.get(node, now) for node in idle}
+        for node, since in self._since.items():
+            if now - max(since, daemons.used.get(node, since)) >= REST_SECONDS and not await self._is_needed(node):
+                log.info("node %s may be taken away: nothing is on it", node[:12])
+                await daemons.rest(node)
+
+    async def _is_needed(self, node: str) -> bool:
+        daemon = await self._cluster.daemons.watched(node)
+        if daemon is None:
+            return False
+        try:
+            return bool(await self._needed(await within(ASK_SECONDS, daemon.jobs())))
+        except AgentError as error:
+            log.warning("node %s did not say what is in its memory: %s", node[:12], error)
+            return True

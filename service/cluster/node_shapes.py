@@ -1,0 +1,119 @@
+"""Nodes that an autoscaler can add: their declared shapes, how far the cluster can grow with them, and what is to be
+asked for. Pure arithmetic; `node_requests.py` asks Ray."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from service.cluster.placement import Capacity, Unit
+from workers.config import ParallelConfig
+from workers.errors import MantaError
+
+_ONE = re.compile(r"\s*(?P<type>[^=,\s]+)\s*=\s*(?P<most>\d+)\s*x\s*(?P<units>\d+)\s*(?P<unit>slots?|gpus?)\s*", re.I)
+
+
+class BadNodeShapes(MantaError):
+    """Text that declares no shapes of nodes."""
+
+    def __init__(self, text: str):
+        super().__init__(
+            f"{text!r} declares no nodes; it takes TYPE=COUNT x UNITS slots or gpus, several with commas, such as "
+            "workers=4x8 slots, accelerated=2x8 gpus"
+        )
+
+
+@dataclass(frozen=True)
+class NodeShape:
+    """A type of node of the autoscaler."""
+
+    type: str
+    """Its name there: of a node type, or of a KubeRay worker group."""
+    most: int
+    """How many of them there may be."""
+    unit: Unit
+    """What its ranks take."""
+    units: int
+    """How many of it each node has."""
+
+    def __str__(self) -> str:
+        return f"{self.most} {self.type} of {self.units} {'GPUs' if self.unit == 'GPU' else 'slots'}"
+
+
+def shapes_in(text: str) -> tuple[NodeShape, ...]:
+    """The shapes that `text` declares, such as `workers=4x8 slots, accelerated=2x8 gpus`. Raises BadNodeShapes."""
+    shapes = []
+    for part in text.split(","):
+        match = _ONE.fullmatch(part)
+        if match is None or not int(match["units"]):
+            raise BadNodeShapes(part.strip())
+        unit: Unit = "GPU" if match["unit"].lower().startswith("gpu") else "manta_slot"
+        shapes.append(NodeShape(match["type"], int(match["most"]), unit, int(match["units"])))
+    twice = [type for type, count in Counter(shape.type for shape in shapes).items() if count > 1]
+    if twice:
+        raise BadNodeShapes(f"{twice[0]} twice")
+    return tuple(shapes)
+
+
+def grown(capacity: Capacity, shapes: Sequence[NodeShape], types: Collection[str]) -> Capacity:
+    """`capacity` once the autoscaler has added all that it may. `types`: those of the nodes that are there, also of
+    those where nothing is placed."""
+    there = Counter(types)
+    more = {
+        f"{shape.type}+{number}": (shape.units, shape.units)
+        for shape in shapes
+        if shape.unit == capacity.unit
+        for number in range(max(0, shape.most - there[shape.type]))
+    }
+    units = sum(total for total, _ in more.values())
+    return Capacity(capacity.unit, capacity.total + units, capacity.free + units, {**capacity.nodes, **more})
+
+
+def with_placed(capacity: Capacity, layout: ParallelConfig) -> Capacity | None:
+    """What is left of `capacity` with `layout` in it, on the fullest nodes that take its tensor-parallel groups; None
+    where it does not fit."""
+    left = {node: free for node, (_, free) in capacity.nodes.items()}
+    groups = layout.world_size // layout.tensor
+    for node in sorted(left, key=lambda each: left[each]):
+        fit = min(groups, left[node] // layout.tensor)
+        left[node] -= fit * layout.tensor
+        groups -= fit
+    if groups:
+        return None
+    nodes = {node: (total, left[node]) for node, (total, _) in capacity.nodes.items()}
+    return replace(capacity, free=sum(left.values()), nodes=nodes)
+
+
+class Demand:
+    """What the head of the queue needs, and those behind it that would fit beside it."""
+
+    def __init__(self, most: Mapping[Unit, Capacity]):
+        """`most`: what the cluster could have free of each unit."""
+        self._left = dict(most)
+        self.is_over = False
+        """Whether a job did not fit beside those before it."""
+        self.bundles: list[dict[str, float]] = []
+        """One for each tensor-parallel group."""
+
+    def left(self, unit: Unit) -> Capacity:
+        """What could be free beside those that were added."""
+        return self._left[unit]
+
+    def add(self, layout: ParallelConfig, unit: Unit) -> bool:
+        """Whether a job in `layout` is asked for; once one does not fit, none behind it is."""
+        after = None if self.is_over else with_placed(self._left[unit], layout)
+        if after is None:
+            self.is_over = True
+            return False
+        self._left[unit] = after
+        self.bundles += [{unit: float(layout.tensor)}] * (layout.world_size // layout.tensor)
+        return True
+
+
+def in_words(shapes: Sequence[NodeShape], unit: Unit) -> str:
+    """How far the cluster can grow, as part of a sentence."""
+    ours = [str(shape) for shape in shapes if shape.unit == unit]
+    name = "GPUs" if unit == "GPU" else "slots"
+    return f"the autoscaler can have {', '.join(ours)}" if ours else f"the autoscaler has no nodes with {name}"

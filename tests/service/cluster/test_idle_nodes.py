@@ -1,0 +1,70 @@
+"""Which nodes an autoscaler may take away."""
+
+import asyncio
+
+import pytest
+
+from service.cluster.idle_nodes import REST_SECONDS, IdleNodes
+from tests.service.support.fake_cluster import FakeCluster
+
+LATER = REST_SECONDS + 1
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    made = FakeCluster(tmp_path, small=2, own=2)
+    made.nodes.types = {"small": "small"}
+    return made
+
+
+@pytest.fixture
+def look(cluster):
+    """Looks at the nodes after so many seconds; answers those at rest then."""
+    needed = set()
+
+    async def needs(jobs):
+        return needed & set(jobs)
+
+    idle = IdleNodes(cluster, needs)
+
+    def at(*moments):
+        for moment in moments:
+            asyncio.run(idle.look(moment))
+        return cluster.nodes.at_rest
+
+    at.needed = needed
+    return at
+
+
+def test_node_that_comes_and_goes_is_let_go_of_after_a_while_without_ranks(look):
+    assert look(0.0, REST_SECONDS - 1) == set()
+    assert look(LATER) == {"small"}, "the other one is not the autoscaler's"
+
+
+def test_time_with_ranks_does_not_count(look, cluster):
+    look(0.0)
+    cluster.nodes.used["small"] = 1
+    look(LATER)
+    cluster.nodes.used["small"] = 0
+    assert look(LATER + 1, LATER + REST_SECONDS) == set()
+    assert look(2 * LATER + 1) == {"small"}
+
+
+def test_node_whose_daemon_was_wanted_lately_stays(look, cluster):
+    look(0.0)
+    cluster.daemons.used["small"] = 5.0
+    assert look(LATER) == set()
+    assert look(LATER + 5) == {"small"}
+
+
+def test_node_with_memory_that_a_job_needs_stays_until_it_does_not(look, cluster):
+    cluster.daemons._daemon("small").left = ["failed"]
+    look.needed.add("failed")
+    assert look(0.0, LATER) == set()
+    look.needed.clear()
+    assert look(2 * LATER) == {"small"}
+
+
+def test_without_declared_shapes_nothing_is_looked_at(cluster):
+    cluster.nodes.that_come_and_go = None
+    asyncio.run(IdleNodes(cluster, lambda jobs: None).run())

@@ -1,0 +1,100 @@
+"""Nodes are asked for by one group that waits, and by nothing else."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from service.cluster import node_requests
+from service.cluster.node_requests import NodeRequests
+
+ONE, TWO = [{"manta_slot": 1.0}], [{"manta_slot": 2.0}] * 2
+
+
+class FakeRay:
+    """The groups that wait or are granted, by name, and a connection to it."""
+
+    def __init__(self):
+        self.module = SimpleNamespace(util=self)
+        self.states, self.made = {}, []
+
+    async def run(self, function, *arguments):
+        return function(*arguments)
+
+    def placement_group(self, bundles, name, **options):
+        self.made.append((bundles, options))
+        self.states[name] = "PENDING"
+        return name
+
+    def remove_placement_group(self, name):
+        del self.states[name]
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    made = FakeRay()
+    monkeypatch.setattr(node_requests, "placement_group_states", lambda module: made.states)
+    return made
+
+
+@pytest.fixture
+def requests(ray):
+    return NodeRequests(ray)
+
+
+def go(body):
+    return asyncio.run(body)
+
+
+def grant(ray):
+    ray.states.update(dict.fromkeys(ray.states, "CREATED"))
+
+
+def test_all_bundles_are_in_one_group_that_ends_with_this_process(ray, requests):
+    go(requests.ask(TWO, {"b", "a"}))
+    ((bundles, options),) = ray.made
+    assert bundles == TWO
+    assert options == {"strategy": "PACK", "bundle_label_selector": [{"ray.io/node-id": "!in(a,b)"}] * 2}
+
+
+def test_the_same_is_asked_for_once_and_something_else_in_its_place(ray, requests):
+    for bundles in (ONE, ONE, TWO):
+        go(requests.ask(bundles, ()))
+    assert [bundles for bundles, _ in ray.made] == [ONE, TWO]
+    assert len(ray.states) == 1
+
+
+def test_for_nothing_there_is_no_group(ray, requests):
+    go(requests.ask((), ()))
+    assert ray.made == []
+    go(requests.ask(ONE, ()))
+    go(requests.ask((), ()))
+    assert ray.states == {}
+
+
+def test_what_waits_goes_on_waiting_and_what_was_granted_is_given_back(ray, requests):
+    go(requests.ask(ONE, ()))
+    assert not go(requests.settle()) and len(ray.states) == 1
+    grant(ray)
+    assert go(requests.settle()) and ray.states == {}
+
+
+@pytest.mark.parametrize(("seconds", "groups"), [(3600.0, 1), (0.0, 2)])
+def test_what_was_granted_and_did_not_help_is_asked_for_again_after_a_while(
+    ray, requests, monkeypatch, seconds, groups
+):
+    monkeypatch.setattr(node_requests, "AGAIN_SECONDS", seconds)
+    go(requests.ask(ONE, ()))
+    grant(ray)
+    go(requests.settle())
+    go(requests.ask(ONE, ()))
+    assert len(ray.made) == groups
+
+
+def test_group_that_ray_has_forgotten_is_made_anew(ray, requests):
+    go(requests.ask(ONE, ()))
+    ray.states.clear()
+    ray.remove_placement_group = lambda name: None
+    assert not go(requests.settle())
+    go(requests.ask(ONE, ()))
+    assert len(ray.states) == 1

@@ -1,0 +1,80 @@
+"""Nodes that can be added, and what is asked for."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.cluster.node_shapes import BadNodeShapes, Demand, NodeShape, grown, shapes_in, with_placed
+from service.cluster.placement import Capacity, missing
+from workers.config import ParallelConfig
+
+SLOTS = "manta_slot"
+
+
+def capacity(*nodes):
+    """Of nodes with (total, free) slots."""
+    named = {f"n{number}": node for number, node in enumerate(nodes)}
+    return Capacity(SLOTS, sum(total for total, _ in nodes), sum(free for _, free in nodes), named)
+
+
+def layout(tensor=1, pipeline=1, data=1):
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, data=data)
+
+
+def test_shapes_are_read_as_an_administrator_writes_them():
+    assert shapes_in("workers=4x8 slots, gpu-group = 2 x 8 GPUs") == (
+        NodeShape("workers", 4, "manta_slot", 8),
+        NodeShape("gpu-group", 2, "GPU", 8),
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "workers", "workers=4", "workers=4x8", "w=4x0 slots", "w=4x8 cpus", "w=1x1 slot,"]
+)
+def test_other_text_is_refused_with_what_would_do(text):
+    with pytest.raises(BadNodeShapes, match="such as workers=4x8 slots"):
+        shapes_in(text)
+
+
+def test_type_is_declared_once():
+    with pytest.raises(BadNodeShapes, match="w twice"):
+        shapes_in("w=1x1 slots, w=2x2 slots")
+
+
+def test_cluster_grows_by_the_nodes_that_are_not_there_yet():
+    shapes = shapes_in("small=3x2 slots, fast=9x8 gpus")
+    most = grown(capacity((2, 0), (16, 4)), shapes, ["small", ""])
+    assert (most.total, most.free) == (2 + 16 + 2 * 2, 0 + 4 + 2 * 2)
+
+
+def test_more_nodes_than_were_declared_take_nothing_away():
+    assert grown(capacity((2, 2)), shapes_in("small=1x2 slots"), ["small"] * 3) == capacity((2, 2))
+
+
+def test_groups_of_a_job_lie_on_one_node_each():
+    assert with_placed(capacity((4, 3), (4, 3)), layout(tensor=2, data=3)) is None
+    left = with_placed(capacity((4, 3), (4, 4)), layout(tensor=2, data=3))
+    assert left is not None and left.free == 1
+
+
+layouts = st.builds(layout, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 3))
+clusters = st.lists(st.integers(0, 8).map(lambda free: (8, free)), max_size=5).map(lambda nodes: capacity(*nodes))
+
+
+@given(clusters, layouts)
+def test_a_job_is_placed_exactly_where_nothing_is_missing(cluster, job):
+    left = with_placed(cluster, job)
+    assert (left is not None) == (missing(job, cluster) is None)
+    if left is not None:
+        assert left.free == cluster.free - job.world_size
+        assert all(free >= 0 for _, free in left.nodes.values())
+
+
+@given(clusters, st.lists(layouts, max_size=5))
+def test_what_is_asked_for_is_a_run_of_the_queue_that_fits_together(cluster, queue):
+    demand = Demand({SLOTS: cluster})
+    asked = [demand.add(job, SLOTS) for job in queue]
+    assert asked == sorted(asked, reverse=True), "none overtakes one that does not fit"
+    units = sum(job.world_size for job, is_asked in zip(queue, asked, strict=True) if is_asked)
+    assert sum(bundle[SLOTS] for bundle in demand.bundles) == units <= cluster.free
+    assert demand.is_over == (False in asked)
