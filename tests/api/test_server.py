@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+from inspect import signature
 from types import SimpleNamespace
 
 import psutil
@@ -18,6 +19,7 @@ from api import server, ui
 from api.cli import service
 from api.local_service import HomeUnusable, announce, running_service
 from service.cluster.existing_ray import ExistingRay
+from service.control_plane import ControlPlane
 from service.identity import Scope
 from service.settings import RequestLimits, Settings, Tls
 from service.store import keys
@@ -114,25 +116,8 @@ class NotedControl:
     made = None
     store = SimpleNamespace(location="postgresql://me:***@there/manta")
 
-    def __init__(
-        self,
-        home,
-        head,
-        start_over,
-        allow_faults,
-        memory_seconds,
-        data_roots,
-        database_url,
-        kept_days,
-        checkpoints,
-        node_notices,
-        ports,
-    ):
-        self.database_url, self.kept_days = database_url, kept_days
-        self.checkpoints, self.node_notices = checkpoints, node_notices
-        self.head, self.allow_faults, self.memory_seconds = head, allow_faults, memory_seconds
-        self.data_roots = data_roots
-        NotedControl.made = self
+    def __init__(self, *arguments):
+        NotedControl.made = SimpleNamespace(**signature(ControlPlane).bind(*arguments).arguments)
 
     def start(self):
         pass

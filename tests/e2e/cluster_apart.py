@@ -142,9 +142,14 @@ class ApartService(Manta):
         self.log = folder / "service.log"
         made = self.machine.run(*self.machine.python("-m", "api.cli", "keys", "create", "--admin"), **self._environment)
         assert made.returncode == 0, made.stderr
-        self.key = made.stdout.strip()
-        self.client = MantaClient(f"http://{self.machine.address}:{PORT}", key=self.key)
+        self._key = made.stdout.strip()
+        self.client = MantaClient(f"http://{self.machine.address}:{PORT}", key=self._key)
         self.start()
+
+    @property
+    def key(self) -> str:
+        """An administrator's."""
+        return self._key
 
     def start(self) -> None:
         """`manta serve`, until it answers; again where it gives up, as whoever looks after it would: on a busy machine
@@ -166,7 +171,7 @@ class ApartService(Manta):
 
     def doctor(self) -> str:
         """What `manta doctor` says on the machine of the service."""
-        asking = {"MANTA_URL": str(self.client.url), "MANTA_API_KEY": self.key}
+        asking = {"MANTA_URL": str(self.client.url), "MANTA_API_KEY": self._key}
         command = self.machine.python("-m", "api.cli", "doctor")
         return self.machine.run(*command, seconds=2 * SECONDS, **self._environment, **asking).stdout
 

@@ -12,6 +12,7 @@ from benchmarks.support.simulation.messages import Channel
 from service.cluster.agent_client import AgentClient, AgentFailed, AgentLost, OrderEpoch, RayAgent
 from service.cluster.cluster import Cluster
 from service.cluster.node_daemons import HeartbeatSource
+from service.cluster.node_shapes import NodeShape
 from service.cluster.nodes import GpuReadings, RayNode
 from service.cluster.placement import Capacity, Seat, Unit, job_of
 from service.cluster.placement_groups import NotPlaced
@@ -52,6 +53,8 @@ class SimulatedNodes:
         self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()
         self.gpus: dict[str, GpuReadings] = {}
+        self.shapes: Sequence[NodeShape] = ()
+        self.at_rest: set[str] = set()
 
     @property
     def closed(self) -> set[str]:
@@ -76,6 +79,10 @@ class SimulatedNodes:
         units = await self._asking.ask(SimulatedCluster.units)
         nodes = {node: (total, free) for node, (total, free) in units.items() if all_living or node not in self.closed}
         return Capacity(unit, sum(t for t, _ in nodes.values()), sum(f for _, f in nodes.values()), nodes)
+
+    async def at_most(self, unit: Unit) -> Capacity:
+        """The same: none joins."""
+        return await self.capacity(unit)
 
     async def until_free(self, expected: Capacity) -> None:
         """At once."""
@@ -244,6 +251,10 @@ class SimulatedDaemons:
         """Of one."""
         return SimulatedDaemon(self._asking, node)
 
+    async def watched(self, node: str) -> SimulatedDaemon:
+        """The same: no node is at rest."""
+        return await self.of(node)
+
     async def heartbeat_source(self, node: str) -> HeartbeatSource | None:
         """Where it sends them from."""
         return HeartbeatSource(HOST, (await self._asking.ask(SimulatedCluster.ports))[node], "")
@@ -260,10 +271,28 @@ class SimulatedDaemons:
     async def kill(self, node: str) -> None:
         """Nothing to kill."""
 
+    async def wake(self) -> None:
+        """No node is at rest."""
+
+
+class SimulatedRequests:
+    """There is no autoscaler."""
+
+    async def ask(self, bundles: Sequence[Mapping[str, float]], without: Collection[str]) -> None:
+        """No simulated node joins."""
+
+    async def settle(self) -> bool:
+        """Nothing is ever granted."""
+        return False
+
+    async def withdraw(self) -> None:
+        """Nothing was asked for."""
+
 
 def connected(socket: str, home: Path) -> Cluster:
     """The simulated cluster that listens at `socket`."""
     asking = Asking(Channel(socket, ERRORS))
     nodes = SimulatedNodes(asking)
-    parts: list[Any] = [nodes, SimulatedGroups(asking), SimulatedAgents(asking), SimulatedDaemons(asking, nodes)]
+    groups, agents, daemons = SimulatedGroups(asking), SimulatedAgents(asking), SimulatedDaemons(asking, nodes)
+    parts: list[Any] = [nodes, groups, agents, daemons, SimulatedRequests()]
     return Cluster(Paths.of(home), *parts)

@@ -19,7 +19,7 @@ from api.app import create_app
 from api.permissions import LINK_PATH
 from api.ui import mount
 from service.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
-from service.logs import log_file, log_folder
+from service.logs import LogsInHome, log_file, log_folder
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import (
@@ -57,6 +57,7 @@ class SampleControl:
         self.store = store
         self.home = home
         self.data_roots = DataRoots()
+        self.logs = LogsInHome(home)
 
     def submitted(self, job_id: str) -> None:
         """Nothing to do."""

@@ -87,7 +87,7 @@ def test_agents_are_started_in_their_seats_with_what_a_rank_takes(agents, tmp_pa
     assert first.options.num_gpus == (1 if unit == "GPU" else 0)
     assert unit == "GPU" or first.options.resources == {"manta_slot": 1}
     assert first.options.max_concurrency == agents_module.CONCURRENCY
-    assert second.arguments == ("job_1", 3, str(tmp_path.resolve()), "installation-1", "two", "20000-20010")
+    assert second.arguments == ("job_1", 3, str(tmp_path.resolve()), "installation-1", "two", "20000-20010", False)
 
 
 @pytest.mark.parametrize(("wanted", "lost", "used"), [

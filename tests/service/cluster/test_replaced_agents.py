@@ -36,7 +36,7 @@ def replaced(tmp_path, agents, state="CREATED"):
     async def states():
         return {"group": state}
 
-    cluster = Cluster(Paths.of(tmp_path), None, SimpleNamespace(states=states), agents, None)
+    cluster = Cluster(Paths.of(tmp_path), None, SimpleNamespace(states=states), agents, None, None)
     return asyncio.run(cluster.replace_agents("job_1", 4, SEATS, "manta_slot"))
 
 

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import socket
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +16,13 @@ from workers.node.local_drain import drain_nodes_here, drain_socket, serve_drain
 
 
 @pytest.fixture
-def folder(monkeypatch, tmp_path):
-    """A runtime folder of this user, as `drain_nodes_here` finds it."""
-    monkeypatch.setattr(local_drain, "RUNTIME_FOLDERS", (tmp_path, "manta-{user}-{tag}"))
-    made = tmp_path / f"manta-{os.getuid()}-01234567"
-    made.mkdir(mode=0o700)
-    return made
+def folder(monkeypatch):
+    """A runtime folder of this user, as `drain_nodes_here` finds it; a socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as above:
+        monkeypatch.setattr(local_drain, "RUNTIME_FOLDERS", (Path(above), "manta-{user}-{tag}"))
+        made = Path(above) / f"manta-{os.getuid()}-01234567"
+        made.mkdir(mode=0o700)
+        yield made
 
 
 def with_daemon(folder, use, node="ab" * 28):
