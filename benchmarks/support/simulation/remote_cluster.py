@@ -255,6 +255,10 @@ class SimulatedDaemons:
         """The same: no node is at rest."""
         return await self.of(node)
 
+    async def known(self, node: str) -> SimulatedDaemon:
+        """The same."""
+        return SimulatedDaemon(self._asking, node)
+
     async def heartbeat_source(self, node: str) -> HeartbeatSource | None:
         """Where it sends them from."""
         return HeartbeatSource(HOST, (await self._asking.ask(SimulatedCluster.ports))[node], "")

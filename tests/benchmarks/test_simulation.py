@@ -1,0 +1,30 @@
+"""The simulated cluster has what the service calls of the real one: it stands in for it without a type that says so."""
+
+import inspect
+
+import pytest
+
+from benchmarks.support.simulation import remote_cluster as simulated
+from service.cluster.agents import Agents
+from service.cluster.node_daemons import NodeDaemons
+from service.cluster.node_requests import NodeRequests
+from service.cluster.nodes import Nodes
+from service.cluster.placement_groups import PlacementGroups
+
+# Of nodes that come and go, are drained or lie elsewhere: there are none.
+NOT_SIMULATED = {"drain", "drain_no_more", "unused", "that_come_and_go", "rest", "problem_of_data", "end_all"}
+
+
+@pytest.mark.parametrize(("real", "stand_in"), [
+    (Nodes, simulated.SimulatedNodes),
+    (PlacementGroups, simulated.SimulatedGroups),
+    (Agents, simulated.SimulatedAgents),
+    (NodeDaemons, simulated.SimulatedDaemons),
+    (NodeRequests, simulated.SimulatedRequests),
+])  # fmt: skip
+def test_each_simulated_part_answers_what_the_real_one_does(real: type, stand_in: type) -> None:
+    for name, method in inspect.getmembers(real, inspect.isfunction):
+        if not name.startswith("_") and name not in NOT_SIMULATED:
+            theirs = getattr(stand_in, name, None)
+            assert theirs is not None, f"{stand_in.__name__} has no {name}"
+            assert inspect.iscoroutinefunction(theirs) == inspect.iscoroutinefunction(method), name
