@@ -57,9 +57,9 @@ class Run:
                     found.append(process)
         return found
 
-    def ended(self) -> str:
+    def ended(self, seconds: float = SECONDS) -> str:
         """Wait for its end, which is a good one; what it has printed."""
-        assert self.process.wait(SECONDS) == 0, self.printed()[-3000:]
+        assert self.process.wait(seconds) == 0, self.printed()[-3000:]
         return self.printed()
 
 
