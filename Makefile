@@ -1,4 +1,4 @@
-# make setup | make demo | make test | make soak
+# make setup | make demo | make test | make soak | make dist
 # PYTHON=...           the Python (3.11 to 3.13) that the virtual environment is made from
 # TORCH_INDEX_URL=...  a package index that holds PyTorch's smaller CPU wheels
 VENV := .venv
@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test check lint types soak
+.PHONY: setup demo test check lint types soak dist
 
 setup: $(STAMP)
 
@@ -51,3 +51,12 @@ test: lint
 soak: setup
 	@$(BIN)/python -m pytest --soak $(PYTEST_OPTIONS)
 	@$(BIN)/python -m benchmarks.chaos --schedules 60 --json
+
+# dist/: the wheel, which is built from the sdist; the sdist; and the versions that both are tested with, for
+# `pip install -c`. The times in the archives are those of the commit, so that a second build has the same wheel.
+dist: setup
+	@rm -rf dist
+	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct 2>/dev/null || echo 0) \
+		$(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	@cp requirements.lock dist/constraints.txt
+	@ls -1 dist

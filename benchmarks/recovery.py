@@ -178,6 +178,7 @@ def _baselines(report: Report, options: argparse.Namespace, choice: random.Rando
     commands: dict[str, Any] = {"torchrun": baselines.torchrun}
     if why is None:
         commands["ray_train"] = baselines.ray_train(options.ray_train_python)
+        commands["ray_train_engine"] = baselines.ray_train(options.ray_train_python, engine=True)
     else:
         skipped["ray_train"] = f"{why}; pip install 'ray[train]', and give that Python with --ray-train-python"
     for name, command in commands.items():

@@ -47,6 +47,8 @@ class Places:
     """Folder for durable checkpoints."""
     corpus_record: Place | None = None
     """File that says what the corpus was when the job began."""
+    deletes_old_checkpoints: bool = True
+    """Whether no more than `checkpoint.keep` durable checkpoints stay; False: somebody else sees to that."""
 
 
 NO_PLACES = Places()
@@ -65,6 +67,7 @@ class RankState:
         self.checkpoints: Checkpointer | None = None
         if places.checkpoints is not None:
             self.checkpoints = Checkpointer(places.checkpoints, places.job, spec, engine, comm, reporter.event)
+            self.checkpoints.deletes_old = places.deletes_old_checkpoints
         self.step = 0
         """Last committed step."""
         self._restored = False

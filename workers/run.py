@@ -118,7 +118,7 @@ def train(
             measure_peak_flops(device.type, "fp32" if spec.train.precision == "fp32" else "bf16").flops,
             places,
         )
-        _restore(trainer, checkpoints)
+        restore_newest(trainer, checkpoints)
         trainer.train(stop_after_step)
         reporter.close()
     comm.close()
@@ -130,7 +130,7 @@ def _shared_secret(store: dist.Store) -> str:
     return store.compare_set("manta/secret", "", secrets.token_hex(SECRET_LENGTH // 2)).decode()
 
 
-def _restore(trainer: Trainer, checkpoints: Place | None) -> None:
+def restore_newest(trainer: Trainer, checkpoints: Place | None) -> None:
     """Go on from the newest checkpoint that is not damaged; from the start where none was ever whole. Raises
     CheckpointError when all that were are damaged now."""
     path: Place | None = None

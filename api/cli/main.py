@@ -370,7 +370,7 @@ def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
 
 def command_line() -> typer.Typer:
     """`manta` with all of its commands."""
-    from api.cli import access, checkpoints, doctor, nodes, service, version
+    from api.cli import access, checkpoints, doctor, nodes, service, track, version
     from api.cli.db import db
 
     app.callback()(version.options)
@@ -379,6 +379,7 @@ def command_line() -> typer.Typer:
     doctor.register(app)
     nodes.register(app)
     service.register(app)
+    track.register(app)
     app.add_typer(db, name="db")
     return app
 

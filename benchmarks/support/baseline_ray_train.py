@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,11 @@ def _begin(folder: Path) -> int:
     return number
 
 
-def main() -> int:
-    """Train to the last step; returns the exit status."""
-    folder, steps, every, workers, failures = sys.argv[1], *(int(word) for word in sys.argv[2:6])
+def fit(loop: Callable[[dict[str, Any]], None], config: dict[str, Any], workers: int, failures: int) -> None:
+    """Have `workers` run `loop` with `config` to its end, through as many `failures`, on a Ray of its own."""
     root = str(Path(__file__).resolve().parents[2])
     ray.init(
+        "local",
         num_cpus=workers + 1,
         include_dashboard=False,
         log_to_driver=False,
@@ -63,16 +64,22 @@ def main() -> int:
     )
     trainer = TorchTrainer(
         loop,
-        train_loop_config={"folder": folder, "steps": steps, "checkpoint_every": every},
+        train_loop_config=config,
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(
-            storage_path=str(Path(folder) / "storage"),
+            storage_path=str(Path(config["folder"]) / "storage"),
             failure_config=FailureConfig(max_failures=failures),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),
     )
     trainer.fit()
     ray.shutdown()
+
+
+def main() -> int:
+    """Train to the last step; returns the exit status."""
+    folder, steps, every, workers, failures = sys.argv[1], *(int(word) for word in sys.argv[2:6])
+    fit(loop, {"folder": folder, "steps": steps, "checkpoint_every": every}, workers, failures)
     return 0
 
 

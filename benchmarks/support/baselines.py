@@ -72,11 +72,11 @@ def torchrun(folder: Path, workers: int, failures: int) -> list[str]:
     return [*command, "--monitor-interval=0.1", str(baseline_toy.__file__), str(folder), *_lengths()]
 
 
-def ray_train(python: str) -> Command:
-    """Ray Train's TorchTrainer, run by `python`."""
+def ray_train(python: str, engine: bool = False) -> Command:
+    """Ray Train's TorchTrainer, run by `python`: of the toy, or with `engine` of the quickstart on Manta's engine."""
 
     def command(folder: Path, workers: int, failures: int) -> list[str]:
-        script = Path(__file__).with_name("baseline_ray_train.py")
+        script = Path(__file__).with_name("baseline_ray_train_engine.py" if engine else "baseline_ray_train.py")
         return [python, str(script), str(folder), *_lengths(), str(workers), str(failures)]
 
     return command

@@ -71,6 +71,8 @@ class Checkpointer:
         """Whether a save is due since an earlier step; all ranks say the same."""
         self.began = 0
         """The generation that began at step 0 and from which the state descends; 0: none is known."""
+        self.deletes_old = True
+        """Whether a complete checkpoint has those deleted that it makes superfluous."""
         self.failure: str | None = None
         """Why the newest save has failed; all ranks say the same."""
 
@@ -268,7 +270,7 @@ class Checkpointer:
                 place = place_of(path)
                 files_of(place).remove_folder(place)  # what is left of it would keep a full disk full
         else:
-            if self.comm.rank == 0:
+            if self.comm.rank == 0 and self.deletes_old:
                 self._prune(step)
         finally:
             self._copied.set()

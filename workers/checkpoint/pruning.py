@@ -54,6 +54,15 @@ def remove_after(folder: str | Place, step: int, began: int = 0) -> list[Place]:
     return _removed(to_undo(list_checkpoints(folder).checkpoints, step, began))
 
 
+def remove_newer(folder: str | Place, than: str) -> list[Place]:
+    """Delete the checkpoints that were made after the one called `than`, whole or not; none where that is not there.
+    Returns what was deleted; what cannot be stays."""
+    listed = list_checkpoints(folder).checkpoints
+    names = [each.path.name for each in listed]
+    newer = listed[names.index(than) + 1 :] if than in names else ()
+    return _removed([each for each in newer if each.condition is not Condition.UNKNOWN])
+
+
 def _removed(to_delete: Sequence[ListedCheckpoint]) -> list[Place]:
     for each in to_delete:
         files = files_of(each.path)

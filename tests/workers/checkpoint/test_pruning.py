@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, Manifest, checkpoint_path, seal
-from workers.checkpoint.pruning import prune, remove_after, to_prune, to_undo
+from workers.checkpoint.pruning import prune, remove_after, remove_newer, to_prune, to_undo
 from workers.storage.local_files import LocalFiles
 
 names = st.tuples(st.integers(1, 6), st.integers(0, 12))
@@ -98,6 +98,14 @@ def test_what_a_roll_back_goes_back_to_stays_and_what_it_undoes_goes(tmp_path, b
     under_way = saved(tmp_path, 40, 2, whole=False)
     assert remove_after(tmp_path, 20, began) == undone
     assert sorted(tmp_path.iterdir()) == [*kept, under_way]
+
+
+def test_all_that_was_made_after_one_goes_whole_or_not(tmp_path):
+    kept = [saved(tmp_path, 10, 1), saved(tmp_path, 30, 1)]
+    newer = [saved(tmp_path, 40, 1, whole=False), saved(tmp_path, 20, 2)]
+    assert remove_newer(tmp_path, "step-00000050-generation-1") == [], "that one is not here"
+    assert remove_newer(tmp_path, kept[-1].name) == newer
+    assert sorted(tmp_path.iterdir()) == kept
 
 
 def test_training_that_began_anew_leaves_what_was_there(tmp_path):

@@ -1,0 +1,53 @@
+"""`manta track`: a job's metrics in TensorBoard, MLflow or Weights & Biases, written from where the command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, connect, fail, show
+from api.schemas import Job
+from api.tracking.follow import track as carry_over
+from api.tracking.targets import MlflowRun, Target, TensorBoardFiles, WandbRun
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(track)
+
+
+def track(
+    job: JobId,
+    tensorboard: Annotated[
+        Path | None, typer.Option("--tensorboard", metavar="FOLDER", help="Write event files into FOLDER/JOB.")
+    ] = None,
+    mlflow: Annotated[
+        str | None, typer.Option("--mlflow", metavar="EXPERIMENT", help="Write a run of this MLflow experiment.")
+    ] = None,
+    wandb: Annotated[
+        str | None, typer.Option("--wandb", metavar="PROJECT", help="Write a run of this Weights & Biases project.")
+    ] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Write a job's metrics, from the first step on and until it is over, into other people's tools."""
+    if tensorboard is None and mlflow is None and wandb is None:
+        raise fail("say where to: --tensorboard FOLDER, --mlflow EXPERIMENT or --wandb PROJECT", EXIT_BAD_INPUT)
+    with connect(url) as client:
+        followed = client.job(job)
+        done = carry_over(client, followed.id, _targets(followed, tensorboard, mlflow, wandb))
+    sentence = f"{done.id} is {done.state}: metrics up to step {done.step} are written"
+    show(done, as_json, lambda console: console.print(sentence, highlight=False))
+
+
+def _targets(job: Job, tensorboard: Path | None, mlflow: str | None, wandb: str | None) -> list[Target]:
+    targets: list[Target] = []
+    if tensorboard is not None:
+        targets.append(TensorBoardFiles(tensorboard, job))
+    if mlflow is not None:
+        targets.append(MlflowRun(mlflow, job))
+    if wandb is not None:
+        targets.append(WandbRun(wandb, job))
+    return targets

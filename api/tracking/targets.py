@@ -1,0 +1,126 @@
+"""Where a job's metrics can go beside Manta: files of TensorBoard, MLflow, Weights & Biases.
+
+Each is a package of its own that has to be installed, and takes its servers and secrets from its own environment
+(MLFLOW_TRACKING_URI, WANDB_API_KEY, WANDB_MODE ...), never from a job or from Manta.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from api.schemas import Job
+from workers.errors import MantaError
+
+Row = Mapping[str, float]
+"""Finite numbers of one step, by metric name."""
+
+
+class NotInstalled(MantaError):
+    """A package is asked for that is not there; the message says which."""
+
+
+class TrackingFailed(MantaError):
+    """A tool does not take what it is given; the message has its own words."""
+
+
+class Target(Protocol):
+    """Takes the rows of one job."""
+
+    def write(self, step: int, row: Row) -> None:
+        """Take the numbers of committed step `step`; steps come in ascending order."""
+        ...
+
+    def close(self, succeeded: bool) -> None:
+        """The job is over, well or not; what was taken is where it belongs once this returns."""
+        ...
+
+
+class TensorBoardFiles:
+    """Event files in a folder, which `tensorboard --logdir` shows."""
+
+    def __init__(self, folder: Path, job: Job):
+        """Raises NotInstalled, TrackingFailed."""
+        writer = _package("tensorboardX", "tensorboardX").SummaryWriter
+        with _words_of("TensorBoard"):
+            self._writer = writer(str(folder / job.id))
+
+    def write(self, step: int, row: Row) -> None:
+        with _words_of("TensorBoard"):
+            for name, value in row.items():
+                self._writer.add_scalar(name, value, step)
+
+    def close(self, succeeded: bool) -> None:
+        with _words_of("TensorBoard"):
+            self._writer.close()
+
+
+class MlflowRun:
+    """A run of an MLflow experiment, with the spec as its parameters."""
+
+    def __init__(self, experiment: str, job: Job):
+        """Raises NotInstalled, TrackingFailed."""
+        mlflow = _package("mlflow", "mlflow-skinny")
+        with _words_of("MLflow"):
+            self._client = mlflow.MlflowClient()
+            found = self._client.get_experiment_by_name(experiment)
+            place = found.experiment_id if found else self._client.create_experiment(experiment)
+            self._run = self._client.create_run(place, run_name=job.name, tags={"manta.job": job.id}).info.run_id
+            for name, value in flattened(job.spec).items():
+                self._client.log_param(self._run, name, value)
+
+    def write(self, step: int, row: Row) -> None:
+        with _words_of("MLflow"):
+            for name, value in row.items():
+                self._client.log_metric(self._run, name, value, step=step)
+
+    def close(self, succeeded: bool) -> None:
+        with _words_of("MLflow"):
+            self._client.set_terminated(self._run, "FINISHED" if succeeded else "FAILED")
+
+
+class WandbRun:
+    """A run of a Weights & Biases project, with the spec as its configuration."""
+
+    def __init__(self, project: str, job: Job):
+        """Raises NotInstalled, TrackingFailed."""
+        self._wandb = _package("wandb", "wandb")
+        with _words_of("Weights & Biases"):
+            self._run = self._wandb.init(project=project, name=job.name, notes=job.id, config=job.spec)
+
+    def write(self, step: int, row: Row) -> None:
+        with _words_of("Weights & Biases"):
+            self._run.log(dict(row), step=step)
+
+    def close(self, succeeded: bool) -> None:
+        with _words_of("Weights & Biases"):
+            self._run.finish(exit_code=0 if succeeded else 1)
+            self._wandb.teardown()  # only then has its process written all that it was told
+
+
+@contextmanager
+def _words_of(tool: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # each tool has its own
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise TrackingFailed(f"{tool} did not take it: {lines[0]}") from error
+
+
+def flattened(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by their paths, such as `train.steps`."""
+    flat: dict[str, Any] = {}
+    for name, value in section.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
+
+
+def _package(module: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise NotInstalled(f"{name} is not installed here: pip install {name} ({error})") from error

@@ -1,0 +1,38 @@
+"""`manta track`: a job's metrics in other people's tools."""
+
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import track
+from api.cli.main import app
+
+track.register(app)
+
+
+@pytest.fixture
+def manta(service, tmp_path):
+    def run(*words, code=0):
+        environment = {"MANTA_URL": service.url, "MANTA_HOME": str(tmp_path), "COLUMNS": "200"}
+        result = CliRunner().invoke(app, ["track", *map(str, words)], env=environment)
+        assert result.exit_code == code, result.output
+        return result.output
+
+    return run
+
+
+def test_a_job_that_is_over_is_written_to_its_last_step(service, manta, tmp_path):
+    job = service.submit()["id"]
+    service.move(job, "STARTING", "RUNNING")
+    service.report(job, [{"step": step, "loss": 1.0 / step} for step in (1, 2, 3)])
+    service.move(job, "CANCELLING", "CANCELLED")
+    assert f"{job} is CANCELLED: metrics up to step 3 are written" in manta(job, "--tensorboard", tmp_path / "board")
+    assert [folder.name for folder in (tmp_path / "board").iterdir()] == [job]
+
+
+def test_somewhere_to_write_to_has_to_be_named(service, manta):
+    assert "--tensorboard FOLDER" in manta(service.submit()["id"], code=2)
+
+
+def test_a_job_that_is_not_there_is_said_before_anything_is_written(manta, tmp_path):
+    manta("job-none", "--tensorboard", tmp_path / "board", code=2)
+    assert not (tmp_path / "board").exists()

@@ -1,0 +1,259 @@
+"""Runs the engine inside of Ray Train: each worker of a TorchTrainer is one rank of the job.
+
+Ray Train recovers in its own way: when a worker dies, all of them end and start again from the checkpoint that was
+reported last. What Manta's service does instead (snapshots, ranks replaced in place) has no part in this. Checkpoints
+lie in the run's folder under the names and in the format of every other one of Manta's, so both can read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train.torch
+import ray.util
+import torch
+import torch.distributed as dist
+from ray.train.collective import broadcast_from_rank_zero
+
+from workers.accounting.device_peak import measure_peak_flops
+from workers.checkpoint import pruning
+from workers.checkpoint.catalog import checkpoint_path, next_generation
+from workers.comm.comm import Comm
+from workers.comm.grid import RankGrid
+from workers.comm.host_names import ask_for_none
+from workers.comm.secret import SECRET_LENGTH
+from workers.config import JobSpec
+from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
+from workers.errors import MantaError
+from workers.nonfinite import spell
+from workers.rank_state import Places
+from workers.reporter import Reporter
+from workers.run import restore_newest
+from workers.spec.reading import parse_job_spec
+from workers.storage.files import files_of
+from workers.storage.places import ObjectPath, Place, place_of
+from workers.trainer import Trainer
+
+METRICS_FOLDER = "metrics"
+"""In the run's folder: a file for each checkpoint, with the rows of the steps since the one before."""
+
+_SHOWN_BY_REPORTS = ("checkpoint_saving", "checkpoint_saved")
+
+Row = dict[str, Any]
+"""Numbers of one step, by the names of the REST contract."""
+
+
+class RayTrainError(MantaError):
+    """The job and what Ray Train was told do not fit together; the message says what would."""
+
+
+def torch_trainer(
+    job: Mapping[str, Any],
+    scaling_config: ray.train.ScalingConfig | None = None,
+    report_every_steps: int = 0,
+    **run_options: Any,
+) -> ray.train.torch.TorchTrainer:
+    """A TorchTrainer that trains `job`, a JobSpec as a mapping, with one worker for each rank of its layout.
+
+    `scaling_config`: in place of one CPU (or, as `resources.accelerator` has it, one GPU) a worker;
+    `report_every_steps`: as for `train`; `run_options`: fields of Ray Train's RunConfig, such as `name`,
+    `storage_path`, `callbacks`. Unless these say otherwise, as many failures are survived as `recovery.max_restarts`
+    allows, and `checkpoint.keep` checkpoints stay. Relative `data.paths` start at the current folder. Raises SpecError,
+    RayTrainError.
+    """
+    spec = _checked(job)
+    scaling = scaling_config or ray.train.ScalingConfig(num_workers=spec.layout.world_size, use_gpu=_wants_gpus(spec))
+    _check_workers(spec, scaling.num_workers)
+    defaults = {
+        "failure_config": ray.train.FailureConfig(max_failures=spec.recovery.max_restarts),
+        "checkpoint_config": ray.train.CheckpointConfig(num_to_keep=spec.checkpoint.keep),
+    }
+    return ray.train.torch.TorchTrainer(
+        train_loop,
+        train_loop_config={"job": _with_absolute_paths(job), "report_every_steps": report_every_steps},
+        scaling_config=scaling,
+        run_config=ray.train.RunConfig(**defaults | run_options),
+    )
+
+
+def train_loop(config: Mapping[str, Any]) -> None:
+    """What `torch_trainer` has each worker run: `train` with `config`'s job and report_every_steps."""
+    train(config["job"], config["report_every_steps"])
+
+
+def train(job: Mapping[str, Any], report_every_steps: int = 0, on_row: Callable[[Row], object] | None = None) -> None:
+    """Train `job`, a JobSpec as a mapping, as the rank that this Ray Train worker is; for a training function.
+
+    Each checkpoint that is due is reported to Ray Train with the last step's row of metrics, once it is whole; rows
+    alone are reported every `report_every_steps` steps too (0: never). Ray Train takes a report every two seconds and
+    has the workers wait for that, so more of them cost time. `on_row` is called on rank 0 with each step's row.
+    Raises SpecError, RayTrainError, and what training raises.
+    """
+    spec = _checked(job)
+    context, reported = ray.train.get_context(), ray.train.get_checkpoint()
+    _check_workers(spec, context.get_world_size())
+    torch.set_num_threads(1)  # so that bits do not depend on the machine's load
+    folder, rows = _run_folder(), _Rows(on_row)
+    with _connected(spec, context.get_world_rank(), folder, reported) as comm:
+        peak = measure_peak_flops(comm.device.type, "fp32" if spec.train.precision == "fp32" else "bf16")
+        places = Places(
+            job=context.get_experiment_name(),
+            checkpoints=str(folder),
+            corpus_record=folder / CORPUS_RECORD,
+            deletes_old_checkpoints=False,  # Ray Train does, which knows what it was told of
+        )
+        trainer = Trainer(spec, comm, rows, peak.flops, places)
+        restore_newest(trainer, folder)
+        while trainer.step < spec.train.steps:
+            trainer.train(_next_stop(spec, trainer.step, report_every_steps))
+            _report(trainer, folder, rows)
+        trainer.close()
+        rows.close()
+
+
+def _next_stop(spec: JobSpec, step: int, report_every_steps: int) -> int:
+    """The step after `step` at which the training stops to report."""
+    periods = [every for every in (spec.checkpoint.every_steps, report_every_steps) if every > 0]
+    return min([spec.train.steps, *(step - step % every + every for every in periods)])
+
+
+def _report(trainer: Trainer, folder: Place, rows: _Rows) -> None:
+    """Tell Ray Train about the step that is done, on all ranks: with its checkpoint, which is whole, where it has
+    one."""
+    step, saved = trainer.step, trainer.state.checkpoints
+    if trainer.comm.rank != 0:
+        ray.train.report({"step": step})
+        return
+    row, checkpoint = rows.newest, None
+    if saved is not None and saved.due(step):
+        rows.save(folder / METRICS_FOLDER, step)
+        place = checkpoint_path(folder, step, trainer.comm.generation)
+        filesystem = ray.train.get_context().get_storage().storage_filesystem
+        path = place.key if isinstance(place, ObjectPath) else str(place)
+        checkpoint = ray.train.Checkpoint(path, filesystem)
+    # It lies where Ray Train would copy it to.
+    ray.train.report(row, checkpoint, checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD)
+
+
+class _Rows(Reporter):
+    """What a rank has to say, as it says it: rows are kept until the next checkpoint."""
+
+    def __init__(self, on_row: Callable[[Row], object] | None):
+        super().__init__(lambda messages: None)
+        self._on_row, self._rows = on_row, list[Row]()
+        self.newest: Row = {}
+        """Of the last step."""
+
+    def metrics(self, row: Row) -> None:
+        self.newest = row
+        self._rows.append(row)
+        if self._on_row is not None:
+            self._on_row(row)
+
+    def event(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
+        if kind not in _SHOWN_BY_REPORTS:
+            print(message, flush=True)
+
+    def save(self, folder: Place, step: int) -> None:
+        """Write the rows since the last time, up to those of `step`, as lines of JSON. A run that does these steps
+        again writes the same file again."""
+        lines = [json.dumps(spell(row), allow_nan=False) + "\n" for row in self._rows]
+        files_of(folder).make_folder(folder)
+        files_of(folder).write_whole(folder / f"step-{step:08d}.jsonl", "".join(lines).encode())
+        self._rows.clear()
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """What rank 0 tells the others, through Ray."""
+
+    host: str
+    port: int
+    """Of the rendezvous store."""
+    secret: str
+    generation: int
+
+
+@contextlib.contextmanager
+def _connected(spec: JobSpec, rank: int, folder: Place, reported: ray.train.Checkpoint | None) -> Iterator[Comm]:
+    """This rank's communication with all others. Each start of the workers is a generation of its own."""
+    ask_for_none()
+    told, store = None, None
+    if rank == 0:
+        if reported is not None:
+            pruning.remove_newer(folder, place_of(reported.path).name)  # of which Ray Train does not know
+        store = dist.TCPStore(ray.util.get_node_ip_address(), 0, is_master=True, wait_for_workers=False)
+        secret, generation = secrets.token_hex(SECRET_LENGTH // 2), next_generation(folder)
+        told = asdict(_Meeting(store.host, store.port, secret, generation))
+    meeting = _Meeting(**broadcast_from_rank_zero(told))
+    comm = Comm(RankGrid(spec.layout), rank, _device(spec))
+    comm.generation = meeting.generation
+    if spec.layout.world_size > 1:
+        if comm.device.type == "cuda" and dist.is_initialized():
+            dist.destroy_process_group()  # TorchTrainer's, in whose place the engine makes its own
+        store = store or dist.TCPStore(meeting.host, meeting.port, is_master=False)
+        comm.connect(store, meeting.generation, meeting.host, meeting.secret)
+    try:
+        yield comm
+    finally:
+        comm.close()
+
+
+def _checked(job: Mapping[str, Any]) -> JobSpec:
+    """The JobSpec, of which Ray Train's way of recovering can keep what it promises. Raises SpecError,
+    RayTrainError."""
+    spec = parse_job_spec(job)
+    if spec.recovery.rolls_back:
+        raise RayTrainError(
+            "recovery: roll_back deletes checkpoints that Ray Train knows of: set recovery.nonfinite and "
+            "recovery.spike.policy to skip or fail"
+        )
+    return spec
+
+
+def _with_absolute_paths(job: Mapping[str, Any]) -> dict[str, Any]:
+    """`job`, whose `data.paths` mean the same files in the workers, which have another current folder."""
+    data = {**job["data"], "paths": [str(Path(path).absolute()) for path in job["data"].get("paths", ())]}
+    return {**job, "data": data}
+
+
+def _device(spec: JobSpec) -> torch.device:
+    """The device that Ray Train gives this worker. Raises RayTrainError where the job insists on another."""
+    wanted = spec.resources.accelerator
+    device = torch.device("cpu") if wanted == "cpu" else ray.train.torch.get_device()
+    if wanted == "gpu" and device.type != "cuda":
+        raise RayTrainError("resources.accelerator is gpu, but the workers have none: set ScalingConfig(use_gpu=True)")
+    return device
+
+
+def _wants_gpus(spec: JobSpec) -> bool:
+    """Whether the workers are to have a GPU each: as `resources.accelerator` says, or where the cluster has any."""
+    if spec.resources.accelerator != "auto":
+        return spec.resources.accelerator == "gpu"
+    if not ray.is_initialized():
+        ray.init()  # as TorchTrainer.fit would
+    return bool(ray.cluster_resources().get("GPU"))
+
+
+def _check_workers(spec: JobSpec, workers: int | tuple[int, int]) -> None:
+    if workers != spec.layout.world_size:
+        raise RayTrainError(
+            f"the layout has {spec.layout.world_size} ranks, but ScalingConfig says {workers} workers: set "
+            f"num_workers={spec.layout.world_size}, or change parallel"
+        )
+
+
+def _run_folder() -> Place:
+    """The run's folder on its storage. Raises RayTrainError where that is no place for checkpoints."""
+    storage = ray.train.get_context().get_storage()
+    kind, path = storage.storage_filesystem.type_name, storage.experiment_fs_path
+    if kind not in ("local", "s3"):
+        raise RayTrainError(f"{path} is on storage of kind {kind}: use a folder that all nodes share, or s3://")
+    return Path(path) if kind == "local" else ObjectPath("s3", path)
