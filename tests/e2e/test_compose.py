@@ -21,7 +21,7 @@ from tests.e2e.images import missing_programs
 from tests.e2e.machines import ROOT
 from tests.e2e.network import Network
 
-STEPS, SAVED_EVERY = 600, 100
+STEPS, SAVED_EVERY = 1500, 100
 PLANES = ("control-1", "control-2")
 WORKERS = ("worker-1", "worker-2")
 
@@ -95,18 +95,19 @@ def installation(engine, folder, variables):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(folder / "deploy/compose/tls/manta.pem"))
         made = Installation(engine, f"https://127.0.0.1:{ways.port}", variables["MANTA_ADMIN_KEY"])
-    yield made
+        yield made
     made.client.close()
     ways.close()
 
 
 def test_job_is_submitted_with_the_command_and_survives_the_end_of_a_worker(installation, engine):
     spec = installation.spec(STEPS, PAIR, checkpoint={"every_steps": SAVED_EVERY})
-    submitted = engine.once("manta", "submit", "/dev/stdin", "--json", text=json.dumps(spec))
+    submitted = engine.once("manta", "submit", "-", "--json", text=json.dumps(spec))
     assert submitted.returncode == 0, submitted.stderr
     job = json.loads(submitted.stdout)["id"]
-    installation.until_step(job, SAVED_EVERY + 1)
+    installation.until_step(job, 1)
     lost = installation.worker_of(job)
+    installation.until_step(job, SAVED_EVERY)
     engine.kill(lost)
     installation.until("the recovery", lambda: installation.events(job, "recovered"), 3 * SECONDS)
     engine.start(lost)
@@ -172,5 +173,7 @@ def test_prometheus_has_numbers_of_both_control_planes(installation, engine):
 # The last: it is gone afterwards.
 def test_all_end_when_they_are_told_to_and_leave_no_process(engine):
     for name in reversed(engine.names()):
-        assert engine.stop(name) in (0, 128 + signal.SIGTERM), (name, engine.log(name)[-2000:])
+        # 15: Ray's library has its processes end with the number of the signal.
+        code = engine.stop(name)
+        assert code in (0, signal.SIGTERM, 128 + signal.SIGTERM), (name, engine.log(name)[-2000:])
     assert engine.processes() == []
