@@ -24,7 +24,7 @@ from service.states import STATE_NAMES, JobState
 from workers.errors import MantaError
 from workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
 from workers.spec.problems import SpecError
-from workers.spec.reading import read_document
+from workers.spec.reading import document_in, read_document
 
 T = TypeVar("T")
 MOST_RECOVERIES = 1000
@@ -115,7 +115,9 @@ def _show_lines(entries: Iterable[BaseModel], as_json: bool, line: Callable[[Any
 
 @app.command()
 def submit(
-    file: Annotated[Path, typer.Argument(help="YAML file with a JobSpec.", dir_okay=False)],
+    file: Annotated[
+        Path, typer.Argument(help="YAML file with a JobSpec; -: standard input.", dir_okay=False, allow_dash=True)
+    ],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show progress until the job is final.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check the spec and show its layout.")] = False,
     url: Url = None,
@@ -338,8 +340,10 @@ def inject(
 
 
 def _read(file: Path) -> Any:
-    """The spec in `file`, with its relative data paths made absolute."""
+    """The spec in `file`, or in standard input for -, with its relative data paths made absolute."""
     try:
+        if file == Path("-"):
+            return document_in(typer.get_text_stream("stdin").read(), "what standard input has", Path.cwd())
         return read_document(file)
     except OSError as error:
         raise fail(f"cannot read {file}: {error.strerror or error}", EXIT_BAD_INPUT) from error

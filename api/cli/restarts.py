@@ -88,3 +88,4 @@ def _end_as(status: int) -> None:
     if ended_by != signal.SIGKILL:
         signal.signal(ended_by, signal.SIG_DFL)
     os.kill(os.getpid(), ended_by)
+    raise SystemExit(128 + ended_by)  # the first process of a container, which its own signals do not end

@@ -29,6 +29,8 @@ class Container:
     image: str
     command: tuple[str, ...]
     """Entrypoint and arguments."""
+    entrypoint_words: int = 0
+    """How many words of that are the entrypoint."""
     environment: Mapping[str, str] = field(default_factory=dict)
     user: int | None = None
     """None: the image's."""

@@ -19,7 +19,8 @@ class Network:
     def __init__(self, tag: str):
         """`tag`: something short that no other network of this machine has."""
         self.bridge = f"mt{tag[:8]}"
-        self._subnet = f"10.213.{int(tag[:6], 16) % 250 + 1}"
+        self.subnet = f"10.213.{int(tag[:6], 16) % 250 + 1}"
+        """The first three numbers of all its addresses."""
         self._plugged = 0
         self.plugged_in: list[Closable] = []
         """What goes with it, beside cables."""
@@ -29,7 +30,7 @@ class Network:
         """False where this user may not."""
         try:
             _ip("link", "add", self.bridge, "type", "bridge")
-            _ip("addr", "add", f"{self._subnet}.1/24", "dev", self.bridge)
+            _ip("addr", "add", f"{self.subnet}.1/24", "dev", self.bridge)
             _ip("link", "set", self.bridge, "up")
         except (OSError, subprocess.CalledProcessError):
             return False
@@ -38,12 +39,12 @@ class Network:
     @property
     def address(self) -> str:
         """Of the machine that the bridge is on."""
-        return f"{self._subnet}.1"
+        return f"{self.subnet}.1"
 
     def plug_in(self) -> Cable:
         """A namespace with an address in this network."""
         self._plugged += 1
-        return Cable(self.bridge, self._plugged, self._subnet)
+        return Cable(self.bridge, self._plugged, self.subnet)
 
     def close(self) -> None:
         """Take it down, and all that is plugged in."""

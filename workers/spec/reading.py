@@ -43,11 +43,23 @@ def read_document(path: Path) -> Any:
     Raises SpecError where it is not YAML, OSError when it cannot be read.
     """
     try:
-        document = read_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none, not UTF-8
-        raise SpecError([Problem("", f"{path} is not valid YAML: {' '.join(str(error).split())}")]) from error
+        text = path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise _not_yaml(str(path), error) from error
+    return document_in(text, str(path), path.resolve().parent)
+
+
+def document_in(text: str, name: str, folder: Path) -> Any:
+    """Parse YAML that came from `name`, with relative data paths resolved against `folder`. Raises SpecError."""
+    try:
+        document = read_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
+        raise _not_yaml(name, error) from error
     data = document.get("data") if isinstance(document, dict) else None
     if isinstance(data, dict) and isinstance(data.get("paths"), list):
-        base = path.resolve().parent
-        data["paths"] = [str(base / entry) if isinstance(entry, str) else entry for entry in data["paths"]]
+        data["paths"] = [str(folder / entry) if isinstance(entry, str) else entry for entry in data["paths"]]
     return document
+
+
+def _not_yaml(name: str, error: Exception) -> SpecError:
+    return SpecError([Problem("", f"{name} is not valid YAML: {' '.join(str(error).split())}")])

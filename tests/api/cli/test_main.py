@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 import yaml
@@ -88,6 +89,15 @@ def test_a_dry_run_shows_the_layout_and_submits_nothing(manta, spec_file):
     assert "2x2x1" in shown and "4 ranks" in shown
     assert json.loads(manta("submit", spec_file, "--dry-run", "--json").stdout)["layout"]["world_size"] == 4
     assert json.loads(manta("ps", "--json").stdout)["items"] == []
+
+
+def test_a_spec_may_come_from_standard_input(manta, spec_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    document = yaml.safe_load(Path(spec_file).read_text()) | {"data": {"source": "text", "paths": ["words.txt"]}}
+    sent = json.loads(manta("submit", "-", "--json", input=yaml.safe_dump(document)).stdout)
+    stored = json.loads(manta("status", sent["id"], "--json").stdout)["spec"]
+    assert stored["data"]["paths"] == [str(tmp_path / "words.txt")], "relative paths start where the command runs"
+    assert "what standard input has is not valid YAML" in manta("submit", "-", input="a: [", code=2).stderr
 
 
 @pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("CANCELLED", 1)])

@@ -41,8 +41,8 @@ restarts.run_again_when_ended_by_ray(run, file)
 """
 
 
-def started(tmp_path, ending, says="says"):
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "service.json"), ending, says]
+def started(tmp_path, ending, says="says", before=()):
+    command = [*before, sys.executable, "-c", PROGRAM, str(tmp_path / "service.json"), ending, says]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
@@ -69,6 +69,16 @@ def test_signals_are_passed_on(tmp_path):
     process.terminate()
     process.communicate(timeout=30)
     assert process.returncode == 0 and not (tmp_path / "service.json").exists()
+
+
+def test_service_that_a_signal_ended_ends_the_first_process_of_a_container_too(tmp_path):
+    """Which no signal of its own ends: it says so as a shell does."""
+    own = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*own, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("a namespace of processes cannot be made here")
+    process = started(tmp_path, "SIGTERM", before=own)
+    printed, _ = process.communicate(timeout=30)
+    assert (printed.split(), process.returncode) == (["first"], 128 + signal.SIGTERM)
 
 
 def test_service_dies_with_the_command(tmp_path):

@@ -1,0 +1,179 @@
+"""The services of docker-compose.yml, as processes with the commands, users, environment, mounts and networks that the
+file says: they come up healthy, train a job, lose a worker and a control plane, and go down. Grafana is left out."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from api.client import MantaClient
+from tests.deploy import compose_file
+from tests.e2e.conftest import PAIR, SECONDS, Manta
+from tests.e2e.containers import Containers
+from tests.e2e.forwarder import Forwarder
+from tests.e2e.images import missing_programs
+from tests.e2e.machines import ROOT
+from tests.e2e.network import Network
+
+STEPS, SAVED_EVERY = 1500, 100
+PLANES = ("control-1", "control-2")
+WORKERS = ("worker-1", "worker-2")
+
+
+class Installation(Manta):
+    """What `docker compose up` would have made, as its users reach it."""
+
+    def __init__(self, engine, url, key):
+        self.engine, self._corpus, self.client = engine, Path("/data/words.txt"), MantaClient(url, key=key)
+
+    def worker_of(self, job):
+        """A worker on which ranks of the job run."""
+        (address, *_) = {node.address for node in self.client.cluster().nodes if node.id in self._nodes_of(job)}
+        return next(each for each in WORKERS if self.engine.address(each) == address)
+
+    def _nodes_of(self, job):
+        return {rank.node for rank in self.client.ranks(job).items}
+
+    def until_healthy(self, name):
+        self.until(f"{name} being healthy", lambda: self.engine.is_done(name), 3 * SECONDS)
+
+
+@pytest.fixture(scope="module")
+def network():
+    made = Network(uuid.uuid4().hex)
+    if not made.usable:
+        pytest.skip("a network namespace cannot be made here")
+    for reason in missing_programs():
+        pytest.skip(reason)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkout of what the file mounts, with what make-env.sh writes; users of containers may pass through."""
+    made = tmp_path_factory.mktemp("compose")
+    for each in (made, *made.parents[:2]):
+        each.chmod(0o755)
+    shutil.copytree(ROOT / "deploy", made / "deploy")
+    subprocess.run(
+        [ROOT / "deploy/compose/make-env.sh"], env={**os.environ, "MANTA_COMPOSE_FOLDER": str(made)}, check=True
+    )
+    return made
+
+
+@pytest.fixture(scope="module")
+def variables(folder, network, corpus):
+    (folder / "data").mkdir(mode=0o755)
+    shutil.copy(corpus, folder / "data" / "words.txt")
+    small = {"MANTA_API_NET": network.subnet, "MANTA_WORKER_SLOTS": "2", "MANTA_WORKER_SHARED_MEMORY": "300m"}
+    return {**compose_file.variables_of((folder / ".env").read_text()), **small}
+
+
+@pytest.fixture(scope="module")
+def engine(network, folder, variables):
+    made = Containers(
+        network, folder, compose_file.containers(variables, profiles=("tools",)), folder, on_request=["manta"]
+    )
+    try:
+        made.up()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def installation(engine, folder, variables):
+    """Reached as the published port is: from this machine, with TLS."""
+    ways = Forwarder("127.0.0.1", (engine.address("gateway"), 8400))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(folder / "deploy/compose/tls/manta.pem"))
+        made = Installation(engine, f"https://127.0.0.1:{ways.port}", variables["MANTA_ADMIN_KEY"])
+        yield made
+    made.client.close()
+    ways.close()
+
+
+def test_job_is_submitted_with_the_command_and_survives_the_end_of_a_worker(installation, engine):
+    spec = installation.spec(STEPS, PAIR, checkpoint={"every_steps": SAVED_EVERY})
+    submitted = engine.once("manta", "submit", "-", "--json", text=json.dumps(spec))
+    assert submitted.returncode == 0, submitted.stderr
+    job = json.loads(submitted.stdout)["id"]
+    installation.until_step(job, 1)
+    lost = installation.worker_of(job)
+    installation.until_step(job, SAVED_EVERY)
+    engine.kill(lost)
+    installation.until("the recovery", lambda: installation.events(job, "recovered"), 3 * SECONDS)
+    engine.start(lost)
+    installation.until_state(job, "SUCCEEDED")
+    assert [step for step, _, _ in installation.curve(job)] == list(range(1, STEPS + 1))
+    *_, newest = installation.client.checkpoints(job).items
+    assert newest.path.startswith(f"s3://manta/checkpoints/{job}/")
+    installation.until_healthy(lost)
+
+
+def test_gateway_goes_on_with_the_other_control_plane(installation, engine):
+    engine.kill(PLANES[0])
+    assert installation.client.ready() and engine.health("gateway").returncode == 0
+    engine.start(PLANES[0])
+    installation.until_healthy(PLANES[0])
+
+
+def test_each_container_has_the_rights_that_the_file_gives_it_and_no_others(engine):
+    for name in engine.names():
+        status = dict(line.split(":", 1) for line in engine.run(name, "cat", "/proc/1/status").stdout.splitlines())
+        assert status["Uid"].split() == [str(engine.record(name).user)] * 4, name
+        assert {int(status[each], 16) for each in ("CapEff", "CapPrm", "CapBnd", "CapInh")} == {0}, name
+        assert status["NoNewPrivs"].strip() == "1", name
+        for folder in ("/", "/usr", "/etc", "/opt"):
+            assert "Read-only" in engine.run(name, "touch", f"{folder}/file").stderr, (name, folder)
+
+
+def test_containers_of_different_networks_do_not_reach_each_other(engine):
+    def reaches(name, other, port):
+        address = engine.address(other)
+        program = f"import socket; socket.create_connection(('{address}', {port}), 1).close()"
+        return engine.run(name, sys.executable, "-c", program).returncode == 0
+
+    assert reaches("control-1", "postgres", 5432) and not reaches("worker-1", "postgres", 5432)
+    assert reaches("worker-1", "ray-head", 6379) and not reaches("gateway", "ray-head", 6379)
+    assert reaches("gateway", "control-2", 8400)
+    assert reaches("object-store", "worker-1", 6380) and not reaches("prometheus", "object-store", 9000)
+    assert engine.run("worker-1", "getent", "hosts", "postgres").returncode != 0
+
+
+def test_users_get_keys_of_their_own(installation, engine):
+    made = engine.once("manta", "keys", "create", "laptop of ada", "--user", "ada", "--scope", "submit")
+    assert made.returncode == 0, made.stderr
+    with MantaClient(installation.client.url, key=made.stdout.strip()) as ada:
+        assert ada.jobs().items
+
+
+def test_audit_has_the_address_of_the_client_and_not_of_the_gateway(installation, engine, network):
+    installation.client.create_project("vision")
+    (newest, *_) = installation.client.audit(None, None, 1).items
+    assert newest.address == network.address
+
+
+def test_prometheus_has_numbers_of_both_control_planes(installation, engine):
+    def scraped():
+        query = "http://127.0.0.1:9090/api/v1/query?query=up"
+        found = json.loads(engine.run("prometheus", "wget", "-q", "-O", "-", query).stdout)["data"]["result"]
+        return {each["metric"]["instance"] for each in found if each["value"][1] == "1"}
+
+    installation.until("the first numbers", lambda: scraped() >= {f"{each}:8400" for each in PLANES})
+
+
+# The last: it is gone afterwards.
+def test_all_end_when_they_are_told_to_and_leave_no_process(engine):
+    for name in reversed(engine.names()):
+        # 15: Ray's library has its processes end with the number of the signal.
+        code = engine.stop(name)
+        assert code in (0, signal.SIGTERM, 128 + signal.SIGTERM), (name, engine.log(name)[-2000:])
+    assert engine.processes() == []
