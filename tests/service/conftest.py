@@ -1,6 +1,8 @@
 """One Ray for all tests that need one, started once by the code under test; and a fresh job database for every test."""
 
 import asyncio
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +52,7 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     head = RayHead(home, slots=8)
     head.ensure()
     try:
+        _have_ray_read_its_settings_anew(home)
         ray = head.connect()
         cluster = Cluster.connected(ray, Paths.of(home))
         yield RunningRay(head, home, ray, cluster, ZYGOTE_OPTIONS, ZYGOTE_ENVIRONMENT)
@@ -58,6 +61,15 @@ def ray_head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     finally:
         head.stop()
         Paths.of(home).remove_runtime_folder()
+
+
+def _have_ray_read_its_settings_anew(home: Path) -> None:
+    """Ray looks once, when it is imported, how it lets in and is let in; another test may have imported it by now."""
+    if "ray" in sys.modules:
+        from ray._raylet import Config
+
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(Paths.of(home).ray_token))
+        Config.initialize("")
 
 
 DOCUMENT = {

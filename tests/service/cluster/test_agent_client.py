@@ -27,6 +27,7 @@ from workers.protocol.json_codec import JsonObject
 from workers.protocol.messages import (
     AgentDescription,
     BackupAddress,
+    Endpoint,
     Fault,
     Launched,
     LaunchOrder,
@@ -115,6 +116,8 @@ def test_all_that_an_agent_or_a_daemon_is_given_arrives_there(protocol, client, 
         bool: lambda: True, int | None: lambda: next(numbers), str | None: lambda: f"text {next(numbers)}",
         Fault: lambda: Fault("f", "kill", 3), BackupAddress: lambda: BackupAddress("there", 7000),
         LaunchOrder: lambda: LaunchOrder("job-1", 2, 3, {"any": 1}),
+        tuple[int, ...] | None: lambda: (next(numbers), next(numbers)),
+        list[Endpoint]: lambda: [Endpoint("there", next(numbers))],
         JsonObject: lambda: {"any": next(numbers)}, list[str] | None: lambda: [f"text {next(numbers)}"],
     }  # fmt: skip
 

@@ -224,7 +224,7 @@ class FakeAgent:
         self.fetched.append((rank, layout, of))
         return list(self.steps)
 
-    async def reports(self, after: int, timeout: float) -> list[Report]:
+    async def reports(self, after: int, timeout: float, kept: tuple[int, ...] | None = None) -> list[Report]:
         self.acknowledged.append(after)
         await self._answer("reports")
         try:

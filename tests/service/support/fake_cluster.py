@@ -215,10 +215,10 @@ class SimulatedAgent(FakeAgent):
         self.memory[self.job, layout, rank] = list(steps)
         return list(steps)
 
-    async def reports(self, after: int, timeout: float) -> list[Report]:
+    async def reports(self, after: int, timeout: float, kept: tuple[int, ...] | None = None) -> list[Report]:
         self.handled = max(self.handled, after)
         self._agents.changed()
-        return await super().reports(after, timeout)
+        return await super().reports(after, timeout, kept)
 
     @property
     def all_handled(self) -> bool:
