@@ -196,7 +196,8 @@ class ApartService(Manta):
         *_, third = self.until("the third recovery", lambda: self.events(job, "recovered")[2:])
         assert third.data["steps_redone"] <= 2, "what the node had came from another node's memory"
         self.until_state(job, "SUCCEEDED")
-        assert all("memory" in event.data["source"] for event in self.events(job, "recovered")), self.story(job)
+        sources = {event.data["source"] for event in self.events(job, "recovered")}
+        assert not sources & {"start", "checkpoint"}, (sources, self.story(job))
         self.cluster.start_node(lost)
 
     def until_nodes(self, count: int, exactly: bool = False) -> None:

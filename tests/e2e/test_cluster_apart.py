@@ -131,6 +131,7 @@ def test_closed_port_is_named_with_both_ends_and_nothing_else_comes_of_it(apart,
     apart.until_state(job, "SUCCEEDED")
 
 
+@pytest.mark.soak  # all nodes join a new head: a minute
 def test_job_comes_back_from_its_checkpoint_when_the_head_is_lost_with_all_that_ray_knew(apart, cluster, clean):
     job = apart.submit(spec(apart))
     apart.hold(job, 0, step=25)

@@ -98,4 +98,4 @@ def test_every_panel_has_data(manta, prometheus, kill: Callable[[int], None]):
     assert scraped["value"][1] == "1"
     assert [rule["name"] for rule in prometheus.rules() if rule["health"] != "ok"] == []
     assert len(prometheus.rules()) == len(monitoring.rules())
-    assert prometheus.query(f'job:manta_active:max{{job="{job}"}}')
+    manta.until("a rule of it", lambda: prometheus.query(f'job:manta_active:max{{job="{job}"}}'))

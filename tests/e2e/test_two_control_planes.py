@@ -117,6 +117,7 @@ def prints_something(manta, job, times):
     manta.until("the recovery", lambda: len(manta.events(job, "recovered")) == times)
 
 
+@pytest.mark.soak  # what is kept and read: tests/service/kept_logs
 def test_each_answers_for_what_the_jobs_of_the_other_print_and_a_killed_one_takes_no_line_along(planes, object_store):
     first, second = planes
     job = first.submit(first.spec(steps=20_000, layout=PAIR, checkpoint=EVERY_STEP))
