@@ -15,6 +15,8 @@ import yaml
 from packaging.version import Version
 
 from api.routes import health
+from service.cluster.node_shapes import shapes_in
+from service.cluster.placement import UNITS
 from service.settings import DEFAULT_PORT
 from tests.deploy.chart import CHART, EXAMPLES, ROOT, helm, of_kind, pods, render, render_or_refuse, run_helm
 from tests.e2e.cluster_apart import RAY_PORT, RAY_SERVER_PORTS, RAY_WORKER_PORTS
@@ -107,15 +109,30 @@ def test_rays_autoscaler_reads_what_a_node_of_each_group_has(manifests):
     types = _generate_available_node_types_from_ray_cr_spec(cluster["spec"])
     assert (types.pop("headgroup")["resources"]["CPU"], len(types)) == (0, len(cluster["spec"]["workerGroupSpecs"]))
     for group in cluster["spec"]["workerGroupSpecs"]:
-        container = group["template"]["spec"]["containers"][0]
-        limits, read = container["resources"]["limits"], types[group["groupName"]]
-        gpus = limits.get("nvidia.com/gpu", 0)
-        assert read["resources"].get("GPU", 0) == gpus
-        (given,) = [w for w in container["command"] if w.startswith("--resources=")] or ["--resources={}"]
-        slots = json.loads(given.partition("=")[2]).get("manta_slot", 0)
-        assert read["resources"].get("manta_slot", 0) == slots
-        assert (gpus == 0) != (slots == 0), "ranks are on GPUs or in slots"
+        read, (unit, places) = types[group["groupName"]], places_of(group)
+        assert {each: count for each, count in read["resources"].items() if each in UNITS and count} == {unit: places}
         assert read["min_workers"] <= group["replicas"] <= read["max_workers"]
+
+
+def test_control_planes_know_what_the_autoscaler_can_add(manifests):
+    (cluster,) = of_kind(manifests, "RayCluster")
+    (plane,) = [pod for pod in pods(manifests) if pod.name.startswith("Deployment/")]
+    said = {each["name"]: each.get("value") for each in plane.spec["containers"][0]["env"]}.get("MANTA_NODE_SHAPES")
+    if not cluster["spec"].get("enableInTreeAutoscaling"):
+        assert said is None
+        return
+    assert {(shape.type, shape.most, shape.unit, shape.units) for shape in shapes_in(said)} == {
+        (group["groupName"], group["maxReplicas"], *places_of(group)) for group in cluster["spec"]["workerGroupSpecs"]
+    }
+
+
+def places_of(group):
+    """What ranks take on a node of a group, and how many of it there are."""
+    container = group["template"]["spec"]["containers"][0]
+    if gpus := container["resources"]["limits"].get("nvidia.com/gpu", 0):
+        return "GPU", gpus
+    (given,) = [word for word in container["command"] if word.startswith("--resources=")]
+    return "manta_slot", json.loads(given.partition("=")[2])["manta_slot"]
 
 
 def test_a_node_is_started_as_kuberay_is_told(manifests):

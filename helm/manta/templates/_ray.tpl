@@ -35,6 +35,16 @@ resources: {{ dict "manta_slot" (int $group.slots) | toJson | squote }}
 {{- end }}
 {{- end -}}
 
+{{/* What the autoscaler can add, as MANTA_NODE_SHAPES has it. */}}
+{{- define "manta.nodeShapes" -}}
+{{- $shapes := list -}}
+{{- range .Values.ray.workerGroups -}}
+{{- $unit := ternary "gpus" "slots" (not (empty .gpus)) -}}
+{{- $shapes = append $shapes (printf "%s=%dx%s %s" .name (int .maxReplicas) (include "manta.ranks" .) $unit) -}}
+{{- end -}}
+{{- join ", " $shapes -}}
+{{- end -}}
+
 {{/* Takes ("head" or "", options). */}}
 {{- define "manta.rayCommand" -}}
 - ray
