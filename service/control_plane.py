@@ -7,12 +7,11 @@ finds both and goes on.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,25 +28,24 @@ from service.cluster.port_check import check_ports
 from service.cluster.ray_head import RayHead
 from service.cluster_view import cluster_view
 from service.deletion import Deletion, delete_job
-from service.faults import FaultNotPossible, FaultsNotAllowed
+from service.faults import FaultsNotAllowed
 from service.housekeeping import Housekeeping
 from service.job.context import DEFAULT_MEMORY_SECONDS
-from service.job.owner import JobOwner
 from service.kept_logs.keeper import LogKeeper
-from service.kept_logs.spool import Spool
-from service.lag import Lag
-from service.leases.decisions import LEASE_SECONDS, JobInBrief
-from service.leases.errors import LeaseLost, OtherRay
+from service.leases.decisions import LEASE_SECONDS
+from service.leases.errors import OtherRay
 from service.leases.held import Leases, new_id
 from service.logs import JobLogs, LogsInHome
 from service.measurements import Measurements, measured
+from service.owners import JobOwners
 from service.retention import Retention
-from service.states import SUPERVISED, JobState
+from service.states import JobState
 from service.store import Store, installation, jobs
 from service.store.leases import connection_name
 from service.store.location import url_in
 from service.store.tables import Job
 from service.takeover import refuse_what_cannot_be_taken_over
+from service.tasks import log_failure
 from workers.data.roots import ANYWHERE, DataRoots
 from workers.errors import MantaError
 from workers.node.folders import mark
@@ -65,13 +63,9 @@ CALL_SECONDS = 30.0
 CHECK_SECONDS = 25.0
 RETRY_SECONDS = 1.0
 RAY_WATCH = "watch over Ray"
-# How often it is made sure that every job that may hold places has an owner.
-CLAIM_SECONDS = 1.0
 MEASURING_SECONDS = 5.0
 # What a clean end takes at most for the sake of other control planes, which find out by themselves a little later.
 LEAVE_SECONDS = 5.0
-
-_UNKNOWN = JobInBrief("", JobState.QUEUED, None, 0, None, 0)
 
 
 class JobsElsewhere(MantaError):
@@ -93,6 +87,7 @@ class ControlPlane:
         home: Path,
         head: RayHead | ExistingRay,
         start_over: Callable[[], None] | None = None,
+        *,
         allow_faults: bool = False,
         memory_seconds: float = DEFAULT_MEMORY_SECONDS,
         data_roots: DataRoots = ANYWHERE,
@@ -115,14 +110,14 @@ class ControlPlane:
         Raises BadDatabaseUrl, StoreUnusable."""
         self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
-        self._allow_faults, self._memory_seconds, self._kept_days = allow_faults, memory_seconds, kept_days
+        self._allow_faults, self._kept_days = allow_faults, kept_days
         me = new_id()
         self._store = Store(url_in(home, database_url), connection_name(me))
         self._leases = Leases(self._store, me)
         self._home_of_jobs, self._checkpoints, self._node_notices = home, checkpoints, node_notices
         self._installation, self._ports, self._node_shapes = "", ports, node_shapes
         self._place_of_logs, self._keeper = logs, self._keeper_of(logs)
-        self._owners: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
+        self._owners = JobOwners(self._store, self._leases, memory_seconds, self._keeper)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
@@ -131,8 +126,7 @@ class ControlPlane:
         """First process of our own Ray, or of our raylet of another one."""
         self._tasks: list[asyncio.Task[None]] = []
         self._background_tasks: set[asyncio.Task[None]] = set()
-        self._seen: dict[str, JobInBrief] = {}
-        self._lags = {"jobs": Lag(CLAIM_SECONDS)}
+        self._lags = {"jobs": self._owners.lag}
         """By loop how far it is behind."""
         self._drain_reasons: dict[str, str] = {}
         """By node what owners were last told about why it is to be left."""
@@ -246,14 +240,16 @@ class ControlPlane:
         cluster.obey(self._leases.epoch)
         self._leases.begin()
         retention = Retention(cluster.paths, self._kept_days) if self._kept_days else None
-        self._housekeeping = Housekeeping(self._store, cluster, self._leases, self._placed, self.data_roots, retention)
-        await self._look()
+        placed = self._owners.placed
+        self._housekeeping = Housekeeping(self._store, cluster, self._leases, placed, self.data_roots, retention)
+        self._owners.begin(cluster, self._housekeeping)
+        await self._owners.look()
         care = NodeCare(cluster, self._housekeeping.over, self._housekeeping.wake)
         watch = NodeWatch(cluster, self._node_lost, self._node_draining)
         self._lags["nodes"] = watch.lag
         self._tasks = [
             asyncio.create_task(self._housekeeping.run(care), name="scheduler"),
-            asyncio.create_task(self._look_after_jobs(), name="claims"),
+            asyncio.create_task(self._owners.run(), name="claims"),
             asyncio.create_task(care.run(), name="care for nodes"),
             asyncio.create_task(watch.run(), name="nodes"),
         ]
@@ -262,7 +258,7 @@ class ControlPlane:
         if self._ray_process is not None:
             self._tasks.append(asyncio.create_task(self._watch_ray(), name=RAY_WATCH))
         for task in self._tasks:
-            task.add_done_callback(_log_failure)
+            task.add_done_callback(log_failure)
 
     def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:
         return self._read(lambda session: jobs.states(session, job_ids))
@@ -277,7 +273,7 @@ class ControlPlane:
             self._start_over()
 
     def _node_lost(self, node: str, why: str) -> None:
-        for owner, _ in list(self._owners.values()):
+        for owner in self._owners.all():
             owner.node_lost(node, why)
 
     def _node_draining(self, node: str, seconds: float | None, reason: str = "") -> None:
@@ -288,7 +284,7 @@ class ControlPlane:
         nodes.drain(node, seconds)
         if not known:
             self._drain_reasons[node] = reason
-            for owner, _ in list(self._owners.values()):
+            for owner in self._owners.all():
                 owner.node_draining(node, seconds, reason)
 
     def drain(self, node: str, seconds: float) -> dict[str, Any]:
@@ -307,69 +303,6 @@ class ControlPlane:
         self._node_draining(matching[0]["id"], seconds)
         return {**matching[0], "draining": True}
 
-    def _placed(self, job: Job, generation: int) -> None:
-        self._own(job.id, generation)
-
-    async def _look_after_jobs(self) -> None:
-        """Again and again, and whenever another control plane says that there is something to see."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLAIM_SECONDS):
-                    await self._leases.changed.wait()
-            self._leases.changed.clear()
-            self._lags["jobs"].begin()
-            try:
-                await self._look()
-                self._lags["jobs"].done()
-            except Exception:  # whoever is without an owner still is in a moment
-                log.exception("could not look which jobs there are")
-
-    async def _look(self) -> None:
-        """Give way where another control plane owns a job by now; own every job that may hold places and has no owner,
-        whatever happened to the one it had; pass on what others have written that is wanted of a job."""
-        unfinished, too_many = await self._leases.look(self._is_busy)
-        for job_id, (_, task) in list(self._owners.items()):
-            if self._leases.of(job_id) is None:
-                task.cancel()
-        if self._housekeeping is not None:
-            self._housekeeping.stop_if_lost()
-        before, self._seen = self._seen, {job.id: job for job in unfinished}
-        for job in unfinished:
-            if job.id in self._owners:
-                self._pass_on(job, before.get(job.id))
-            elif job.state in SUPERVISED and self._leases.of(job.id) is not None and not self._is_busy(job.id):
-                log.warning("%s had no owner", job.id)
-                self._own(job.id, None)
-        if _queue(before.values()) != _queue(unfinished):
-            self._wake_scheduler()
-        for job_id, to in too_many.items():
-            await self._hand_over(job_id, to)
-
-    async def _hand_over(self, job_id: str, to: str) -> None:
-        """Have the control plane `to` own a job, which does not notice."""
-        lease, (_, task) = self._leases.of(job_id), self._owners.get(job_id, (None, None))
-        if lease is None or task is None:
-            return
-        task.cancel()
-        await asyncio.wait({task})
-        with contextlib.suppress(LeaseLost):
-            await self._leases.hand_over(job_id, lease.epoch, to)
-
-    def _is_busy(self, job_id: str) -> bool:
-        """Whether the job is being placed, or what it has is being removed."""
-        placing = self._housekeeping is not None and self._housekeeping.is_placing(job_id)
-        return placing or self._leases.is_borrowed(job_id)
-
-    def _pass_on(self, job: JobInBrief, before: JobInBrief | None) -> None:
-        owner, _ = self._owners[job.id]
-        if before is None or before.state != job.state:
-            if job.state == JobState.CANCELLING:
-                owner.cancel()
-            elif job.state == JobState.PAUSING:
-                owner.pause()
-        if job.wanted_replicas is not None and (before is None or before.wanted_replicas != job.wanted_replicas):
-            owner.resize()
-
     def _wake_scheduler(self) -> None:
         if self._housekeeping is not None:
             self._housekeeping.wake()
@@ -377,33 +310,6 @@ class ControlPlane:
     def _read(self, query: Callable[[Session], T]) -> T:
         with self._store.read() as session:
             return query(session)
-
-    def _own(self, job_id: str, placed_generation: int | None) -> None:
-        assert self._cluster is not None
-        lease = self._leases.of(job_id)
-        assert lease is not None
-        logs = None if self._keeper is None else self._keeper.open(job_id, lease)
-        owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds, logs)
-        task = asyncio.create_task(self._run(owner, placed_generation, logs), name=f"owner of {job_id}")
-        self._owners[job_id] = (owner, task)
-        task.add_done_callback(_log_failure)
-
-    async def _run(self, owner: JobOwner, placed_generation: int | None, logs: Spool | None) -> None:
-        try:
-            await owner.run(placed_generation)
-            if self._keeper is not None and logs is not None:
-                await self._keeper.finish(owner.id, logs)
-        except LeaseLost as error:
-            log.warning("%s", error)
-        else:
-            await self._leases.release(owner.id)
-        finally:
-            if self._keeper is not None and logs is not None:
-                self._keeper.lose(owner.id, logs)
-            self._leases.drop(owner.id)
-            if self._owners.get(owner.id, (None,))[0] is owner:
-                del self._owners[owner.id]
-            self._wake_scheduler()
 
     def submitted(self, job_id: str) -> None:
         """A job was stored, is tried again, was resumed, or has another priority: wake the scheduler."""
@@ -422,12 +328,12 @@ class ControlPlane:
         self._wake_owner_elsewhere(job_id)
 
     def _wake_owner_elsewhere(self, job_id: str) -> None:
-        if job_id not in self._owners:
+        if not self._owners.has(job_id):
             self._leases.wake_others()
 
     def _pause(self, job_id: str) -> None:
-        if job_id in self._owners:  # one that is being placed is read again once it is; one in the queue holds nothing
-            self._owners[job_id][0].pause()
+        if owner := self._owners.of(job_id):  # else it holds nothing, or is being placed, and read again once it is
+            owner.pause()
 
     def delete(self, job_id: str) -> Deletion:
         """Delete a final job and all that it has. Raises JobNotFound, JobNotFinal, FilesNotRemoved,
@@ -444,13 +350,7 @@ class ControlPlane:
         """Make `fault` in a job that runs. Raises JobNotFound, FaultsNotAllowed, FaultNotPossible."""
         if not self._allow_faults:
             raise FaultsNotAllowed()
-        state = self._job(job_id).state
-        owner, _ = self._owners.get(job_id, (None, None))
-        if owner is None and self._seen.get(job_id, _UNKNOWN).owner not in (None, self._leases.me):
-            raise FaultNotPossible("another control plane looks after the job: ask that one for the fault")
-        if owner is None:
-            raise FaultNotPossible(f"the job is {state}, and only one that runs can have a fault")
-        self._call(owner.inject(fault))
+        self._call(self._owners.able_to_inject(job_id, self._job(job_id).state).inject(fault))
 
     def resize(self, job_id: str) -> None:
         """A job shall have another size: wake its owner."""
@@ -458,14 +358,14 @@ class ControlPlane:
         self._wake_owner_elsewhere(job_id)
 
     def _resize(self, job_id: str) -> None:
-        if job_id in self._owners:
-            self._owners[job_id][0].resize()
+        if owner := self._owners.of(job_id):
+            owner.resize()
         else:
             self._wake_scheduler()
 
     def _cancel(self, job_id: str) -> None:
-        if job_id in self._owners:
-            self._owners[job_id][0].cancel()
+        if owner := self._owners.of(job_id):
+            owner.cancel()
         if self._cluster is not None:
             self._background(self._forget_if_cancelled(job_id))
 
@@ -486,7 +386,7 @@ class ControlPlane:
         task = asyncio.create_task(work)
         self._background_tasks.add(task)
         task.add_done_callback(self._background_tasks.discard)
-        task.add_done_callback(_log_failure)
+        task.add_done_callback(log_failure)
 
     def cluster(self) -> dict[str, Any]:
         """Nodes, slots and which ranks run where, in the form of `api.schemas.Cluster`. Raises ClusterUnavailable."""
@@ -510,7 +410,7 @@ class ControlPlane:
             lags |= self._housekeeping.lag_seconds
         if not self._thread.is_alive():
             raise ClusterUnavailable(RuntimeError("the control plane is starting"))
-        return self._call(measured(self._cluster, time.monotonic(), len(self._owners), lags), MEASURING_SECONDS)
+        return self._call(measured(self._cluster, time.monotonic(), len(self._owners.by_job), lags), MEASURING_SECONDS)
 
     def ready(self) -> list[str]:
         """Why jobs cannot run right now; empty when they can."""
@@ -535,7 +435,7 @@ class ControlPlane:
     async def _leave(self) -> None:
         if self._keeper is not None:
             await self._keeper.leave()
-        tasks = [*self._tasks, *self._background_tasks, *(task for _, task in self._owners.values())]
+        tasks = [*self._tasks, *self._background_tasks, *(task for _, task in self._owners.by_job.values())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -552,13 +452,3 @@ class ControlPlane:
         except TimeoutError as error:
             future.cancel()  # nobody waits for it any more
             raise ClusterUnavailable(TimeoutError(f"the cluster gave no answer in {seconds:g} s; try again")) from error
-
-
-def _queue(unfinished: Iterable[JobInBrief]) -> set[tuple[str, int]]:
-    return {(job.id, job.priority) for job in unfinished if job.state == JobState.QUEUED}
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    """No owner loop may end unnoticed."""
-    if not task.cancelled() and task.exception() is not None:
-        log.error("%s ended: %r", task.get_name(), task.exception(), exc_info=task.exception())

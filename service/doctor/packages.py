@@ -40,12 +40,22 @@ def requirements() -> Iterator[Finding]:
         yield Finding("packages", "warning", f"{DISTRIBUTION} is not installed here", "pip install it, or `make setup`")
         return
     needed = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+    if not _has_torch():  # a control plane apart has none, see `torch`
+        needed = [each for each in needed if each.name != "torch"]
     wrong = list(filter(None, map(_wrong, needed)))
     for problem in wrong:
         yield Finding("packages", "problem", problem, f"pip install --upgrade {DISTRIBUTION}")
     if not wrong:
         version = importlib.metadata.version(DISTRIBUTION)
         yield Finding("packages", "ok", f"{DISTRIBUTION} {version} and the {len(needed)} packages that it needs")
+
+
+def _has_torch() -> bool:
+    try:
+        importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _wrong(wanted: Requirement) -> str | None:
@@ -58,6 +68,10 @@ def _wrong(wanted: Requirement) -> str | None:
 
 def torch(gpus: int | None = None) -> Iterator[Finding]:
     """Whether torch starts, and uses the GPUs that the machine has. `gpus`: how many those are; None: look."""
+    if not _has_torch():
+        said = "torch is not installed: this machine will do for a control plane, but no ranks can run on it"
+        yield Finding("torch", "warning", said, "pip install torch, where ranks are to run")
+        return
     gpus = count_gpus() if gpus is None else gpus
     try:
         asked = subprocess.run(

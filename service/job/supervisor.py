@@ -52,6 +52,7 @@ from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState, is_final
 from service.store import Store, ranks
 from service.store.tables import Job, Rank
+from service.tasks import log_failure
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import BETWEEN_STEPS, Fault
 
@@ -145,8 +146,8 @@ class Supervisor:
     async def run(self, placed_generation: int | None) -> None:
         """Take the job to its end. `placed_generation`: the number its placement groups carry when they were just
         acquired; None: take over what another control plane left."""
-        timekeeper = asyncio.create_task(keep_time(self._job))
-        timekeeper.add_done_callback(_log_failure)
+        timekeeper = asyncio.create_task(keep_time(self._job), name=f"time of {self._job.id}")
+        timekeeper.add_done_callback(log_failure)
         try:
             action: Action | None = await self._first(placed_generation)
             while action is not None:
@@ -444,13 +445,7 @@ class Supervisor:
             self._in_background(self._gang.dismiss(people))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work, name=f"beside {self._job.id}")
         self._background_tasks.add(task)
         task.add_done_callback(self._background_tasks.discard)
-        task.add_done_callback(_log_failure)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    """What is done beside a job's life may fail, but not unheard."""
-    if not task.cancelled() and task.exception() is not None:
-        log.error("beside a job: %r", task.exception(), exc_info=task.exception())
+        task.add_done_callback(log_failure)

@@ -64,7 +64,7 @@ class FakeControl:
     left = ""
     store = SimpleNamespace(location="sqlite:///there")
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, **options):
         pass
 
     def start(self):
@@ -116,8 +116,8 @@ class NotedControl:
     made = None
     store = SimpleNamespace(location="postgresql://me:***@there/manta")
 
-    def __init__(self, *arguments):
-        NotedControl.made = SimpleNamespace(**signature(ControlPlane).bind(*arguments).arguments)
+    def __init__(self, *arguments, **options):
+        NotedControl.made = SimpleNamespace(**signature(ControlPlane).bind(*arguments, **options).arguments)
 
     def start(self):
         pass

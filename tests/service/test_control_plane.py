@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
-from service import control_plane, housekeeping, scheduler
+from service import control_plane, housekeeping, owners, scheduler
 from service.cluster import node_care
 from service.cluster.errors import ClusterUnavailable, NodeNotFound, NodeUnreachable
 from service.cluster.ray_head import RayHead
@@ -188,7 +188,7 @@ def test_running_job_is_paused_stays_so_with_the_next_control_plane_and_is_resum
     first.stop()
     second = start()
     second._call(reached(lambda: not cluster.agents.living))
-    assert (job.id in second._owners, cluster.groups.held, cluster.agents.memory) == (False, {}, kept)
+    assert (job.id in second._owners.by_job, cluster.groups.held, cluster.agents.memory) == (False, {}, kept)
     behave(cluster, train_to_the_end)
     store.write(lambda s: pauses.request_resume(s, job.id))
     second.submitted(job.id)
@@ -211,7 +211,7 @@ def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, 
 
 def test_job_that_nobody_owns_is_taken_up(start, cluster, submit, store, monkeypatch):
     """As when the first write of its owner was lost, or its placing broke off."""
-    monkeypatch.setattr(control_plane, "CLAIM_SECONDS", 0.01)
+    monkeypatch.setattr(owners, "CLAIM_SECONDS", 0.01)
     plane = start()
     behave(cluster, train_to_the_end)
     job = submit()
@@ -222,7 +222,7 @@ def test_job_that_nobody_owns_is_taken_up(start, cluster, submit, store, monkeyp
 def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(
     start, cluster, submit, store, monkeypatch
 ):
-    monkeypatch.setattr(control_plane, "CLAIM_SECONDS", 0.001)
+    monkeypatch.setattr(owners, "CLAIM_SECONDS", 0.001)
     plane, looks, acquire = start(), [], cluster.groups.acquire
     first = plane._leases.look
 
@@ -233,7 +233,7 @@ def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(
     async def slow(*arguments, **options):
         monkeypatch.setattr(plane._leases, "look", look)
         await reached(lambda: len(looks) >= 5)
-        assert plane._owners == {}
+        assert plane._owners.by_job == {}
         await acquire(*arguments, **options)
 
     monkeypatch.setattr(cluster.groups, "acquire", slow)
@@ -333,7 +333,7 @@ def test_error_of_our_own_costs_a_job_nothing(start, cluster, submit, store, mon
     monkeypatch.setattr(Supervisor, "_watch", broken)
 
     async def stumble():  # the generation that is watched ends for its supervisor as by an error of ours
-        owner, _ = plane._owners[job.id]
+        owner, _ = plane._owners.by_job[job.id]
         owner._supervisor._running._alongside.append(asyncio.create_task(_fail()))
         owner._supervisor.resize()
 

@@ -17,10 +17,12 @@ from service import control_plane
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.placement_groups import NotPlaced
 from service.control_plane import ControlPlane
+from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.supervisor import Supervisor
 from service.lag import Lag
 from service.leases.decisions import RENEW_SECONDS
 from service.leases.held import Leases
+from service.owners import JobOwners
 from service.states import TIME_LIMITS, JobState, is_final
 from service.store import IllegalTransition, Store, jobs, leases, pauses
 from tests.service.support.fake_cluster import FakeCluster
@@ -129,6 +131,7 @@ class Trouble:
         plane._store.close()
         plane._store, plane._loop = self.store, asyncio.get_running_loop()
         plane._leases = LeasesInVirtualTime(self.store, plane._leases.me, time.monotonic)
+        plane._owners = JobOwners(self.store, plane._leases, DEFAULT_MEMORY_SECONDS, None)
         while True:
             try:
                 await plane._begin(self.cluster)
@@ -282,9 +285,11 @@ async def all_end(trouble):
             entered = since.setdefault((row.id, row.state, row.generation), loop.time())
             limit = TIME_LIMITS.get(JobState(row.state))
             assert limit is None or loop.time() - entered <= limit, f"{row.id} is {row.state} for {limit} s"
-    while trouble.plane._owners or not trouble.cluster.nothing_held:  # a node that was away is cleaned when it is back
+    while (
+        trouble.plane._owners.by_job or not trouble.cluster.nothing_held
+    ):  # a node that was away is cleaned when it is back
         await asyncio.sleep(LOOK_SECONDS)
-        assert loop.time() - over < PATIENCE_SECONDS, (trouble.plane._owners, trouble.history)
+        assert loop.time() - over < PATIENCE_SECONDS, (trouble.plane._owners.by_job, trouble.history)
 
 
 DRAWN = [

@@ -70,6 +70,20 @@ def test_a_torch_that_cannot_be_imported_is_quoted(monkeypatch):
     assert seen.verdict == "problem" and seen.message.endswith("ImportError: libcudart.so.13: no such file")
 
 
+def test_a_control_plane_needs_no_torch(monkeypatch):
+    version = importlib.metadata.version
+
+    def without_torch(name):
+        if name == "torch":
+            raise importlib.metadata.PackageNotFoundError
+        return version(name)
+
+    monkeypatch.setattr(packages.importlib.metadata, "version", without_torch)
+    (requirements,), (torch,) = packages.requirements(), packages.torch(gpus=8)
+    assert (requirements.verdict, torch.verdict) == ("ok", "warning")
+    assert "no ranks can run on it" in torch.message
+
+
 def test_the_driver_says_its_version(tmp_path):
     file = tmp_path / "version"
     file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26 2026\nGCC version: 12\n")

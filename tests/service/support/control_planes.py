@@ -44,7 +44,7 @@ def until(plane, job, *states):
 
     def seen():
         row = plane._job(job.id)
-        return row if row.state in states and (row.state == "RUNNING" or job.id not in plane._owners) else None
+        return row if row.state in states and (row.state == "RUNNING" or job.id not in plane._owners.by_job) else None
 
     return plane._call(reached(seen))
 

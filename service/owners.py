@@ -1,0 +1,169 @@
+"""The owners of the jobs that this control plane looks after: each job that may hold places has one, on the control
+plane that has the job's lease."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable
+
+from service.cluster.cluster import Cluster
+from service.faults import FaultNotPossible
+from service.housekeeping import Housekeeping
+from service.job.owner import JobOwner
+from service.kept_logs.keeper import LogKeeper
+from service.kept_logs.spool import Spool
+from service.lag import Lag
+from service.leases.decisions import JobInBrief
+from service.leases.errors import LeaseLost
+from service.leases.held import Leases
+from service.states import SUPERVISED, JobState
+from service.store import Store
+from service.store.tables import Job
+from service.tasks import log_failure
+
+log = logging.getLogger(__name__)
+
+# How often it is made sure that every job that may hold places has an owner.
+CLAIM_SECONDS = 1.0
+
+_UNKNOWN = JobInBrief("", JobState.QUEUED, None, 0, None, 0)
+
+
+class JobOwners:
+    """All of them. Called on the control plane's own thread, but for what only looks (`has`, `able_to_inject`)."""
+
+    def __init__(self, store: Store, leases: Leases, memory_seconds: float, keeper: LogKeeper | None):
+        """`memory_seconds`: how long the snapshots of a failed job are kept for a retry; `keeper`: keeps what ranks
+        print, where that is kept elsewhere too."""
+        self._store, self.leases, self._memory_seconds, self._keeper = store, leases, memory_seconds, keeper
+        self.by_job: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
+        """Owner, and the task in which it works."""
+        self.lag = Lag(CLAIM_SECONDS)
+        """How far this is behind in looking after all jobs."""
+        self._seen: dict[str, JobInBrief] = {}
+        self._cluster: Cluster | None = None
+        self._housekeeping: Housekeeping | None = None
+
+    def begin(self, cluster: Cluster, housekeeping: Housekeeping) -> None:
+        """From now on jobs can be owned. `housekeeping`: has the scheduler, which places them."""
+        self._cluster, self._housekeeping = cluster, housekeeping
+
+    def has(self, job_id: str) -> bool:
+        """Whether the job is looked after here."""
+        return job_id in self.by_job
+
+    def all(self) -> list[JobOwner]:
+        """Every owner."""
+        return [owner for owner, _ in self.by_job.values()]
+
+    def of(self, job_id: str) -> JobOwner | None:
+        """The job's; None where it is looked after elsewhere or not at all."""
+        owner, _ = self.by_job.get(job_id, (None, None))
+        return owner
+
+    def able_to_inject(self, job_id: str, state: str) -> JobOwner:
+        """The owner of a job in `state` that can make faults in it. Raises FaultNotPossible."""
+        owner = self.of(job_id)
+        if owner is None and self._seen.get(job_id, _UNKNOWN).owner not in (None, self.leases.me):
+            raise FaultNotPossible("another control plane looks after the job: ask that one for the fault")
+        if owner is None:
+            raise FaultNotPossible(f"the job is {state}, and only one that runs can have a fault")
+        return owner
+
+    def placed(self, job: Job, generation: int) -> None:
+        """The scheduler has placed this generation of a job, which needs an owner now."""
+        self._own(job.id, generation)
+
+    async def run(self) -> None:
+        """Look after them until cancelled: again and again, and whenever another control plane says that there is
+        something to see."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLAIM_SECONDS):
+                    await self.leases.changed.wait()
+            self.leases.changed.clear()
+            self.lag.begin()
+            try:
+                await self.look()
+                self.lag.done()
+            except Exception:  # whoever is without an owner still is in a moment
+                log.exception("could not look which jobs there are")
+
+    async def look(self) -> None:
+        """Give way where another control plane owns a job by now; own every job that may hold places and has no owner,
+        whatever happened to the one it had; pass on what others have written that is wanted of a job."""
+        assert self._housekeeping is not None
+        unfinished, too_many = await self.leases.look(self._is_busy)
+        for job_id, (_, task) in list(self.by_job.items()):
+            if self.leases.of(job_id) is None:
+                task.cancel()
+        self._housekeeping.stop_if_lost()
+        before, self._seen = self._seen, {job.id: job for job in unfinished}
+        for job in unfinished:
+            if job.id in self.by_job:
+                self._pass_on(job, before.get(job.id))
+            elif job.state in SUPERVISED and self.leases.of(job.id) is not None and not self._is_busy(job.id):
+                log.warning("%s had no owner", job.id)
+                self._own(job.id, None)
+        if _queue(before.values()) != _queue(unfinished):
+            self._housekeeping.wake()
+        for job_id, to in too_many.items():
+            await self._hand_over(job_id, to)
+
+    def _is_busy(self, job_id: str) -> bool:
+        """Whether the job is being placed, or what it has is being removed."""
+        placing = self._housekeeping is not None and self._housekeeping.is_placing(job_id)
+        return placing or self.leases.is_borrowed(job_id)
+
+    def _pass_on(self, job: JobInBrief, before: JobInBrief | None) -> None:
+        owner, _ = self.by_job[job.id]
+        if before is None or before.state != job.state:
+            if job.state == JobState.CANCELLING:
+                owner.cancel()
+            elif job.state == JobState.PAUSING:
+                owner.pause()
+        if job.wanted_replicas is not None and (before is None or before.wanted_replicas != job.wanted_replicas):
+            owner.resize()
+
+    async def _hand_over(self, job_id: str, to: str) -> None:
+        """Have the control plane `to` own a job, which does not notice."""
+        lease, (_, task) = self.leases.of(job_id), self.by_job.get(job_id, (None, None))
+        if lease is None or task is None:
+            return
+        task.cancel()
+        await asyncio.wait({task})
+        with contextlib.suppress(LeaseLost):
+            await self.leases.hand_over(job_id, lease.epoch, to)
+
+    def _own(self, job_id: str, placed_generation: int | None) -> None:
+        lease = self.leases.of(job_id)
+        assert lease is not None and self._cluster is not None
+        logs = None if self._keeper is None else self._keeper.open(job_id, lease)
+        owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds, logs)
+        task = asyncio.create_task(self._run(owner, placed_generation, logs), name=f"owner of {job_id}")
+        self.by_job[job_id] = (owner, task)
+        task.add_done_callback(log_failure)
+
+    async def _run(self, owner: JobOwner, placed_generation: int | None, logs: Spool | None) -> None:
+        assert self._housekeeping is not None
+        try:
+            await owner.run(placed_generation)
+            if self._keeper is not None and logs is not None:
+                await self._keeper.finish(owner.id, logs)
+        except LeaseLost as error:
+            log.warning("%s", error)
+        else:
+            await self.leases.release(owner.id)
+        finally:
+            if self._keeper is not None and logs is not None:
+                self._keeper.lose(owner.id, logs)
+            self.leases.drop(owner.id)
+            if self.of(owner.id) is owner:
+                del self.by_job[owner.id]
+            self._housekeeping.wake()
+
+
+def _queue(unfinished: Iterable[JobInBrief]) -> set[tuple[str, int]]:
+    return {(job.id, job.priority) for job in unfinished if job.state == JobState.QUEUED}
