@@ -48,6 +48,7 @@ from service.store.leases import connection_name
 from service.store.location import url_in
 from service.store.tables import Job
 from service.takeover import refuse_what_cannot_be_taken_over
+from service.traces.traces import Traces
 from workers.data.roots import ANYWHERE, DataRoots
 from workers.errors import MantaError
 from workers.node.folders import mark
@@ -103,6 +104,7 @@ class ControlPlane:
         ports: PortRange | None = None,
         logs: Place | None = None,
         node_shapes: Sequence[NodeShape] = (),
+        traces: str | None = None,
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
@@ -111,14 +113,16 @@ class ControlPlane:
         default in the home; `kept_days`: how long jobs are kept after their end; 0: until somebody deletes them;
         `checkpoints`: where the checkpoints of all jobs are, by default in the home; `node_notices`: who the nodes ask
         whether they are to be taken, as `notice_sources` reads it; `ports`: on which what runs on the nodes listens;
-        `logs`: where the logs of all jobs are kept beside the home; `node_shapes`: nodes that an autoscaler can add.
-        Raises BadDatabaseUrl, StoreUnusable."""
+        `logs`: where the logs of all jobs are kept beside the home; `node_shapes`: nodes that an autoscaler can add;
+        `traces`: the collector that starts and recoveries are sent to, as `Settings.traces`. Raises BadDatabaseUrl,
+        StoreUnusable."""
         self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults, self._memory_seconds, self._kept_days = allow_faults, memory_seconds, kept_days
         me = new_id()
         self._store = Store(url_in(home, database_url), connection_name(me))
         self._leases = Leases(self._store, me)
+        self._traces = None if traces is None else Traces(self._store, traces)
         self._home_of_jobs, self._checkpoints, self._node_notices = home, checkpoints, node_notices
         self._installation, self._ports, self._node_shapes = "", ports, node_shapes
         self._place_of_logs, self._keeper = logs, self._keeper_of(logs)
@@ -383,7 +387,8 @@ class ControlPlane:
         lease = self._leases.of(job_id)
         assert lease is not None
         logs = None if self._keeper is None else self._keeper.open(job_id, lease)
-        owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds, logs)
+        first_step = None if self._traces is None else self._traces.first_step
+        owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds, logs, first_step)
         task = asyncio.create_task(self._run(owner, placed_generation, logs), name=f"owner of {job_id}")
         self._owners[job_id] = (owner, task)
         task.add_done_callback(_log_failure)
@@ -530,6 +535,8 @@ class ControlPlane:
             self._call(self._leave())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CALL_SECONDS)
+        if self._traces is not None:
+            self._traces.close()
         self._store.close()
 
     async def _leave(self) -> None:
