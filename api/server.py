@@ -23,6 +23,7 @@ from service.data_roots import LOOPBACK_HOSTS, roots_of
 from service.settings import Settings
 from service.store import Store, StoreUnusable, keys
 from service.store.location import file_of, parse_url, url_in
+from service.traces.traces import refuse_without_packages
 from workers.errors import MantaError
 from workers.storage.files import files_of
 
@@ -60,7 +61,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
 
     The jobs run on without it, and the next service of the same home takes them over; `manta down` ends them. Raises
     PortTaken, AlreadyRunning, OtherDatabase, NotForOthers, RayUnavailable, KeyFileUnsafe, HomeUnusable,
-    StoreNotInstalled.
+    StoreNotInstalled, TracesNotInstalled.
     """
     home, tls = settings.home, settings.tls
     os.umask(PRIVATE)
@@ -68,6 +69,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
     for place in (settings.checkpoints, settings.logs):
         if place is not None:
             files_of(place)
+    refuse_without_packages(settings.traces)
     with writing_in(home):
         home.mkdir(parents=True, exist_ok=True)
     running = running_service(home)
@@ -92,6 +94,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         ports=settings.ports,
         logs=settings.logs,
         node_shapes=settings.node_shapes if ray else (),
+        traces=settings.traces,
     )
     _keep_to_database(settings, control.store.location)
     locks += lock_database(home, settings.database_url)

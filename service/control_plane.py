@@ -46,6 +46,7 @@ from service.store.location import url_in
 from service.store.tables import Job
 from service.takeover import refuse_what_cannot_be_taken_over
 from service.tasks import log_failure
+from service.traces.traces import Traces
 from workers.data.roots import ANYWHERE, DataRoots
 from workers.errors import MantaError
 from workers.node.folders import mark
@@ -98,6 +99,7 @@ class ControlPlane:
         ports: PortRange | None = None,
         logs: Place | None = None,
         node_shapes: Sequence[NodeShape] = (),
+        traces: str | None = None,
     ):
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
@@ -106,18 +108,21 @@ class ControlPlane:
         default in the home; `kept_days`: how long jobs are kept after their end; 0: until somebody deletes them;
         `checkpoints`: where the checkpoints of all jobs are, by default in the home; `node_notices`: who the nodes ask
         whether they are to be taken, as `notice_sources` reads it; `ports`: on which what runs on the nodes listens;
-        `logs`: where the logs of all jobs are kept beside the home; `node_shapes`: nodes that an autoscaler can add.
-        Raises BadDatabaseUrl, StoreUnusable."""
+        `logs`: where the logs of all jobs are kept beside the home; `node_shapes`: nodes that an autoscaler can add;
+        `traces`: the collector that starts and recoveries are sent to, as `Settings.traces`. Raises BadDatabaseUrl,
+        StoreUnusable."""
         self.data_roots = data_roots
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults, self._kept_days = allow_faults, kept_days
         me = new_id()
         self._store = Store(url_in(home, database_url), connection_name(me))
         self._leases = Leases(self._store, me)
+        self._traces = None if traces is None else Traces(self._store, traces)
         self._home_of_jobs, self._checkpoints, self._node_notices = home, checkpoints, node_notices
         self._installation, self._ports, self._node_shapes = "", ports, node_shapes
         self._place_of_logs, self._keeper = logs, self._keeper_of(logs)
-        self._owners = JobOwners(self._store, self._leases, memory_seconds, self._keeper)
+        first_step = None if self._traces is None else self._traces.first_step
+        self._owners = JobOwners(self._store, self._leases, memory_seconds, self._keeper, first_step)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
@@ -430,6 +435,8 @@ class ControlPlane:
             self._call(self._leave())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CALL_SECONDS)
+        if self._traces is not None:
+            self._traces.close()
         self._store.close()
 
     async def _leave(self) -> None:

@@ -12,6 +12,7 @@ from service.cluster.cluster import Cluster
 from service.faults import FaultNotPossible
 from service.housekeeping import Housekeeping
 from service.job.owner import JobOwner
+from service.job.report_writer import FirstStep
 from service.kept_logs.keeper import LogKeeper
 from service.kept_logs.spool import Spool
 from service.lag import Lag
@@ -34,10 +35,18 @@ _UNKNOWN = JobInBrief("", JobState.QUEUED, None, 0, None, 0)
 class JobOwners:
     """All of them. Called on the control plane's own thread, but for what only looks (`has`, `able_to_inject`)."""
 
-    def __init__(self, store: Store, leases: Leases, memory_seconds: float, keeper: LogKeeper | None):
+    def __init__(
+        self,
+        store: Store,
+        leases: Leases,
+        memory_seconds: float,
+        keeper: LogKeeper | None = None,
+        first_step: FirstStep | None = None,
+    ):
         """`memory_seconds`: how long the snapshots of a failed job are kept for a retry; `keeper`: keeps what ranks
-        print, where that is kept elsewhere too."""
+        print, where that is kept elsewhere too; `first_step`: is told of that of each generation of a job."""
         self._store, self.leases, self._memory_seconds, self._keeper = store, leases, memory_seconds, keeper
+        self._first_step = first_step
         self.by_job: dict[str, tuple[JobOwner, asyncio.Task[None]]] = {}
         """Owner, and the task in which it works."""
         self.lag = Lag(CLAIM_SECONDS)
@@ -141,7 +150,7 @@ class JobOwners:
         lease = self.leases.of(job_id)
         assert lease is not None and self._cluster is not None
         logs = None if self._keeper is None else self._keeper.open(job_id, lease)
-        owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds, logs)
+        owner = JobOwner(self._store.fenced(lease), self._cluster, job_id, self._memory_seconds, logs, self._first_step)
         task = asyncio.create_task(self._run(owner, placed_generation, logs), name=f"owner of {job_id}")
         self.by_job[job_id] = (owner, task)
         task.add_done_callback(log_failure)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from service.cluster.node_shapes import BadNodeShapes, NodeShape, shapes_in
 from workers.errors import MantaError
@@ -18,7 +19,10 @@ from workers.system.ports import BadPorts, PortRange
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400
 _KEY = "MANTA_API_KEY"
-SECRETS = (_KEY, "MANTA_DATABASE_URL", "PGPASSWORD")
+SECRETS = (
+    *(_KEY, "MANTA_DATABASE_URL", "PGPASSWORD"),
+    *("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"),
+)
 """Variables that may hold a key or a password, which nothing that a job runs may see."""
 
 
@@ -112,6 +116,9 @@ class Settings:
     node_shapes: tuple[NodeShape, ...] = ()
     """Nodes that the autoscaler of an existing Ray can add (MANTA_NODE_SHAPES, such as `workers=4x8 slots`, as
     `service.cluster.node_shapes` reads it); none: nothing is asked of an autoscaler."""
+    traces: str | None = None
+    """Address of the OpenTelemetry collector that is sent the starts and recoveries of jobs by OTLP over HTTP
+    (MANTA_TRACES, such as http://collector:4318); None: nobody is."""
     dashboard: bool = True
     """Whether browsers are shown a dashboard; MANTA_NO_DASHBOARD=1 says no, which starts the service faster."""
 
@@ -147,6 +154,7 @@ class Settings:
             _ports(source, "MANTA_PORTS"),
             _switch(source, "MANTA_SHIP_CODE"),
             _shapes(source, "MANTA_NODE_SHAPES"),
+            _collector(source, "MANTA_TRACES"),
             not _switch(source, "MANTA_NO_DASHBOARD"),
         )
 
@@ -224,6 +232,22 @@ def _shapes(source: Mapping[str, str], name: str) -> tuple[NodeShape, ...]:
         return shapes_in(text) if text else ()
     except BadNodeShapes as error:
         raise BadSetting(f"{name}: {error}") from error
+
+
+def _collector(source: Mapping[str, str], name: str) -> str | None:
+    text = source.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        url = urlsplit(text)
+        good = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        good = False
+    if "@" in text:
+        raise BadSetting(f"{name} takes no user and no password; OTEL_EXPORTER_OTLP_HEADERS can hold a secret")
+    if not good or url.query or url.fragment:
+        raise BadSetting(f"{name} is {text!r}; it takes the address of a collector such as http://collector:4318")
+    return text
 
 
 def _networks(source: Mapping[str, str], name: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from service.job.checkpoint_folder import FolderReader
 from service.job.gang import AgentSet, Gang
 from service.job.incident import Incident
 from service.job.record import JobRecord
+from service.job.report_writer import FirstStep
 from service.kept_logs.spool import Spool
 from service.recovery.budgets import PastFailure, past_failures
 from service.store import Store
@@ -54,6 +55,8 @@ class JobContext:
     """How long its snapshots are kept for a retry when it fails."""
     logs: Spool | None = None
     """Takes what it prints, where that is kept elsewhere too."""
+    first_step: FirstStep | None = None
+    """Is told of the first step of each generation."""
     folder_reader: FolderReader = field(default_factory=FolderReader)
     """Reads the folder of its checkpoints."""
 
@@ -65,13 +68,23 @@ class JobContext:
         job: Job,
         memory_seconds: float = DEFAULT_MEMORY_SECONDS,
         logs: Spool | None = None,
+        first_step: FirstStep | None = None,
     ) -> JobContext:
         """The context of `job`. Raises SpecNotUnderstood."""
         submitted = stored_spec(job).spec
         gang = Gang(cluster, job.id, in_use(submitted, job))
         record = JobRecord(store, job.id)
         retried_at = job.retried_at or 0.0
-        return cls(cluster, submitted, record, gang, retried_at=retried_at, memory_seconds=memory_seconds, logs=logs)
+        return cls(
+            cluster,
+            submitted,
+            record,
+            gang,
+            retried_at=retried_at,
+            memory_seconds=memory_seconds,
+            logs=logs,
+            first_step=first_step,
+        )
 
     @property
     def id(self) -> str:

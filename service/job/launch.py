@@ -105,7 +105,7 @@ def watch_generation(job: JobContext, generation: int, resume_step: int, taken_o
     have seen what we did not."""
     gang, record = job.gang, job.record
     lines = ReceivedLines(job.cluster.paths.log_folder(job.id)) if job.logs is None else job.logs.lines
-    writer = ReportWriter(record.store, record.id, generation, resume_step, lines)
+    writer = ReportWriter(record.store, record.id, generation, resume_step, lines, job.first_step)
 
     async def take(report: Report) -> None:
         hangs.note(report)

@@ -16,6 +16,7 @@ from service.faults import FaultNotPossible
 from service.job.context import DEFAULT_MEMORY_SECONDS
 from service.job.older_database import catch_up
 from service.job.record import JobRecord
+from service.job.report_writer import FirstStep
 from service.job.supervisor import Supervisor
 from service.kept_logs.spool import Spool
 from service.leases.errors import LeaseLost, LeaseUncertain
@@ -43,10 +44,11 @@ class JobOwner:
         job_id: str,
         memory_seconds: float = DEFAULT_MEMORY_SECONDS,
         logs: Spool | None = None,
+        first_step: FirstStep | None = None,
     ):
         """`memory_seconds`: how long the snapshots of a job that fails are kept for a retry; `logs`: takes what it
-        prints, where that is kept elsewhere too."""
-        self._memory_seconds, self._logs = memory_seconds, logs
+        prints, where that is kept elsewhere too; `first_step`: is told of that of each generation."""
+        self._memory_seconds, self._logs, self._first_step = memory_seconds, logs, first_step
         self._store, self._cluster, self.id = store, cluster, job_id
         self._record = JobRecord(store, job_id)
         self._supervisor: Supervisor | None = None
@@ -91,7 +93,7 @@ class JobOwner:
                 return True
         try:
             left_out = stored_spec(job).left_out
-            supervisor = Supervisor(self._store, self._cluster, job, self._memory_seconds, self._logs)
+            supervisor = Supervisor(self._store, self._cluster, job, self._memory_seconds, self._logs, self._first_step)
         except SpecNotUnderstood as error:
             return await self._leave_alone(JobState(job.state), str(error))
         if left_out:

@@ -21,6 +21,9 @@ from workers.protocol.reports import Event, Exited, Finished, Metrics, Printed, 
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+FirstStep = Callable[[str, int], None]
+"""Called with a job's id and one of its generations, whose first step is in the database; once at least by each control
+plane that looks after the generation. Returns at once."""
 
 # The one that ships metrics; the ledger follows its time.
 REPORTING_RANK = 0
@@ -29,8 +32,18 @@ REPORTING_RANK = 0
 class ReportWriter:
     """Takes the reports of one generation of a job. Each report and what follows from it is one transaction."""
 
-    def __init__(self, store: Store, job_id: str, generation: int, resume_step: int, lines: ReceivedLines):
-        """`resume_step`: the committed step that the generation began with; `lines`: takes what ranks print."""
+    def __init__(
+        self,
+        store: Store,
+        job_id: str,
+        generation: int,
+        resume_step: int,
+        lines: ReceivedLines,
+        first_step: FirstStep | None = None,
+    ):
+        """`resume_step`: the committed step that the generation began with; `lines`: takes what ranks print;
+        `first_step`: see `FirstStep`."""
+        self._say_first_step = first_step
         self._lines = lines
         self._store, self._job_id, self._generation = store, job_id, generation
         self._resume_step, self._stepped = resume_step, False
@@ -52,7 +65,7 @@ class ReportWriter:
         match report.payload:
             case Metrics(rows):
                 await self._write(self._metrics, report, rows)
-                self._stepped = self._stepped or any(row["step"] > self._resume_step for row in rows)
+                self._note_stepped(rows)
             case Event() as event:
                 await self._write(self._event, report, event)
             case Printed() as printed:
@@ -63,6 +76,13 @@ class ReportWriter:
                 await self._write(self._finished, report, finished)
             case Exited():
                 await self._write(self._exit, report, None)
+
+    def _note_stepped(self, rows: Sequence[JsonObject]) -> None:
+        if self._stepped or all(row["step"] <= self._resume_step for row in rows):
+            return
+        self._stepped = True
+        if self._say_first_step is not None:
+            self._say_first_step(self._job_id, self._generation)
 
     async def _write(self, operation: Callable[[Session, Report, T], None], report: Report, content: T) -> None:
         await until_done(lambda: self._store.write_async(lambda session: operation(session, report, content)))

@@ -43,6 +43,7 @@ from service.job.launch import STARTING, LaunchFailed, finish_launch, launch_gen
 from service.job.leave import ask_to_save, keep_time, leave
 from service.job.lost_agents import place_all, replace_lost
 from service.job.record import NO_ROOM
+from service.job.report_writer import FirstStep
 from service.job.resize_and_drain import ElasticityPlanner
 from service.job.resume import known_checkpoints
 from service.kept_logs.spool import Spool
@@ -76,10 +77,12 @@ class Supervisor:
         job: Job,
         memory_seconds: float = DEFAULT_MEMORY_SECONDS,
         logs: Spool | None = None,
+        first_step: FirstStep | None = None,
     ):
         """`memory_seconds`: how long its snapshots are kept for a retry when it fails; `logs`: takes what it prints,
-        where that is kept elsewhere too. Raises SpecNotUnderstood."""
-        self._job = JobContext.of(store, cluster, job, memory_seconds, logs)
+        where that is kept elsewhere too; `first_step`: is told of that of each generation. Raises
+        SpecNotUnderstood."""
+        self._job = JobContext.of(store, cluster, job, memory_seconds, logs, first_step)
         self._cluster, self._record, self._gang = cluster, self._job.record, self._job.gang
         self._planner = ElasticityPlanner(self._job)
         self._running: RunningGeneration | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from service.phases import intervals
+
 PHASES = ("detect", "rest", "re_form", "restore", "redo")
 """In order: until it is noticed; until every rank rests or is gone; until all have their groups again; until all have
 their state; until the next step, usually the interrupted one, is committed."""
@@ -29,21 +31,16 @@ class RecoveryTimeline:
     first_step_at: float | None = None
     """The next step was committed."""
 
-    def phases(self) -> dict[str, float | None]:
-        """Seconds of each phase. None from the first one that has not ended; a phase whose own end is not known is
-        counted with the one that follows. Clocks of several machines may disagree: no phase is negative, and those
-        of a recovery that is over sum to the time from `began_at` to `first_step_at`."""
+    def intervals(self) -> dict[str, tuple[float, float]]:
+        """Begin and end of each phase that has ended, as `service.phases.intervals` has them."""
         ends = (self.noticed_at, self.rested_at, self.connected_at, self.restored_at, self.first_step_at)
-        seconds: dict[str, float | None] = dict.fromkeys(PHASES)
-        last = self.began_at
-        for place, (phase, end) in enumerate(zip(PHASES, ends, strict=True)):
-            later = [known for known in ends[place:] if known is not None]
-            if not later:
-                break
-            until = last if end is None else max(last, min(end, *later))
-            seconds[phase] = until - last
-            last = until
-        return seconds
+        return dict(zip(PHASES, intervals(self.began_at, ends), strict=False))
+
+    def phases(self) -> dict[str, float | None]:
+        """Seconds of each phase; None from the first one that has not ended. Those of a recovery that is over sum to
+        the time from `began_at` to `first_step_at`."""
+        lengths = {phase: end - begin for phase, (begin, end) in self.intervals().items()}
+        return {phase: lengths.get(phase) for phase in PHASES}
 
     @property
     def began_at(self) -> float:

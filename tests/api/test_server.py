@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from inspect import signature
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from service.control_plane import ControlPlane
 from service.identity import Scope
 from service.settings import RequestLimits, Settings, Tls
 from service.store import keys
+from service.traces.traces import TracesNotInstalled
 from workers.storage.places import ObjectPath
 
 
@@ -137,7 +139,7 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     database = "postgresql://me:secret@there/manta"
     settings = Settings(tmp_path, None, True, ("manta.example.org",), hours, (tmp_path / "data",), database, limits=few)
     settings = dataclasses.replace(
-        settings, jobs_kept_days=30, checkpoints=BUCKET, node_notices="aws", dashboard=dashboard
+        settings, jobs_kept_days=30, checkpoints=BUCKET, node_notices="aws", dashboard=dashboard, traces="http://there"
     )
     server.serve(settings, "127.0.0.1", 0, 3, None)
     made, ((hosts, limits, secure_cookies), *mounted, announced) = NotedControl.made, served
@@ -145,7 +147,7 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     assert mounted == (["dashboard"] if dashboard else [])
     assert (made.allow_faults, made.memory_seconds) == (True, seconds)
     assert made.kept_days == 30
-    assert (made.checkpoints, made.node_notices) == (BUCKET, "aws")
+    assert (made.checkpoints, made.node_notices, made.traces) == (BUCKET, "aws", "http://there")
     assert made.data_roots.folders == (tmp_path / "data",)
     assert (made.database_url, announced["database"]) == (database, "postgresql://me:***@there/manta")
     assert '--resources={"manta_slot": 3}' in made.head._command()
@@ -251,6 +253,14 @@ def test_service_that_others_reach_wants_tls_and_a_key_before_it_touches_anythin
     with pytest.raises(server.NotForOthers, match="make one with `manta keys create --admin`"):
         server.serve(Settings(home, tls=Tls(terminated=True)), host, 0, None, None)
     assert not home.exists()
+
+
+def test_service_that_cannot_send_the_traces_that_are_wanted_says_so_before_it_touches_anything(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "service.traces.exporter", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(TracesNotInstalled, match=r"pip install 'manta-train\[traces\]'"):
+        server.serve(Settings(tmp_path / "home", traces="http://collector:4318"), "127.0.0.1", 0, None, None)
+    assert not (tmp_path / "home").exists()
 
 
 @pytest.mark.parametrize(

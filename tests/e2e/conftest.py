@@ -24,6 +24,7 @@ from service.automatic_key import read_key
 from service.states import is_final
 from tests.e2e.network import Network
 from tests.e2e.small_file_system import small_where_allowed
+from tests.service.support.otlp_collector import Collector
 from workers.paths import Paths
 
 SECONDS = 60.0
@@ -274,9 +275,18 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def manta(disk: Path, corpus: Path) -> Iterator[Manta]:
+def collector() -> Iterator[Collector]:
+    """Is sent the traces of the shared service."""
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def manta(disk: Path, corpus: Path, collector: Collector) -> Iterator[Manta]:
     """The service that these tests share. Its node has GPUs to look at, and none to train on."""
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, (str(FAKE_NVML), os.environ.get("PYTHONPATH"))))}
+    python_path = os.pathsep.join(filter(None, (str(FAKE_NVML), os.environ.get("PYTHONPATH"))))
+    environment = {"PYTHONPATH": python_path, "MANTA_TRACES": collector.url}
     running = Manta(disk / "home", corpus, environment=environment)
     yield running
     stop_service(running.home)

@@ -10,9 +10,10 @@ from api.client import ServiceUnreachable
 from service.cluster.ray_head import RayHead
 from service.states import is_final
 from tests.e2e.conftest import EVERY_STEP, MIDDLE, OFTEN_SECONDS, PAIR
+from tests.service.support.otlp_collector import attributes, seconds
 
 
-def test_killed_rank_costs_no_more_steps_than_promised(manta, undisturbed, kill):
+def test_killed_rank_costs_no_more_steps_than_promised(manta, undisturbed, kill, collector):
     job = manta.submit(manta.spec())
     manta.hold(job, 3)
     before = manta.pids(job)
@@ -34,6 +35,29 @@ def test_killed_rank_costs_no_more_steps_than_promised(manta, undisturbed, kill)
     assert_promise_kept(manta, job, intervals)
     states = [event.data["to"] for event in manta.events(job, "state_changed")]
     assert states == ["STARTING", *2 * ["RUNNING", "RECOVERING"], "RUNNING", "SUCCEEDED"]
+    assert_traced(manta, collector, job)
+
+
+def assert_traced(manta, collector, job):
+    """The start and the two recoveries of a job of 4 ranks are in its trace, with the times of their records."""
+
+    def traced():
+        found = collector.of(job)
+        return found if ("job.recovery.redo", 3) in found else None
+
+    spans, records = manta.until("the trace of the last recovery", traced), manta.client.recoveries(job).items
+    parts = {name for name, generation in spans if generation == 1}
+    assert parts == {"job.start", *(f"job.start.{phase}" for phase in ("queued", "placing", "launching", "first_step"))}
+    assert attributes(spans["job.start", 1])["manta.ranks"] == 4
+    for record in records:
+        recovery = spans["job.recovery", record.generation]
+        told = attributes(recovery)
+        assert seconds(recovery) == pytest.approx(record.total_seconds, abs=1e-3)
+        assert (told["manta.recovery.rank"], told["manta.recovery.ranks_replaced"]) == (record.rank, record.forked)
+        for phase, length in record.seconds.items():
+            part = spans.get((f"job.recovery.{phase}", record.generation))
+            assert (0 if part is None else seconds(part)) == pytest.approx(length, abs=1e-3)
+    assert len(records) == 2 and len({span.trace_id for span in spans.values()}) == 1
 
 
 def snapshot_intervals(manta, job):

@@ -131,7 +131,7 @@ class Trouble:
         plane._store.close()
         plane._store, plane._loop = self.store, asyncio.get_running_loop()
         plane._leases = LeasesInVirtualTime(self.store, plane._leases.me, time.monotonic)
-        plane._owners = JobOwners(self.store, plane._leases, DEFAULT_MEMORY_SECONDS, None)
+        plane._owners = JobOwners(self.store, plane._leases, DEFAULT_MEMORY_SECONDS)
         while True:
             try:
                 await plane._begin(self.cluster)

@@ -72,7 +72,7 @@ def test_job_that_runs_though_a_restored_database_does_not_say_so_runs_on(start,
     second = start()
 
     async def train_on():
-        await reached(lambda: job.id in second._owners)
+        await reached(lambda: job.id in second._owners.by_job)
         agents[0].commit(2)
 
     second._call(train_on())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import BadSetting, RequestLimits, Settings, Tls
+from service.settings import BadSetting, RequestLimits, Settings, Tls, without_secrets
 from workers.storage.places import ObjectPath
 
 
@@ -142,6 +142,28 @@ def test_logs_are_kept_where_the_checkpoints_are_if_that_is_an_object_store():
     assert read({"MANTA_LOGS": "/shared"}).logs == Path("/shared")
     with pytest.raises(BadSetting, match="MANTA_LOGS: gs://there is in no store that Manta knows"):
         read({"MANTA_LOGS": "gs://there"})
+
+
+def test_traces_go_to_the_collector_that_the_operator_names():
+    read = Settings.from_environment
+    assert read({}).traces is read({"MANTA_TRACES": " "}).traces is None
+    for address in ("http://collector:4318", "https://there/otlp/v1/traces", "http://[::1]:4318"):
+        assert read({"MANTA_TRACES": address}).traces == address
+
+
+@pytest.mark.parametrize(
+    "address", ["collector:4318", "grpc://collector:4317", "http://", "http://a:b", "http://a?b=c"]
+)
+def test_what_is_no_address_of_a_collector_is_refused(address):
+    with pytest.raises(BadSetting, match=r"MANTA_TRACES is '.*'; it takes the address of a collector such as http://"):
+        Settings.from_environment({"MANTA_TRACES": address})
+
+
+def test_secrets_of_a_collector_are_not_in_its_address_and_no_jobs_business():
+    with pytest.raises(BadSetting, match="OTEL_EXPORTER_OTLP_HEADERS can hold a secret") as refused:
+        Settings.from_environment({"MANTA_TRACES": "https://me:hush@collector"})
+    assert "hush" not in str(refused.value)
+    assert without_secrets({"OTEL_EXPORTER_OTLP_HEADERS": "authorization=hush", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
 def test_nodes_that_can_be_added_are_declared_by_the_operator():

@@ -454,8 +454,8 @@ def test_snapshots_of_a_job_that_fails_are_kept_for_as_long_as_its_owner_says(st
     made = []
 
     class Noted(Supervisor):
-        def __init__(self, store, cluster, job, memory_seconds, logs):
-            super().__init__(store, cluster, job, memory_seconds, logs)
+        def __init__(self, store, cluster, job, memory_seconds, *more):
+            super().__init__(store, cluster, job, memory_seconds, *more)
             made.append((job.id, memory_seconds))
 
         async def run(self, placed_generation):

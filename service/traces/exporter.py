@@ -1,0 +1,137 @@
+"""OpenTelemetry's end of the traces: spans go to a collector in batches, on a thread of the SDK's own. Only what sends
+imports this module."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags, set_span_in_context
+
+from service.traces.span import Span
+
+MOST_WAITING = 8192
+"""Spans; what comes when so many wait is left out."""
+BATCH = 512
+DELAY_SECONDS = 1.0
+QUIET_SECONDS = 300.0
+"""The same is logged once within that time."""
+_LIBRARY = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+
+
+class SpanSender:
+    """Sends spans to a collector. One thread hands them in; none waits for the collector but in `close`."""
+
+    def __init__(self, endpoint: str, lost: Callable[[int], None]):
+        """`endpoint`: the collector's base address, or the whole one of its traces; `lost`: called with how many starts
+        and recoveries did not get there, on any thread."""
+        self._lost, self._quiet = lost, _NowAndThen()
+        logging.getLogger(_LIBRARY).addFilter(self._quiet)
+        self._exporter = _Counting(OTLPSpanExporter(traces_endpoint(endpoint)), lost)
+        self._ids, self._handed_in = _GivenIds(), 0
+        resource = Resource.create({"service.name": "manta", "service.version": version("manta-train")})
+        self._provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False, id_generator=self._ids)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(self._exporter, MOST_WAITING, DELAY_SECONDS * 1e3, min(BATCH, MOST_WAITING))
+        )
+        self._tracer = self._provider.get_tracer("manta")
+
+    def send(self, spans: Sequence[Span]) -> None:
+        """Have these spans sent; or left out, where too many wait already."""
+        if self._handed_in - self._exporter.taken + len(spans) > MOST_WAITING:
+            self._lost(_whole(spans))
+            return
+        self._handed_in += len(spans)
+        for span in spans:
+            self._give(span)
+
+    def _give(self, span: Span) -> None:
+        self._ids.trace_id, self._ids.span_id = span.trace_id, span.span_id
+        context = None
+        if span.parent_id is not None:
+            parent = SpanContext(span.trace_id, span.parent_id, is_remote=False, trace_flags=TraceFlags(1))
+            context = set_span_in_context(NonRecordingSpan(parent))
+        begun = self._tracer.start_span(
+            span.name, context, attributes=span.attributes, start_time=_nanoseconds(span.began_at)
+        )
+        if span.problem is not None:
+            begun.set_status(Status(StatusCode.ERROR, span.problem))
+        begun.end(_nanoseconds(span.ended_at))
+
+    def close(self) -> None:
+        """Send what waits, until `give_up` or the SDK's own limit of half a minute."""
+        self._provider.shutdown()
+        logging.getLogger(_LIBRARY).removeFilter(self._quiet)
+
+    def give_up(self) -> None:
+        """Break off what `close` waits for, on another thread."""
+        self._exporter.shutdown()
+
+
+def traces_endpoint(endpoint: str) -> str:
+    """Where OTLP has a collector with this base address take traces; an address that says so already is left alone."""
+    base = endpoint.rstrip("/")
+    return base if base.endswith("/v1/traces") else f"{base}/v1/traces"
+
+
+class _GivenIds(IdGenerator):
+    """The numbers of the span that is made next."""
+
+    trace_id = span_id = 0
+
+    def generate_span_id(self) -> int:
+        return self.span_id
+
+    def generate_trace_id(self) -> int:
+        return self.trace_id
+
+
+class _Counting(SpanExporter):
+    """Counts what another exporter takes and cannot deliver."""
+
+    def __init__(self, exporter: SpanExporter, lost: Callable[[int], None]):
+        self._exporter, self._lost, self._closed = exporter, lost, False
+        self.taken = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.taken += len(spans)
+        result = self._exporter.export(spans)
+        if result is not SpanExportResult.SUCCESS:
+            self._lost(sum(span.parent is None for span in spans))
+        return result
+
+    def shutdown(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._exporter.shutdown()
+
+
+class _NowAndThen(logging.Filter):
+    """Lets the same words of the library through once in a while: a collector may be away for days."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said_at: dict[object, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if now - self._said_at.get(record.msg, -QUIET_SECONDS) < QUIET_SECONDS:
+            return False
+        self._said_at[record.msg] = now
+        return True
+
+
+def _whole(spans: Sequence[Span]) -> int:
+    return sum(span.parent_id is None for span in spans)
+
+
+def _nanoseconds(at: float) -> int:
+    return round(at * 1e9)

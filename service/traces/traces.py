@@ -1,0 +1,103 @@
+"""Has the starts and recoveries of jobs sent to a collector. Nothing of a job waits for it or fails by it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from service.store import Store
+from service.store.errors import JobNotFound
+from service.traces.reading import history_of
+from service.traces.spans import spans_of
+from workers.errors import MantaError
+
+if TYPE_CHECKING:
+    from service.traces.exporter import SpanSender
+
+log = logging.getLogger(__name__)
+
+MOST_TO_READ = 1024
+"""Starts and recoveries that wait to be read from the database; what comes when so many wait is left out."""
+FLUSH_SECONDS = 2.0
+"""What the end of the service waits at most for the collector."""
+QUIET_SECONDS = 300.0
+"""What is lost is said so often at most."""
+
+
+class TracesNotInstalled(MantaError):
+    """The packages that send traces are missing."""
+
+
+def refuse_without_packages(endpoint: str | None) -> None:
+    """Raise TracesNotInstalled where traces are to be sent and what sends them is not installed."""
+    if endpoint is None:
+        return
+    try:
+        importlib.import_module("service.traces.exporter")
+    except ImportError as error:
+        raise TracesNotInstalled(
+            f"MANTA_TRACES needs OpenTelemetry, and that is not installed here ({error}): "
+            "pip install 'manta-train[traces]'"
+        ) from error
+
+
+class Traces:
+    """Of the jobs of one control plane."""
+
+    def __init__(self, store: Store, endpoint: str):
+        """`endpoint`: of the collector, see `Settings.traces`. Begins at once."""
+        self._store, self._endpoint = store, endpoint
+        self._to_read: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
+        self._sender: SpanSender | None = None
+        self._lock = threading.Lock()
+        self._said_at = -QUIET_SECONDS
+        self.lost = 0
+        """How many starts and recoveries did not get to the collector."""
+        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._thread.start()
+
+    def first_step(self, job_id: str, generation: int) -> None:
+        """The first step of a generation is in the database. Returns at once; may be said again."""
+        if self._to_read.qsize() < MOST_TO_READ:
+            self._to_read.put((job_id, generation))
+        else:
+            self._lose(1)
+
+    def close(self) -> None:
+        """Send what waits, FLUSH_SECONDS at most."""
+        self._to_read.put(None)
+        self._thread.join(FLUSH_SECONDS)
+        if self._thread.is_alive() and self._sender is not None:
+            self._sender.give_up()
+
+    def _run(self) -> None:
+        from service.traces.exporter import SpanSender
+
+        self._sender = SpanSender(self._endpoint, self._lose)
+        while (told := self._to_read.get()) is not None:
+            self._read_and_send(self._sender, *told)
+        self._sender.close()
+
+    def _read_and_send(self, sender: SpanSender, job_id: str, generation: int) -> None:
+        try:
+            with self._store.read() as session:
+                history = history_of(session, job_id)
+            sender.send(spans_of(history, generation))
+        except JobNotFound:  # deleted meanwhile, and its history with it
+            pass
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next ones may do better
+            log.warning("no spans of generation %d of %s: %r", generation, job_id, error)
+            self._lose(1)
+
+    def _lose(self, count: int) -> None:
+        with self._lock:
+            self.lost += count
+            now = time.monotonic()
+            if not count or now - self._said_at < QUIET_SECONDS:
+                return
+            self._said_at = now
+            log.warning("traces: %d starts and recoveries so far did not get to %s", self.lost, self._endpoint)

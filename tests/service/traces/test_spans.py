@@ -1,0 +1,84 @@
+"""What holds of all spans, whatever happened to the job."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.ledger import StateEntry
+from service.recovery.timeline import RecoveryTimeline
+from service.states import TRANSITIONS, JobState
+from service.traces.history import JobHistory, PastGeneration, PastRecovery
+from service.traces.span import span_id, trace_id
+from service.traces.spans import spans_of
+
+moments = st.floats(0, 1000)
+maybe = st.none() | moments
+
+
+@st.composite
+def histories(draw):
+    """Of one job: legal states in order of time, generations in order of time, some of which a failure made necessary,
+    with whatever times its ranks noted."""
+    state, states = JobState.QUEUED, []
+    for at in sorted(draw(st.lists(moments, min_size=1, max_size=12))):
+        states.append(StateEntry(at, state))
+        following = sorted(TRANSITIONS[state])
+        if not following:
+            break
+        state = draw(st.sampled_from(following))
+    begun = sorted(draw(st.lists(moments, max_size=6)))
+    steps = [draw(maybe) for _ in begun]
+    generations = [
+        PastGeneration(number, "a cause", at, trained_from=draw(maybe), first_step_at=step, ended_at=draw(maybe))
+        for number, (at, step) in enumerate(zip(begun, steps, strict=True), 1)
+    ]
+    recoveries = [
+        PastRecovery(each.number, "killed", "it was killed", 0, RecoveryTimeline(draw(moments), *times))
+        for each in generations[1:]
+        if draw(st.booleans())
+        for times in [(*(draw(maybe) for _ in range(5)), each.first_step_at)]
+    ]
+    return JobHistory("job_1", "small", "default", states, generations, recoveries)
+
+
+@given(histories())
+def test_parts_lie_within_the_whole_and_no_two_spans_have_a_number_in_common(job):
+    spans = [span for number in range(len(job.generations) + 1) for span in spans_of(job, number)]
+    by_id = {span.span_id: span for span in spans}
+    assert len(by_id) == len(spans)
+    for span in spans:
+        whole = span if span.parent_id is None else by_id[span.parent_id]
+        assert whole.began_at <= span.began_at <= span.ended_at <= whole.ended_at
+        assert span.trace_id == trace_id(job.id)
+        assert span.name.startswith(whole.name)
+
+
+@given(histories(), st.integers(1, 6))
+def test_parts_follow_one_another(job, number):
+    spans = spans_of(job, number)
+    for whole in spans:
+        parts = [span for span in spans if span.parent_id == whole.span_id]
+        assert all(before.ended_at == after.began_at for before, after in itertools.pairwise(parts))
+
+
+@given(histories(), st.integers(1, 6))
+def test_what_happens_later_changes_no_span(job, number):
+    until = next((each.began_at for each in job.generations if each.number > number), 1000.0)
+    so_far = JobHistory(
+        job.id,
+        job.name,
+        job.project,
+        [entry for entry in job.states if entry.at <= until],
+        [each for each in job.generations if each.number <= number],
+        [each for each in job.recoveries if each.generation <= number],
+    )
+    assert spans_of(so_far, number) == spans_of(job, number)
+
+
+def test_numbers_follow_from_job_generation_and_name_alone():
+    """All releases have to agree on them: the first bytes of SHA-256."""
+    assert trace_id("job_1") == 0xBB2632AF3674B8F0EBE2E6951CF8AAFF
+    assert span_id("job_1", 2, "job.recovery") == 0x9CAE5C4B7CBD6819
+    others = [span_id("job_1", 2, "a"), span_id("job_1", 3, "a"), span_id("job_2", 2, "a"), span_id("job_1", 2, "b")]
+    assert len(set(others)) == 4

@@ -1,0 +1,247 @@
+"""A control plane sends the starts and recoveries of its jobs to a collector, and is disturbed by none."""
+
+import contextlib
+import logging
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from service.store import generations
+from service.traces import exporter, traces
+from service.traces.exporter import SpanSender, traces_endpoint
+from service.traces.span import Span
+from service.traces.traces import Traces, TracesNotInstalled, refuse_without_packages
+from tests.service.support.control_planes import behave, start_training, until
+from tests.service.support.fake_agents import SIGKILL
+from tests.service.support.otlp_collector import attributes
+from tests.service.support.waiting import reached
+from workers.protocol.reports import Exited, Started
+
+START = {"job.start", "job.start.queued", "job.start.placing", "job.start.launching", "job.start.first_step"}
+
+
+@pytest.fixture(autouse=True)
+def no_delay(monkeypatch):
+    """A batch is what comes within a moment."""
+    monkeypatch.setattr(exporter, "DELAY_SECONDS", 0.01)
+
+
+@pytest.fixture
+def stepped(store, started):
+    """A job whose first generation has committed its first step."""
+    number = store.write(lambda s: generations.begin(s, started.id, "submitted", False))
+    store.write(lambda s: generations.mark_first_step(s, started.id, number))
+    return started
+
+
+def seen(plane, condition):
+    """What a condition says once it is true."""
+    return plane._call(reached(condition))
+
+
+def agent_of(cluster, rank):
+    return next(agent for agent in cluster.agents.living.values() if agent.rank == rank)
+
+
+def begun(start, cluster, submit, url):
+    """A control plane that sends traces, and a job of two ranks that runs there and goes on running."""
+    plane = start(traces=url)
+    behave(cluster, start_training)
+    job = submit(parallel={"tensor": 2})
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    return plane, job
+
+
+def kill_and_recover(plane, cluster, job):
+    """A rank dies, and the next generation commits step 2."""
+
+    def go_on(agent):
+        agent.say(Started(agent._pid, time.time()), at=time.time())
+        if agent.rank == 0:
+            agent.commit(2)
+
+    async def die():
+        victim = agent_of(cluster, 1)
+        victim.steps = agent_of(cluster, 0).steps
+        for agent in cluster.agents.living.values():
+            agent.on_launch = go_on
+        victim.running = False
+        victim.say(Exited(signal=SIGKILL), at=time.time())
+
+    plane._call(die())
+    seen(plane, lambda: plane._job(job.id).generation == 2 and plane._job(job.id).state == "RUNNING")
+
+
+def test_job_that_is_placed_trains_and_recovers_is_traced(start, cluster, submit, collector):
+    plane, job = begun(start, cluster, submit, collector.url)
+    kill_and_recover(plane, cluster, job)
+    spans = seen(plane, lambda: collector.of(job.id) if ("job.recovery", 2) in collector.of(job.id) else None)
+    started, recovered = spans["job.start", 1], spans["job.recovery", 2]
+    assert {span.trace_id for span in spans.values()} == {started.trace_id}
+    assert {name for name, generation in spans if generation == 1} <= START
+    assert all(
+        span.parent_span_id == started.span_id for (name, _), span in spans.items() if name in START - {"job.start"}
+    )
+    told = attributes(recovered)
+    assert (told["manta.recovery.kind"], told["manta.recovery.rank"]) == ("killed", 1)
+    assert attributes(started)["manta.ranks"] == 2
+    assert all(told["service.name"] == "manta" for told in collector.resources)
+    assert started.end_time_unix_nano <= recovered.start_time_unix_nano < recovered.end_time_unix_nano
+
+
+def test_control_plane_that_takes_a_job_over_sends_what_another_may_not_have_sent(start, cluster, submit, collector):
+    first, job = begun(start, cluster, submit, collector.url)
+    seen(first, lambda: ("job.start", 1) in collector.of(job.id))
+    first.stop()
+    sent, before = collector.of(job.id), len(collector.spans)
+    second = start(traces=collector.url)
+
+    async def go_on():
+        agent_of(cluster, 0).commit(2)
+
+    second._call(go_on())
+    seen(second, lambda: len(collector.spans) == 2 * before)
+    assert collector.of(job.id) == sent
+
+
+def test_job_does_not_notice_that_there_is_no_collector(start, cluster, submit, collector, monkeypatch, caplog):
+    monkeypatch.setattr(traces, "FLUSH_SECONDS", 0.1)
+    collector.close()
+    plane, job = begun(start, cluster, submit, collector.url)
+    kill_and_recover(plane, cluster, job)
+    plane.stop()
+    plane._traces._thread.join(20)
+    assert not plane._traces._thread.is_alive()
+    assert plane._traces.lost == 2
+    assert len([record for record in caplog.records if "did not get to" in record.message]) == 1
+
+
+def test_what_waits_is_sent_when_the_service_ends(store, stepped, collector, monkeypatch):
+    monkeypatch.setattr(exporter, "DELAY_SECONDS", 3600.0)
+    sending = Traces(store, collector.url)
+    sending.first_step(stepped.id, 1)
+    sending.close()
+    assert ("job.start", 1) in collector.of(stepped.id)
+    assert sending.lost == 0
+
+
+def test_end_of_the_service_does_not_wait_for_a_collector_that_is_silent(store, stepped, collector, monkeypatch):
+    monkeypatch.setattr(traces, "FLUSH_SECONDS", 0.1)
+    collector.answers.clear()
+    sending = Traces(store, collector.url)
+    sending.first_step(stepped.id, 1)
+    sending.close()
+    assert sending._thread.is_alive() and sending._thread.daemon
+
+
+def test_more_spans_than_may_wait_are_left_out_and_counted(collector, monkeypatch):
+    monkeypatch.setattr(exporter, "MOST_WAITING", 8)
+    monkeypatch.setattr(exporter, "DELAY_SECONDS", 3600.0)
+    lost = []
+    sender = SpanSender(collector.url, lost.append)
+    for generation in range(1, 6):
+        whole = Span(
+            "job.recovery", 1, 10 * generation, 1.0, 4.0, {"manta.job.id": "a", "manta.generation": generation}
+        )
+        parts = [
+            Span(f"job.recovery.{name}", 1, 10 * generation + place, 1.0, 2.0, whole.attributes, whole.span_id)
+            for place, name in enumerate(("detect", "rest"), 1)
+        ]
+        sender.send([whole, *parts])
+    sender.close()
+    assert lost == [1, 1, 1]
+    assert {generation for _, generation in collector.of("a")} == {1, 2} and len(collector.spans) == 6
+
+
+def test_more_than_can_be_read_is_left_out_and_counted(monkeypatch, collector):
+    monkeypatch.setattr(traces, "MOST_TO_READ", 3)
+    reading, goes_on = threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def database_that_hangs():
+        reading.set()
+        goes_on.wait()
+        raise OSError("the database is away")
+        yield
+
+    sending = Traces(SimpleNamespace(read=database_that_hangs), collector.url)
+    sending.first_step("job_1", 1)
+    reading.wait()
+    for _ in range(5):
+        sending.first_step("job_1", 1)
+    assert sending.lost == 2
+    goes_on.set()
+    sending.close()
+    assert sending.lost == 6
+
+
+def test_what_a_collector_refuses_is_said_once(store, stepped, collector, caplog):
+    collector.status = 400
+    sending = Traces(store, collector.url)
+    for _ in range(3):
+        sending.first_step(stepped.id, 1)
+    sending.close()
+    assert sending.lost == 3
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [line for line in said if "400" in line] == ["Failed to export spans batch code: 400, reason: Bad Request"]
+    assert len([line for line in said if f"did not get to {collector.url}" in line]) == 1
+
+
+def test_job_that_is_deleted_meanwhile_has_no_spans(store, collector):
+    sending = Traces(store, collector.url)
+    sending.first_step("job_gone", 1)
+    sending.close()
+    assert (sending.lost, collector.spans) == (0, [])
+
+
+def test_secret_of_the_collector_comes_from_where_opentelemetry_has_it(collector, monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20hush")
+    sender = SpanSender(collector.url, lambda count: None)
+    sender.send([Span("job.start", 7, 8, 1.0, 2.0, {})])
+    sender.close()
+    assert [headers["Authorization"] for headers in collector.headers] == ["Bearer hush"]
+
+
+def test_problem_of_a_span_is_its_status(collector):
+    sender = SpanSender(collector.url, lambda count: None)
+    sender.send([Span("job.recovery", 7, 8, 1.5, 2.25, {"manta.ranks": (1, 2)}, None, "it was broken off")])
+    sender.close()
+    (span,) = collector.spans
+    assert (span.trace_id, span.span_id) == ((7).to_bytes(16), (8).to_bytes(8))
+    assert (span.start_time_unix_nano, span.end_time_unix_nano) == (1_500_000_000, 2_250_000_000)
+    assert (span.status.code, span.status.message) == (span.status.STATUS_CODE_ERROR, "it was broken off")
+    assert attributes(span) == {"manta.ranks": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("said", "used"),
+    [
+        ("http://collector:4318", "http://collector:4318/v1/traces"),
+        ("http://collector:4318/", "http://collector:4318/v1/traces"),
+        ("https://there/otlp", "https://there/otlp/v1/traces"),
+        ("https://there/otlp/v1/traces", "https://there/otlp/v1/traces"),
+    ],
+)
+def test_address_is_the_base_or_the_whole(said, used):
+    assert traces_endpoint(said) == used
+
+
+def test_nothing_that_sends_is_imported_by_a_service_that_sends_nothing():
+    """FastAPI imports OpenTelemetry's API by itself, which does nothing without an SDK."""
+    script = "import api.server, api.app, sys; print(*sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    sends = ("opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.proto", "service.traces.exporter")
+    assert [name for name in printed.split() if name.startswith(sends)] == []
+
+
+def test_missing_package_is_one_clear_sentence(monkeypatch):
+    monkeypatch.delitem(sys.modules, "service.traces.exporter")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    refuse_without_packages(None)
+    with pytest.raises(TracesNotInstalled, match=r"^MANTA_TRACES needs OpenTelemetry, .*'manta-train\[traces\]'$"):
+        refuse_without_packages("http://collector:4318")
