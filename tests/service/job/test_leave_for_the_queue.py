@@ -6,6 +6,7 @@ import pytest
 
 from service.job import leave, resize_and_drain
 from service.job.actions import Launch, Leave, Reacquire, while_leaving
+from service.job.time_to_save import SPARE_SECONDS
 from service.store import jobs
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.fake_cluster import FakeCluster
@@ -17,7 +18,7 @@ NOTICED = ["node_draining", "node_draining"]
 LEFT = ["RESIZING", "QUEUED"]
 AGAIN = ["STARTING", "generation_started", "RUNNING", "first_step"]
 CAUSE = "placed again: the nodes that it was on were to be left"
-SOON, LATER = 20.0, 3600.0
+SOON, LATER = SPARE_SECONDS + 0.3, 3600.0
 
 
 @pytest.fixture(autouse=True)
