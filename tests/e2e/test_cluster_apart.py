@@ -74,6 +74,7 @@ def test_rank_agent_node_and_control_plane_are_killed_in_turn_and_the_bits_stay(
     apart.until_nodes(NODES)
 
 
+@pytest.mark.soak  # its parts: tests/workers/node/test_local_drain.py, tests/e2e/test_nodes.py
 def test_a_node_is_left_on_its_own_word_as_before_a_pod_ends(apart, cluster, clean):
     job = apart.submit(spec(apart))
     apart.hold(job, 0, step=5)
@@ -115,6 +116,7 @@ def test_doctor_names_closed_ports_before_a_job_needs_them(apart, cluster):
     assert "-> open the ports of MANTA_PORTS between all machines" in said
 
 
+@pytest.mark.soak  # what is said before: the test before this one
 def test_closed_port_is_named_with_both_ends_and_nothing_else_comes_of_it(apart, cluster):
     closed, *_ = cluster.nodes
     closed.let_in([ports for ports in OPEN if ports != MANTA_PORTS])

@@ -230,6 +230,7 @@ def test_lost_node_costs_a_step_at_most(manta, last, undisturbed_curve):
     assert manta.leftovers(job) == []
 
 
+@pytest.mark.soak  # what is decided: tests/service/job/test_leave_for_the_queue.py
 def test_without_room_elsewhere_it_stays_until_its_state_has_to_be_saved_and_goes_on_elsewhere(
     manta, cloud, network, undisturbed_curve
 ):

@@ -1,4 +1,4 @@
-"""The engine inside of Ray Train: real TorchTrainers on a real Ray, one of which loses a worker."""
+"""The engine inside of Ray Train. In the soak: real TorchTrainers on a real Ray, one of which loses a worker."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in sorted(folder.iterdir()) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.soak
 def test_a_killed_worker_changes_no_bit_of_what_follows(interrupted, undisturbed):
     expected = [(row["step"], row["loss"], row["grad_norm"]) for row in undisturbed[0]]
     rows = rows_of(interrupted.folder / "metrics")
@@ -82,6 +83,7 @@ def test_a_killed_worker_changes_no_bit_of_what_follows(interrupted, undisturbed
     assert began > 2 * EVERY and began % EVERY == 1, "after the last checkpoint that was reported"
 
 
+@pytest.mark.soak
 def test_manta_reads_what_ray_train_stored(interrupted):
     newest, manifest = whole_checkpoints(interrupted.folder)[-1]
     assert verify(newest).step == manifest.step == STEPS
@@ -92,6 +94,7 @@ def test_manta_reads_what_ray_train_stored(interrupted):
     assert [each.step for each in list_checkpoints(interrupted.folder).checkpoints] == [EVERY, STEPS - EVERY, STEPS]
 
 
+@pytest.mark.soak
 def test_ray_train_reads_what_the_engine_stored(interrupted):
     from ray.train import Result
 

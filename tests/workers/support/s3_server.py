@@ -70,8 +70,7 @@ class S3Server:
 class Wire:
     """Stands between a client and the server. `meddle(head)` is asked for each request whose head has arrived: None
     lets it pass, bytes are answered in the server's place, "cut" ends the connection there and then, and "answer lost"
-    does so once the server has answered. `pace`: bytes
-    a second that get through, to the server; None: all."""
+    does so once the server has answered. `pace`: bytes a second that get through, to the server; None: all."""
 
     def __init__(self, server: S3Server):
         self._server = server
@@ -117,6 +116,7 @@ class Wire:
                 while chunk := server.recv(1 << 16):
                     if said != "answer lost":
                         client.sendall(chunk)
+                client.shutdown(socket.SHUT_RDWR)  # closing does not tell the client while another thread reads
 
     def _pump(self, client: socket.socket, server: socket.socket) -> None:
         with contextlib.suppress(OSError):
