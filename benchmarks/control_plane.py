@@ -75,9 +75,16 @@ def main(arguments: list[str] | None = None) -> int:
     return deliver(measure, parsed)
 
 
+def _name(options: argparse.Namespace) -> str:
+    """Of the report: each setup has results of its own."""
+    if options.control_planes > 1:
+        return "control_planes"
+    return "control_plane" if options.database == "sqlite" else "control_plane_postgresql"
+
+
 def measure(options: argparse.Namespace) -> Report:
     """Both, one after the other."""
-    report = Report("control_plane", options.seed)
+    report = Report(_name(options), options.seed)
     report.settings = {"jobs": options.jobs, "steps": options.steps, "kills": options.kills, "slots": NODES * SLOTS}
     report.settings |= {"control_planes": options.control_planes, "database": options.database}
     if options.kills:
