@@ -66,9 +66,9 @@ def test_the_wheel_holds_the_service_and_nothing_that_needs_a_checkout(wheel):
     assert "api/ui/style.css" in names
 
 
-@pytest.mark.parametrize(
-    "from_nothing", [False, pytest.param(True, marks=[pytest.mark.soak, pytest.mark.timeout(2 * SECONDS)])]
-)
+@pytest.mark.soak
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("from_nothing", [False, True])
 def test_an_installed_wheel_runs_a_job(wheel, tmp_path, from_nothing):
     programs = environment(tmp_path / "environment", wheel, from_nothing)
     (tmp_path / "words.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)

@@ -27,7 +27,7 @@ from tests.e2e.images import Image, image_of
 from tests.e2e.machines import ROOT
 from tests.e2e.network import Network
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 1.0
 """Each look starts a program for each container that is not yet healthy."""
 UP_SECONDS, STOP_SECONDS = 500.0, 90.0
 MOST_RESTARTS = 3

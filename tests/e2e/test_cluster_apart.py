@@ -89,6 +89,7 @@ def test_a_node_is_left_on_its_own_word_as_before_a_pod_ends(apart, cluster, cle
     apart.until_nodes(NODES)
 
 
+@pytest.mark.soak  # what is kept and sent: tests/service/job/test_received_lines.py, tests/service/kept_logs
 def test_what_ranks_print_is_in_the_logs(apart, cluster):
     job = apart.submit(spec(apart))
     apart.inject(job, "exception", 1, at_step=3)
