@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.records import Container, Mount
+from tests.deploy.records import Container, Mount, WayIn
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "manta"
@@ -121,8 +121,9 @@ def containers(
     left out."""
     known = {**{name: dict(values) for name, values in (secrets or {}).items()}, **_rendered_secrets(manifests)}
     found = {}
-    for pod in pods(manifests):
-        name, before = _host(pod, manifests), dict[str, str]()
+    hosts = {_host(pod, manifests): pod for pod in pods(manifests)}
+    for name, pod in hosts.items():
+        before, ways_in = dict[str, str](), _ways_in(pod, hosts, manifests)
         address = (addresses or {}).get(name)
         facts = {"status.podIP": address or "10.0.0.1", "spec.nodeName": f"machine-of-{name}"}
         for container in pod.containers:
@@ -130,7 +131,7 @@ def containers(
             record = _container(pod, container, facts, known)
             own = f"{name}-{container['name']}" if starts_pod else name
             at = None if starts_pod else address
-            found[own] = replace(record, name=own, address=at, once=starts_pod, needs=dict(before))
+            found[own] = replace(record, name=own, address=at, once=starts_pod, needs=dict(before), ways_in=ways_in)
             before[own] = "completed"
     return found
 
@@ -145,10 +146,31 @@ def _host(pod: Pod, manifests: Iterable[Manifest]) -> str:
     return str(service["metadata"]["name"])
 
 
+def _ways_in(pod: Pod, hosts: Mapping[str, Pod], manifests: Iterable[Manifest]) -> tuple[WayIn, ...] | None:
+    """What the NetworkPolicies that select the pod let in from other pods of the chart; None where none selects it."""
+    policies = [each["spec"] for each in of_kind(manifests, "NetworkPolicy") if _selects(each["spec"], pod)]
+    found = []
+    for rule in (rule for policy in policies for rule in policy["ingress"]):
+        ports = tuple((each["port"], each.get("endPort", each["port"])) for each in rule.get("ports", []))
+        sources = [peer for peer in rule["from"] if "podSelector" in peer and "namespaceSelector" not in peer]
+        for name, other in hosts.items():
+            if any(_selects(peer, other) for peer in sources):
+                starting = [f"{name}-{each['name']}" for each in other.spec.get("initContainers", [])]
+                found += [WayIn(each, ports) for each in (name, *starting)]
+    return tuple(found) if policies else None
+
+
+def _selects(policy: Manifest, pod: Pod) -> bool:
+    return bool(policy["podSelector"]["matchLabels"].items() <= pod.labels.items())
+
+
 def _container(
     pod: Pod, container: Manifest, facts: Mapping[str, str], secrets: Mapping[str, Mapping[str, str]]
 ) -> Container:
-    environment = {each["name"]: _value(each, facts, secrets) for each in container.get("env", [])}
+    environment = dict[str, str]()
+    for source in container.get("envFrom", []):
+        environment |= secrets[source["secretRef"]["name"]]
+    environment |= {each["name"]: _value(each, facts, secrets) for each in container.get("env", [])}
     rights = {**pod.spec["securityContext"], **container["securityContext"]}
     words = [*container.get("command", []), *container.get("args", [])]
     places = {mount["name"]: mount for mount in container.get("volumeMounts", [])}
@@ -180,6 +202,7 @@ def _container(
         capabilities=rights["capabilities"]["drop"] != ["ALL"],
         new_privileges=rights["allowPrivilegeEscalation"],
         health=_health(container),
+        before_stop=tuple(container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])),
         limits={
             "cpus": str(container["resources"]["limits"]["cpu"]),
             "memory": container["resources"]["limits"]["memory"],

@@ -22,6 +22,15 @@ class Mount:
 
 
 @dataclass(frozen=True)
+class WayIn:
+    """What a network policy lets in: from which container, to which ports."""
+
+    source: str
+    ports: tuple[tuple[int, int], ...] = ()
+    """First and last of each range; none: all ports."""
+
+
+@dataclass(frozen=True)
 class Container:
     """What is started: in which image, what, with which environment, as whom, and what it may."""
 
@@ -61,4 +70,8 @@ class Container:
     """Ports that are reached from outside."""
     limits: Mapping[str, str] = field(default_factory=dict)
     """Most of each resource that it gets: cpus, memory, pids."""
+    ways_in: tuple[WayIn, ...] | None = None
+    """All that is let in; None: whatever comes from its networks."""
+    before_stop: tuple[str, ...] = ()
+    """Command that is run in it before it is told to end."""
     stop_signal: str = "SIGTERM"

@@ -13,6 +13,7 @@ from tests.deploy.chart import (
     API_VERSIONS,
     CHART,
     NAMESPACE,
+    containers,
     helm,
     of_kind,
     pods,
@@ -93,6 +94,15 @@ def test_secrets_of_ones_own_are_used_and_none_is_made():
     text = json.dumps(manifests)
     for name, key in (("k", "admin"), ("k", "prometheus"), ("d", "dsn"), ("t", "auth_token")):
         assert json.dumps({"name": name, "key": key}) in text
+
+
+def test_variables_from_a_secret_reach_the_service_alone_and_replace_none_of_the_charts():
+    secret = {"OTEL_EXPORTER_OTLP_HEADERS": "authorization=mine", "MANTA_HOME": "/elsewhere"}
+    started = containers(render(ONE_NODE, "controlPlane.environmentSecret=headers"), secrets={"headers": secret})
+    assert started["manta"].environment["OTEL_EXPORTER_OTLP_HEADERS"] == "authorization=mine"
+    assert started["manta"].environment["MANTA_HOME"] == "/var/lib/manta"
+    having = [name for name, each in started.items() if "OTEL_EXPORTER_OTLP_HEADERS" in each.environment]
+    assert having == ["manta"]
 
 
 def test_rules_and_dashboards_come_from_the_files_of_the_chart(tmp_path):

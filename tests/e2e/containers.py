@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.deploy.records import Container
+from tests.deploy.records import Container, WayIn
 from tests.e2e.conftest import SECONDS
 from tests.e2e.images import Image, image_of
 from tests.e2e.machines import ROOT
@@ -42,8 +42,7 @@ table inet others {{
     type filter hook input priority 0; policy drop;
     ct state established,related accept
     iif lo accept
-    ip saddr {{ {peers} }} accept
-    {published}
+    {ways_in}
   }}
 }}
 """
@@ -182,7 +181,12 @@ class Containers:
         return None
 
     def stop(self, name: str) -> int:
-        """End it as an engine does, and return what it ended with."""
+        """End it as an engine does, and return what it ended with. Raises NotHealthy where what is to be run before did
+        not succeed."""
+        before = self._records[name].before_stop
+        done = self.run(name, *before, seconds=STOP_SECONDS) if before else None
+        if done is not None and done.returncode != 0:
+            raise NotHealthy(f"{' '.join(before)} in {name}: {done.stderr}{done.stdout}")
         return self._end(name, getattr(signal, self._records[name].stop_signal))
 
     def kill(self, name: str) -> None:
@@ -225,17 +229,20 @@ class Containers:
 
     def _close_network_of(self, name: str) -> None:
         record, cable = self._records[name], self._cables[name]
-        ports = ", ".join(map(str, record.published))
-        published = f"ip saddr {self._network.address} tcp dport {{ {ports} }} accept" if ports else ""
-        peers = [self._cables[each].address for each in self._peers(record)] or ["127.0.0.1"]
-        rules = RULES.format(peers=", ".join(peers), published=published)
+        ways = record.ways_in
+        if ways is None:
+            ways = tuple(WayIn(each) for each in self._peers(record))
+        rules = [_rule(self._cables[each.source].address, each.ports) for each in ways if each.source in self._cables]
+        if record.published:
+            rules.append(_rule(self._network.address, [(each, each) for each in record.published]))
+        text = RULES.format(ways_in="\n    ".join(rules))
         nft = ["ip", "netns", "exec", cable.namespace, "nft", "-f", "-"]
-        subprocess.run(nft, input=rules, text=True, check=True, capture_output=True)
+        subprocess.run(nft, input=text, text=True, check=True, capture_output=True)
 
     def _entered(self, record: Container) -> list[str]:
         """The command that makes the container's namespaces, its root, and becomes its first process."""
         image = self._image(record)
-        command = image.command or (*image.entrypoint, *record.command)
+        command = image.command or (*image.entrypoint, *(record.command or image.arguments))
         init = ["tini", "--"] if record.init else []
         namespaces = [
             "unshare",
@@ -309,6 +316,11 @@ class Containers:
             volume.mkdir(parents=True, mode=0o700)
             os.chown(volume, record.user or 0, record.group or 0)
         return volume
+
+
+def _rule(source: str, ports: Sequence[tuple[int, int]]) -> str:
+    ranges = ", ".join(f"{first}-{last}" for first, last in ports)
+    return f"ip saddr {source} {f'tcp dport {{ {ranges} }} ' if ranges else ''}accept"
 
 
 def _network_of(process: psutil.Process) -> int | None:

@@ -37,6 +37,8 @@ class Image:
     """Where its command starts."""
     entrypoint: tuple[str, ...] = ()
     """Words before the container's command."""
+    arguments: tuple[str, ...] = ()
+    """Its command where the container has none."""
     command: tuple[str, ...] | None = None
     """Where another program stands for the image's: its whole command."""
     health: tuple[str, ...] | None = None
@@ -58,7 +60,7 @@ def image_of(name: str) -> Image | None:
     if repository == "postgres":
         folder = programs()
         inside = {"PATH": f"{folder}:{path['PATH']}", "PGDATA": "/var/lib/postgresql/data"}
-        return Image(inside, entrypoint=("sh", "-ec", _START_POSTGRES, "postgres"))
+        return Image(inside, entrypoint=("sh", "-ec", _START_POSTGRES, "postgres"), arguments=("postgres",))
     if repository == "versity/versitygw":  # moto's server, which keeps objects in memory and takes any credentials
         server = (sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", "9000")
         return Image(path, command=server, health=("wget", "-q", "-O", "/dev/null", "http://127.0.0.1:9000/moto-api/"))

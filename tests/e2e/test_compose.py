@@ -6,76 +6,46 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import uuid
-from pathlib import Path
 
 import pytest
 
 from api.client import MantaClient
 from tests.deploy import compose_file
-from tests.e2e.conftest import PAIR, SECONDS, Manta
+from tests.e2e.conftest import PAIR, SECONDS
 from tests.e2e.containers import Containers
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.images import missing_programs
+from tests.e2e.installation import Installation, check_rights, reaches
 from tests.e2e.machines import ROOT
-from tests.e2e.network import Network
 
 STEPS, SAVED_EVERY = 240, 60
 RAY = ("ray-head", "worker-1", "worker-2")
 PLANES = ("control-1", "control-2")
 
 
-class Installation(Manta):
-    """What `docker compose up` would have made, as its users reach it."""
-
-    def __init__(self, engine, url, key):
-        self.engine, self._corpus, self.client = engine, Path("/data/words.txt"), MantaClient(url, key=key)
-
-    def worker_of(self, job):
-        """A worker on which ranks of the job run: containers have their names as host names."""
-        return self.client.ranks(job).items[0].node
-
-    def until_healthy(self, name):
-        self.until(f"{name} being healthy", lambda: self.engine.is_done(name), 3 * SECONDS)
-
-
 @pytest.fixture(scope="module")
-def network():
-    made = Network(uuid.uuid4().hex)
-    if not made.usable:
-        pytest.skip("a network namespace cannot be made here")
+def checkout(folder):
+    """What the file mounts, with what make-env.sh writes."""
     for reason in missing_programs():
         pytest.skip(reason)
-    yield made
-    made.close()
+    shutil.copytree(ROOT / "deploy", folder / "deploy")
+    command = [ROOT / "deploy/compose/make-env.sh"]
+    subprocess.run(command, env={**os.environ, "MANTA_COMPOSE_FOLDER": str(folder)}, check=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A checkout of what the file mounts, with what make-env.sh writes; users of containers may pass through."""
-    made = tmp_path_factory.mktemp("compose")
-    for each in (made, *made.parents[:2]):
-        each.chmod(0o755)
-    shutil.copytree(ROOT / "deploy", made / "deploy")
-    subprocess.run(
-        [ROOT / "deploy/compose/make-env.sh"], env={**os.environ, "MANTA_COMPOSE_FOLDER": str(made)}, check=True
-    )
-    return made
-
-
-@pytest.fixture(scope="module")
-def variables(folder, network, corpus):
-    (folder / "data").mkdir(mode=0o755)
-    shutil.copy(corpus, folder / "data" / "words.txt")
+def variables(checkout, network, corpus):
+    (checkout / "data").mkdir(mode=0o755)
+    shutil.copy(corpus, checkout / "data" / "words.txt")
     small = {"MANTA_API_NET": network.subnet, "MANTA_WORKER_SLOTS": "2", "MANTA_WORKER_SHARED_MEMORY": "300m"}
-    return {**compose_file.variables_of((folder / ".env").read_text()), **small}
+    return {**compose_file.variables_of((checkout / ".env").read_text()), **small}
 
 
 @pytest.fixture(scope="module")
-def engine(network, folder, variables):
+def engine(network, checkout, variables):
     made = Containers(
-        network, folder, compose_file.containers(variables, profiles=("tools",)), folder, on_request=["manta"]
+        network, checkout, compose_file.containers(variables, profiles=("tools",)), checkout, on_request=["manta"]
     )
     try:
         made.up()
@@ -85,12 +55,12 @@ def engine(network, folder, variables):
 
 
 @pytest.fixture(scope="module")
-def installation(engine, folder, variables):
+def installation(engine, checkout, variables):
     """Reached as the published port is: from this machine, with TLS."""
     ways = Forwarder("127.0.0.1", (engine.address("gateway"), 8400))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SSL_CERT_FILE", str(folder / "deploy/compose/tls/manta.pem"))
-        made = Installation(engine, f"https://127.0.0.1:{ways.port}", variables["MANTA_ADMIN_KEY"])
+        patch.setenv("SSL_CERT_FILE", str(checkout / "deploy/compose/tls/manta.pem"))
+        made = Installation(engine, "/data/words.txt", f"https://127.0.0.1:{ways.port}", variables["MANTA_ADMIN_KEY"])
         yield made
     made.client.close()
     ways.close()
@@ -115,25 +85,14 @@ def test_job_is_submitted_with_the_command_and_survives_the_end_of_a_worker(inst
 
 
 def test_each_container_has_the_rights_that_the_file_gives_it_and_no_others(engine):
-    for name in engine.names():
-        status = dict(line.split(":", 1) for line in engine.run(name, "cat", "/proc/1/status").stdout.splitlines())
-        assert status["Uid"].split() == [str(engine.record(name).user)] * 4, name
-        assert {int(status[each], 16) for each in ("CapEff", "CapPrm", "CapBnd", "CapInh")} == {0}, name
-        assert status["NoNewPrivs"].strip() == "1", name
-        for folder in ("/", "/usr", "/etc", "/opt"):
-            assert "Read-only" in engine.run(name, "touch", f"{folder}/file").stderr, (name, folder)
+    check_rights(engine)
 
 
 def test_containers_of_different_networks_do_not_reach_each_other(engine):
-    def reaches(name, other, port):
-        address = engine.address(other)
-        program = f"import socket; socket.create_connection(('{address}', {port}), 1).close()"
-        return engine.run(name, sys.executable, "-c", program).returncode == 0
-
-    assert reaches("control-1", "postgres", 5432) and not reaches("worker-1", "postgres", 5432)
-    assert reaches("worker-1", "ray-head", 6379) and not reaches("gateway", "ray-head", 6379)
-    assert reaches("gateway", "control-2", 8400)
-    assert reaches("object-store", "worker-1", 6380) and not reaches("prometheus", "object-store", 9000)
+    assert reaches(engine, "control-1", "postgres", 5432) and not reaches(engine, "worker-1", "postgres", 5432)
+    assert reaches(engine, "worker-1", "ray-head", 6379) and not reaches(engine, "gateway", "ray-head", 6379)
+    assert reaches(engine, "gateway", "control-2", 8400)
+    assert reaches(engine, "object-store", "worker-1", 6380) and not reaches(engine, "prometheus", "object-store", 9000)
     assert engine.run("worker-1", "getent", "hosts", "postgres").returncode != 0
 
 
