@@ -279,7 +279,7 @@ class Containers:
         at = shlex.quote(str(root))
         steps = [f"hostname {record.name}", f"mount -t tmpfs -o mode=0755,size=64m tmpfs {at}"]
         steps.append("mkdir -p " + " ".join(f"{at}/{each}" for each in FOLDERS))
-        steps.append(f"ln -s /run {at}/var/run; mount --rbind /usr {at}/usr; mount -o remount,bind,ro {at}/usr")
+        steps.append(f"ln -s ../run {at}/var/run; mount --rbind /usr {at}/usr; mount -o remount,bind,ro {at}/usr")
         steps.append(f"for each in bin sbin lib lib64; do cp -a /$each {at}/$each; done")
         steps += [f"[ ! -e /etc/{each} ] || cp -a /etc/{each} {at}/etc/" for each in ETC]
         steps.append(f"mount -t proc proc {at}/proc; mount --rbind /sys {at}/sys; ln -s /proc/self/fd {at}/dev/fd")

@@ -1,0 +1,43 @@
+"""A service that others than `manta up` started: in containers, on machines of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from api.client import MantaClient
+from tests.e2e.conftest import SECONDS, Manta
+from tests.e2e.containers import Containers
+
+
+class Installation(Manta):
+    """Containers with a service, as its users reach it."""
+
+    def __init__(self, engine: Containers, corpus: str, url: str, key: str):
+        """`corpus`: its path where ranks run."""
+        self.engine, self._corpus, self.client = engine, Path(corpus), MantaClient(url, key=key)
+
+    def worker_of(self, job: str) -> str:
+        """A worker on which ranks of the job run: containers have their names as host names."""
+        return str(self.client.ranks(job).items[0].node)
+
+    def until_healthy(self, name: str) -> None:
+        """Return when a container's health check succeeds."""
+        self.until(f"{name} being healthy", lambda: self.engine.is_done(name), 3 * SECONDS)
+
+
+def check_rights(engine: Containers) -> None:
+    """Each container that runs has the user of its record, no capability, no way to more, and nothing to write in what
+    its image brought."""
+    for name in engine.names():
+        status = dict(line.split(":", 1) for line in engine.run(name, "cat", "/proc/1/status").stdout.splitlines())
+        assert status["Uid"].split() == [str(engine.record(name).user)] * 4, name
+        assert {int(status[each], 16) for each in ("CapEff", "CapPrm", "CapBnd", "CapInh")} == {0}, name
+        assert status["NoNewPrivs"].strip() == "1", name
+        for folder in ("/", "/usr", "/etc", "/opt"):
+            assert "Read-only" in engine.run(name, "touch", f"{folder}/file").stderr, (name, folder)
+
+
+def reaches(engine: Containers, name: str, other: str, port: int) -> bool:
+    """Whether a container gets a connection to a port of another one."""
+    connect = f"</dev/tcp/{engine.address(other)}/{port}"
+    return engine.run(name, "timeout", "2", "bash", "-c", connect).returncode == 0
