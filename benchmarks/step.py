@@ -35,8 +35,9 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
-from workers.model.gpt import Layer
-from workers.model.parallelize import GPTStage
+from workers.model.families import parts_of
+from workers.model.parallelize import ModelStage
+from workers.model.shared import Shared
 from workers.parallel.data.flat import FlatParameters
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.tensor.products import TorchProducts
@@ -155,7 +156,7 @@ def _steps_of(program: str, size: Size, seed: int) -> dict[str, Step]:
 
 def _initial_weights(spec: JobSpec, comm: Comm, seed: int) -> dict[str, torch.Tensor]:
     """What an engine begins with, without one: it would change how this process's memory is kept."""
-    entries = GPTStage(spec, comm).named_shards()
+    entries = ModelStage(spec, comm).named_shards()
     weights = {entry.name: torch.zeros(entry.parameter.shape) for entry in entries}
     for entry in entries:
         fill_initial(entry, weights[entry.name], seed)
@@ -226,7 +227,7 @@ def _layers() -> dict[str, Step]:
     document = {"model": model, "data": {"source": "python-stdlib"}, "train": {"steps": 1}, "parallel": parallel}
     spec = parse_job_spec(document)
     region = Region(FakedComm(RankGrid(spec.layout), 0, torch.device("cpu")), True, TorchProducts())
-    layer = Layer(spec, region, 0)
+    layer = parts_of(spec.model).layer(Shared(spec, region), 0)
     FlatParameters(named_shards(layer), 1, torch.device("cpu"))
     plain = PlainLayer(spec.model)
     x_sbh = torch.randn(8 // 2, 1, 32, requires_grad=True)

@@ -12,7 +12,7 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
-from workers.model.gpt import Layer
+from workers.model.layer import Layer
 from workers.model.parallelize import compile_layers
 from workers.spec.reading import parse_job_spec
 

@@ -278,7 +278,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
 ]  # fmt: skip
 
 NOT_BUILT: list[tuple[str, str, Any]] = [
-    ("model", "family", "llama"),
+    ("model", "family", "moe"),
     ("data", "source", "parquet"),
     ("data", "tokenizer", "bpe"),
     ("data", "weights", [1.0]),
