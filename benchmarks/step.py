@@ -1,5 +1,5 @@
 """One training step of the engine in one process on a CPU, beside the same model written plainly in PyTorch and
-beside `transformers`' GPT-2: forward, backward, clipping and AdamW (fused in all three) on the same tokens.
+beside that of `transformers`: forward, backward, clipping and AdamW (fused in all three) on the same tokens.
 
 Each is a process of its own, as a user would run it: the engine tells its C library to keep freed memory, and a plain
 program does not. What is left of the difference when they are told so too is measured as well. They take turns in
@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks.support.faked_comm import FakedComm
-from benchmarks.support.hugging_face import gpt2_like
+from benchmarks.support.hugging_face import transformers_like
 from benchmarks.support.plain_gpt import Layer as PlainLayer
 from benchmarks.support.plain_gpt import PlainLoop
 from benchmarks.support.report import Report, deliver, parser
@@ -66,11 +66,19 @@ class Size:
     sequence_length: int
     batch: int
     vocabulary_size: int
+    family: str = "gpt"
+    kv_heads: int | None = None
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The programs that the engine is compared with."""
+        return tuple(LIMITS) if self.family == "gpt" else ("transformers",)
 
 
 SIZES = {
     "nanogpt": Size(4, 128, 4, 64, 12, 256),
     "middle": Size(4, 384, 6, 256, 4, 8192),
+    "llama": Size(4, 384, 6, 256, 4, 8192, "llama", 2),
 }
 
 
@@ -81,6 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument(
         "--rounds", type=int, default=4, help="blocks of steps of each contestant a start (default: 4)"
     )
+    options.add_argument("--only", choices=SIZES, help="one size alone")
     options.add_argument("--seconds", type=float, default=0.4, help="length of a block, roughly (default: 0.4)")
     return deliver(measure, options.parse_args(arguments))
 
@@ -90,6 +99,8 @@ def measure(options: argparse.Namespace) -> Report:
     report = Report("step", options.seed)
     torch.set_num_threads(1)
     for name, size in SIZES.items():
+        if options.only not in (None, name):
+            continue
         races = []
         for _ in range(options.starts):
             with _processes(size, options.seed, options.seconds) as contestants:
@@ -98,10 +109,10 @@ def measure(options: argparse.Namespace) -> Report:
         for contestant, seconds in medians.items():
             report.add(f"{name}_{contestant}_step", round(1e3 * seconds, 3), "ms")
         # Targets are limits from above: the engine's time over theirs.
-        for program, limit in LIMITS.items():
+        for program in size.others:
             for other in (program, program + KEEPING):
                 ratio = medians["engine"] / medians[other]
-                report.add(f"{name}_engine_to_{other}", round(ratio, 4), "ratio", limit)
+                report.add(f"{name}_engine_to_{other}", round(ratio, 4), "ratio", LIMITS[program])
         # The cost if the parts of every step were measured; they are of every tenth.
         measuring = medians["engine_measured"] / medians["engine"] - 1
         report.add(f"{name}_cost_of_measuring_parts", round(measuring, 4), "ratio", 0.01)
@@ -167,10 +178,11 @@ def _initial_weights(spec: JobSpec, comm: Comm, seed: int) -> dict[str, torch.Te
 def _processes(size: Size, seed: int, seconds: float) -> Iterator[dict[str, Block]]:
     """The contestants, each program in a process of its own; a block takes `seconds`, roughly."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([__name__, "transformers.models.gpt2.modeling_gpt2"])
+    models = ("gpt2.modeling_gpt2", "llama.modeling_llama")
+    server.set_forkserver_preload([__name__, *(f"transformers.models.{each}" for each in models)])
     contestants: dict[str, Block] = {}
     with contextlib.ExitStack() as stack:
-        for program in ("engine", *LIMITS, *(program + KEEPING for program in LIMITS)):
+        for program in ("engine", *size.others, *(program + KEEPING for program in size.others)):
             pipe, theirs = server.Pipe()
             process = server.Process(target=_serve, args=(theirs, program, size, seed, seconds), daemon=True)
             process.start()
@@ -205,7 +217,7 @@ def _ask(pipe: Connection, name: str) -> list[float]:
 
 
 def _transformers_step(spec: JobSpec, tokens_bs: torch.Tensor) -> Step:
-    model = gpt2_like(spec)
+    model = transformers_like(spec)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step() -> float:

@@ -27,7 +27,7 @@ class Chunk(nn.Module):
         super().__init__()
         spec, model, region = shared.spec, shared.spec.model, shared.region
         parts = parts_of(model)
-        self.region, self.index = region, index
+        self.shared, self.region, self.index = shared, region, index
         self.is_first, self.is_last = index == 0, index == count - 1
         self.sequence_is_whole = count == 1 and region.tensor_size == 1  # so nobody else sees the order of its tokens
         self.embedding = parts.embedding(shared) if self.is_first else None
@@ -46,6 +46,7 @@ class Chunk(nn.Module):
             x = x.t().contiguous()
         if self.embedding is not None:
             x = self.embedding(x, run)
+        self.shared.prepare(x)
         for name, layer in self.layers.items():
             whole = run.recompute.whole_layer(int(name))
             x = checkpointed(self.region.comm, layer, x, run) if whole else layer(x, run)

@@ -23,18 +23,21 @@ class Visible:
     def __init__(self, window: int | None):
         """`window`: how many, itself included; None: all."""
         self.window = window
-        self._bands: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._bands: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
 
-    def band(self, length: int, device: torch.device) -> torch.Tensor | None:
-        """bool [s, s], true where a row's token attends to a column's; None where that is all before it."""
+    def band(self, length: int, like: torch.Tensor) -> torch.Tensor | None:
+        """[s, s], zero where a row's token attends to a column's, else -inf; None where that is all before it. One for
+        all layers: kernels would make one of each from a bool mask, and keep it for backward."""
         if self.window is None or length <= self.window:
             return None
-        if (length, device) not in self._bands:
-            self._bands[length, device] = ~self.hidden(length, device)
-        return self._bands[length, device]
+        key = (length, like.dtype, like.device)
+        if key not in self._bands:
+            band = torch.zeros(length, length, dtype=like.dtype, device=like.device)
+            self._bands[key] = band.masked_fill_(self.hidden(length, like.device), float("-inf"))
+        return self._bands[key]
 
     def hidden(self, length: int, device: torch.device) -> torch.Tensor:
-        """bool [s, s], true where it does not."""
+        """bool [s, s], true where a row's token does not attend to a column's."""
         later = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
         return later if self.window is None else later.logical_or_(torch.ones_like(later).tril_(-self.window))
 
@@ -56,7 +59,7 @@ def fused_attention(
     """
     order, back = ((0, 2, 1, 3), (0, 2, 1, 3)) if batch_first else ((1, 2, 0, 3), (2, 0, 1, 3))
     q, k, v = q.permute(order), k.permute(order), v.permute(order)
-    grouped, band = q.shape[1] != k.shape[1], visible.band(q.shape[2], q.device)
+    grouped, band = q.shape[1] != k.shape[1], visible.band(q.shape[2], q)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, band, is_causal=band is None, enable_gqa=grouped)

@@ -26,7 +26,7 @@ class Rotary:
     def __call__(self, x: torch.Tensor, head_size: int, parts: int, turned: int, batch_first: bool) -> torch.Tensor:
         """x [s, b, ...], or [b, s, ...] with `batch_first`, whose last dimensions hold (head, part, d): of each head's
         `parts` the first `turned` are turned, in the memory of x."""
-        cos, sin = self._cos_and_sin(x)
+        cos, sin = self.tables(x)
         length = x.shape[1] if batch_first else x.shape[0]
         shape = (1, length, 1, 1, -1) if batch_first else (length, 1, 1, 1, -1)
         cos, sin = cos[:length].view(shape), sin[:length].view(shape)
@@ -35,7 +35,8 @@ class Rotary:
         result: torch.Tensor = _Turn.apply(x, cos, sin, parts, turned, head_size)
         return result
 
-    def _cos_and_sin(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of every position, [s, d/2], for inputs like x."""
         key = (x.dtype, x.device)
         if key not in self._tables:
             cos, sin = self._angles_sd.cos() * self._scale, self._angles_sd.sin() * self._scale

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from workers.config import JobSpec
 from workers.model.core_attention import Visible
 from workers.model.rotary import Rotary
@@ -22,6 +24,13 @@ class Shared:
         if model.parts.rotary:
             self.rotary = Rotary(model.rope_or_default, model.head_size, model.sequence_length)
         self._visible = {window: Visible(window) for window in {model.window(i) for i in range(model.layers)}}
+
+    def prepare(self, x: torch.Tensor) -> None:
+        """Have the tables that layers need for inputs like x: compiled layers are not to make any."""
+        if self.rotary is not None:
+            self.rotary.tables(x)
+        for visible in self._visible.values():
+            visible.band(self.spec.model.sequence_length, x)
 
     def visible(self, layer: int) -> Visible:
         """Which tokens each token of a layer attends to."""
