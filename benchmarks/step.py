@@ -1,5 +1,5 @@
 """One training step of the engine in one process on a CPU, beside the same model written plainly in PyTorch and
-beside `transformers`' GPT-2: forward, backward, clipping and AdamW (fused in all three) on the same tokens.
+beside that of `transformers`: forward, backward, clipping and AdamW (fused in all three) on the same tokens.
 
 Each is a process of its own, as a user would run it: the engine tells its C library to keep freed memory, and a plain
 program does not. What is left of the difference when they are told so too is measured as well. They take turns in
@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks.support.faked_comm import FakedComm
-from benchmarks.support.hugging_face import gpt2_like
+from benchmarks.support.hugging_face import transformers_like
 from benchmarks.support.plain_gpt import Layer as PlainLayer
 from benchmarks.support.plain_gpt import PlainLoop
 from benchmarks.support.report import Report, deliver, parser
@@ -35,8 +35,9 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
-from workers.model.gpt import Layer
-from workers.model.parallelize import GPTStage
+from workers.model.families import parts_of
+from workers.model.parallelize import ModelStage
+from workers.model.shared import Shared
 from workers.parallel.data.flat import FlatParameters
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.tensor.products import TorchProducts
@@ -65,11 +66,19 @@ class Size:
     sequence_length: int
     batch: int
     vocabulary_size: int
+    family: str = "gpt"
+    kv_heads: int | None = None
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The programs that the engine is compared with."""
+        return tuple(LIMITS) if self.family == "gpt" else ("transformers",)
 
 
 SIZES = {
     "nanogpt": Size(4, 128, 4, 64, 12, 256),
     "middle": Size(4, 384, 6, 256, 4, 8192),
+    "llama": Size(4, 384, 6, 256, 4, 8192, "llama", 2),
 }
 
 
@@ -80,6 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument(
         "--rounds", type=int, default=4, help="blocks of steps of each contestant a start (default: 4)"
     )
+    options.add_argument("--only", choices=SIZES, help="one size alone")
     options.add_argument("--seconds", type=float, default=0.4, help="length of a block, roughly (default: 0.4)")
     return deliver(measure, options.parse_args(arguments))
 
@@ -89,6 +99,8 @@ def measure(options: argparse.Namespace) -> Report:
     report = Report("step", options.seed)
     torch.set_num_threads(1)
     for name, size in SIZES.items():
+        if options.only not in (None, name):
+            continue
         races = []
         for _ in range(options.starts):
             with _processes(size, options.seed, options.seconds) as contestants:
@@ -97,10 +109,10 @@ def measure(options: argparse.Namespace) -> Report:
         for contestant, seconds in medians.items():
             report.add(f"{name}_{contestant}_step", round(1e3 * seconds, 3), "ms")
         # Targets are limits from above: the engine's time over theirs.
-        for program, limit in LIMITS.items():
+        for program in size.others:
             for other in (program, program + KEEPING):
                 ratio = medians["engine"] / medians[other]
-                report.add(f"{name}_engine_to_{other}", round(ratio, 4), "ratio", limit)
+                report.add(f"{name}_engine_to_{other}", round(ratio, 4), "ratio", LIMITS[program])
         # The cost if the parts of every step were measured; they are of every tenth.
         measuring = medians["engine_measured"] / medians["engine"] - 1
         report.add(f"{name}_cost_of_measuring_parts", round(measuring, 4), "ratio", 0.01)
@@ -155,7 +167,7 @@ def _steps_of(program: str, size: Size, seed: int) -> dict[str, Step]:
 
 def _initial_weights(spec: JobSpec, comm: Comm, seed: int) -> dict[str, torch.Tensor]:
     """What an engine begins with, without one: it would change how this process's memory is kept."""
-    entries = GPTStage(spec, comm).named_shards()
+    entries = ModelStage(spec, comm).named_shards()
     weights = {entry.name: torch.zeros(entry.parameter.shape) for entry in entries}
     for entry in entries:
         fill_initial(entry, weights[entry.name], seed)
@@ -166,10 +178,11 @@ def _initial_weights(spec: JobSpec, comm: Comm, seed: int) -> dict[str, torch.Te
 def _processes(size: Size, seed: int, seconds: float) -> Iterator[dict[str, Block]]:
     """The contestants, each program in a process of its own; a block takes `seconds`, roughly."""
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([__name__, "transformers.models.gpt2.modeling_gpt2"])
+    models = ("gpt2.modeling_gpt2", "llama.modeling_llama")
+    server.set_forkserver_preload([__name__, *(f"transformers.models.{each}" for each in models)])
     contestants: dict[str, Block] = {}
     with contextlib.ExitStack() as stack:
-        for program in ("engine", *LIMITS, *(program + KEEPING for program in LIMITS)):
+        for program in ("engine", *size.others, *(program + KEEPING for program in size.others)):
             pipe, theirs = server.Pipe()
             process = server.Process(target=_serve, args=(theirs, program, size, seed, seconds), daemon=True)
             process.start()
@@ -204,7 +217,7 @@ def _ask(pipe: Connection, name: str) -> list[float]:
 
 
 def _transformers_step(spec: JobSpec, tokens_bs: torch.Tensor) -> Step:
-    model = gpt2_like(spec)
+    model = transformers_like(spec)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step() -> float:
@@ -226,7 +239,7 @@ def _layers() -> dict[str, Step]:
     document = {"model": model, "data": {"source": "python-stdlib"}, "train": {"steps": 1}, "parallel": parallel}
     spec = parse_job_spec(document)
     region = Region(FakedComm(RankGrid(spec.layout), 0, torch.device("cpu")), True, TorchProducts())
-    layer = Layer(spec, region, 0)
+    layer = parts_of(spec.model).layer(Shared(spec, region), 0)
     FlatParameters(named_shards(layer), 1, torch.device("cpu"))
     plain = PlainLayer(spec.model)
     x_sbh = torch.randn(8 // 2, 1, 32, requires_grad=True)

@@ -5,9 +5,11 @@ Documents are read and checked by `workers/spec/reading.py`; rules across fields
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from workers.spec.families import FAMILIES, Family
 
 PositiveFloat = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
@@ -41,22 +43,56 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class RopeScaling(Section):
+    """How rotary positions are stretched for sequences longer than those that a model was first trained on."""
+
+    type: Literal["linear", "llama3", "yarn"]
+    """linear: all frequencies by the factor (arXiv:2306.15595); llama3: low ones alone, as Llama 3.1 does; yarn: low
+    ones alone, with sharper attention (arXiv:2309.00071)."""
+    factor: Annotated[float, Field(ge=1, strict=True, allow_inf_nan=False)]
+    """How many times longer the sequences are."""
+    original_length: Length | None = None
+    """Tokens in the sequences before; needed for llama3 and yarn."""
+    low_frequency_factor: PositiveFloat = 1.0
+    """llama3: frequencies that turn at most so often in original_length are divided by the factor."""
+    high_frequency_factor: PositiveFloat = 4.0
+    """llama3: frequencies that turn at least so often in original_length stay; those between are blended."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: frequencies that turn at least so often in original_length stay."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: frequencies that turn at most so often in original_length are divided by the factor."""
+    attention_factor: PositiveFloat | None = None
+    """yarn: what queries and keys are multiplied with; default: 0.1 ln(factor) + 1."""
+
+
+class RopeConfig(Section):
+    """Rotary positions (arXiv:2104.09864)."""
+
+    theta: PositiveFloat = 10_000.0
+    """Base of the frequencies: pair i of d/2 turns by theta^(-2i/d) a token."""
+    scaling: RopeScaling | None = None
+    """For longer sequences; default: none."""
+
+
 class ModelConfig(Section):
     """The transformer's shape. Nothing here depends on the parallel layout."""
 
-    family: Literal["gpt", "llama", "bert"] = "gpt"
-    """Model family. Built: gpt."""
+    family: Literal["gpt", "llama", "qwen", "moe", "bert", "custom"] = "gpt"
+    """Model family. Built: gpt; llama (Llama 2 and 3, and with sliding_window Mistral); qwen (Qwen 3)."""
     layers: Layers
     """Number of transformer layers (L in the papers)."""
     hidden_size: Width
     """Width of the residual stream, in elements (h)."""
     heads: Heads
-    """Number of attention heads (a); divides hidden_size."""
+    """Number of attention heads (a); divides hidden_size unless head_dim is given."""
     kv_heads: Heads | None = None
     """Number of key-value heads (grouped-query attention, arXiv:2305.13245); divides heads; default: as many as
     heads."""
+    head_dim: Width | None = None
+    """Width of one attention head, in elements; default: hidden_size / heads."""
     ffn_hidden_size: Width | None = None
-    """Inner width of the MLP, in elements; default: 4 * hidden_size."""
+    """Inner width of the MLP, in elements; default: 4 * hidden_size, and for llama and qwen, whose MLPs have three
+    matrices, 8/3 of hidden_size, rounded up to a multiple of 64."""
     sequence_length: Length
     """Tokens in one training sequence (s)."""
     vocabulary_size: Vocabulary | None = None
@@ -65,14 +101,37 @@ class ModelConfig(Section):
     """Probability of zeroing an activation in training: of the embedding, of attention weights, and of what a block
     adds to the residual stream. The same elements under every layout."""
     bias: StrictBool = True
-    """Whether linear layers and layer norms carry biases."""
+    """Whether linear layers and layer norms carry biases; default: true for gpt, else false."""
     tie_embeddings: StrictBool = True
-    """Whether the output layer shares the token embedding's weight."""
+    """Whether the output layer shares the token embedding's weight; default: true for gpt, else false."""
+    norm_epsilon: PositiveFloat = 1.0e-5
+    """Added to the variance, or mean square, in norms."""
+    rope: RopeConfig | None = None
+    """Rotary positions of llama and qwen; default: theta 10000, no scaling. gpt learns its positions."""
+    sliding_window: Length | None = None
+    """Tokens that a token attends to, itself included (arXiv:2310.06825); default: all before it."""
+    full_attention_every: Layers | None = None
+    """With sliding_window: of each so many layers the last one attends to all tokens before; default: none does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults_of_family(cls, document: Any) -> Any:
+        name = document.get("family", "gpt") if isinstance(document, dict) else None
+        if not isinstance(name, str) or name not in FAMILIES:
+            return document
+        family = FAMILIES[name]
+        return {"bias": family.bias, "tie_embeddings": family.tie_embeddings, **document}
+
+    @property
+    def parts(self) -> Family:
+        """What the family's layers are made of. Raises KeyError for one that is not built."""
+        return FAMILIES[self.family]
 
     @property
     def ffn_size(self) -> int:
         """Inner width of the MLP, in elements."""
-        return self.ffn_hidden_size or 4 * self.hidden_size
+        gated = self.family in FAMILIES and self.parts.gated_mlp
+        return self.ffn_hidden_size or (-(-self.hidden_size // 24) * 64 if gated else 4 * self.hidden_size)
 
     @property
     def key_value_heads(self) -> int:
@@ -81,8 +140,25 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head, in elements."""
-        return self.hidden_size // self.heads
+        """Width of one attention head, in elements (d)."""
+        return self.head_dim or self.hidden_size // self.heads
+
+    @property
+    def rope_or_default(self) -> RopeConfig:
+        """Rotary positions, where the family has them."""
+        return self.rope or RopeConfig()
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all attention heads together, in elements."""
+        return self.heads * self.head_size
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a token of layer `layer` attends to; None: all before it."""
+        if self.sliding_window is None or self.sliding_window >= self.sequence_length:
+            return None
+        every = self.full_attention_every
+        return None if every is not None and (layer + 1) % every == 0 else self.sliding_window
 
 
 class DataConfig(Section):

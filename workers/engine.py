@@ -10,7 +10,7 @@ import torch
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
-from workers.model.parallelize import GPTStage, compile_layers
+from workers.model.parallelize import ModelStage, compile_layers
 from workers.parallel.data.agreement import StepSums
 from workers.parallel.data.elastic_sums import ElasticReduction, ElasticStepSums
 from workers.parallel.data.flat import FlatParameters
@@ -38,7 +38,7 @@ class Engine:
             keep_freed_memory()
         dtype = dtype or getattr(torch, spec.train.dtype)
         with torch.device(comm.device):
-            self.model = GPTStage(spec, comm, products)
+            self.model = ModelStage(spec, comm, products)
         bucket_bytes = layout.bucket_megabytes * 1e6
         self.flat = FlatParameters(self.model.named_shards(), layout.data, comm.device, dtype, bucket_bytes)
         shared = SharedGradients(self.flat, comm, layout.sequence_parallel_on)

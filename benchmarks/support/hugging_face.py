@@ -1,4 +1,4 @@
-"""`transformers`' GPT-2 in the shape of a job, without dropout: another's model to be measured beside."""
+"""Models of `transformers` in the shape of a job, without dropout: another's to be measured beside."""
 
 from __future__ import annotations
 
@@ -30,3 +30,30 @@ def gpt2_like(spec: JobSpec) -> Any:
         attn_implementation="sdpa",
     )
     return GPT2LMHeadModel(config)
+
+
+def llama_like(spec: JobSpec) -> Any:
+    """LlamaForCausalLM of the spec's shape. Raises ImportError without transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = spec.model
+    config = LlamaConfig(
+        vocab_size=spec.vocabulary_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_size,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.key_value_heads,
+        head_dim=model.head_size,
+        max_position_embeddings=model.sequence_length,
+        rms_norm_eps=model.norm_epsilon,
+        tie_word_embeddings=model.tie_embeddings,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def transformers_like(spec: JobSpec) -> Any:
+    """That of the spec's family."""
+    return gpt2_like(spec) if spec.model.family == "gpt" else llama_like(spec)

@@ -117,7 +117,7 @@ WRONG_VALUES = [
     ("model.hidden_size", 10**12, "must be at most 1000000", "1000000"),
     ("model.bias", "yes", "must be true or false", "true"),
     ("model.dropout", 1.0, "must be below 1", "0.0"),
-    ("model.family", "gtp", "must be one of gpt, llama, bert, not 'gtp'", "gpt"),
+    ("model.family", "gtp", "must be one of gpt, llama, qwen, moe, bert, custom, not 'gtp'", "gpt"),
     ("train.optimizer.learning_rate", -1.0, "must be above 0", "0.001"),
     ("train.optimizer.learning_rate", "0.1", "must be a number", "0.1"),
     ("train.optimizer.learning_rate", math.nan, "must be a finite number", "0.001"),

@@ -4,8 +4,8 @@
 by tensor, and equals it up to the norms' statistics. Parameters are not activations. What backward recomputes exists
 for one layer at a time, and comes on top while it does.
 
-Shapes: s sequence, b micro-batch, h hidden, a heads, g key-value heads, f inner width of the MLP, v vocabulary padded
-to a multiple of the tensor-parallel size t.
+Shapes: s sequence, b micro-batch, h hidden, a heads, g key-value heads, d head size, f inner width of the MLP, v
+vocabulary padded to a multiple of the tensor-parallel size t.
 """
 
 from __future__ import annotations
@@ -45,19 +45,23 @@ def layer_terms(spec: JobSpec, modules: Collection[str] = ()) -> dict[str, int]:
     model, t = spec.model, spec.layout.tensor
     h, width = model.hidden_size, _width(spec)
     tokens, outside = _tokens(spec)
+    inner = tokens * model.ffn_size // t * width
     terms = {
         "attention_norm_input": outside * h * width,
-        "attention_norm_statistics": 2 * outside * WIDE,
+        "attention_norm_statistics": _statistics(model) * outside * WIDE,
         "mlp_norm_input": outside * h * width,
-        "mlp_norm_statistics": 2 * outside * WIDE,
-        "queries_keys_values": tokens * _qkv_columns(spec) * width,
-        "context": tokens * h // t * width,
-        "mlp_inner": tokens * model.ffn_size // t * width,
+        "mlp_norm_statistics": _statistics(model) * outside * WIDE,
+        "queries_keys_values": tokens * (_heads(spec) + _value_heads(spec)) * model.head_size * width,
+        "context": tokens * model.attention_width // t * width,
+        "mlp_inner": 2 * inner if model.parts.gated_mlp else inner,
     }
+    if model.parts.query_key_norm:
+        terms["normed_queries_keys"] = tokens * _heads(spec) * model.head_size * width
+        terms["query_key_norm_statistics"] = tokens * _heads(spec) * WIDE
     if "norm" not in modules:
         terms |= {"attention_norm_output": outside * h * width, "mlp_norm_output": outside * h * width}
     if "mlp_activation" not in modules:
-        terms["mlp_activation"] = tokens * model.ffn_size // t * width
+        terms["mlp_activation"] = inner
     if model.dropout > 0:
         terms |= {"attention_dropout_mask": outside * h, "mlp_dropout_mask": outside * h}
     return terms | _core_attention_terms(spec, "core_attention" in modules)
@@ -79,10 +83,19 @@ def _core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
     return terms
 
 
-def _qkv_columns(spec: JobSpec) -> int:
-    """Columns of q, k and v on a rank."""
-    model, t = spec.model, spec.layout.tensor
-    return (model.heads // t + 2 * max(1, model.key_value_heads // t)) * model.head_size
+def _statistics(model: ModelConfig) -> int:
+    """Numbers that a norm keeps of a row: the inverse deviation, and where it centres, the mean."""
+    return 1 if model.parts.rms_norm else 2
+
+
+def _value_heads(spec: JobSpec) -> int:
+    """Key-value heads of a rank."""
+    return max(1, spec.model.key_value_heads // spec.layout.tensor)
+
+
+def _heads(spec: JobSpec) -> int:
+    """Heads of queries and of keys of a rank."""
+    return spec.model.heads // spec.layout.tensor + _value_heads(spec)
 
 
 def layer_bytes(spec: JobSpec, modules: Collection[str] = ()) -> int:
@@ -124,7 +137,7 @@ def _output_bytes(spec: JobSpec) -> int:
     token, which are left out. The paper has 4 s b v / t for the logits, which it keeps in fp32 (section 4.3); here
     they have the activations' precision."""
     tokens, outside = _tokens(spec)
-    inputs = outside * (2 * spec.model.hidden_size * _width(spec) + 2 * WIDE)
+    inputs = outside * (2 * spec.model.hidden_size * _width(spec) + _statistics(spec.model) * WIDE)
     return inputs + tokens * padded_vocabulary(spec) // spec.layout.tensor * _width(spec)
 
 

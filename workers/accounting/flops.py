@@ -1,7 +1,9 @@
 """Parameters and FLOPs of a model by arithmetic. Pure Python.
 
 Only matrix products count, a multiply-add as 2 FLOPs, and a backward pass costs twice its forward (arXiv:2205.05198,
-appendix A). `full` counts attention over all s^2 pairs, as all papers' numbers do; `causal` over half of them.
+appendix A). `full` counts attention over all s^2 pairs, as all papers' numbers do; `causal` over half of them. In
+layers with a sliding window w model FLOPs count the pairs of its band: w (2 s - w), and half of that; the kernels go
+through all s^2.
 
 Model FLOPs are what the mathematics needs, hardware FLOPs what the ranks compute: besides, what they recompute, copies
 of key-value heads and the padding of the vocabulary. What a fused attention kernel does again inside of its backward
@@ -14,7 +16,7 @@ kernels only run as a whole: 4 s^2 h. The paper's own hardware FLOPs, `hardware_
 with three times a forward, as if it had a backward of its own. It is kept apart, to be compared with published HFU.
 
 Shapes: s sequence, h hidden, a heads, g key-value heads, d head size, f inner width of the MLP, v vocabulary; t tensor-
-parallel size.
+parallel size. The attention's width is a d, which need not be h.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ class StepFlops:
 
 def parameter_count(spec: JobSpec) -> int:
     """Trainable parameters of the whole model, without padding: for multi-head attention, f = 4 h, biases and tied
-    embeddings 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2) and the final norm's 2 h."""
+    embeddings of GPT 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2) and the final norm's 2 h."""
     model, h = spec.model, spec.model.hidden_size
-    tables = spec.vocabulary_size * (1 if model.tie_embeddings else 2) + model.sequence_length
+    tables = spec.vocabulary_size * (1 if model.tie_embeddings else 2) + _learned_positions(model)
     return model.layers * _layer_parameters(model, 1) + tables * h + _norm_parameters(model)
 
 
@@ -71,7 +73,7 @@ def _stage_parameters(spec: JobSpec, rank: int) -> int:
     first, last = 0 in indices, count - 1 in indices
     rows = int(first) + int(last) - int(first and last and model.tie_embeddings)
     total = layers * _layer_parameters(model, layout.tensor) + rows * padded_vocabulary(spec) // layout.tensor * h
-    return total + first * model.sequence_length * h + last * _norm_parameters(model)
+    return total + first * _learned_positions(model) * h + last * _norm_parameters(model)
 
 
 def waiting_gradient_buffers(spec: JobSpec) -> int:
@@ -89,14 +91,24 @@ def waiting_gradient_buffers(spec: JobSpec) -> int:
 
 def _layer_parameters(model: ModelConfig, tensor: int) -> int:
     """Parameters of one layer on one of `tensor` ranks."""
-    h, f, bias = model.hidden_size, model.ffn_size, int(model.bias)
+    h, f, width, bias = model.hidden_size, model.ffn_size, model.attention_width, int(model.bias)
     key_values = 2 * model.key_value_heads * model.head_size * key_value_copies(model, tensor)
-    rows, columns = (h + key_values + f) // tensor, (h + f) // tensor
-    return rows * (h + bias) + columns * h + 2 * bias * h + 2 * _norm_parameters(model)
+    rows, columns = (width + key_values + _mlp_inputs(model) * f) // tensor, (width + f) // tensor
+    head_norms = 2 * model.head_size if model.parts.query_key_norm else 0
+    return rows * (h + bias) + columns * h + 2 * bias * h + 2 * _norm_parameters(model) + head_norms
 
 
 def _norm_parameters(model: ModelConfig) -> int:
-    return (1 + int(model.bias)) * model.hidden_size
+    return (1 if model.parts.rms_norm else 1 + int(model.bias)) * model.hidden_size
+
+
+def _mlp_inputs(model: ModelConfig) -> int:
+    """Matrices of the MLP that read the residual stream."""
+    return 2 if model.parts.gated_mlp else 1
+
+
+def _learned_positions(model: ModelConfig) -> int:
+    return 0 if model.parts.rotary else model.sequence_length
 
 
 def key_value_copies(model: ModelConfig, tensor: int) -> int:
@@ -110,26 +122,30 @@ def padded_vocabulary(spec: JobSpec) -> int:
     return -(-spec.vocabulary_size // tensor) * tensor
 
 
-def core_attention_forward(model: ModelConfig) -> int:
-    """FLOPs of q k^T and of the weights times v for one sequence in one layer: 4 s^2 h (arXiv:2205.05198, app. A)."""
-    return 4 * model.sequence_length**2 * model.hidden_size
+def core_attention_forward(model: ModelConfig, window: int | None = None) -> int:
+    """FLOPs of q k^T and of the weights times v for one sequence in one layer: 4 s^2 a d (arXiv:2205.05198, app. A),
+    or those of a band."""
+    s = model.sequence_length
+    pairs = s * s if window is None else window * (2 * s - window)
+    return 4 * pairs * model.attention_width
 
 
 def forward_flops(spec: JobSpec) -> tuple[int, int]:
     """Forward FLOPs of one sequence: (all matrix products but core attention, core attention in full).
 
-    For g = a and f = 4 h, three times their sum is 72 B L s h^2 (1 + s/(6h) + v/(12hL)) for B = 1
-    (arXiv:2205.05198, eq. 7).
+    For g = a, a d = h and f = 4 h, three times their sum is 72 B L s h^2 (1 + s/(6h) + v/(12hL)) for B = 1
+    (arXiv:2205.05198, eq. 7) with GPT's MLP.
     """
     model = spec.model
     dense = model.layers * _layer_products(model, 1) + _logits(model, spec.vocabulary_size)
-    return dense, model.layers * core_attention_forward(model)
+    return dense, sum(core_attention_forward(model, model.window(layer)) for layer in range(model.layers))
 
 
 def _layer_products(model: ModelConfig, copies: int) -> int:
     """Forward FLOPs of one sequence in one layer but for core attention, every key-value head `copies` times."""
-    s, h = model.sequence_length, model.hidden_size
-    return 4 * s * h * (h + model.key_value_heads * model.head_size * copies + model.ffn_size)
+    key_values = 2 * model.key_value_heads * model.head_size * copies
+    columns = 2 * model.attention_width + key_values + (_mlp_inputs(model) + 1) * model.ffn_size
+    return 2 * model.sequence_length * model.hidden_size * columns
 
 
 def _logits(model: ModelConfig, vocabulary: int) -> int:
@@ -145,6 +161,7 @@ def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
     computed = model.layers * copied + _logits(model, padded_vocabulary(spec))
     passes = recomputed_layer_passes(spec, batch)
     core = core_attention_forward(model)
+    computed_attention = model.layers * core
     again_dense = again_attention = again_paper = 0
     if layout.recompute == "full":
         again_dense, again_attention = passes * copied, passes * core
@@ -155,8 +172,8 @@ def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
     return StepFlops(
         model_full=3 * batch * (dense + attention),
         model_causal=3 * batch * (dense + attention // 2),
-        hardware_full=3 * batch * (computed + attention) + again_dense + again_attention,
-        hardware_causal=3 * batch * (computed + attention // 2) + again_dense + again_attention // 2,
+        hardware_full=3 * batch * (computed + computed_attention) + again_dense + again_attention,
+        hardware_causal=3 * batch * (computed + computed_attention // 2) + again_dense + again_attention // 2,
         hardware_paper=3 * batch * (dense + attention) + again_paper,
     )
 

@@ -1,4 +1,5 @@
-"""Core attention, softmax(q k^T / sqrt(d)) v under a causal mask: by torch's fused kernels, or written out.
+"""Core attention, softmax(q k^T / sqrt(d)) v under a causal mask, which may be a band: by torch's fused kernels, or
+written out.
 
 Shapes: s sequence, b micro-batch, a heads of this rank, g key-value heads, d head size; n = b g.
 """
@@ -16,8 +17,39 @@ from workers.parallel.recompute.modules import checkpointed, in_backward
 from workers.parallel.tensor.dropout import derived_keys, kept
 
 
+class Visible:
+    """Which tokens each token attends to: itself and those before it, or of these the nearest."""
+
+    def __init__(self, window: int | None):
+        """`window`: how many, itself included; None: all."""
+        self.window = window
+        self._bands: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+
+    def band(self, length: int, like: torch.Tensor) -> torch.Tensor | None:
+        """[s, s], zero where a row's token attends to a column's, else -inf; None where that is all before it. One for
+        all layers: kernels would make one of each from a bool mask, and keep it for backward."""
+        if self.window is None or length <= self.window:
+            return None
+        key = (length, like.dtype, like.device)
+        if key not in self._bands:
+            band = torch.zeros(length, length, dtype=like.dtype, device=like.device)
+            self._bands[key] = band.masked_fill_(self.hidden(length, like.device), float("-inf"))
+        return self._bands[key]
+
+    def hidden(self, length: int, device: torch.device) -> torch.Tensor:
+        """bool [s, s], true where a row's token does not attend to a column's."""
+        later = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
+        return later if self.window is None else later.logical_or_(torch.ones_like(later).tril_(-self.window))
+
+
 def fused_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch_first: bool, recompute: bool, comm: Comm
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: Visible,
+    batch_first: bool,
+    recompute: bool,
+    comm: Comm,
 ) -> torch.Tensor:
     """[s, b, a, d], or [b, s, a, d] with `batch_first`, from such q and from k and v that may have fewer heads (g
     divides a), by scaled_dot_product_attention.
@@ -27,10 +59,10 @@ def fused_attention(
     """
     order, back = ((0, 2, 1, 3), (0, 2, 1, 3)) if batch_first else ((1, 2, 0, 3), (2, 0, 1, 3))
     q, k, v = q.permute(order), k.permute(order), v.permute(order)
-    grouped = q.shape[1] != k.shape[1]
+    grouped, band = q.shape[1] != k.shape[1], visible.band(q.shape[2], q)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, band, is_causal=band is None, enable_gqa=grouped)
 
     context = checkpointed(comm, attend, q, k, v) if recompute else attend(q, k, v)
     return context.permute(back)
@@ -40,6 +72,7 @@ def explicit_attention(
     q_sbad: torch.Tensor,
     k_sbgd: torch.Tensor,
     v_sbgd: torch.Tensor,
+    visible: Visible,
     recompute: bool,
     rate: float,
     head_keys_ba: torch.Tensor | None,
@@ -56,7 +89,7 @@ def explicit_attention(
     q = q_sbad.reshape(s, n, -1, d).permute(1, 2, 0, 3).reshape(n, -1, d)
     k, v = (x.reshape(s, n, d).transpose(0, 1) for x in (k_sbgd, v_sbgd))
     keys_n = head_keys_ba.reshape(-1) if head_keys_ba is not None else None
-    context = _ExplicitAttention.apply(q, k, v, rate, keys_n, recompute, comm)
+    context = _ExplicitAttention.apply(q, k, v, visible, rate, keys_n, recompute, comm)
     return context.view(b, a, s, d).permute(2, 0, 1, 3)
 
 
@@ -67,13 +100,14 @@ class _ExplicitAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        visible: Visible,
         rate: float,
         keys_n: torch.Tensor | None,
         recompute: bool,
         comm: Comm,
     ) -> torch.Tensor:
-        softmax, mask, weights = _attention_weights(q, k, rate, keys_n)
-        ctx.rate, ctx.recompute, ctx.comm = rate, recompute, comm
+        softmax, mask, weights = _attention_weights(q, k, visible, rate, keys_n)
+        ctx.visible, ctx.rate, ctx.recompute, ctx.comm = visible, rate, recompute, comm
         if recompute:
             ctx.save_for_backward(q, k, v, keys_n, None, None, None)
         else:
@@ -84,7 +118,8 @@ class _ExplicitAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, keys_n, softmax, mask, weights = ctx.saved_tensors
         if ctx.recompute:
-            softmax, mask, weights = in_backward(lambda: _attention_weights(q, k, ctx.rate, keys_n), ctx.comm)
+            inputs = (q, k, ctx.visible, ctx.rate, keys_n)
+            softmax, mask, weights = in_backward(lambda: _attention_weights(*inputs), ctx.comm)
         rows = (*q.shape[:2], k.shape[1])
         grad_v = torch.bmm(weights.view(rows).transpose(1, 2), grads[0])
         grad = torch.bmm(grads[0], v.transpose(1, 2)).view_as(softmax)
@@ -94,7 +129,7 @@ class _ExplicitAttention(torch.autograd.Function):
         scale = 1.0 / math.sqrt(q.shape[-1])
         grad_q = _scaled_product(grad_scores, k, scale)
         grad_k = _scaled_product(grad_scores.transpose(1, 2), q, scale)
-        return grad_q, grad_k, grad_v, None, None, None, None
+        return grad_q, grad_k, grad_v, None, None, None, None, None
 
 
 def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
@@ -102,13 +137,12 @@ def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> to
 
 
 def _attention_weights(
-    q: torch.Tensor, k: torch.Tensor, rate: float, keys_n: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, visible: Visible, rate: float, keys_n: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(softmax, mask of dropout, softmax after dropout), [b a, s, s] each; without dropout the last is the first."""
     s = k.shape[1]
     scores = _scaled_product(q, k.transpose(1, 2), 1.0 / math.sqrt(q.shape[-1])).view(-1, s, s)
-    future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
-    softmax = torch.softmax(scores.masked_fill_(future, float("-inf")), -1)
+    softmax = torch.softmax(scores.masked_fill_(visible.hidden(s, q.device), float("-inf")), -1)
     del scores  # its memory is wanted for the mask
     if keys_n is None:
         return softmax, None, softmax

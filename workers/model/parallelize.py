@@ -13,7 +13,8 @@ from torch import nn
 
 from workers.comm.comm import Comm
 from workers.config import JobSpec
-from workers.model.gpt import GPTChunk
+from workers.model.chunk import Chunk
+from workers.model.shared import Shared
 from workers.parallel.pipeline.stages import virtual_stage
 from workers.parallel.tensor import compiled_operators
 from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
@@ -25,7 +26,7 @@ TOKEN_EMBEDDING = "embedding.token.weight"
 """Layout-free name of the weight that the output layer may share."""
 
 
-class GPTStage(nn.Module):
+class ModelStage(nn.Module):
     """All virtual stages of a rank; parameter names are those of the whole model."""
 
     def __init__(self, spec: JobSpec, comm: Comm, products: Products | None = None):
@@ -34,12 +35,12 @@ class GPTStage(nn.Module):
         layout = spec.layout
         region = Region(comm, layout.sequence_parallel_on, products or TorchProducts())
         self.weight_gradients = region.weight_gradients
-        count = layout.pipeline * layout.virtual_stages
+        shared, count = Shared(spec, region), layout.pipeline * layout.virtual_stages
         indices = [
             virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, comm.index("pipeline"), chunk)
             for chunk in range(layout.virtual_stages)
         ]
-        chunks = [GPTChunk(spec, region, index, count) for index in indices]
+        chunks = [Chunk(shared, index, count) for index in indices]
         self.chunks = nn.ModuleList(chunks)
         self.used_twice = tie_embeddings(chunks) if spec.model.tie_embeddings else None
         """The weight of the token embedding where it is the output layer's too, on this rank."""
@@ -54,7 +55,7 @@ class GPTStage(nn.Module):
         return [shard for chunk in self.chunks for shard in named_shards(chunk)]
 
 
-def tie_embeddings(chunks: Sequence[GPTChunk]) -> nn.Parameter | None:
+def tie_embeddings(chunks: Sequence[Chunk]) -> nn.Parameter | None:
     """Make the output layer's weight the token embedding's (arXiv:1909.08053, section 3).
 
     Where a rank's `chunks` hold both ends of the model it is one parameter with two uses, which is returned. Else each
@@ -75,12 +76,12 @@ def tie_embeddings(chunks: Sequence[GPTChunk]) -> nn.Parameter | None:
     return None
 
 
-def compile_layers(stage: GPTStage, backend: str = "inductor") -> None:
+def compile_layers(stage: ModelStage, backend: str = "inductor") -> None:
     """Compile each layer as a block of its own; equal ones share the result. Parameters must not move any more."""
     # Training and evaluation, whole and smaller micro-batches, recomputed or not: each is a variant of its own.
     torch._dynamo.config.recompile_limit = 32
     for chunk in stage.chunks:
-        assert isinstance(chunk, GPTChunk)
+        assert isinstance(chunk, Chunk)
         for layer in chunk.layers.values():
             for module in layer.modules():
                 if isinstance(module, ColumnParallelLinear | RowParallelLinear):

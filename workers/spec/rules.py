@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from workers.config import BYTE_VOCABULARY, LEAST_WINDOW, JobSpec
+from workers.spec.families import FAMILIES
 from workers.spec.problems import Problem
 
 # More steps of a ramp than anybody looks at; each is kept in memory.
@@ -48,9 +49,8 @@ def _not_built(path: str, value: object, *works: str) -> Problem:
 
 
 def _unsupported_model(spec: JobSpec) -> Iterator[Problem]:
-    model = spec.model
-    if model.family != "gpt":
-        yield _not_built("model.family", model.family, "gpt")
+    if spec.model.family not in FAMILIES:
+        yield _not_built("model.family", spec.model.family, *FAMILIES)
 
 
 def _unsupported_data(spec: JobSpec) -> Iterator[Problem]:
@@ -76,16 +76,54 @@ def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
 
 def _heads_divide_hidden(spec: JobSpec) -> Iterator[Problem]:
     hidden, heads, tensor = spec.model.hidden_size, spec.model.heads, spec.layout.tensor
-    if hidden % heads:
+    if hidden % heads and spec.model.head_dim is None:
         # One that fits the layout too, where there is one.
         unit = tensor if hidden % tensor == 0 else 1
         nearest = unit * nearest_divisor(hidden // unit, round(heads / unit))
         yield Problem("model.heads", f"heads ({heads}) must divide hidden_size ({hidden})", str(nearest))
 
 
+def _positions_fit(spec: JobSpec) -> Iterator[Problem]:
+    model, rope = spec.model, spec.model.rope
+    if model.family not in FAMILIES:
+        return
+    if not model.parts.rotary:
+        if rope is not None:
+            yield Problem(
+                "model.rope", f"{model.family} learns its positions; rotary ones are llama's and qwen's", None
+            )
+        return
+    if model.head_dim is None and model.hidden_size % model.heads:
+        return  # the heads are wrong first
+    if model.head_size % 2:
+        problem = f"rotary positions turn pairs of elements, but heads are {model.head_size} wide"
+        yield Problem("model.head_dim", problem, str(model.head_size + 1))
+    scaling = rope.scaling if rope is not None else None
+    if scaling is None or scaling.type == "linear":
+        return
+    if scaling.original_length is None:
+        problem = f"{scaling.type} needs the length of the sequences that the model was first trained on"
+        nearest = max(1, round(model.sequence_length / scaling.factor))
+        yield Problem("model.rope.scaling.original_length", problem, str(nearest))
+    if scaling.low_frequency_factor >= scaling.high_frequency_factor:
+        problem = f"must be below high_frequency_factor ({scaling.high_frequency_factor})"
+        path = "model.rope.scaling.low_frequency_factor"
+        yield Problem(path, problem, str(scaling.high_frequency_factor / 4))
+    if scaling.beta_slow >= scaling.beta_fast:
+        problem = f"must be below beta_fast ({scaling.beta_fast})"
+        yield Problem("model.rope.scaling.beta_slow", problem, str(scaling.beta_fast / 32))
+
+
+def _windows_fit(spec: JobSpec) -> Iterator[Problem]:
+    model = spec.model
+    if model.full_attention_every is not None and model.sliding_window is None:
+        problem = "without sliding_window all layers attend to all tokens before"
+        yield Problem("model.full_attention_every", problem, "null")
+
+
 def _tensor_divides(spec: JobSpec) -> Iterator[Problem]:
     tensor, model = spec.layout.tensor, spec.model
-    if model.hidden_size % model.heads:
+    if model.head_dim is None and model.hidden_size % model.heads:
         return  # the heads are wrong first
     if model.heads % tensor:
         # One that divides all that is split, so that following the advice is enough.
@@ -394,6 +432,8 @@ UNSUPPORTED: tuple[Rule, ...] = (
 )
 FITTING: tuple[Rule, ...] = (
     _heads_divide_hidden,
+    _positions_fit,
+    _windows_fit,
     _tensor_divides,
     _sequence_parallel_fits,
     _key_value_heads_fit,

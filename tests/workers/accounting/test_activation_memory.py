@@ -109,6 +109,24 @@ def test_grouped_queries_keep_what_the_arithmetic_says(tensor, groups, attention
     assert held_by_layer(job_spec) == layer_bytes(job_spec, ("core_attention",) if recompute == "selective" else ())
 
 
+@pytest.mark.parametrize("modules", [(), ("norm", "mlp_activation"), ALL_MODULES], ids=str)
+@pytest.mark.parametrize("attention", ["explicit", "sdpa"])
+@pytest.mark.parametrize(("tensor", "groups"), [(1, 8), (2, 4), (4, 2)])
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+def test_every_family_keeps_what_the_arithmetic_says(family, tensor, groups, attention, modules):
+    model = {"family": family, "kv_heads": groups, "head_dim": 10}
+    policy = {"recompute": "selective", "recompute_modules": modules} if modules else {}
+    job_spec = job(tensor, tensor > 1, attention, model=model, parallel=policy)
+    assert held_by_layer(job_spec) == layer_bytes(job_spec, modules)
+
+
+@pytest.mark.parametrize(("groups", "attention"), [(8, "explicit"), (8, "sdpa"), (2, "sdpa")])
+def test_a_band_keeps_no_more_than_a_triangle(groups, attention):
+    model = {"family": "llama", "kv_heads": groups, "sliding_window": 5}
+    job_spec = job(attention=attention, model=model)
+    assert held_by_layer(job_spec) == layer_bytes(job_spec)
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_in_16_bits_only_the_statistics_of_norms_differ_on_a_cpu(sequence_parallel):
     """CPUs keep them in 16 bits too, GPUs in fp32, as the arithmetic has it."""

@@ -24,7 +24,7 @@ from workers.accounting.flops import (
 )
 from workers.config import JobSpec
 from workers.engine import Engine
-from workers.model.parallelize import GPTStage
+from workers.model.parallelize import ModelStage
 
 SHAPES = [
     pytest.param(*shape, marks=[] if sum(map(bool, shape)) % 2 else [pytest.mark.soak])
@@ -75,20 +75,31 @@ def layouts() -> list[dict]:
     ]
 
 
-def uneven(groups: int | None = None, tied: bool = True, bias: bool = True, **parallel) -> JobSpec:
+def uneven(groups: int | None = None, tied: bool = True, bias: bool = True, family: str = "gpt", **parallel) -> JobSpec:
     """Seven layers and a vocabulary that no layout divides, written-out attention; a batch of 6, two at a time."""
     model = {"layers": 7, "vocabulary_size": 301, "tie_embeddings": tied, "kv_heads": groups, "bias": bias}
+    if family != "gpt":
+        model |= {"family": family, "head_dim": 12, "ffn_hidden_size": 40, "sliding_window": 5}
     train = {"global_batch_size": 6, "micro_batch_size": 2, "attention": "explicit"}
     return spec(model=model, train=train, parallel=parallel)
 
 
 @pytest.mark.parametrize("layout", layouts(), ids=str)
-@pytest.mark.parametrize(("groups", "tied", "bias"), [(None, True, True), (2, False, False), (1, True, False)])
-def test_parameters_of_each_rank_are_those_that_it_holds(groups, tied, bias, layout):
-    job_spec = uneven(groups, tied, bias, **layout)
+@pytest.mark.parametrize(
+    ("groups", "tied", "bias", "family"),
+    [
+        (None, True, True, "gpt"),
+        (2, False, False, "gpt"),
+        (1, True, False, "gpt"),
+        (2, False, False, "llama"),
+        (1, True, True, "qwen"),
+    ],
+)
+def test_parameters_of_each_rank_are_those_that_it_holds(groups, tied, bias, family, layout):
+    job_spec = uneven(groups, tied, bias, family, **layout)
     held = []
     for stage in range(job_spec.layout.pipeline):
-        model = GPTStage(job_spec, lone_rank(job_spec, stage * job_spec.layout.tensor))
+        model = ModelStage(job_spec, lone_rank(job_spec, stage * job_spec.layout.tensor))
         held.append(sum(parameter.numel() for parameter in model.parameters()))
     assert rank_parameters(job_spec) == tuple(held)
     if layout == {}:
@@ -131,9 +142,9 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("groups", [None, 2])
-def test_hardware_flops_are_those_that_torch_counts_on_the_engine(groups, policy):
-    job_spec = uneven(groups, **policy)
+@pytest.mark.parametrize(("groups", "family"), [(None, "gpt"), (2, "gpt"), (2, "qwen")])
+def test_hardware_flops_are_those_that_torch_counts_on_the_engine(groups, family, policy):
+    job_spec = uneven(groups, family=family, **policy)
     assert step_flops(job_spec).hardware_full == counted(job_spec, 6)
 
 

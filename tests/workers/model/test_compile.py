@@ -12,7 +12,7 @@ from workers.comm.grid import RankGrid
 from workers.config import JobSpec
 from workers.data.batches import MicroBatch
 from workers.engine import Engine
-from workers.model.gpt import Layer
+from workers.model.layer import Layer
 from workers.model.parallelize import compile_layers
 from workers.spec.reading import parse_job_spec
 
@@ -48,15 +48,18 @@ def plain(comm: Comm, job: dict, steps: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "kv_heads", "recompute"),
+    ("family", "tensor", "kv_heads", "recompute"),
     [
-        *((1, 4, "none"), (2, 4, "selective")),
-        *(pytest.param(*each, marks=pytest.mark.soak) for each in ((2, 1, "none"), (2, 4, "full"))),
+        *(("gpt", 1, 4, "none"), ("gpt", 2, 4, "selective"), ("qwen", 2, 2, "none")),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (("gpt", 2, 1, "none"), ("gpt", 2, 4, "full"), ("llama", 1, 4, "selective"))
+        ),
     ],
 )
-def test_compiled_layers_are_one_graph_and_give_the_same_numbers(ranks, tensor, kv_heads, recompute):
+def test_compiled_layers_are_one_graph_and_give_the_same_numbers(ranks, family, tensor, kv_heads, recompute):
     job = document(
-        model={"layers": 5, "kv_heads": kv_heads},
+        model={"family": family, "layers": 5, "kv_heads": kv_heads, "sliding_window": 5},
         train={"micro_batch_size": 4},
         parallel={**axes((tensor, 1, 1)), "recompute": recompute},
     )

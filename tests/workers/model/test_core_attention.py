@@ -11,10 +11,11 @@ import torch
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
-from workers.model.core_attention import explicit_attention, fused_attention
+from workers.model.core_attention import Visible, explicit_attention, fused_attention
 from workers.parallel.tensor.dropout import derived_keys, kept
 
 S, B, A, D = 7, 2, 4, 6
+ALL = Visible(None)
 
 
 @pytest.fixture
@@ -52,10 +53,11 @@ def test_result_and_gradients_are_those_of_the_formula(comm, groups, recompute):
     inputs, grad = drawn(groups)
     expected = with_gradients(formula, inputs, grad)
     torch.testing.assert_close(
-        with_gradients(lambda q, k, v: explicit_attention(q, k, v, recompute, 0.0, None, comm), inputs, grad), expected
+        with_gradients(lambda q, k, v: explicit_attention(q, k, v, ALL, recompute, 0.0, None, comm), inputs, grad),
+        expected,
     )
     torch.testing.assert_close(
-        with_gradients(lambda q, k, v: fused_attention(q, k, v, False, recompute, comm), inputs, grad), expected
+        with_gradients(lambda q, k, v: fused_attention(q, k, v, ALL, False, recompute, comm), inputs, grad), expected
     )
 
 
@@ -67,7 +69,7 @@ def test_weights_are_dropped_by_sample_and_head(comm, recompute):
     masks = kept(derived_keys(keys_ba.reshape(-1, 1), positions), S, rate).view(B, A, S, S)
     assert 0 < masks.float().mean() < 1
     torch.testing.assert_close(
-        with_gradients(lambda q, k, v: explicit_attention(q, k, v, recompute, rate, keys_ba, comm), inputs, grad),
+        with_gradients(lambda q, k, v: explicit_attention(q, k, v, ALL, recompute, rate, keys_ba, comm), inputs, grad),
         with_gradients(lambda q, k, v: formula(q, k, v, masks, rate), inputs, grad),
     )
 
@@ -75,5 +77,5 @@ def test_weights_are_dropped_by_sample_and_head(comm, recompute):
 def test_batches_may_come_first(comm):
     inputs, _ = drawn(2)
     turned = [x.transpose(0, 1) for x in inputs]
-    result = fused_attention(*turned, True, False, comm)
+    result = fused_attention(*turned, ALL, True, False, comm)
     torch.testing.assert_close(result.transpose(0, 1), formula(*inputs))

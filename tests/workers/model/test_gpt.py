@@ -11,7 +11,7 @@ from plain_gpt import PlainGPT, random_weights
 from rank_programs import assemble, initial_parameters, run_steps
 
 from workers.config import ParallelConfig
-from workers.model.gpt import residual_std
+from workers.model.initial import residual_std
 from workers.spec.reading import parse_job_spec
 
 

@@ -6,15 +6,15 @@ import pytest
 from engine_specs import spec
 from one_layer import lone_rank
 
-from workers.model.parallelize import TOKEN_EMBEDDING, GPTStage
+from workers.model.parallelize import TOKEN_EMBEDDING, ModelStage
 
 
-def stages(**sections) -> list[GPTStage]:
+def stages(**sections) -> list[ModelStage]:
     """Of each pipeline rank."""
     job = spec(
         model={"layers": 6, "hidden_size": 16, **sections.pop("model", {})}, train={"global_batch_size": 6}, **sections
     )
-    return [GPTStage(job, lone_rank(job, rank)) for rank in range(job.layout.pipeline)]
+    return [ModelStage(job, lone_rank(job, rank)) for rank in range(job.layout.pipeline)]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from engine_specs import document
-from plain_gpt import NO_TARGET, PlainGPT, random_weights
+from plain_gpt import NO_TARGET, random_weights
+from plain_llama import plain_model
 from rank_programs import Steps, assemble, light, run_steps
 
 from workers.config import RecomputeModule
@@ -53,6 +54,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "batch_divides": (True, False),
     "positions_without_target": (0, 9),
     "deterministic": ("layout", "elastic"),
+    "family": ("gpt", "llama", "qwen"),
+    "head_dim": (None, 6),
+    # Every layer; every other one; none.
+    "sliding_window": ((3, None), (5, 2), (None, None)),
 }
 # Of these every three choices occur together, of the others every two.
 LAYOUT = ("schedule", "tensor", "pipeline", "data", "sequence_parallel", "recompute", "zero")
@@ -180,7 +185,9 @@ def job(row: Row) -> dict[str, Any]:
             "layers": max(2, row["pipeline"] * virtual_stages) + row["layers_more_than_stages"],
             "hidden_size": 16,
             "ffn_hidden_size": 40,
-            **{name: row[name] for name in ("tie_embeddings", "bias", "vocabulary_size", "kv_heads")},
+            **{name: row[name] for name in ("tie_embeddings", "bias", "vocabulary_size", "kv_heads", "family")},
+            "head_dim": row["head_dim"],
+            **dict(zip(("sliding_window", "full_attention_every"), row["sliding_window"], strict=True)),
         },
         train={
             "steps": 1,
@@ -226,8 +233,9 @@ def references() -> list[tuple[dict[str, torch.Tensor], float, dict[str, torch.T
 def reference(row: Row) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
     """(weights, loss, gradients) of the plain model in fp64."""
     spec = parse_job_spec(job(row))
-    weights = random_weights(spec, spread=SPREAD)
-    model = PlainGPT(spec).double().load(weights)
+    model = plain_model(spec).double()
+    weights = random_weights(spec, spread=SPREAD, model=model)
+    model.load(weights)
     loss = model.loss(windows(row))
     loss.backward()
     return weights, loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -22,6 +22,51 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         {"model": {"heads": 3}, "parallel": {"tensor": 4}},
         "model.heads", "heads (3) must divide hidden_size (32)", "4",
     ),
+    (
+        "positions that are learned",
+        {"model": {"rope": {"theta": 5e5}}},
+        "model.rope", "gpt learns its positions; rotary ones are llama's and qwen's", "null",
+    ),
+    (
+        "pairs that turn",
+        {"model": {"family": "llama", "head_dim": 7}},
+        "model.head_dim", "rotary positions turn pairs of elements, but heads are 7 wide", "8",
+    ),
+    (
+        "length before it was stretched",
+        {"model": {"family": "llama", "rope": {"scaling": {"type": "yarn", "factor": 4.0}}}},
+        "model.rope.scaling.original_length",
+        "yarn needs the length of the sequences that the model was first trained on", "2",
+    ),
+    (
+        "frequencies of llama 3",
+        {
+            "model": {
+                "family": "llama",
+                "rope": {
+                    "scaling": {
+                        "type": "llama3", "factor": 8.0, "original_length": 2, "low_frequency_factor": 4.0
+                    }
+                },
+            }
+        },
+        "model.rope.scaling.low_frequency_factor", "must be below high_frequency_factor (4.0)", "1.0",
+    ),
+    (
+        "frequencies of yarn",
+        {
+            "model": {
+                "family": "qwen",
+                "rope": {"scaling": {"type": "yarn", "factor": 8.0, "original_length": 2, "beta_fast": 0.5}},
+            }
+        },
+        "model.rope.scaling.beta_slow", "must be below beta_fast (0.5)", "0.015625",
+    ),
+    (
+        "layers without a window",
+        {"model": {"full_attention_every": 2}},
+        "model.full_attention_every", "without sliding_window all layers attend to all tokens before", "null",
+    ),
     ("tensor", {"parallel": {"tensor": 3}}, "parallel.tensor", "tensor (3) must divide model.heads (4)", "2"),
     (
         "tensor that divides all that is split",
@@ -278,7 +323,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
 ]  # fmt: skip
 
 NOT_BUILT: list[tuple[str, str, Any]] = [
-    ("model", "family", "llama"),
+    ("model", "family", "moe"),
     ("data", "source", "parquet"),
     ("data", "tokenizer", "bpe"),
     ("data", "weights", [1.0]),

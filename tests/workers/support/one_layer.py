@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from benchmarks.support.faked_comm import FakedComm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
-from workers.model.gpt import Layer
+from workers.model.families import parts_of
+from workers.model.shared import Shared
 from workers.parallel.data.flat import FlatParameters
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.recompute.modules import checkpointed
@@ -63,7 +64,8 @@ class OneLayer:
 
     def __init__(self, spec: JobSpec):
         self.spec, self.comm = spec, lone_rank(spec)
-        self.layer = Layer(spec, Region(self.comm, spec.layout.sequence_parallel_on, TorchProducts()), 0)
+        region = Region(self.comm, spec.layout.sequence_parallel_on, TorchProducts())
+        self.layer = parts_of(spec.model).layer(Shared(spec, region), 0)
         self.dtype = getattr(torch, spec.train.dtype)
         self.flat = FlatParameters(named_shards(self.layer), 1, CPU, self.dtype)
         self.flat.parameters.normal_(0.0, 0.02)
@@ -80,7 +82,7 @@ class OneLayer:
         return torch.randn(shape, dtype=self.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer under the layout's policy, as GPTChunk runs it."""
+        """The layer under the layout's policy, as a chunk runs it."""
         run = ForwardPass(self.keys, Recompute.of(self.spec.layout))
         return checkpointed(self.comm, self.layer, x, run) if run.recompute.whole_layer(0) else self.layer(x, run)
 
@@ -119,6 +121,7 @@ def held_by_layer(spec: JobSpec) -> int:
     """Bytes that autograd holds for one layer. Its input counts: it is nobody's but this layer's to keep."""
     layer = OneLayer(spec)
     source = layer.input().requires_grad_()
+    layer.forward(source * 1.0)  # makes the tables that all layers share
     return held_bytes(lambda: layer.forward(source * 1.0))[0]
 
 

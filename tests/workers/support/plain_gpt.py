@@ -33,15 +33,24 @@ def keep_all(x: torch.Tensor, place: int) -> torch.Tensor:
 class PlainAttention(nn.Module):
     """Masked softmax, written out."""
 
-    def __init__(self, hidden: int, heads: int, bias: bool, kv_heads: int | None = None):
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        bias: bool,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        window: int | None = None,
+    ):
         super().__init__()
-        self.heads, self.kv_heads, self.size = heads, kv_heads or heads, hidden // heads
+        self.heads, self.kv_heads, self.size = heads, kv_heads or heads, head_dim or hidden // heads
+        self.window, width = window, heads * self.size
         if self.kv_heads == heads:
-            self.qkv = nn.Linear(hidden, 3 * hidden, bias=bias)
+            self.qkv = nn.Linear(hidden, 3 * width, bias=bias)
         else:
-            self.q = nn.Linear(hidden, hidden, bias=bias)
+            self.q = nn.Linear(hidden, width, bias=bias)
             self.kv = nn.Linear(hidden, 2 * self.kv_heads * self.size, bias=bias)
-        self.output = nn.Linear(hidden, hidden, bias=bias)
+        self.output = nn.Linear(width, hidden, bias=bias)
 
     def projections(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v, [b, s, a, d] each: neighbouring heads may have the same k and v."""
@@ -56,12 +65,13 @@ class PlainAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, drop: Drop = keep_all, place: int = 0) -> torch.Tensor:
         """[b, s, h] -> the same."""
-        b, s, h = x.shape
+        b, s, _ = x.shape
         q, k, v = self.projections(x)
         scores = torch.einsum("bqad,bkad->baqk", q, k) / math.sqrt(self.size)
-        future = torch.ones(s, s, dtype=torch.bool).triu(1)
-        weights = drop(scores.masked_fill(future, float("-inf")).softmax(-1), place)
-        return self.output(torch.einsum("baqk,bkad->bqad", weights, v).reshape(b, s, h))
+        before = torch.arange(s)[:, None] - torch.arange(s)
+        hidden = (before < 0) | (before >= (self.window or s))
+        weights = drop(scores.masked_fill(hidden, float("-inf")).softmax(-1), place)
+        return self.output(torch.einsum("baqk,bkad->bqad", weights, v).reshape(b, s, -1))
 
 
 class PlainMLP(nn.Module):
@@ -79,10 +89,12 @@ class PlainMLP(nn.Module):
 class PlainLayer(nn.Module):
     """Pre-norm transformer layer."""
 
-    def __init__(self, hidden: int, heads: int, inner: int, bias: bool, kv_heads: int | None = None):
+    def __init__(
+        self, hidden: int, heads: int, inner: int, bias: bool, kv_heads: int | None = None, head_dim: int | None = None
+    ):
         super().__init__()
         self.attention_norm = nn.LayerNorm(hidden, bias=bias)
-        self.attention = PlainAttention(hidden, heads, bias, kv_heads)
+        self.attention = PlainAttention(hidden, heads, bias, kv_heads, head_dim)
         self.mlp_norm = nn.LayerNorm(hidden, bias=bias)
         self.mlp = PlainMLP(hidden, inner, bias)
 
@@ -114,7 +126,8 @@ class PlainGPT(nn.Module):
         hidden, inner = model.hidden_size, model.ffn_hidden_size or 4 * model.hidden_size
         self.embedding = PlainEmbedding(spec.vocabulary_size, model.sequence_length, hidden)
         self.layers = nn.ModuleList(
-            PlainLayer(hidden, model.heads, inner, model.bias, model.kv_heads) for _ in range(model.layers)
+            PlainLayer(hidden, model.heads, inner, model.bias, model.kv_heads, model.head_dim)
+            for _ in range(model.layers)
         )
         self.final_norm = nn.LayerNorm(hidden, bias=model.bias)
         self.output = nn.Linear(hidden, spec.vocabulary_size, bias=False)
@@ -163,11 +176,14 @@ class PlainStage(nn.Module):
         return x if self.output is None else self.output(self.final_norm(x))
 
 
-def random_weights(spec: JobSpec, seed: int = 0, spread: float = 0.2) -> dict[str, torch.Tensor]:
-    """Weights by name (fp64, exact in fp32) in which nothing is zero or one, so that no term of a gradient hides."""
+def random_weights(
+    spec: JobSpec, seed: int = 0, spread: float = 0.2, model: nn.Module | None = None
+) -> dict[str, torch.Tensor]:
+    """Weights by name (fp64, exact in fp32) in which nothing is zero or one, so that no term of a gradient hides, of
+    `model` (default: the GPT of the spec)."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, parameter in PlainGPT(spec).named_parameters():
+    for name, parameter in (model or PlainGPT(spec)).named_parameters():
         middle = 1.0 if "norm.weight" in name else 0.0
         values = torch.empty(parameter.shape).normal_(middle, spread, generator=generator)
         weights[name] = values.double()

@@ -15,7 +15,7 @@ class SharedGradients:
     def __init__(self, flat: FlatParameters, comm: Comm, sequence_parallel: bool):
         """`sequence_parallel`: tensor ranks see different parts of the sequence."""
         self._flat, self._comm = flat, comm
-        self._replicated = flat.replicated() if sequence_parallel else []
+        self._replicated = [slot for slot in flat.replicated() if sequence_parallel or slot.entry.shard.partial]
         self._copied, self._tied = flat.copied(), flat.tied()
 
     def sum(self) -> None:

@@ -11,7 +11,13 @@ import torch.nn.functional as F
 
 from workers.parallel.recompute.modules import Again
 from workers.parallel.tensor import compiled_operators
-from workers.parallel.tensor.linear_autograd import column_parallel, gelu_row_parallel, look_up, row_parallel
+from workers.parallel.tensor.linear_autograd import (
+    column_parallel,
+    gated_row_parallel,
+    gelu_row_parallel,
+    look_up,
+    row_parallel,
+)
 from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.sequence_parallel import first_position, leave
 from workers.parallel.tensor.shards import ParameterShard, ShardedModule
@@ -68,6 +74,22 @@ class RowParallelLinear(ShardedModule):
         if self.gelu:
             return gelu_row_parallel(x, self.weight, self.bias, self.region, residual, recompute_gelu)
         return row_parallel(x, self.weight, self.bias, self.region, residual)
+
+
+class GatedRowParallelLinear(RowParallelLinear):
+    """The same of silu(gate) up (SwiGLU, arXiv:2002.05202)."""
+
+    def forward(  # type: ignore[override]
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        recompute_product: bool = False,
+    ) -> torch.Tensor:
+        """[s, b, in/t] each -> [s or s/t, b, out]. Bias and `residual` are added once, after the sum."""
+        if torch.compiler.is_compiling():
+            return super().forward(F.silu(gate) * up, residual)
+        return gated_row_parallel(gate, up, self.weight, self.bias, self.region, residual, recompute_product)
 
 
 class LayerNorm(ShardedModule):

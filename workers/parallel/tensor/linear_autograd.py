@@ -198,6 +198,36 @@ class _GeluRowParallel(torch.autograd.Function):
         return region.products.gelu_gradient(grad_x, x), grads[0] if ctx.added else None, None, None, None
 
 
+class _GatedRowParallel(torch.autograd.Function):
+    """SwiGLU and the product after it, in the same way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        residual: torch.Tensor | None,
+        parameters: tuple[nn.Parameter, nn.Parameter | None],
+        region: Region,
+        recompute: bool,
+    ) -> torch.Tensor:
+        ctx.region, ctx.parameters, ctx.added = region, parameters, residual is not None
+        active = region.products.swiglu(gate, up)
+        ctx.save_for_backward(gate, up, None if recompute else active)
+        return row_forward(active, *parameters, region, residual)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gate, up, active), (weight, bias), region = ctx.saved_tensors, ctx.parameters, ctx.region
+
+        def input_of() -> torch.Tensor:
+            return in_backward(lambda: region.products.swiglu(gate, up), region.comm) if active is None else active
+
+        grad_active = row_backward(grads[0].contiguous(), input_of, weight, bias, region)
+        grad_gate, grad_up = region.products.swiglu_gradients(grad_active, gate, up)
+        return grad_gate, grad_up, grads[0] if ctx.added else None, None, None, None
+
+
 class _LookUp(torch.autograd.Function):
     """Rows of a table, whose gradient goes straight to the flat buffer."""
 
@@ -250,6 +280,19 @@ def gelu_row_parallel(
 ) -> torch.Tensor:
     """The same of gelu(x), exact by erf. With `recompute`, gelu(x) is not kept for backward, but x is."""
     return _GeluRowParallel.apply(x, residual, (weight, bias), region, recompute)
+
+
+def gated_row_parallel(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    region: Region,
+    residual: torch.Tensor | None,
+    recompute: bool,
+) -> torch.Tensor:
+    """The same of silu(gate) up, [s, b, i/t] each. With `recompute` only gate and up are kept for backward."""
+    return _GatedRowParallel.apply(gate, up, residual, (weight, bias), region, recompute)
 
 
 def look_up(rows_sb: torch.Tensor, weight: nn.Parameter, region: Region) -> torch.Tensor:

@@ -50,6 +50,16 @@ class Products(Protocol):
         """The gradient of GELU's input x from that of its output, whose memory may be used for it."""
         ...
 
+    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) up, with silu(x) = x sigmoid(x): the input of a product."""
+        ...
+
+    def swiglu_gradients(
+        self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of gate and up from that of their result, whose memory may be used for them."""
+        ...
+
 
 class TorchProducts:
     """torch's own kernels."""
@@ -110,6 +120,18 @@ class TorchProducts:
         """In the memory of `grad`."""
         torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=grad)
         return grad
+
+    def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) up."""
+        return F.silu(gate).mul_(up)
+
+    def swiglu_gradients(
+        self, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """That of up in the memory of `grad`."""
+        grad_gate = grad * up
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, grad.mul_(F.silu(gate))
 
 
 def _wide_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -78,7 +78,7 @@ def first_position(region: Region, length: int) -> int:
 
 def sum_replicated_gradients(gradients: Sequence[torch.Tensor], comm: Comm) -> None:
     """Sum, in place, the gradients [n] of parameters of which every tensor rank holds all (norms, positions, biases of
-    row-parallel products) and has seen only its part of the sequence; in one message for all."""
+    row-parallel products) and has seen only its part of the sequence, or of the heads; in one message for all."""
     if gradients:
         together = torch.cat(list(gradients))
         comm.all_reduce("tensor", together)

@@ -22,6 +22,9 @@ class ParameterShard:
     past the full shape where the vocabulary is padded."""
     copies: int = 1
     """Neighbouring tensor ranks that hold the same part (key-value heads fewer than tensor ranks)."""
+    partial: bool = False
+    """Whether each tensor rank has only seen its own heads with it, all of which it holds: its gradient is the sum over
+    ranks, also where they see the same part of the sequence."""
     decay: bool = True
     """Whether weight decay applies; not to norms and biases."""
     tied_across_stages: bool = False

@@ -17,7 +17,7 @@ from engine_specs import axes, document
 from plain_gpt import PlainGPT, random_weights
 from rank_programs import assemble, evaluate, light, run_steps
 
-from workers.model.gpt import EMBEDDING_PLACE, PLACES_A_LAYER
+from workers.model.shared import EMBEDDING_PLACE, PLACES_A_LAYER
 from workers.parallel.tensor.dropout import derived_keys, dropout, kept, sample_keys
 from workers.spec.reading import parse_job_spec
 

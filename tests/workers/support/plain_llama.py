@@ -1,0 +1,125 @@
+"""A Llama, and a Qwen 3, as one would write them on a single machine, as `plain_gpt.py` has GPT.
+
+Positions are turned as complex numbers, not as the engine does it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from plain_gpt import Drop, PlainAttention, PlainGPT, keep_all
+from torch import nn
+
+from workers.config import JobSpec
+
+
+class PlainRMSNorm(nn.Module):
+    """x over its root mean square."""
+
+    def __init__(self, size: int, epsilon: float):
+        super().__init__()
+        self.weight, self.epsilon = nn.Parameter(torch.ones(size)), epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., h] -> the same."""
+        return x / (x.square().mean(-1, keepdim=True) + self.epsilon).sqrt() * self.weight
+
+
+class PlainRotaryAttention(PlainAttention):
+    """Queries and keys are turned, and before that, where `head_norm`, normed."""
+
+    def __init__(self, spec: JobSpec, index: int):
+        model = spec.model
+        super().__init__(
+            model.hidden_size, model.heads, model.bias, model.kv_heads, model.head_dim, window(spec, index)
+        )
+        self.theta = model.rope.theta if model.rope else 10_000.0
+        self.q_norm = self.k_norm = nn.Identity()
+        if model.family == "qwen":
+            self.q_norm, self.k_norm = (PlainRMSNorm(self.size, model.norm_epsilon) for _ in range(2))
+
+    def projections(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v, [b, s, a, d] each."""
+        q, k, v = super().projections(x)
+        return self.turned(self.q_norm(q)), self.turned(self.k_norm(k)), v
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        """Element i and element i + d/2 as one complex number, times exp(i position theta^(-2i/d))."""
+        half = self.size // 2
+        frequencies = self.theta ** -(torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * frequencies
+        numbers = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([numbers.real, numbers.imag], -1).to(x.dtype)
+
+
+class PlainSwiGLU(nn.Module):
+    """Three layers."""
+
+    def __init__(self, hidden: int, inner: int, bias: bool):
+        super().__init__()
+        self.gate, self.up = nn.Linear(hidden, inner, bias=bias), nn.Linear(hidden, inner, bias=bias)
+        self.down = nn.Linear(inner, hidden, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s, h] -> the same."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class PlainLlamaLayer(nn.Module):
+    """Pre-norm transformer layer."""
+
+    def __init__(self, spec: JobSpec, index: int):
+        super().__init__()
+        model = spec.model
+        self.attention_norm = PlainRMSNorm(model.hidden_size, model.norm_epsilon)
+        self.attention = PlainRotaryAttention(spec, index)
+        self.mlp_norm = PlainRMSNorm(model.hidden_size, model.norm_epsilon)
+        self.mlp = PlainSwiGLU(model.hidden_size, model.ffn_size, model.bias)
+
+    def forward(self, x: torch.Tensor, drop: Drop = keep_all, index: int = 0) -> torch.Tensor:
+        """[b, s, h] -> the same, as layer `index` of the model."""
+        place = 1 + 3 * index
+        x = x + drop(self.attention(self.attention_norm(x), drop, place), place + 1)
+        return x + drop(self.mlp(self.mlp_norm(x)), place + 2)
+
+
+class PlainTokens(nn.Module):
+    """Tokens without positions."""
+
+    def __init__(self, vocabulary: int, hidden: int):
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, hidden)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[b, s] -> [b, s, h]."""
+        return self.token(tokens)
+
+
+class PlainLlama(PlainGPT):
+    """The whole model of a spec."""
+
+    def __init__(self, spec: JobSpec):
+        nn.Module.__init__(self)
+        model = spec.model
+        self.embedding = PlainTokens(spec.vocabulary_size, model.hidden_size)
+        self.layers = nn.ModuleList(PlainLlamaLayer(spec, index) for index in range(model.layers))
+        self.final_norm = PlainRMSNorm(model.hidden_size, model.norm_epsilon)
+        self.output = nn.Linear(model.hidden_size, spec.vocabulary_size, bias=False)
+        if model.tie_embeddings:
+            self.output.weight = self.embedding.token.weight
+
+
+def window(spec: JobSpec, index: int) -> int | None:
+    """Tokens that a token of layer `index` attends to."""
+    model, every = spec.model, spec.model.full_attention_every
+    return None if every is not None and index % every == every - 1 else model.sliding_window
+
+
+def plain_model(spec: JobSpec) -> PlainGPT:
+    """That of the spec's family."""
+    if spec.model.family != "gpt":
+        return PlainLlama(spec)
+    model = PlainGPT(spec)
+    for index, layer in enumerate(model.layers):
+        layer.attention.window = window(spec, index)
+    return model

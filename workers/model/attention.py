@@ -1,0 +1,110 @@
+"""Causal self-attention of all families; heads are split over the tensor group.
+
+Shapes: s sequence, b micro-batch, h hidden, a heads, g key-value heads, d head size, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from workers.model.core_attention import explicit_attention, fused_attention
+from workers.model.initial import INIT_STD, residual_std
+from workers.model.rotary import Rotary
+from workers.model.shared import Shared, first_place
+from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.recompute.modules import Again
+from workers.parallel.tensor.dropout import derived_keys
+from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from workers.parallel.tensor.linear_autograd import column_parallel_pair
+
+
+class Attention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v, between one product before and one behind.
+
+    Rows of the fused projection are ordered (head, q/k/v, d), so that any contiguous split holds whole heads. With
+    fewer key-value heads there are two projections, of rows (head, d) and (key-value head, k/v, d).
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        layer: int,
+        rotary: Rotary | None = None,
+        head_norms: tuple[nn.Module, nn.Module] | None = None,
+    ):
+        """`rotary` turns queries and keys; `head_norms` norm them, each head by itself, before that."""
+        super().__init__()
+        spec, region = shared.spec, shared.region
+        model, t = spec.model, region.tensor_size
+        h, d = model.hidden_size, model.head_size
+        self.region, self.visible, self.place, self.rotary = region, shared.visible(layer), first_place(layer), rotary
+        self.rate, self.explicit = model.dropout, spec.attention_is_explicit
+        self.heads, self.head_size = model.heads // t, d
+        self.key_value_heads = max(1, model.key_value_heads // t)
+        self.fused = model.key_value_heads == model.heads
+        if self.fused:
+            self.qkv = ColumnParallelLinear(h, 3 * model.attention_width, region, model.bias, INIT_STD)
+        else:
+            units = model.key_value_heads
+            self.q = ColumnParallelLinear(h, model.attention_width, region, model.bias, INIT_STD)
+            self.kv = ColumnParallelLinear(h, 2 * units * d, region, model.bias, INIT_STD, units)
+        self.output = RowParallelLinear(model.attention_width, h, region, model.bias, residual_std(model))
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if head_norms is not None:
+            self.q_norm, self.k_norm = head_norms
+
+    def forward(
+        self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[s or s/t, b, h] -> the same, added to the residual where it is given."""
+        q, k, v = self._projections(x, norm_again, run.batch_first)
+        recompute = run.recompute.core_attention
+        if self.explicit:
+            context = self._explicit(q, k, v, run, recompute)
+        else:
+            context = fused_attention(q, k, v, self.visible, run.batch_first, recompute, self.region.comm)
+        return self.output(context.flatten(2), residual)
+
+    def _projections(self, x: torch.Tensor, norm_again: Again | None, batch_first: bool) -> tuple[torch.Tensor, ...]:
+        """q [s, b, a/t, d], k and v [s, b, g/t, d]; [b, s, ...] where x is [b, s, h]."""
+        rotary = self.rotary if self.q_norm is None else None  # what is normed is turned after that
+        if self.fused:
+            qkv = self.qkv(x, norm_again)
+            if rotary is not None:
+                qkv = rotary(qkv, self.head_size, 3, 2, batch_first)
+            q, k, v = qkv.view(*qkv.shape[:2], self.heads, 3, self.head_size).unbind(3)
+        else:
+            q, kv = self._pair(x, norm_again)
+            if rotary is not None:
+                q = rotary(q, self.head_size, 1, 1, batch_first)
+                kv = rotary(kv, self.head_size, 2, 1, batch_first)
+            q = q.view(*q.shape[:2], self.heads, self.head_size)
+            k, v = kv.view(*kv.shape[:2], self.key_value_heads, 2, self.head_size).unbind(3)
+        if self.q_norm is None or self.k_norm is None:
+            return q, k, v
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            q = self.rotary(q, self.head_size, 1, 1, batch_first)
+            k = self.rotary(k, self.head_size, 1, 1, batch_first)
+        return q, k, v
+
+    def _pair(self, x: torch.Tensor, norm_again: Again | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.compiler.is_compiling():
+            return self.q(x), self.kv(x)
+        first, second = (self.q.weight, self.q.bias), (self.kv.weight, self.kv.bias)
+        return column_parallel_pair(x, first, second, self.region, norm_again)
+
+    def _explicit(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: ForwardPass, recompute: bool
+    ) -> torch.Tensor:
+        if run.batch_first:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        keys_ba = None
+        if self.rate > 0.0 and run.keys_b is not None:
+            first = self.region.comm.index("tensor") * self.heads
+            heads = torch.arange(first, first + self.heads, dtype=torch.int32, device=q.device)
+            keys_ba = derived_keys(derived_keys(run.keys_b, self.place).unsqueeze(1), heads)
+        context = explicit_attention(q, k, v, self.visible, recompute, self.rate, keys_ba, self.region.comm)
+        return context.transpose(0, 1) if run.batch_first else context

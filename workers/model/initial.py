@@ -1,0 +1,14 @@
+"""How widely weights are spread at the start, in all families."""
+
+from __future__ import annotations
+
+import math
+
+from workers.config import ModelConfig
+
+INIT_STD = 0.02
+
+
+def residual_std(model: ModelConfig) -> float:
+    """Scaled initialisation of layers that write into the residual stream: std / sqrt(2 L) (Radford et al. 2019)."""
+    return INIT_STD / math.sqrt(2 * model.layers)

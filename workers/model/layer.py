@@ -1,0 +1,82 @@
+"""What the layers of all families have in common: a block of attention and an MLP, each behind a norm, each added to
+the residual stream.
+
+Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size. With sequence parallelism the residual stream
+between the parallel blocks is [s/t, b, h].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from workers.model.attention import Attention
+from workers.model.initial import INIT_STD
+from workers.model.shared import EMBEDDING_PLACE, Shared, first_place
+from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.recompute.modules import Again, again
+from workers.parallel.tensor.dropout import derived_keys, dropout
+from workers.parallel.tensor.layers import PositionEmbedding, VocabularyParallelEmbedding
+from workers.parallel.tensor.region import Region
+from workers.parallel.tensor.sequence_parallel import first_position
+
+
+class Dropout:
+    """Dropout of the residual stream at one place in the model."""
+
+    def __init__(self, rate: float, place: int, region: Region):
+        self.rate, self.place, self.region = rate, place, region
+
+    def __call__(self, x: torch.Tensor, keys_b: torch.Tensor) -> torch.Tensor:
+        """[s or s/t, b, h] -> the same, for samples with these keys."""
+        return dropout(x, derived_keys(keys_b, self.place), self.rate, first_position(self.region, x.shape[0]))
+
+
+class Layer(nn.Module):
+    """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self, shared: Shared, index: int, attention: Attention, mlp: nn.Module, norms: tuple[nn.Module, nn.Module]
+    ):
+        """`mlp` maps (input, ForwardPass, Again or None, residual or None) to its output, as `attention` does."""
+        super().__init__()
+        rate, region = shared.spec.model.dropout, shared.region
+        self.attention_norm, self.mlp_norm = norms
+        self.attention, self.mlp = attention, mlp
+        self.attention_dropout = Dropout(rate, first_place(index) + 1, region)
+        self.mlp_dropout = Dropout(rate, first_place(index) + 2, region)
+
+    def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
+        """[s or s/t, b, h] -> the same."""
+        # Dropout lies between a block and the residual; without it the block's last product adds the residual itself.
+        residual = x if run.keys_b is None else None
+        y = self.attention(self.attention_norm(x), run, self._norm_again(self.attention_norm, x, run), residual)
+        x = y if run.keys_b is None else x + self.attention_dropout(y, run.keys_b)
+        residual = x if run.keys_b is None else None
+        y = self.mlp(self.mlp_norm(x), run, self._norm_again(self.mlp_norm, x, run), residual)
+        return y if run.keys_b is None else x + self.mlp_dropout(y, run.keys_b)
+
+    @staticmethod
+    def _norm_again(norm: nn.Module, x: torch.Tensor, run: ForwardPass) -> Again | None:
+        return again(norm, x) if run.recompute.norm else None
+
+
+class Embedding(nn.Module):
+    """Token embedding, plus that of the position where positions are learned."""
+
+    def __init__(self, shared: Shared, learned_positions: bool):
+        super().__init__()
+        spec, region = shared.spec, shared.region
+        model = spec.model
+        self.token = VocabularyParallelEmbedding(spec.vocabulary_size, model.hidden_size, region, INIT_STD)
+        self.position: PositionEmbedding | None = None
+        if learned_positions:
+            self.position = PositionEmbedding(model.sequence_length, model.hidden_size, region, INIT_STD)
+        self.dropout = Dropout(model.dropout, EMBEDDING_PLACE, region)
+
+    def forward(self, tokens_sb: torch.Tensor, run: ForwardPass) -> torch.Tensor:
+        """Tokens [s, b] -> [s or s/t, b, h]."""
+        x = self.token(tokens_sb)
+        if self.position is not None:
+            x = self.position(x, run.batch_first)
+        return x if run.keys_b is None else self.dropout(x, run.keys_b)

@@ -1,0 +1,63 @@
+"""Llama (Touvron et al. 2023, arXiv:2302.13971; Llama 3, arXiv:2407.21783): pre-norm decoder with RMS norms, rotary
+positions, grouped-query attention and SwiGLU. With `sliding_window` it is Mistral 7B (arXiv:2310.06825).
+
+Shapes: s sequence, b micro-batch, h hidden, f inner width of the MLP, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from workers.config import ModelConfig
+from workers.model.attention import Attention
+from workers.model.initial import INIT_STD, residual_std
+from workers.model.layer import Embedding, Layer
+from workers.model.shared import Shared
+from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.recompute.modules import Again
+from workers.parallel.tensor.layers import ColumnParallelLinear, GatedRowParallelLinear
+from workers.parallel.tensor.linear_autograd import column_parallel_pair
+from workers.parallel.tensor.region import Region
+from workers.parallel.tensor.rms_norm import RMSNorm
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, model: ModelConfig, region: Region):
+        super().__init__()
+        h, f = model.hidden_size, model.ffn_size
+        self.region = region
+        self.gate = ColumnParallelLinear(h, f, region, model.bias, INIT_STD)
+        self.up = ColumnParallelLinear(h, f, region, model.bias, INIT_STD)
+        self.down = GatedRowParallelLinear(f, h, region, model.bias, residual_std(model))
+
+    def forward(
+        self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[s or s/t, b, h] -> the same, added to the residual where it is given."""
+        if torch.compiler.is_compiling():
+            gate, up = self.gate(x), self.up(x)
+        else:
+            pair = ((self.gate.weight, self.gate.bias), (self.up.weight, self.up.bias))
+            gate, up = column_parallel_pair(x, *pair, self.region, norm_again)
+        return self.down(gate, up, residual, run.recompute.mlp_activation)
+
+
+def embedding(shared: Shared) -> Embedding:
+    """Of tokens alone."""
+    return Embedding(shared, learned_positions=False)
+
+
+def layer(shared: Shared, index: int) -> Layer:
+    """Layer `index` of the model."""
+    model = shared.spec.model
+    norms = (norm(model), norm(model))
+    attention = Attention(shared, index, rotary=shared.rotary)
+    return Layer(shared, index, attention, SwiGLU(model, shared.region), norms)
+
+
+def norm(model: ModelConfig) -> RMSNorm:
+    """That before each block, and the final one."""
+    return RMSNorm(model.hidden_size, model.norm_epsilon)

@@ -1,0 +1,131 @@
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864): each head's element i turns with element i + d/2 by an angle
+that grows with the position, so that a query times a key depends on how far apart they are alone.
+
+Shapes: s sequence, b micro-batch, a heads, d head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from workers.config import RopeConfig, RopeScaling
+
+
+class Rotary:
+    """Turns queries and keys. The tables are shared by all layers of a stage."""
+
+    def __init__(self, rope: RopeConfig, head_size: int, length: int):
+        """`length`: of the longest sequence, in tokens."""
+        frequencies, self._scale = frequencies_of(rope, head_size)
+        self._angles_sd = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+        self._tables: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, x: torch.Tensor, head_size: int, parts: int, turned: int, batch_first: bool) -> torch.Tensor:
+        """x [s, b, ...], or [b, s, ...] with `batch_first`, whose last dimensions hold (head, part, d): of each head's
+        `parts` the first `turned` are turned, in the memory of x."""
+        cos, sin = self.tables(x)
+        length = x.shape[1] if batch_first else x.shape[0]
+        shape = (1, length, 1, 1, -1) if batch_first else (length, 1, 1, 1, -1)
+        cos, sin = cos[:length].view(shape), sin[:length].view(shape)
+        if torch.compiler.is_compiling():
+            return _turned_in_new_memory(x, cos, sin, parts, turned, head_size)
+        result: torch.Tensor = _Turn.apply(x, cos, sin, parts, turned, head_size)
+        return result
+
+    def tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of every position, [s, d/2], for inputs like x."""
+        key = (x.dtype, x.device)
+        if key not in self._tables:
+            cos, sin = self._angles_sd.cos() * self._scale, self._angles_sd.sin() * self._scale
+            self._tables[key] = cos.to(x.device, x.dtype), sin.to(x.device, x.dtype)
+        return self._tables[key]
+
+
+class _Turn(torch.autograd.Function):
+    """A turn in place; its backward turns the gradient back and needs nothing that forward computed.
+
+    Autograd is not told of the place: it refuses where x is a view of what a product wrote. Nobody else may hold x.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, turned: int, head_size: int
+    ) -> torch.Tensor:
+        ctx.cos, ctx.sin, ctx.shape = cos, sin, (parts, turned, head_size)
+        _turn(x, cos, sin, *ctx.shape)
+        return x.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        _turn(grad, ctx.cos, -ctx.sin, *ctx.shape)
+        return grad, None, None, None, None, None
+
+
+def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, turned: int, head_size: int) -> None:
+    first, second = _halves(x, parts, turned, head_size)
+    before = first.clone()
+    first.mul_(cos).addcmul_(second, sin, value=-1.0)
+    second.mul_(cos).addcmul_(before, sin)
+
+
+def _halves(x: torch.Tensor, parts: int, turned: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both halves of the parts that are turned: [s, b, a, parts, d/2]."""
+    whole = x.view(*x.shape[:2], -1, parts, head_size)[..., :turned, :]
+    return whole[..., : head_size // 2], whole[..., head_size // 2 :]
+
+
+def _turned_in_new_memory(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, turned: int, head_size: int
+) -> torch.Tensor:
+    first, second = _halves(x, parts, turned, head_size)
+    rest = x.view(*x.shape[:2], -1, parts, head_size)[..., turned:, :]
+    whole = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.cat([whole, rest], -2).view(x.shape)
+
+
+def frequencies_of(rope: RopeConfig, head_size: int) -> tuple[torch.Tensor, float]:
+    """Angles in radians a token, fp64 [d/2], and what queries and keys are multiplied with beside."""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
+    frequencies = rope.theta**-exponents
+    scaling = rope.scaling
+    if scaling is None:
+        return frequencies, 1.0
+    if scaling.type == "linear":
+        return frequencies / scaling.factor, 1.0
+    if scaling.type == "llama3":
+        return _blended(frequencies, scaling.factor, _kept_by_llama3(frequencies, scaling)), 1.0
+    scale = 0.1 * math.log(scaling.factor) + 1.0 if scaling.attention_factor is None else scaling.attention_factor
+    return _blended(frequencies, scaling.factor, _kept_by_yarn(rope.theta, head_size, scaling)), scale
+
+
+def _blended(frequencies: torch.Tensor, factor: float, kept: torch.Tensor) -> torch.Tensor:
+    """Frequencies of which the part `kept` stays and the rest is divided by the factor (arXiv:2309.00071, eq. 13)."""
+    return frequencies * kept + frequencies / factor * (1.0 - kept)
+
+
+def _kept_by_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Linear in how often a frequency turns in the original length (Llama 3.1, arXiv:2407.21783, section 3.4.2, as its
+    published code has it)."""
+    assert scaling.original_length is not None
+    turns = scaling.original_length * frequencies / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _kept_by_yarn(theta: float, head_size: int, scaling: RopeScaling) -> torch.Tensor:
+    """Linear in the frequency's number between those that turn beta_fast and beta_slow times in the original length,
+    rounded outwards, as YaRN's published code has it (arXiv:2309.00071, section 3.2)."""
+    length = scaling.original_length
+    assert length is not None
+
+    def number_of(turns: float) -> float:
+        return head_size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(number_of(scaling.beta_fast)), 0)
+    last = min(math.ceil(number_of(scaling.beta_slow)), head_size - 1)
+    numbers = torch.arange(head_size // 2, dtype=torch.float64)
+    return 1.0 - ((numbers - first) / max(last - first, 0.001)).clamp(0.0, 1.0)

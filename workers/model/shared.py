@@ -1,0 +1,42 @@
+"""What all layers of a rank's model share."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.config import JobSpec
+from workers.model.core_attention import Visible
+from workers.model.rotary import Rotary
+from workers.parallel.tensor.region import Region
+
+# Places in the model at which dropout happens; keys of different places are independent.
+EMBEDDING_PLACE = 0
+PLACES_A_LAYER = 3
+
+
+class Shared:
+    """The job, where its layers talk, and tables that are the same for many layers."""
+
+    def __init__(self, spec: JobSpec, region: Region):
+        self.spec, self.region, model = spec, region, spec.model
+        self.rotary: Rotary | None = None
+        """None where positions are learned."""
+        if model.parts.rotary:
+            self.rotary = Rotary(model.rope_or_default, model.head_size, model.sequence_length)
+        self._visible = {window: Visible(window) for window in {model.window(i) for i in range(model.layers)}}
+
+    def prepare(self, x: torch.Tensor) -> None:
+        """Have the tables that layers need for inputs like x: compiled layers are not to make any."""
+        if self.rotary is not None:
+            self.rotary.tables(x)
+        for visible in self._visible.values():
+            visible.band(self.spec.model.sequence_length, x)
+
+    def visible(self, layer: int) -> Visible:
+        """Which tokens each token of a layer attends to."""
+        return self._visible[self.spec.model.window(layer)]
+
+
+def first_place(layer: int) -> int:
+    """The first of a layer's places: attention weights, the attention's output, the MLP's output."""
+    return 1 + layer * PLACES_A_LAYER

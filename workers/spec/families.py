@@ -1,0 +1,31 @@
+"""What arithmetic and rules have to know of a model family. Pure Python; the modules themselves: workers/model/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the layers of a family differ from those of the others."""
+
+    gated_mlp: bool
+    """SwiGLU: an MLP of three matrices (Shazeer 2020, arXiv:2002.05202); else of two, with GELU between them."""
+    rms_norm: bool
+    """Norms that only scale (Zhang & Sennrich 2019, arXiv:1910.07467); else layer norms."""
+    rotary: bool
+    """Queries and keys are turned by their positions (Su et al. 2021, arXiv:2104.09864); else positions are learned."""
+    query_key_norm: bool
+    """Queries and keys are normed, each head by itself (Henry et al. 2020, arXiv:2010.04245)."""
+    bias: bool
+    """Whether linear layers, and layer norms, have biases where the spec does not say."""
+    tie_embeddings: bool
+    """Whether the output layer shares the token embedding's weight where the spec does not say."""
+
+
+FAMILIES = {
+    "gpt": Family(False, False, False, False, True, True),
+    "llama": Family(True, True, True, False, False, False),
+    "qwen": Family(True, True, True, True, False, False),
+}
+"""Those that are built, by `model.family`."""
