@@ -69,7 +69,7 @@ def list_of_job(job: JobId, url: Url = None, as_json: Json = False) -> None:
 @checkpoints_app.command("verify")
 def verify_one(what: Source, step: Step = None, url: Url = None, as_json: Json = False) -> None:
     """Read every byte of a checkpoint, and say whether it is as it was written; exit code 1 where it is not."""
-    place = _source(what, step, url)
+    place = source_of(what, step, url)
     try:
         manifest = verify(place)
     except DamagedCheckpoint as error:
@@ -80,7 +80,7 @@ def verify_one(what: Source, step: Step = None, url: Url = None, as_json: Json =
 @checkpoints_app.command()
 def pull(what: Source, to: To, step: Step = None, url: Url = None, as_json: Json = False) -> None:
     """Copy a checkpoint here, every byte checked; it is whole once its manifest is there, which comes last."""
-    source = _source(what, step, url)
+    source = source_of(what, step, url)
     _copy(source, place_of(to) / source.name, as_json)
 
 
@@ -104,10 +104,10 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Copy a job's newest checkpoint to a folder of its own, in torch.distributed.checkpoint's format."""
-    _copy(_source(job, step, url), place_of(to), as_json)
+    _copy(source_of(job, step, url), place_of(to), as_json)
 
 
-def _source(what: str, step: int | None, url: str | None) -> Place:
+def source_of(what: str, step: int | None, url: str | None) -> Place:
     """The whole checkpoint that is meant. Raises NoCheckpoint, ApiError, UnreadableCheckpoint."""
     if not is_job_id(what):
         return _in_place(place_of(what), step)

@@ -374,13 +374,14 @@ def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
 
 def command_line() -> typer.Typer:
     """`manta` with all of its commands."""
-    from api.cli import access, checkpoints, doctor, nodes, service, track, version
+    from api.cli import access, checkpoints, doctor, inference, nodes, service, track, version
     from api.cli.db import db
 
     app.callback()(version.options)
     access.register(app)
     checkpoints.register(app)
     doctor.register(app)
+    inference.register(app)
     nodes.register(app)
     service.register(app)
     track.register(app)

@@ -9,7 +9,7 @@ which we read, and in `.metadata`, a pickle, which torch's readers want.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import IO, cast
@@ -123,8 +123,10 @@ def _alone(view: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(view.detach().numpy())
 
 
-def load(path: str, rectangles: list[Rectangle], length: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """What the checkpoint at `path` holds of `rectangles`, in new parts of `length` elements (by KINDS, on the CPU;
+def load(
+    path: str, rectangles: list[Rectangle], length: int, kinds: Collection[str] = KINDS
+) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """What the checkpoint at `path` holds of `rectangles`, in new parts of `length` elements (by `kinds`, on the CPU;
     zero where no rectangle lies), and its manifest. Each rank reads what it needs by itself.
 
     Every byte that is used is checked as it is read: the manifest, the contents, and of the data files those blocks
@@ -134,7 +136,7 @@ def load(path: str, rectangles: list[Rectangle], length: int) -> tuple[Manifest,
     Raises DamagedCheckpoint naming file and byte, CheckpointError when it holds another model or cannot be read.
     """
     manifest = manifest_of(place_of(path))
-    parts = {kind: torch.zeros(length) for kind in KINDS}
+    parts = {kind: torch.zeros(length) for kind in kinds}
     try:
         contents = read_contents(path, manifest)
         reads = [

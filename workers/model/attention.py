@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from workers.model.core_attention import explicit_attention, fused_attention
+from workers.model.core_attention import cached_attention, explicit_attention, fused_attention
 from workers.model.initial import INIT_STD, residual_std
 from workers.model.rotary import Rotary
 from workers.model.shared import Shared, first_place
@@ -39,6 +39,7 @@ class Attention(nn.Module):
         model, t = spec.model, region.tensor_size
         h, d = model.hidden_size, model.head_size
         self.region, self.visible, self.place, self.rotary = region, shared.visible(layer), first_place(layer), rotary
+        self.layer = layer
         self.rate, self.explicit = model.dropout, spec.attention_is_explicit
         self.heads, self.head_size = model.heads // t, d
         self.key_value_heads = max(1, model.key_value_heads // t)
@@ -59,35 +60,37 @@ class Attention(nn.Module):
         self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual where it is given."""
-        q, k, v = self._projections(x, norm_again, run.batch_first)
+        q, k, v = self._projections(x, norm_again, run)
         recompute = run.recompute.core_attention
-        if self.explicit:
+        if run.cache is not None:
+            context = cached_attention(q, *run.cache.extended(self.layer, k, v), self.visible)
+        elif self.explicit:
             context = self._explicit(q, k, v, run, recompute)
         else:
             context = fused_attention(q, k, v, self.visible, run.batch_first, recompute, self.region.comm)
         return self.output(context.flatten(2), residual)
 
-    def _projections(self, x: torch.Tensor, norm_again: Again | None, batch_first: bool) -> tuple[torch.Tensor, ...]:
+    def _projections(self, x: torch.Tensor, norm_again: Again | None, run: ForwardPass) -> tuple[torch.Tensor, ...]:
         """q [s, b, a/t, d], k and v [s, b, g/t, d]; [b, s, ...] where x is [b, s, h]."""
         rotary = self.rotary if self.q_norm is None else None  # what is normed is turned after that
         if self.fused:
             qkv = self.qkv(x, norm_again)
             if rotary is not None:
-                qkv = rotary(qkv, self.head_size, 3, 2, batch_first)
+                qkv = rotary(qkv, self.head_size, 3, 2, run)
             q, k, v = qkv.view(*qkv.shape[:2], self.heads, 3, self.head_size).unbind(3)
         else:
             q, kv = self._pair(x, norm_again)
             if rotary is not None:
-                q = rotary(q, self.head_size, 1, 1, batch_first)
-                kv = rotary(kv, self.head_size, 2, 1, batch_first)
+                q = rotary(q, self.head_size, 1, 1, run)
+                kv = rotary(kv, self.head_size, 2, 1, run)
             q = q.view(*q.shape[:2], self.heads, self.head_size)
             k, v = kv.view(*kv.shape[:2], self.key_value_heads, 2, self.head_size).unbind(3)
         if self.q_norm is None or self.k_norm is None:
             return q, k, v
         q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            q = self.rotary(q, self.head_size, 1, 1, batch_first)
-            k = self.rotary(k, self.head_size, 1, 1, batch_first)
+            q = self.rotary(q, self.head_size, 1, 1, run)
+            k = self.rotary(k, self.head_size, 1, 1, run)
         return q, k, v
 
     def _pair(self, x: torch.Tensor, norm_again: Again | None) -> tuple[torch.Tensor, torch.Tensor]:

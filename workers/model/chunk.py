@@ -50,6 +50,8 @@ class Chunk(nn.Module):
         for name, layer in self.layers.items():
             whole = run.recompute.whole_layer(int(name))
             x = checkpointed(self.region.comm, layer, x, run) if whole else layer(x, run)
+        if run.cache is not None:
+            x = x[:, -1:]
         if self.final_norm is not None and self.output is not None:
             x = self.output(self.final_norm(x))
         return x.transpose(0, 1) if run.batch_first else x

@@ -68,6 +68,20 @@ def fused_attention(
     return context.permute(back)
 
 
+def cached_attention(
+    q_bsad: torch.Tensor, k_btgd: torch.Tensor, v_btgd: torch.Tensor, visible: Visible
+) -> torch.Tensor:
+    """[b, s, a, d] of the last s of t tokens. No gradients."""
+    count, length = q_bsad.shape[1], k_btgd.shape[1]
+    first = 0 if visible.window is None else max(0, length - count + 1 - visible.window)  # nobody looks further back
+    q, k, v = (x.transpose(1, 2) for x in (q_bsad, k_btgd[:, first:], v_btgd[:, first:]))
+    mask = None
+    if count > 1:
+        mask = ~visible.hidden(length, q.device)[-count:, first:]
+    context = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
+    return context.transpose(1, 2)
+
+
 def explicit_attention(
     q_sbad: torch.Tensor,
     k_sbgd: torch.Tensor,

@@ -78,5 +78,5 @@ class Embedding(nn.Module):
         """Tokens [s, b] -> [s or s/t, b, h]."""
         x = self.token(tokens_sb)
         if self.position is not None:
-            x = self.position(x, run.batch_first)
+            x = self.position(x, run.batch_first, run.cache.first if run.cache is not None else 0)
         return x if run.keys_b is None else self.dropout(x, run.keys_b)

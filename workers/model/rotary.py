@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from workers.config import RopeConfig, RopeScaling
+from workers.parallel.pipeline.forward_pass import ForwardPass
 
 
 class Rotary:
@@ -23,13 +24,14 @@ class Rotary:
         self._angles_sd = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(self, x: torch.Tensor, head_size: int, parts: int, turned: int, batch_first: bool) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, head_size: int, parts: int, turned: int, run: ForwardPass) -> torch.Tensor:
         """x [s, b, ...], or [b, s, ...] with `batch_first`, whose last dimensions hold (head, part, d): of each head's
         `parts` the first `turned` are turned, in the memory of x."""
         cos, sin = self.tables(x)
-        length = x.shape[1] if batch_first else x.shape[0]
-        shape = (1, length, 1, 1, -1) if batch_first else (length, 1, 1, 1, -1)
-        cos, sin = cos[:length].view(shape), sin[:length].view(shape)
+        length = x.shape[1] if run.batch_first else x.shape[0]
+        shape = (1, length, 1, 1, -1) if run.batch_first else (length, 1, 1, 1, -1)
+        start = run.cache.first if run.cache is not None else 0
+        cos, sin = (table[start : start + length].view(shape) for table in (cos, sin))
         if torch.compiler.is_compiling():
             return _turned_in_new_memory(x, cos, sin, parts, turned, head_size)
         result: torch.Tensor = _Turn.apply(x, cos, sin, parts, turned, head_size)

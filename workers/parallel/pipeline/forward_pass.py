@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from workers.parallel.recompute.policy import NOTHING, Recompute
+from workers.parallel.tensor.key_value_cache import KeyValueCache
 
 
 @dataclass(frozen=True)
@@ -19,3 +20,6 @@ class ForwardPass:
     """What is dropped, and recomputed in backward."""
     batch_first: bool = False
     """Whether the residual stream is [b, s, h]: then attention finds the tokens of a sample side by side."""
+    cache: KeyValueCache | None = None
+    """What the model has read before, where it goes on with it; only where one rank has the whole model, and without
+    gradients. Then there are logits of the last token alone."""

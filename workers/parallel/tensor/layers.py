@@ -149,10 +149,10 @@ class PositionEmbedding(ShardedModule):
         shard = ParameterShard((length, hidden_size), std=std)
         self.weight = self.add_parameter("weight", (length, hidden_size), shard)
 
-    def forward(self, x: torch.Tensor, batch_first: bool = False) -> torch.Tensor:
-        """[s or s/t, b, h], or [b, s, h] with `batch_first`, -> the same."""
+    def forward(self, x: torch.Tensor, batch_first: bool = False, first: int = 0) -> torch.Tensor:
+        """[s or s/t, b, h], or [b, s, h] with `batch_first`, from position `first` on, -> the same."""
         if batch_first:
-            return x + self.weight[: x.shape[1]]
+            return x + self.weight[first : first + x.shape[1]]
         start = first_position(self.region, x.shape[0])
         return x + self.weight[start : start + x.shape[0]].unsqueeze(1)
 

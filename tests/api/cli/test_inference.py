@@ -1,0 +1,52 @@
+"""`manta evaluate` and `generate` find the checkpoint and leave the rest to the engine's own commands."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from api.cli import inference
+from api.cli.main import app
+from workers.checkpoint.catalog import Manifest, checkpoint_path, seal
+from workers.checkpoint.checksums import SummedFiles
+
+inference.register(app)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Commands that were run; each ends with 3."""
+    commands = []
+
+    def run(words, check):
+        commands.append(words)
+        return subprocess.CompletedProcess(words, 3)
+
+    monkeypatch.setattr(inference.subprocess, "run", run)
+    return commands
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for step in (10, 20):
+        path = checkpoint_path(tmp_path, step, 1)
+        path.mkdir()
+        files = SummedFiles()
+        with files.create(path / "data") as stream:
+            stream.write(b"x")
+        seal(path, Manifest("j", 1, step, {"data": 1}, {}, blocks={"data": list(files.sums["data"].blocks)}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_what_is_not_known_is_passed_on_and_its_exit_status_comes_back(called, folder, command):
+    words = [command, str(folder), "--prompt", "a b", "--top-k", "5", "--step", "10"]
+    assert CliRunner().invoke(app, words).exit_code == 3
+    checkpoint = str(checkpoint_path(folder, 10, 1))
+    assert called == [[sys.executable, "-m", f"workers.{command}", checkpoint, "--prompt", "a b", "--top-k", "5"]]
+
+
+def test_where_there_is_no_checkpoint_nothing_is_run(called, tmp_path):
+    result = CliRunner().invoke(app, ["generate", str(tmp_path / "none"), "--prompt", "a"])
+    assert result.exit_code != 0 and not called

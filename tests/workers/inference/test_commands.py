@@ -1,0 +1,57 @@
+"""`python -m workers.evaluate` and `workers.generate`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from checkpoint_programs import job, lone, save
+
+from workers import evaluate, generate
+from workers.protocol.messages import Resume
+
+
+@pytest.fixture(scope="module")
+def checkpoints(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    trainer = lone(job(corpus, {}, model={"family": "qwen"}), folder)
+    trainer.restore(Resume())
+    save(trainer)
+    return folder
+
+
+def said(command, capsys, *arguments, code=0) -> str:
+    assert command.main([str(each) for each in arguments]) == code
+    out, err = capsys.readouterr()
+    return err if code else out
+
+
+def test_a_text_is_evaluated_by_the_newest_checkpoint_of_a_folder(checkpoints, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("to be or not to be")
+    found = json.loads(said(evaluate, capsys, checkpoints, "--text", tmp_path / "text.txt", "--json"))
+    assert found["tokens"] == 17
+    assert found["loss"] == pytest.approx(math.log(257), rel=0.05), "it has not learned anything"
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    table = said(evaluate, capsys, checkpoints, "--text", tmp_path / "text.txt", "--stride", 2)
+    assert table.split()[0] == "loss"
+
+
+def test_prompts_are_continued(checkpoints, tmp_path, capsys):
+    options = ("--prompt", "to", "--prompt", "be", "--tokens", 3, "--json")
+    both = json.loads(said(generate, capsys, checkpoints, *options))
+    assert [(each["prompt"], each["tokens"], each["ended"]) for each in both] == [("to", 3, False), ("be", 3, False)]
+    assert json.loads(said(generate, capsys, checkpoints, *options)) == both
+    assert said(generate, capsys, checkpoints, "--prompt", "to", "--tokens", 2).startswith("to")
+
+
+def test_what_cannot_be_done_is_one_sentence(checkpoints, tmp_path, capsys):
+    sentence = said(generate, capsys, tmp_path / "none", "--prompt", "to", code=1)
+    assert sentence == f"CheckpointError: there is no whole checkpoint at {tmp_path / 'none'}\n"
+    sentence = said(generate, capsys, checkpoints, "--prompt", "to", "--tokens", 100, code=1)
+    assert "with 100 more is longer than the model's 8" in sentence
+    sentence = said(evaluate, capsys, checkpoints, "--choices", tmp_path / "none.jsonl", code=1)
+    assert sentence.startswith("BadTask: cannot be read: ")
+    with pytest.raises(SystemExit):
+        generate.main([str(checkpoints), "--prompt", "to", "--top-p", "2"])
+    assert "--top-p is above 0 and at most 1" in capsys.readouterr().err

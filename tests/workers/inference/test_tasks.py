@@ -1,0 +1,92 @@
+"""Questions are read with the line that is wrong, and answers are counted as the field counts them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from engine_specs import spec
+
+from workers.inference import tasks
+from workers.inference.tasks import BadTask, Question
+from workers.inference.text_tokens import Bytes
+
+
+class Alphabet:
+    """A model of bytes that finds the letter after the last one 16 times as likely as any other byte."""
+
+    spec = spec()
+    longest = 64
+
+    def logits(self, tokens_bs):
+        logits = torch.zeros(*tokens_bs.shape, 256)
+        return logits.scatter_(-1, (tokens_bs + 1).clamp(max=255).unsqueeze(-1), math.log(16.0))
+
+
+EXPECTED, OTHER = math.log(16 / 271), math.log(1 / 271)
+
+
+def test_perplexity_is_of_all_tokens_but_each_documents_first():
+    result = tasks.text(Alphabet(), Bytes(), ["abc", "ax"])
+    assert result.loss == pytest.approx(-(2 * EXPECTED + OTHER) / 3)
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
+    assert result.bits_per_byte == pytest.approx(result.loss * 3 / 5 / math.log(2))
+    assert result.tokens == 3
+
+
+def test_a_last_word_is_right_when_each_of_its_tokens_is_the_likeliest():
+    passages = ['so \x1f !"#', "so \x1f !x", "a b"]
+    result = tasks.last_word(Alphabet(), Bytes(), passages)
+    assert (result.accuracy, result.questions) == (pytest.approx(1 / 3), 3)
+    assert result.perplexity == pytest.approx(math.exp(-(6 * EXPECTED + 3 * OTHER) / 9))
+
+
+def test_the_likeliest_answer_counts_and_by_length_the_likeliest_byte():
+    questions = [
+        Question("a", ("bcd", "x"), 0),  # three expected bytes against one other
+        Question("a", ("bcdefg", "x"), 0),  # by its sum x is likelier, by length it is not
+        Question("a", ("x", "b"), 0),
+    ]
+    result = tasks.choices(Alphabet(), Bytes(), questions)
+    assert 3 * EXPECTED < OTHER < EXPECTED
+    assert (result.accuracy, result.by_length) == (pytest.approx(0 / 3), pytest.approx(2 / 3))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "is empty"),
+        (b'{"question": "a"', "line 1: not JSON"),
+        (b"\n[1]", "line 2: must be an object"),
+        (b'{"question": "a", "choices": ["b"], "answer": 0}', "line 1: 'choices' must be a list of at least two"),
+        (b'{"question": "a", "choices": ["b", 3], "answer": 0}', "line 1: each of 'choices' must be a text"),
+        (
+            b'{"question": "a", "choices": ["b", "c"], "answer": 2}',
+            "'answer' must be the number of the right choice, 0",
+        ),
+        (b'{"choices": ["b", "c"], "answer": 1}', "line 1: 'question' must be a text"),
+        (b"\xff", "is not UTF-8 at byte 0"),
+    ],
+)
+def test_what_is_wrong_with_a_file_of_questions_is_a_sentence_with_its_line(tmp_path, content, sentence):
+    (tmp_path / "questions.jsonl").write_bytes(content)
+    with pytest.raises(BadTask, match=sentence):
+        tasks.read_questions(tmp_path / "questions.jsonl")
+
+
+def test_texts_are_lines_of_jsonl_or_a_whole_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": each}) + "\n\n" for each in ("one", "two")))
+    (tmp_path / "a.txt").write_text("one\ntwo")
+    assert tasks.read_texts(tmp_path / "a.jsonl") == ["one", "two"]
+    assert tasks.read_texts(tmp_path / "a.txt") == ["one\ntwo"]
+    with pytest.raises(BadTask, match=r"cannot be read: .*none\.txt"):
+        tasks.read_texts(tmp_path / "none.txt")
+
+
+def test_a_passage_of_one_word_and_a_text_of_one_byte_are_refused():
+    with pytest.raises(BadTask, match="passage 1 has less than two words: 'word'"):
+        tasks.last_word(Alphabet(), Bytes(), ["word"])
+    with pytest.raises(BadTask, match="less than two tokens"):
+        tasks.text(Alphabet(), Bytes(), ["a"])

@@ -1,0 +1,52 @@
+"""How good a trained model is: `python -m workers.evaluate CHECKPOINT (--text | --last-word | --choices) FILE`.
+
+CHECKPOINT may have been written under any layout; it is read by one process. --text takes plain text or JSONL with
+`text`; --last-word JSONL with `text`; --choices JSONL with `question`, `choices` and the number of the right `answer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from workers.inference import tasks
+from workers.inference.command import loaded, options_for, run
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = options_for("evaluate", "Evaluate a trained model.")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--text", type=Path, metavar="FILE", help="perplexity of a text, or of a JSONL's texts")
+    kind.add_argument("--last-word", type=Path, metavar="FILE", help="accuracy on the last words of a JSONL's texts")
+    kind.add_argument("--choices", type=Path, metavar="FILE", help="accuracy on a JSONL's multiple choice questions")
+    parser.add_argument(
+        "--stride", type=int, help="with --text: tokens by which windows move on; default: as many as the model reads"
+    )
+    return run(_evaluate, parser.parse_args(arguments))
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    result: tasks.TextResult | tasks.Accuracy
+    if options.text is not None:
+        documents = tasks.read_texts(options.text)
+        result = tasks.text(*loaded(options), documents, options.stride, options.batch_size)
+    elif options.last_word is not None:
+        passages = tasks.read_texts(options.last_word)
+        result = tasks.last_word(*loaded(options), passages, options.batch_size)
+    else:
+        questions = tasks.read_questions(options.choices)
+        result = tasks.choices(*loaded(options), questions, options.batch_size)
+    values = {name: value for name, value in asdict(result).items() if value is not None}
+    if options.json:
+        print(json.dumps(values))
+        return
+    for name, value in values.items():
+        print(f"{name:14} {value:.6g}" if isinstance(value, float) else f"{name:14} {value}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

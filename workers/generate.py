@@ -1,0 +1,52 @@
+"""Text that a trained model writes: `python -m workers.generate CHECKPOINT --prompt TEXT`.
+
+CHECKPOINT may have been written under any layout; it is read by one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from workers.inference.command import loaded, options_for, run
+from workers.inference.generation import generate
+from workers.inference.sampling import Sampling
+from workers.inference.tasks import read_texts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = options_for("generate", "Let a trained model write.")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", action="append", help="what is to be continued; may be given several times")
+    prompts.add_argument("--prompts", type=Path, metavar="FILE", help="the texts of a JSONL, or a whole file")
+    parser.add_argument("--tokens", type=int, default=100, help="most tokens to write (default: 100)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: 1)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from so many of the likeliest; 0: all (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that have this probability")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    options = parser.parse_args(arguments)
+    if options.temperature < 0 or not 0 < options.top_p <= 1 or options.top_k < 0 or options.tokens < 1:
+        parser.error("--temperature and --top-k are at least 0, --top-p is above 0 and at most 1, --tokens at least 1")
+    return run(_generate, options)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    prompts = options.prompt if options.prompts is None else read_texts(options.prompts)
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    model, tokens = loaded(options)
+    ids = [tokens.encode(prompt) for prompt in prompts]
+    written = generate(model, ids, options.tokens, sampling, tokens.end, options.batch_size)
+    texts = [tokens.decode(each.tokens) for each in written]
+    if options.json:
+        results = zip(prompts, texts, written, strict=True)
+        entries = [{"prompt": a, "text": b, "tokens": len(c.tokens), "ended": c.ended} for a, b, c in results]
+        print(json.dumps(entries))
+    else:
+        print("\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

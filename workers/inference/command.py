@@ -1,0 +1,79 @@
+"""What the commands that use a trained model have in common."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from workers.checkpoint.catalog import MANIFEST, manifest_of, newest_usable
+from workers.errors import CheckpointError, MantaError
+from workers.inference.loaded_model import LoadedModel
+from workers.inference.text_tokens import TextTokens, text_tokens_of
+from workers.spec.problems import SpecError
+from workers.storage.files import files_of
+from workers.storage.places import BadPlace, Place, place_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def options_for(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser that knows where the model is, and on what it is to run."""
+    parser = argparse.ArgumentParser(prog=f"python -m workers.{name}", description=description)
+    parser.add_argument(
+        "checkpoint",
+        type=_place,
+        help="a checkpoint, or a folder or s3:// URL of several, whose newest whole one counts",
+    )
+    parser.add_argument("--device", help="such as cuda:1; default: a GPU where there is one, else the CPU")
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations; default: bf16 on GPUs, else fp32")
+    parser.add_argument("--threads", type=int, help="computation threads on a CPU; default: all cores")
+    parser.add_argument("--batch-size", type=_positive, default=8, help="sequences at a time (default: 8)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def loaded(options: argparse.Namespace) -> tuple[LoadedModel, TextTokens]:
+    """The model and the tokenizer that were asked for. Raises MantaError."""
+    if options.threads is not None:
+        torch.set_num_threads(max(1, options.threads))
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = DTYPES[options.dtype] if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
+    model, _ = LoadedModel.of_checkpoint(_checkpoint(options.checkpoint), device, dtype)
+    return model, text_tokens_of(model.spec)
+
+
+def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
+    """Do it; returns the exit status. Errors of the user are one sentence on stderr."""
+    try:
+        command(options)
+    except (MantaError, SpecError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _checkpoint(place: Place) -> Place:
+    if files_of(place).is_there(place / MANIFEST):
+        return place
+    newest, skipped = newest_usable(place, lambda path, step: manifest_of(path))
+    if newest is None:
+        raise CheckpointError("; ".join([f"there is no whole checkpoint at {place}", *skipped]))
+    return newest
+
+
+def _place(text: str) -> Place:
+    try:
+        place = place_of(text)
+    except BadPlace as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return place.absolute() if isinstance(place, Path) else place
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    return int(text)

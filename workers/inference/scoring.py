@@ -1,0 +1,88 @@
+"""How likely a model finds a text. Shapes: b sequences, s tokens, v vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from workers.errors import MantaError
+from workers.inference.loaded_model import LoadedModel
+
+
+class TextTooLong(MantaError):
+    """A text that has to be scored at once and does not fit into the model."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model says of a continuation."""
+
+    log_likelihood: float
+    """Sum over its tokens, in nats."""
+    is_greedy: bool
+    """Whether each of its tokens is the most likely one after those before it."""
+    tokens: int
+    """How many it has."""
+
+
+def score(model: LoadedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], batch_size: int = 8) -> list[Score]:
+    """Of each (context, continuation); of a context that is too long its end counts. A continuation without a context
+    is scored from its second token on, as nothing says what came before the first. Raises TextTooLong."""
+    for number, (_, continuation) in enumerate(pairs):
+        if len(continuation) > model.longest:
+            raise TextTooLong(
+                f"continuation {number} has {len(continuation)} tokens, more than the {model.longest} that the model "
+                "reads at once"
+            )
+    results: dict[int, Score] = {}
+    # Together those of similar length: the shorter ones are padded behind, where nothing before them looks.
+    order = sorted(range(len(pairs)), key=lambda number: -sum(map(len, pairs[number])))
+    for first in range(0, len(order), batch_size):
+        numbers = order[first : first + batch_size]
+        for number, each in zip(numbers, _scores(model, [pairs[number] for number in numbers]), strict=True):
+            results[number] = each
+    return [results[number] for number in range(len(pairs))]
+
+
+def _scores(model: LoadedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Iterator[Score]:
+    texts = [[*context, *continuation][-model.longest - 1 :] for context, continuation in pairs]
+    length = max(2, *map(len, texts)) - 1
+    tokens_bs = torch.tensor([[*text[:-1], *[0] * (length + 1 - len(text))][:length] for text in texts])
+    logs_bsv = model.logits(tokens_bs).log_softmax(-1)
+    for text, (_, continuation), logs_sv in zip(texts, pairs, logs_bsv, strict=True):
+        scored = min(len(continuation), len(text) - 1)
+        if scored <= 0:
+            yield Score(0.0, True, 0)
+            continue
+        logs = logs_sv[len(text) - 1 - scored : len(text) - 1]
+        wanted = torch.tensor(text[-scored:], device=logs.device)
+        log_likelihood = logs.gather(-1, wanted.unsqueeze(-1)).double().sum().item()
+        yield Score(log_likelihood, bool((logs.argmax(-1) == wanted).all()), scored)
+
+
+def text_log_likelihood(
+    model: LoadedModel, tokens: Sequence[int], stride: int | None = None, batch_size: int = 8
+) -> tuple[float, int]:
+    """(sum in nats, tokens) over a whole text but its first token, in windows of the model's length, each token once.
+    `stride`: by how much windows move on; default: their length, so that they do not overlap."""
+    longest = model.longest
+    stride = longest if stride is None else stride
+    total, counted = 0.0, 0
+    windows = list(_windows(len(tokens), longest, stride))
+    for first in range(0, len(windows), batch_size):
+        pairs = [(tokens[a:b], tokens[b:c]) for a, b, c in windows[first : first + batch_size]]
+        for each in score(model, pairs, batch_size):
+            total += each.log_likelihood
+            counted += each.tokens
+    return total, counted
+
+
+def _windows(length: int, longest: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(start of the context, start and end of what is scored); the first token of all is context."""
+    begin = 1
+    while begin < length:
+        end = min(begin + (longest if begin == 1 else stride), length)
+        yield max(0, end - longest - 1), begin, end
+        begin = end

@@ -1,0 +1,154 @@
+"""What a model is asked when it is evaluated: how well it predicts a text, the last word of a passage, the right one of
+several answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.errors import MantaError
+from workers.inference.loaded_model import LoadedModel
+from workers.inference.scoring import score, text_log_likelihood
+from workers.inference.text_tokens import TextTokens
+
+
+class BadTask(MantaError):
+    """A file of questions that cannot be asked."""
+
+
+@dataclass(frozen=True)
+class TextResult:
+    """How well a text is predicted."""
+
+    loss: float
+    """Nats a token."""
+    perplexity: float
+    """e to the power of the loss."""
+    bits_per_byte: float
+    """Of the text's UTF-8, which does not depend on the tokenizer."""
+    tokens: int
+    """Tokens that were predicted: all but the first of each document."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How many questions were answered rightly."""
+
+    accuracy: float
+    questions: int
+    by_length: float | None = None
+    """Where answers are chosen: the same when an answer's log-likelihood is divided by its bytes."""
+    perplexity: float | None = None
+    """Of last words, a token."""
+
+
+def text(
+    model: LoadedModel, tokens: TextTokens, documents: Sequence[str], stride: int | None = None, batch_size: int = 8
+) -> TextResult:
+    """How well the documents are predicted, each by itself. Raises BadTask."""
+    total, counted, size = 0.0, 0, 0
+    for document in documents:
+        ids = tokens.encode(document)
+        log_likelihood, count = text_log_likelihood(model, ids, stride, batch_size)
+        total, counted, size = total + log_likelihood, counted + count, size + len(document.encode())
+    if not counted:
+        raise BadTask("there is nothing to predict: the text has less than two tokens")
+    loss = -total / counted
+    return TextResult(loss, _exp(loss), -total / math.log(2) / size, counted)
+
+
+def last_word(model: LoadedModel, tokens: TextTokens, passages: Sequence[str], batch_size: int = 8) -> Accuracy:
+    """How often the last word of a passage is what the model finds most likely, token by token, as in LAMBADA
+    (arXiv:1606.06031). Raises BadTask."""
+    pairs = []
+    for number, passage in enumerate(passages, start=1):
+        before, space, word = passage.rstrip().rpartition(" ")
+        if not before or not word:
+            raise BadTask(f"passage {number} has less than two words: {passage[:60]!r}")
+        pairs.append((tokens.encode(before), tokens.encode(space + word)))
+    scores = score(model, pairs, batch_size)
+    loss = -sum(each.log_likelihood for each in scores) / sum(each.tokens for each in scores)
+    right = sum(each.is_greedy for each in scores)
+    return Accuracy(right / len(scores), len(scores), perplexity=_exp(loss))
+
+
+@dataclass(frozen=True)
+class Question:
+    """One with several answers."""
+
+    text: str
+    choices: tuple[str, ...]
+    answer: int
+    """Number of the right one, from 0."""
+
+
+def choices(model: LoadedModel, tokens: TextTokens, questions: Sequence[Question], batch_size: int = 8) -> Accuracy:
+    """How often the right answer is the likeliest one behind its question."""
+    pairs = [(tokens.encode(each.text), tokens.encode(choice)) for each in questions for choice in each.choices]
+    scores = iter(score(model, pairs, batch_size))
+    right = right_by_length = 0
+    for question in questions:
+        found = [next(scores).log_likelihood for _ in question.choices]
+        shares = [value / len(choice.encode()) for value, choice in zip(found, question.choices, strict=True)]
+        right += found.index(max(found)) == question.answer
+        right_by_length += shares.index(max(shares)) == question.answer
+    return Accuracy(right / len(questions), len(questions), by_length=right_by_length / len(questions))
+
+
+def read_texts(path: Path, key: str = "text") -> list[str]:
+    """The documents of a file: of JSONL one a line, under `key`; of any other file the whole. Raises BadTask."""
+    if path.suffix != ".jsonl":
+        return [_content(path)]
+    return [_string(each.get(key), f"{path}, line {line}: {key!r}") for line, each in _lines(path)]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Lines of JSON with `question`, `choices` and `answer`. Raises BadTask."""
+    questions = []
+    for line, each in _lines(path):
+        where = f"{path}, line {line}"
+        given, answer = each.get("choices"), each.get("answer")
+        if not isinstance(given, list) or len(given) < 2:
+            raise BadTask(f"{where}: 'choices' must be a list of at least two texts")
+        texts = tuple(_string(choice, f"{where}: each of 'choices'") for choice in given)
+        if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(texts):
+            raise BadTask(f"{where}: 'answer' must be the number of the right choice, 0 to {len(texts) - 1}")
+        questions.append(Question(_string(each.get("question"), f"{where}: 'question'"), texts, answer))
+    return questions
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    lines = [(number, line) for number, line in enumerate(_content(path).splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise BadTask(f"{path} is empty")
+    for number, line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise BadTask(f"{path}, line {number}: not JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise BadTask(f"{path}, line {number}: must be an object in braces")
+        yield number, value
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise BadTask(f"cannot be read: {path} ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise BadTask(f"{path} is not UTF-8 at byte {error.start}") from error
+
+
+def _string(value: object, what: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise BadTask(f"{what} must be a text that is not empty")
+    return value
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
