@@ -177,16 +177,24 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019), warm-up and cosine decay."""
+    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019), and the learning rate by step."""
 
     name: Literal["adamw"] = "adamw"
     """Optimizer."""
     learning_rate: PositiveFloat = 1.0e-3
     """Highest learning rate, reached at the end of the warm-up."""
     min_learning_rate: NonNegativeFloat = 1.0e-4
-    """Learning rate of the last step."""
-    schedule: Literal["cosine"] = "cosine"
-    """Shape of the decay from learning_rate to min_learning_rate."""
+    """Learning rate of the last step; inverse-sqrt falls no lower, constant takes no notice of it."""
+    schedule: Literal["cosine", "linear", "wsd", "inverse-sqrt", "constant"] = "cosine"
+    """How the learning rate goes on after the warm-up (workers/learning_rate.py has the formulas). cosine, linear: down
+    to min_learning_rate at the last step; wsd: it stays until the decay at the end of the job (arXiv:2404.06395);
+    inverse-sqrt: with the square root of warmup_steps / step; constant: it stays."""
+    decay_steps: Steps | None = None
+    """wsd: steps of the decay, the last ones of the job; default: decay_fraction of them."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1, strict=True, allow_inf_nan=False)] | None = None
+    """wsd: the decay's part of train.steps; default: a tenth, as in arXiv:2404.06395."""
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """wsd: shape of the decay. 1-sqrt is steep at first, and best in arXiv:2405.18392."""
     warmup_steps: StepsOrNever = 0
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: NonNegativeFloat = 0.1

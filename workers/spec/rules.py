@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from workers.config import BYTE_VOCABULARY, LEAST_WINDOW, JobSpec
 from workers.spec.families import FAMILIES
 from workers.spec.problems import Problem
+from workers.spec.recipe_rules import RECIPE_RULES
 
 # More steps of a ramp than anybody looks at; each is kept in memory.
 MOST_INCREMENTS = 10_000
@@ -376,28 +377,6 @@ def _paths_match_source(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("data.paths", "a path cannot contain a zero byte", json.dumps(kept))
 
 
-def _learning_rates_ordered(spec: JobSpec) -> Iterator[Problem]:
-    optimizer = spec.train.optimizer
-    if optimizer.min_learning_rate > optimizer.learning_rate:
-        yield Problem(
-            "train.optimizer.min_learning_rate",
-            f"min_learning_rate ({optimizer.min_learning_rate}) must be at most learning_rate "
-            f"({optimizer.learning_rate})",
-            str(optimizer.learning_rate),
-        )
-    if optimizer.warmup_steps > spec.train.steps:
-        yield Problem(
-            "train.optimizer.warmup_steps",
-            f"warmup_steps ({optimizer.warmup_steps}) must be at most train.steps ({spec.train.steps})",
-            str(spec.train.steps),
-        )
-
-
-def _validation_has_data(spec: JobSpec) -> Iterator[Problem]:
-    if spec.train.validate_every and not spec.data.validation_fraction:
-        yield Problem("train.validate_every", "validation needs data.validation_fraction above 0", "0")
-
-
 def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:
     data = spec.layout.data
     if (spec.elastic.min_data or data) > data:
@@ -449,8 +428,7 @@ FITTING: tuple[Rule, ...] = (
     _recomputation_is_whole,
     _vocabulary_holds_tokenizer,
     _paths_match_source,
-    _learning_rates_ordered,
-    _validation_has_data,
+    *RECIPE_RULES,
     _elastic_bounds_hold,
     _spikes_can_be_seen,
 )

@@ -295,6 +295,39 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "train.optimizer.warmup_steps", "warmup_steps (31) must be at most train.steps (30)", "30",
     ),
     (
+        "an inverse square root from nothing",
+        {"train": {"optimizer": {"schedule": "inverse-sqrt"}}},
+        "train.optimizer.warmup_steps", "falls with the square root of warmup_steps / step", "1",
+    ),
+    (
+        "a decay where there is none",
+        {"train": {"optimizer": {"decay_steps": 5, "decay_shape": "cosine"}}},
+        "train.optimizer.schedule", "cosine takes no decay_steps and no decay_shape, which belong to wsd", "wsd",
+    ),
+    (
+        "two lengths of a decay",
+        {"train": {"optimizer": {"schedule": "wsd", "decay_steps": 5, "decay_fraction": 0.2}}},
+        "train.optimizer.decay_fraction", "decay_steps says already how long the decay is", "null",
+    ),
+    (
+        "a decay beyond the warm-up",
+        {"train": {"optimizer": {"schedule": "wsd", "decay_steps": 21, "warmup_steps": 10}}},
+        "train.optimizer.decay_steps",
+        "the decay (21 steps) and warmup_steps (10) take more than train.steps (30)", "20",
+    ),
+    (
+        "a decay of too large a part",
+        {"train": {"optimizer": {"schedule": "wsd", "decay_fraction": 1.0, "warmup_steps": 10}}},
+        "train.optimizer.decay_fraction",
+        "the decay (30 steps) and warmup_steps (10) take more than train.steps (30)", "0.66",
+    ),
+    (
+        "a decay after nothing but warm-up",
+        {"train": {"optimizer": {"schedule": "wsd", "decay_steps": 5, "warmup_steps": 30}}},
+        "train.optimizer.warmup_steps",
+        "the decay (5 steps) and warmup_steps (30) take more than train.steps (30)", "25",
+    ),
+    (
         "validation",
         {"train": {"validate_every": 5}, "data": {"validation_fraction": 0.0}},
         "train.validate_every", "needs data.validation_fraction above 0", "0",
@@ -402,6 +435,11 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("compiled blocks that are computed again", {"train": {"compile": True}, "parallel": {"recompute": "selective"}}),
     ("interleaved on one", {"parallel": {"schedule": "interleaved", "data": 2}, "train": {"global_batch_size": 7}}),
     ("one warm-up to the end", {"train": {"optimizer": {"warmup_steps": 30}}}),
+    ("nothing but warm-up and decay", {"train": {"optimizer": {"schedule": "wsd", "decay_steps": 20,
+                                                              "warmup_steps": 10}}}),
+    ("nothing but decay", {"train": {"optimizer": {"schedule": "wsd", "decay_fraction": 1.0}}}),
+    ("a constant rate below the default of the smallest", {"train": {"optimizer": {"schedule": "constant",
+                                                                                  "learning_rate": 1e-5}}}),
     ("one learning rate throughout", {"train": {"optimizer": {"learning_rate": 1e-4}}}),
 ]  # fmt: skip
 
@@ -461,6 +499,27 @@ def test_following_the_advice_always_leads_to_a_spec(model, width, train, axes, 
     layout = {**axes, "schedule": schedule, "virtual_stages": virtual_stages, "sequence_parallel": split}
     spec = document(model=model, train=train, parallel=layout, elastic={"max_data": most})
     for _ in range(20):  # more than there are keys that advice may change
+        problems = problems_of(spec)
+        if not problems:
+            return
+        spec = follow(spec, problems[0])
+    raise AssertionError(f"still wrong: {problems}")
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "schedule": st.sampled_from(["cosine", "linear", "wsd", "inverse-sqrt", "constant"]),
+            "warmup_steps": st.integers(0, 40),
+            "decay_steps": st.none() | st.integers(1, 40),
+            "decay_fraction": st.none() | st.floats(1e-9, 1.0),
+            "decay_shape": st.sampled_from(["linear", "1-sqrt"]),
+        }
+    )
+)
+def test_following_the_advice_about_learning_rates_leads_to_a_spec(optimizer):
+    spec = document(train={"optimizer": optimizer})
+    for _ in range(6):  # more than there are keys that advice may change
         problems = problems_of(spec)
         if not problems:
             return
