@@ -35,6 +35,7 @@ BYTE_VOCABULARY = 256
 LEAST_WINDOW = 5
 
 RecomputeModule = Literal["core_attention", "norm", "mlp_activation"]
+ParameterGroup = Literal["linear", "embedding", "norm", "bias"]
 
 
 class Section(BaseModel):
@@ -198,7 +199,11 @@ class OptimizerConfig(Section):
     warmup_steps: StepsOrNever = 0
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay; norms and biases are never decayed."""
+    """Decoupled weight decay, of the parameters that weight_decay_groups names."""
+    weight_decay_groups: tuple[ParameterGroup, ...] = ("linear", "embedding")
+    """What is decayed. linear: weights of linear layers, an output layer of its own included; embedding: tables of
+    tokens and of positions, the output layer's where that is tied; norm: weights of norms; bias: biases of linear
+    layers and of norms."""
     beta1: Fraction = 0.9
     """Decay of the first moment."""
     beta2: Fraction = 0.95

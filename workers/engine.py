@@ -40,7 +40,8 @@ class Engine:
         with torch.device(comm.device):
             self.model = ModelStage(spec, comm, products)
         bucket_bytes = layout.bucket_megabytes * 1e6
-        self.flat = FlatParameters(self.model.named_shards(), layout.data, comm.device, dtype, bucket_bytes)
+        decayed = spec.train.optimizer.weight_decay_groups
+        self.flat = FlatParameters(self.model.named_shards(), layout.data, comm.device, dtype, bucket_bytes, decayed)
         shared = SharedGradients(self.flat, comm, layout.sequence_parallel_on)
         self.reduction: GradientReduction
         sums: StepSums

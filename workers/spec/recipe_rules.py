@@ -67,6 +67,13 @@ def _fraction_of(part: int, whole: int) -> str:
     return f"{math.floor(part / whole * 10**digits) / 10**digits:.{digits}f}"
 
 
+def _decayed_once(spec: JobSpec) -> Iterator[Problem]:
+    groups = spec.train.optimizer.weight_decay_groups
+    if len(set(groups)) < len(groups):
+        once = f"[{', '.join(dict.fromkeys(groups))}]"
+        yield Problem(f"{SECTION}.weight_decay_groups", "a group is named twice", once)
+
+
 def _validation_has_data(spec: JobSpec) -> Iterator[Problem]:
     if spec.train.validate_every and not spec.data.validation_fraction:
         yield Problem("train.validate_every", "validation needs data.validation_fraction above 0", "0")
@@ -76,5 +83,6 @@ RECIPE_RULES = (
     _learning_rates_ordered,
     _warmup_fits,
     _decay_fits,
+    _decayed_once,
     _validation_has_data,
 )

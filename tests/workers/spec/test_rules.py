@@ -328,6 +328,11 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "the decay (5 steps) and warmup_steps (30) take more than train.steps (30)", "25",
     ),
     (
+        "a group of parameters twice",
+        {"train": {"optimizer": {"weight_decay_groups": ["linear", "bias", "linear"]}}},
+        "train.optimizer.weight_decay_groups", "a group is named twice", "[linear, bias]",
+    ),
+    (
         "validation",
         {"train": {"validate_every": 5}, "data": {"validation_fraction": 0.0}},
         "train.validate_every", "needs data.validation_fraction above 0", "0",

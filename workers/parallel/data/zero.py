@@ -2,14 +2,14 @@
 parts of the flat buffer, updates them, and the updated parts are gathered again. Stage 0: every replica keeps and
 updates everything; gradients are reduced the same way, so both stages give the same bits.
 
-AdamW itself is torch's (fused), on flat ranges in fp32: decoupled weight decay on the decayed one, none on the other.
+AdamW itself is torch's (fused), on flat ranges in fp32: decoupled weight decay on the decayed ones, none on the others.
 With 16-bit compute the parts are fp32 master weights, rounded into the parameters after each step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 from workers.comm.comm import Comm
 from workers.config import OptimizerConfig
 from workers.parallel.data.agreement import Agreement, StepSums
-from workers.parallel.data.flat import FlatParameters, overlap
+from workers.parallel.data.flat import FlatParameters, Range, overlap
 from workers.parallel.data.gradient_clipping import Clipping, clip
 from workers.parallel.data.reduction import GradientReduction
 from workers.parallel.data.step_statistics import Loss, StepStatistics
@@ -77,19 +77,26 @@ class ZeroOptimizer:
         groups: dict[float, list[_Piece]] = {}
         position = 0
         for (start, end), values in zip(self.held, self.parameters, strict=True):
-            decayed = overlap((start, end), self.flat.decayed)
-            pieces = [((start, decayed[0]), 0.0), (decayed, self.config.weight_decay), ((decayed[1], end), 0.0)]
-            if decayed[0] == decayed[1]:
-                pieces = [((start, end), 0.0)]
-            for (first, last), decay in pieces:
-                if last > first:
-                    where = slice(position + first - start, position + last - start)
-                    moments = self.exp_avg[where], self.exp_avg_sq[where]
-                    steps = torch.zeros((), dtype=torch.float32, device=values.device)
-                    piece = _Piece(values[first - start : last - start], where, *moments, steps)
-                    groups.setdefault(decay, []).append(piece)
+            for (first, last), decayed in self._cut(start, end):
+                where = slice(position + first - start, position + last - start)
+                moments = self.exp_avg[where], self.exp_avg_sq[where]
+                steps = torch.zeros((), dtype=torch.float32, device=values.device)
+                piece = _Piece(values[first - start : last - start], where, *moments, steps)
+                groups.setdefault(self.config.weight_decay if decayed else 0.0, []).append(piece)
             position += end - start
         return groups
+
+    def _cut(self, start: int, end: int) -> Iterator[tuple[Range, bool]]:
+        """The range in pieces that are wholly decayed or not at all."""
+        for wish in self.flat.decayed:
+            first, last = overlap((start, end), wish)
+            if first < last:
+                if start < first:
+                    yield (start, first), False
+                yield (first, last), True
+                start = last
+        if start < end:
+            yield (start, end), False
 
     def set_step(self, step: int) -> None:
         """Tell AdamW that `step` steps are done."""
