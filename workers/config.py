@@ -252,6 +252,10 @@ class TrainConfig(Section):
     """Whether each transformer block is compiled by torch.compile."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of log(Z)^2 of each token, Z being the sum of exponentials of its logits, in what is minimised: it keeps
+    the logits from drifting away (arXiv:2204.02311, section 5, with 1.0e-4). 0: none. `loss` stays the cross-entropy
+    alone; `z_loss` in the metrics is what comes on top, as a mean over the same tokens."""
     validate_every: StepsOrNever = 0
     """Steps between two validations; 0: never."""
     validation_batches: Steps = 8

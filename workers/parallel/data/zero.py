@@ -136,7 +136,7 @@ class ZeroOptimizer:
             self.updating = True
             self._update(gradient, learning_rate, clipping.refused)
             self.publish_parameters()
-            return _read(agreed, clipping)
+            return _read(agreed, clipping, loss.z_losses_m is not None)
 
     def _update(self, gradient: torch.Tensor, learning_rate: float, refused: torch.Tensor) -> None:
         """AdamW on the held ranges, which does nothing where `refused`."""
@@ -184,11 +184,12 @@ class ZeroOptimizer:
         return list(gradient.split([end - start for start, end in self.owned]))
 
 
-def _read(agreed: Agreement, clipping: Clipping) -> StepStatistics:
+def _read(agreed: Agreement, clipping: Clipping, with_z_loss: bool) -> StepStatistics:
     """Bring a step's numbers to the host: the one place of a step where it waits for the device."""
-    scalars = torch.stack([agreed.loss, agreed.tokens, clipping.norm, clipping.refused.to(agreed.loss.dtype)])
+    refused_or_not = clipping.refused.to(agreed.loss.dtype)
+    scalars = torch.stack([agreed.loss, agreed.z_loss, agreed.tokens, clipping.norm, refused_or_not])
     on_host = torch.cat([scalars, agreed.asked_to_end[None], agreed.memory_bytes, agreed.own_seconds]).tolist()
-    total, tokens, norm, refused, asked, *each = on_host
+    total, z_total, tokens, norm, refused, asked, *each = on_host
     world = len(agreed.memory_bytes)
     return StepStatistics(
         loss=total / max(tokens, 1.0),
@@ -197,4 +198,5 @@ def _read(agreed: Agreement, clipping: Clipping) -> StepStatistics:
         own_seconds=tuple(each[world:]),
         updated=not refused,
         asked_to_end=asked > 0,
+        z_loss=z_total / max(tokens, 1.0) if with_z_loss else None,
     )
