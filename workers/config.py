@@ -33,9 +33,11 @@ Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
 
 BYTE_VOCABULARY = 256
 LEAST_WINDOW = 5
+PART_OF_A_NAME = r"^[A-Za-z0-9_]+$"
 
 RecomputeModule = Literal["core_attention", "norm", "mlp_activation"]
 ParameterGroup = Literal["linear", "embedding", "norm", "bias"]
+Source = Literal["python-stdlib", "text", "jsonl", "parquet", "megatron"]
 
 
 class Section(BaseModel):
@@ -162,10 +164,23 @@ class ModelConfig(Section):
         return None if every is not None and (layer + 1) % every == 0 else self.sliding_window
 
 
+class ValidationSet(Section):
+    """A text of its own that is not trained on, and whose loss is measured beside that of the corpus's last part."""
+
+    name: Annotated[str, Field(min_length=1, max_length=40, pattern=PART_OF_A_NAME)]
+    """Its loss is called validation_loss_NAME."""
+    paths: tuple[str, ...] = ()
+    """Files and directories, as in data.paths."""
+    source: Source | None = None
+    """Kind of the files; default: that of the corpus, text where that is python-stdlib."""
+    batches: Steps | None = None
+    """Global batches in one validation, at most the whole set; default: train.validation_batches."""
+
+
 class DataConfig(Section):
     """Where tokens come from."""
 
-    source: Literal["python-stdlib", "text", "jsonl", "parquet", "megatron"]
+    source: Source
     """Kind of corpus. Built: python-stdlib (the .py files of this Python's standard library) and text."""
     paths: tuple[str, ...] = ()
     """Files and directories of the corpus, in order; a directory stands for its text files, sorted by path."""
@@ -174,7 +189,15 @@ class DataConfig(Section):
     tokenizer: str = "bytes"
     """bytes (one token a byte, 256 ids), bpe, or a tokenizer file. Built: bytes."""
     validation_fraction: Fraction = 0.05
-    """Last part of the corpus, held out for the validation loss; 0 turns validation off."""
+    """Last part of the corpus, held out for the validation loss; 0: none is."""
+    validation: Annotated[tuple[ValidationSet, ...], Field(max_length=32)] = ()
+    """More texts whose loss is measured, each by itself, every train.validate_every steps."""
+
+    def corpus_of(self, validation: ValidationSet) -> DataConfig:
+        """A validation set as a corpus, read as this one."""
+        source = validation.source or ("text" if self.source == "python-stdlib" else self.source)
+        own = {"source": source, "paths": validation.paths, "weights": None, "validation_fraction": 0.0}
+        return self.model_copy(update=own | {"validation": ()})
 
 
 class OptimizerConfig(Section):

@@ -75,8 +75,18 @@ def _decayed_once(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _validation_has_data(spec: JobSpec) -> Iterator[Problem]:
-    if spec.train.validate_every and not spec.data.validation_fraction:
-        yield Problem("train.validate_every", "validation needs data.validation_fraction above 0", "0")
+    train, data = spec.train, spec.data
+    if train.validate_every and not data.validation_fraction and not data.validation:
+        problem = "validation needs data.validation_fraction above 0, or sets in data.validation"
+        yield Problem("train.validate_every", problem, "0")
+    if data.validation and not train.validate_every:
+        problem = "the losses of data.validation are measured every so many steps, and 0 means never"
+        yield Problem("train.validate_every", problem, str(max(1, train.steps // 10)))
+    names = [each.name for each in data.validation]
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            free = next(f"{name}_{number}" for number in range(2, 100) if f"{name}_{number}" not in names)
+            yield Problem(f"data.validation.{at}.name", f"there is a validation set {name} before", free)
 
 
 RECIPE_RULES = (

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 
-from workers.config import BYTE_VOCABULARY, LEAST_WINDOW, JobSpec
+from workers.config import BYTE_VOCABULARY, LEAST_WINDOW, DataConfig, JobSpec
 from workers.spec.families import FAMILIES
 from workers.spec.problems import Problem
 from workers.spec.recipe_rules import RECIPE_RULES
@@ -62,6 +62,9 @@ def _unsupported_data(spec: JobSpec) -> Iterator[Problem]:
         yield _not_built("data.tokenizer", data.tokenizer, "bytes")
     if data.weights is not None:
         yield Problem("data.weights", "weights are not supported yet; leave the key out", None, unsupported=True)
+    for number, each in enumerate(data.validation):
+        if each.source not in (None, "python-stdlib", "text"):
+            yield _not_built(f"data.validation.{number}.source", each.source, "text", "python-stdlib")
 
 
 def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
@@ -367,14 +370,20 @@ def _vocabulary_holds_tokenizer(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _paths_match_source(spec: JobSpec) -> Iterator[Problem]:
-    data = spec.data
+    yield from _paths_match(spec.data, "data")
+    for number, each in enumerate(spec.data.validation):
+        yield from _paths_match(spec.data.corpus_of(each), f"data.validation.{number}")
+
+
+def _paths_match(data: DataConfig, where: str) -> Iterator[Problem]:
+    """The paths of a corpus or of a validation set, in the section at `where`."""
     if data.source == "python-stdlib" and data.paths:
-        yield Problem("data.paths", "source python-stdlib takes no paths (source text does)", "[]")
+        yield Problem(f"{where}.paths", "source python-stdlib takes no paths (source text does)", "[]")
     if data.source == "text" and not data.paths:
-        yield Problem("data.paths", "source text needs at least one file or directory", "[corpus.txt]")
+        yield Problem(f"{where}.paths", "source text needs at least one file or directory", "[corpus.txt]")
     if any("\0" in path for path in data.paths):
         kept = [path.replace("\0", "") for path in data.paths]
-        yield Problem("data.paths", "a path cannot contain a zero byte", json.dumps(kept))
+        yield Problem(f"{where}.paths", "a path cannot contain a zero byte", json.dumps(kept))
 
 
 def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:

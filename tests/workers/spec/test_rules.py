@@ -335,7 +335,12 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     (
         "validation",
         {"train": {"validate_every": 5}, "data": {"validation_fraction": 0.0}},
-        "train.validate_every", "needs data.validation_fraction above 0", "0",
+        "train.validate_every", "needs data.validation_fraction above 0, or sets in data.validation", "0",
+    ),
+    (
+        "sets that are never measured",
+        {"data": {"validation": [{"name": "code", "paths": ["a.txt"]}]}},
+        "train.validate_every", "the losses of data.validation are measured every so many steps", "3",
     ),
     ("fewest", {"elastic": {"min_data": 2}}, "elastic.min_data", "must be at most parallel.data (1)", "1"),
     (
@@ -403,6 +408,31 @@ def test_a_broken_rule_is_told_and_its_advice_works(sections, path, rule, sugges
     assert problem.suggestion == suggestion
     assert not problem.unsupported
     assert problems_of(follow(spec, problem)) == []
+
+
+SETS: list[tuple[str, list[dict[str, Any]], str, str, str | None]] = [
+    ("twice the same name", [{"name": "a", "paths": ["a"]}, {"name": "a", "paths": ["b"]}],
+     "data.validation.1.name", "there is a validation set a before", "a_2"),
+    ("no paths", [{"name": "a"}], "data.validation.0.paths", "needs at least one file or directory", "[corpus.txt]"),
+    ("paths of the library", [{"name": "a", "source": "python-stdlib", "paths": ["b"]}],
+     "data.validation.0.paths", "source python-stdlib takes no paths", "[]"),
+    ("a kind that is not built", [{"name": "a", "source": "jsonl", "paths": ["b"]}],
+     "data.validation.0.source", "jsonl is not supported yet", "text"),
+    ("no name", [{"paths": ["b"]}], "data.validation.0.name", "required, but missing", None),
+    ("a name that is no part of a metric's", [{"name": "my text", "paths": ["b"]}],
+     "data.validation.0.name",  "must be letters, digits and '_'", "my_text"),
+    ("an unknown key", [{"name": "a", "path": ["b"]}], "data.validation.0.path", "unknown key", "paths"),
+    ("no whole number", [{"name": "a", "paths": ["b"], "batches": "4"}],
+     "data.validation.0.batches", "must be an integer", "4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sets", "path", "rule", "suggestion"), [case[1:] for case in SETS], ids=[c[0] for c in SETS])
+def test_what_is_wrong_with_a_validation_set_says_which_one(sets, path, rule, suggestion):
+    problem = problems_of(document(data={"validation": sets}, train={"validate_every": 5}))[0]
+    assert problem.path == path
+    assert rule in problem.rule
+    assert problem.suggestion == suggestion
 
 
 @pytest.mark.parametrize(("section", "key", "value"), NOT_BUILT, ids=[f"{case[0]}.{case[1]}" for case in NOT_BUILT])
