@@ -36,8 +36,13 @@ class RenderedSeriesOfJobs:
     def __init__(self) -> None:
         self._kept: KeptAnswers[tuple[Any, ...], RenderedSeries] = KeptAnswers(MOST_KEPT_BYTES)
 
-    def one(self, store: Store, job_id: str, names: Sequence[str], after_step: int, max_points: int) -> RenderedSeries:
-        """What `metrics.series` says of these. Raises JobNotFound."""
+    def one(
+        self, store: Store, job_id: str, names: Sequence[str] | None, after_step: int, max_points: int
+    ) -> RenderedSeries:
+        """What `metrics.series` says of these; of all that the job has where `names` is None. Raises JobNotFound."""
+        if names is None:
+            with store.read_rows() as connection:
+                names = metrics.names_of(connection, job_id)
         question = job_id, tuple(names), after_step, max_points
         kept = self._kept.get(question)
         if kept is not None:

@@ -33,8 +33,11 @@ Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
 
 BYTE_VOCABULARY = 256
 LEAST_WINDOW = 5
+PART_OF_A_NAME = r"^[A-Za-z0-9_]+$"
 
 RecomputeModule = Literal["core_attention", "norm", "mlp_activation"]
+ParameterGroup = Literal["linear", "embedding", "norm", "bias"]
+Source = Literal["python-stdlib", "text", "jsonl", "parquet", "megatron"]
 
 
 class Section(BaseModel):
@@ -161,10 +164,23 @@ class ModelConfig(Section):
         return None if every is not None and (layer + 1) % every == 0 else self.sliding_window
 
 
+class ValidationSet(Section):
+    """A text of its own that is not trained on, and whose loss is measured beside that of the corpus's last part."""
+
+    name: Annotated[str, Field(min_length=1, max_length=40, pattern=PART_OF_A_NAME)]
+    """Its loss is called validation_loss_NAME."""
+    paths: tuple[str, ...] = ()
+    """Files and directories, as in data.paths."""
+    source: Source | None = None
+    """Kind of the files; default: that of the corpus, text where that is python-stdlib."""
+    batches: Steps | None = None
+    """Global batches in one validation, at most the whole set; default: train.validation_batches."""
+
+
 class DataConfig(Section):
     """Where tokens come from."""
 
-    source: Literal["python-stdlib", "text", "jsonl", "parquet", "megatron"]
+    source: Source
     """Kind of corpus. Built: python-stdlib (the .py files of this Python's standard library) and text."""
     paths: tuple[str, ...] = ()
     """Files and directories of the corpus, in order; a directory stands for its text files, sorted by path."""
@@ -173,24 +189,44 @@ class DataConfig(Section):
     tokenizer: str = "bytes"
     """bytes (one token a byte, 256 ids), bpe, or a tokenizer file. Built: bytes."""
     validation_fraction: Fraction = 0.05
-    """Last part of the corpus, held out for the validation loss; 0 turns validation off."""
+    """Last part of the corpus, held out for the validation loss; 0: none is."""
+    validation: Annotated[tuple[ValidationSet, ...], Field(max_length=32)] = ()
+    """More texts whose loss is measured, each by itself, every train.validate_every steps."""
+
+    def corpus_of(self, validation: ValidationSet) -> DataConfig:
+        """A validation set as a corpus, read as this one."""
+        source = validation.source or ("text" if self.source == "python-stdlib" else self.source)
+        own = {"source": source, "paths": validation.paths, "weights": None, "validation_fraction": 0.0}
+        return self.model_copy(update=own | {"validation": ()})
 
 
 class OptimizerConfig(Section):
-    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019), warm-up and cosine decay."""
+    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019), and the learning rate by step."""
 
     name: Literal["adamw"] = "adamw"
     """Optimizer."""
     learning_rate: PositiveFloat = 1.0e-3
     """Highest learning rate, reached at the end of the warm-up."""
     min_learning_rate: NonNegativeFloat = 1.0e-4
-    """Learning rate of the last step."""
-    schedule: Literal["cosine"] = "cosine"
-    """Shape of the decay from learning_rate to min_learning_rate."""
+    """Learning rate of the last step; inverse-sqrt falls no lower, constant takes no notice of it."""
+    schedule: Literal["cosine", "linear", "wsd", "inverse-sqrt", "constant"] = "cosine"
+    """How the learning rate goes on after the warm-up (workers/learning_rate.py has the formulas). cosine, linear: down
+    to min_learning_rate at the last step; wsd: it stays until the decay at the end of the job (arXiv:2404.06395);
+    inverse-sqrt: with the square root of warmup_steps / step; constant: it stays."""
+    decay_steps: Steps | None = None
+    """wsd: steps of the decay, the last ones of the job; default: decay_fraction of them."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1, strict=True, allow_inf_nan=False)] | None = None
+    """wsd: the decay's part of train.steps; default: a tenth, as in arXiv:2404.06395."""
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
+    """wsd: shape of the decay. 1-sqrt is steep at first, and best in arXiv:2405.18392."""
     warmup_steps: StepsOrNever = 0
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay; norms and biases are never decayed."""
+    """Decoupled weight decay, of the parameters that weight_decay_groups names."""
+    weight_decay_groups: tuple[ParameterGroup, ...] = ("linear", "embedding")
+    """What is decayed. linear: weights of linear layers, an output layer of its own included; embedding: tables of
+    tokens and of positions, the output layer's where that is tied; norm: weights of norms; bias: biases of linear
+    layers and of norms."""
     beta1: Fraction = 0.9
     """Decay of the first moment."""
     beta2: Fraction = 0.95
@@ -239,6 +275,10 @@ class TrainConfig(Section):
     """Whether each transformer block is compiled by torch.compile."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of log(Z)^2 of each token, Z being the sum of exponentials of its logits, in what is minimised: it keeps
+    the logits from drifting away (arXiv:2204.02311, section 5, with 1.0e-4). 0: none. `loss` stays the cross-entropy
+    alone; `z_loss` in the metrics is what comes on top, as a mean over the same tokens."""
     validate_every: StepsOrNever = 0
     """Steps between two validations; 0: never."""
     validation_batches: Steps = 8

@@ -18,7 +18,7 @@ from workers.parallel.data.gradient_norm import CountedNorm
 from workers.parallel.data.loss_scaling import LossScale
 from workers.parallel.data.reduction import GradientReduction
 from workers.parallel.data.shared_gradients import SharedGradients
-from workers.parallel.data.step_statistics import Loss, StepStatistics
+from workers.parallel.data.step_statistics import StepStatistics
 from workers.parallel.data.zero import ZeroOptimizer
 from workers.parallel.pipeline.runtime import Pipeline
 from workers.parallel.tensor.products import Products
@@ -40,7 +40,8 @@ class Engine:
         with torch.device(comm.device):
             self.model = ModelStage(spec, comm, products)
         bucket_bytes = layout.bucket_megabytes * 1e6
-        self.flat = FlatParameters(self.model.named_shards(), layout.data, comm.device, dtype, bucket_bytes)
+        decayed = spec.train.optimizer.weight_decay_groups
+        self.flat = FlatParameters(self.model.named_shards(), layout.data, comm.device, dtype, bucket_bytes, decayed)
         shared = SharedGradients(self.flat, comm, layout.sequence_parallel_on)
         self.reduction: GradientReduction
         sums: StepSums
@@ -96,8 +97,8 @@ class Engine:
         while True:
             self.reduction.begin(len(batch), sequences)
             scale = self.loss_scale.value / positions
-            losses_m, tokens = self.pipeline.train(batch, scale)
-            statistics = self.optimizer.step(learning_rate, Loss(losses_m, tokens, scale), memory_bytes, before_update)
+            loss = self.pipeline.train(batch, scale)
+            statistics = self.optimizer.step(learning_rate, loss, memory_bytes, before_update)
             if statistics.finite:
                 self.loss_scale.after_finite()
                 return statistics

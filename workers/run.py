@@ -25,6 +25,7 @@ from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import CheckpointError, MantaError
+from workers.metric_names import VALIDATION_LOSS
 from workers.nonfinite import spell
 from workers.protocol.messages import Resume
 from workers.protocol.reports import Event, Message, Metrics
@@ -192,7 +193,8 @@ class MetricsFile:
         if self._file is not None:
             self._file.write(json.dumps(spell(row), allow_nan=False) + "\n")
             self._file.flush()
-        validation = f"  validation loss {row['validation_loss']:.4f}" if "validation_loss" in row else ""
+        losses = {name: row[name] for name in row if name.startswith(VALIDATION_LOSS)}
+        validation = "".join(f"  {name.replace('_', ' ', 2)} {loss:.4f}" for name, loss in losses.items())
         print(
             f"step {row['step']}/{self._steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  "
             f"{row['tokens_per_second']:.0f} tokens/s  mfu_causal {row['mfu_causal']:.1%}{validation}",

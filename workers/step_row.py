@@ -30,6 +30,7 @@ class StepRows:
         plan, length = self.plan, self.spec.model.sequence_length
         flops = step_flops(self.spec, plan.size(step))
         available = seconds * self.peak_flops
+        more = {} if statistics.z_loss is None else {"z_loss": statistics.z_loss}
         return {
             "step": step,
             "loss": statistics.loss,
@@ -43,6 +44,7 @@ class StepRows:
             "hfu_full": flops.hardware_full / available,
             "hfu_paper": flops.hardware_paper / available,
             "memory_bytes": statistics.memory_bytes,
+            **more,
         }
 
 

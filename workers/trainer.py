@@ -103,7 +103,7 @@ class Trainer:
         self._name_stragglers(step, statistics)
         more = mean_part_seconds(self.comm, self.state.stall_seconds) if self._measures(step) else {}
         if self.validation.due(step):
-            more["validation_loss"] = self.validation.loss()
+            more |= self.validation.losses()
         self.state.commit(step, statistics)
 
         def row() -> dict[str, Any]:

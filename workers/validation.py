@@ -1,4 +1,4 @@
-"""The loss on held-out text."""
+"""The losses on held-out texts."""
 
 from __future__ import annotations
 
@@ -6,34 +6,43 @@ import torch
 
 from workers.comm.comm import Comm
 from workers.data.batches import Batches
+from workers.data.held_out import HeldOut
 from workers.engine import Engine
 from workers.parallel.data.elastic_sums import shared_leaves, sum_of_halves
 
 
 class Validation:
-    """Measures the validation loss of one rank's engine together with all others."""
+    """Measures the validation losses of one rank's engine together with all others."""
 
     def __init__(self, engine: Engine, batches: Batches, comm: Comm):
         self.engine, self.batches, self.comm = engine, batches, comm
         self._train = engine.spec.train
 
     def due(self, step: int) -> bool:
-        """Whether the validation loss is measured after committed step `step`."""
+        """Whether validation losses are measured after committed step `step`."""
         every = self._train.validate_every
         return every > 0 and step % every == 0
 
-    def loss(self) -> float:
-        """Mean loss over the validation batches, in nats a token; the same on every rank. Raises PeerLost."""
-        count, (places, mine) = self.batches.validation_batches(), self._loss_places()
-        sums = torch.zeros(1 + count * places, dtype=torch.float64, device=self.comm.device)
-        losses = sums[1:].view(count, places)
+    def losses(self) -> dict[str, float]:
+        """By the name of its metric, the mean loss over the validation batches of each held-out text, in nats a token;
+        the same on every rank. Raises PeerLost."""
+        texts, (places, mine) = self.batches.held_out, self._loss_places()
+        lengths = [1 + text.batches(self.engine.spec) * places for text in texts]
+        together = torch.zeros(sum(lengths), dtype=torch.float64, device=self.comm.device)
         with self.comm.step.phase("validation"):
-            for index in range(count):
-                losses_m, tokens = self.engine.pipeline.evaluate(self.batches.validation(index))
-                losses[index, mine.start : mine.stop] = losses_m if len(mine) == len(losses_m) else losses_m.sum()
-                sums[0] += tokens
-            self.comm.all_reduce("world", sums)
-        return float(sum_of_halves(sums[1:]) / sums[0])
+            for text, sums in zip(texts, together.split(lengths), strict=True):
+                self._add(text, sums, places, mine)
+            self.comm.all_reduce("world", together)
+        sums_of_each = zip(texts, together.split(lengths), strict=True)
+        return {text.metric: float(sum_of_halves(sums[1:]) / sums[0]) for text, sums in sums_of_each}
+
+    def _add(self, text: HeldOut, sums: torch.Tensor, places: int, mine: range) -> None:
+        """Put into `sums` what this rank knows of a text: its tokens, then the losses of each batch."""
+        losses = sums[1:].view(-1, places)
+        for index in range(len(losses)):
+            losses_m, tokens = self.engine.pipeline.evaluate(self.batches.validation(text, index))
+            losses[index, mine.start : mine.stop] = losses_m if len(mine) == len(losses_m) else losses_m.sum()
+            sums[0] += tokens
 
     def _loss_places(self) -> tuple[int, range]:
         """How many numbers make up the loss of a validation batch, and which of them this replica knows: one for every

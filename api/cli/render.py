@@ -15,6 +15,7 @@ from rich.table import Table
 from api import access_schemas, schemas
 from api.cli.progress import figure, percent, progress_line
 from service.byte_counts import byte_count
+from workers import metric_names
 
 
 def as_json(answer: BaseModel | Sequence[BaseModel]) -> str:
@@ -81,6 +82,10 @@ def job_page(console: Console, job: schemas.Job) -> None:
         "why": ": ".join(part for part in (job.reason, job.message) if part) or "-",
         "layout": f"{layout_name(job.parallel)} (tensor x pipeline x data), {job.parallel.get('world_size')} ranks",
         "validation loss": figure(latest.get("validation_loss"), 4),
+        **{
+            f"validation loss {name}": figure(latest.get(metric), 4)
+            for name, metric in metric_names.validation_losses(job.spec).items()
+        },
         "MFU, attention in full / causal": f"{percent(latest.get('mfu_full'))} / {percent(latest.get('mfu_causal'))}",
         "memory of the fullest rank": size(latest.get("memory_bytes")),
         "goodput": percent(job.goodput),

@@ -236,7 +236,8 @@ async def _checked(document: Any, control: ControlPlane) -> JobSpec:
     if spec.train.steps > _MOST_STEPS:
         raise SpecError([Problem("train.steps", f"must be at most {_MOST_STEPS}", str(_MOST_STEPS))])
     # Where paths lead is asked of file systems, which may take their time.
-    outside = await run_in_threadpool(control.data_roots.problems, spec) if spec.data.paths else []
+    named = spec.data.paths or spec.data.validation
+    outside = await run_in_threadpool(control.data_roots.problems, spec) if named else []
     if outside:
         raise SpecError(outside)
     return spec

@@ -19,7 +19,6 @@ from api.problem_codes import OF_A_JOB, reads
 from api.rendered_series import rendered_series_of
 from api.threads import read_threads_of
 from service.store import JobNotFound, Store, jobs, metric_bins
-from service.store.tables import METRIC_NAMES
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/metrics", tags=["metrics"])
 
@@ -55,10 +54,10 @@ def _catch_up_some(session: Session, job_id: str) -> bool:
     return metric_bins.catch_up(session, jobs.get(session, job_id, lock=True))
 
 
-def _names(text: str | None) -> tuple[str, ...]:
-    """The names in a comma-separated list, each once; `step` is always there and needs no asking for."""
+def _names(text: str | None) -> tuple[str, ...] | None:
+    """The names in a comma-separated list, each once; `step` is always there and needs no asking for. None: all."""
     if text is None:
-        return METRIC_NAMES
+        return None
     if not _NAMES.fullmatch(text):
         message = "must be at most 64 metric names, separated by commas, such as loss,tokens_per_second"
         raise RequestValidationError([{"loc": ("query", "names"), "msg": message, "type": "value_error"}])

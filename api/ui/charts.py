@@ -14,6 +14,8 @@ Points = Mapping[int, Mapping[str, float | None]]
 _INK = "#7c8794"
 _LINE = "rgba(128, 138, 150, 0.22)"
 _RESTART = "#dc6803"
+_VALIDATION = ("#e0960c", "#0d9f8c", "#9366f0", "#d6409f", "#6b8e23", "#2b95c4")
+NO_SETS: Mapping[str, str] = {}
 
 
 def restart_steps(events: Iterable[Event]) -> list[int]:
@@ -37,8 +39,11 @@ def series(points: Points, name: str, scale: float = 1.0, *, sparse: bool = Fals
     return pairs
 
 
-def loss_options(points: Points, restarts: Sequence[int] = ()) -> dict[str, Any]:
-    """Training and validation loss over steps; a vertical mark where a restart happened."""
+def loss_options(
+    points: Points, restarts: Sequence[int] = (), validation_sets: Mapping[str, str] = NO_SETS
+) -> dict[str, Any]:
+    """Training and validation losses over steps, a line for each validation set (by its name, the name of its metric)
+    that has any; a vertical mark where a restart happened."""
     train = _line("train loss", "#2f7bf6", series(points, "loss"))
     train["markLine"] = {
         "silent": True,
@@ -48,9 +53,15 @@ def loss_options(points: Points, restarts: Sequence[int] = ()) -> dict[str, Any]
         "label": {"formatter": "restart", "color": _RESTART, "position": "insideEndTop", "fontSize": 11},
         "data": [{"xAxis": step} for step in restarts],
     }
-    validation = _line("validation loss", "#e0960c", series(points, "validation_loss", sparse=True))
-    validation |= {"showSymbol": True, "symbol": "circle", "symbolSize": 6}
-    return _frame([train, validation], [_value_axis("loss (nats per token)")])
+    names = {"validation loss": "validation_loss"} | {
+        f"validation {name}": key for name, key in validation_sets.items()
+    }
+    lines = [train]
+    for number, (label, key) in enumerate(names.items()):
+        line = _line(label, _VALIDATION[number % len(_VALIDATION)], series(points, key, sparse=True))
+        if line["data"] or number == 0:
+            lines.append(line | {"showSymbol": True, "symbol": "circle", "symbolSize": 6})
+    return _frame(lines, [_value_axis("loss (nats per token)")])
 
 
 def throughput_options(points: Points) -> dict[str, Any]:

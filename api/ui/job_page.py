@@ -67,7 +67,7 @@ class JobPage:
             self._show_header(feed.job)
         if (feed.curves_version, len(feed.restarts)) != self._drawn:
             self._drawn = (feed.curves_version, len(feed.restarts))
-            self._draw(self._loss, charts.loss_options(feed.curves.points, feed.restarts))
+            self._draw(self._loss, charts.loss_options(feed.curves.points, feed.restarts, feed.validation_sets))
             self._draw(self._throughput, charts.throughput_options(feed.curves.points))
         self._ranks.show(feed.ranks)
         self._events.show(feed.events)

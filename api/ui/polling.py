@@ -9,6 +9,7 @@ from api.client import AsyncMantaClient
 from api.schemas import Checkpoint, Event, Job, Ledger, LogLine, MetricSeries, Rank, Recovery
 from api.ui.charts import restart_steps
 from service.states import is_final
+from workers import metric_names
 
 MAX_POINTS = 1000
 """Steps in a chart at first; up to twice as many before they are thinned out again."""
@@ -98,6 +99,11 @@ class JobFeed:
         return self.job is not None and is_final(self.job.state) and self._complete
 
     @property
+    def validation_sets(self) -> dict[str, str]:
+        """The metrics of the job's validation sets, by the sets' names."""
+        return metric_names.validation_losses(self.job.spec) if self.job is not None else {}
+
+    @property
     def latest_event_id(self) -> str | None:
         """Id of the newest event."""
         return self.events[-1].id if self.events else None
@@ -123,12 +129,15 @@ class JobFeed:
     async def _poll_curves(self, job: Job) -> None:
         first = not self.curves.points or len(self.curves.points) > 2 * MAX_POINTS
         curves = Curves() if first else self.curves
+        validation = ("validation_loss", *self.validation_sets.values())
+        names = dict.fromkeys((*METRICS, *validation))
         after = max(0, curves.last_step - _OVERLAP)
-        changed = curves.merge(await self._client.send(calls.metrics(self.job_id, METRICS, after, MAX_POINTS)))
+        changed = curves.merge(await self._client.send(calls.metrics(self.job_id, tuple(names), after, MAX_POINTS)))
         if first and job.step > MAX_POINTS:  # thinned out by loss: validation, which is rare, is read in full
-            points = await self._client.send(calls.metrics(self.job_id, ("validation_loss",), 0, _ALL_POINTS))
-            known = [place for place, value in enumerate(points.series["validation_loss"]) if value is not None]
-            rare = {"validation_loss": [points.series["validation_loss"][place] for place in known]}
+            points = await self._client.send(calls.metrics(self.job_id, validation, 0, _ALL_POINTS))
+            rows = enumerate(zip(*points.series.values(), strict=True))
+            known = [place for place, values in rows if any(value is not None for value in values)]
+            rare = {name: [column[place] for place in known] for name, column in points.series.items()}
             curves.merge(MetricSeries(steps=[points.steps[place] for place in known], series=rare))
         self.curves = curves
         self.curves_version += int(changed)

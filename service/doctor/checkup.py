@@ -45,7 +45,9 @@ def findings(these: dict[str, Look]) -> Iterator[Finding]:
 
 def _data(job: JobSpec | None, roots: tuple[Path, ...] | None) -> Iterator[Finding]:
     """Whether what the job reads is here."""
-    for name in (job.data.paths or ()) if job is not None else ():
+    data = job.data if job is not None else None
+    names = () if data is None else (*data.paths, *(name for each in data.validation for name in each.paths))
+    for name in names:
         path = Path(name)
         if roots is not None and not any(path.resolve().is_relative_to(root) for root in roots):
             yield Finding("data", "problem", f"{path} is outside of the roots for data", "see MANTA_DATA_ROOTS")

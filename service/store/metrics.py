@@ -11,9 +11,11 @@ from sqlalchemy import Row, select, text
 from sqlalchemy.orm import Session
 
 from service.store import generations, jobs, metric_bins, metric_points
+from service.store.errors import JobNotFound
 from service.store.generations import TrainedStep
 from service.store.tables import METRIC_NAMES, Job, Metric
 from service.store.types import Reader
+from workers import metric_names
 from workers.nonfinite import number
 
 _NOT_METRICS = frozenset({"step", "time", "generation", "rank", "job"})
@@ -80,6 +82,15 @@ def series(
     values = {name: _numbers_in(column) for name, column in zip(known, numbers, strict=False)}
     values |= {name: [extra.get(name) for extra in numbers[-1]] for name in others}
     return Series(steps, {name: values[name] for name in names}, points.behind)
+
+
+def names_of(reader: Reader, job_id: str) -> tuple[str, ...]:
+    """All metrics of a job that are drawn over its steps: the contract's, and those that it alone asks for. Raises
+    JobNotFound."""
+    spec = reader.execute(select(Job.spec).where(Job.id == job_id)).scalar_one_or_none()
+    if spec is None:
+        raise JobNotFound(job_id)
+    return (*METRIC_NAMES, *metric_names.of_job(spec))
 
 
 def _numbers_in(column: list[Any]) -> list[float | None]:

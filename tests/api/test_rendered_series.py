@@ -7,8 +7,9 @@ from sqlalchemy import event, insert
 
 from api.rendered_series import RenderedSeriesOfJobs
 from service.store import JobNotFound, generations, jobs, metric_bins, metrics
-from service.store.tables import Metric
+from service.store.tables import METRIC_NAMES, Metric
 from workers.config import JobSpec
+from workers.spec.reading import parse_job_spec
 
 
 @pytest.fixture
@@ -48,6 +49,17 @@ def test_series_that_is_as_it_was_costs_one_statement_and_no_transaction(store, 
     event.listen(store.database.readers, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
     assert ask() is first
     assert len(statements) == 1
+
+
+def test_all_metrics_are_the_contracts_and_those_that_the_job_asks_for(store, document, rendered):
+    data = {"source": "python-stdlib", "validation": [{"name": "code", "source": "python-stdlib"}]}
+    train = document["train"] | {"validate_every": 5, "z_loss": 1e-4}
+    spec = parse_job_spec(document | {"data": data, "train": train})
+    job = store.write(lambda session: jobs.create(session, spec)[0])
+    series = json.loads(rendered.one(store, job.id, None, 0, 10).body)["series"]
+    assert tuple(series) == (*METRIC_NAMES, "validation_loss_code", "z_loss")
+    with pytest.raises(JobNotFound):
+        rendered.one(store, "job_00000000nobody", None, 0, 10)
 
 
 @pytest.mark.parametrize("most", [1000, 10, 2])

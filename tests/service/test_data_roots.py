@@ -8,6 +8,8 @@ from service.data_roots import roots_of
 from workers.data.roots import DataRoots
 from workers.errors import DataError
 
+TRAIN = {"steps": 5, "validate_every": 5}
+
 
 @pytest.fixture
 def folders(tmp_path):
@@ -45,6 +47,25 @@ def test_what_is_not_is_refused_with_the_same_sentence_whether_it_is_there_or_no
     )
     with pytest.raises(DataError, match=r"data\.paths\.1: .* is not below"):
         DataRoots((data,)).check(spec)
+
+
+def test_validation_sets_are_below_as_well(folders, make_spec):
+    data, others = folders
+    sets = [
+        {"name": "one", "paths": [str(data / "text.txt")]},
+        {"name": "two", "paths": [str(data), str(others / "text.txt")]},
+    ]
+    corpus = {"source": "text", "paths": [str(data)], "validation": sets}
+    spec = make_spec(data=corpus, train=TRAIN)
+    (problem,) = DataRoots((data,)).problems(spec)
+    assert problem.path == "data.validation.1.paths.1"
+    with pytest.raises(DataError, match=r"data\.validation\.1\.paths\.1: .* is not below"):
+        DataRoots((data,)).check(spec)
+    DataRoots((data, others)).check(spec)
+    (data / "way-out.txt").symlink_to(others / "text.txt")
+    inside = {"source": "python-stdlib", "validation": [{"name": "one", "paths": [str(data)]}]}
+    with pytest.raises(DataError, match=r"way-out\.txt leads elsewhere"):
+        DataRoots((data,)).check(make_spec(data=inside, train=TRAIN))
 
 
 def test_links_are_followed_before_that(folders, make_spec):

@@ -259,12 +259,16 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path):
 def test_relative_paths_are_resolved_against_the_files_own_folder(tmp_path, monkeypatch):
     (tmp_path / "jobs").mkdir()
     file = tmp_path / "jobs" / "job.yaml"
-    file.write_text(yaml.safe_dump(document(data={"paths": ["corpus.txt", "../more", "/etc/text"]})))
+    sets = [{"name": "code", "paths": ["code.txt"]}]
+    data = {"paths": ["corpus.txt", "../more", "/etc/text"], "validation": sets}
+    file.write_text(yaml.safe_dump(document(data=data, train={"validate_every": 5})))
     monkeypatch.chdir(tmp_path)
     paths = load_job_spec(Path("jobs/job.yaml")).data.paths
     assert [Path(path).resolve() for path in paths[:2]] == [tmp_path / "jobs" / "corpus.txt", tmp_path / "more"]
     assert all(Path(path).is_absolute() for path in paths)
     assert paths[2] == "/etc/text"
+    (code,) = load_job_spec(Path("jobs/job.yaml")).data.validation
+    assert code.paths == (str(tmp_path / "jobs" / "code.txt"),)
 
 
 NO_SPECS = {

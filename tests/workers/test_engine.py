@@ -12,6 +12,7 @@ from one_layer import lone_rank
 
 from workers.engine import Engine
 from workers.parallel.data.loss_scaling import INITIAL
+from workers.parallel.data.step_statistics import Loss
 
 
 def engine_of(precision: str = "fp16", rank: int = 0, **sections) -> Engine:
@@ -33,7 +34,7 @@ def step(engine: Engine, *outcomes: tuple[float, float]):
         engine.flat.gradients.fill_(gradient)
         for slot in engine.flat.slots:
             slot.entry.parameter.holds_gradient = True
-        return torch.tensor([loss], dtype=torch.float64), torch.tensor(64.0, dtype=torch.float64)
+        return Loss(torch.tensor([loss], dtype=torch.float64), torch.tensor(64.0, dtype=torch.float64), scale)
 
     engine.pipeline.train = train
     return engine.step([None], 8, 1e-3, 0), scales

@@ -52,6 +52,17 @@ def job_file(folder: Path, **sections) -> Path:
     return path
 
 
+def test_the_losses_of_validation_sets_are_written_and_shown(tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("a bird in the hand is worth two in the bush\n" * 9)
+    config = job_file(tmp_path, data={"validation": [{"name": "other", "paths": ["other.txt"]}]})
+    assert run.main([str(config), "--metrics", str(tmp_path / "metrics.jsonl")]) == 0
+    rows = rows_of(tmp_path / "metrics.jsonl")
+    assert ["validation_loss_other" in row for row in rows] == [False, True, False, True]
+    last = capsys.readouterr().out.splitlines()[-1]
+    own, other = rows[-1]["validation_loss"], rows[-1]["validation_loss_other"]
+    assert last.endswith(f"  validation loss {own:.4f}  validation loss other {other:.4f}")
+
+
 def rows_of(path: Path) -> list[dict]:
     """The metrics file, line by line."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -47,6 +47,14 @@ def test_a_row_counts_the_tokens_and_the_work_of_its_own_step():
     }
 
 
+def test_a_z_loss_is_in_the_row_where_there_is_one():
+    job = spec(train={"z_loss": 1e-4})
+    rows = StepRows(job, BatchPlan(job.train), peak_flops=1e9)
+    with_it = rows.row(1, StepStatistics(2.5, 0.5, 77, z_loss=0.003), learning_rate=1e-3, seconds=0.5)
+    without = rows.row(1, StepStatistics(2.5, 0.5, 77), learning_rate=1e-3, seconds=0.5)
+    assert with_it == without | {"z_loss": 0.003}
+
+
 def test_the_time_of_the_parts_is_their_mean_over_ranks(monkeypatch):
     """The other rank has spent one second more on each part."""
     now = [0.0]

@@ -12,15 +12,23 @@ from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.validation import Validation
 
-LOSSES = {0: ([10.0, 6.0], 4.0), 1: ([5.0, 3.0], 8.0), 2: ([1.0, 2.0], 2.0)}
-"""By validation batch: the losses of this replica's two micro-batches, and their tokens."""
+LOSSES = {
+    "own": [([10.0, 6.0], 4.0), ([5.0, 3.0], 8.0), ([1.0, 2.0], 2.0)],
+    "code": [([7.0, 9.0], 4.0)],
+}
+"""By held-out text, of each validation batch: the losses of this replica's two micro-batches, and their tokens."""
 
 
-def validation(every: int = 0, **train) -> Validation:
+def validation(every: int = 0, texts: tuple[str, ...] = ("own",), **train) -> Validation:
     """Of a rank of the first of two replicas."""
     job = spec(train={"validate_every": every, "micro_batch_size": 2, **train}, parallel={"data": 2})
     comm = Comm(RankGrid(layout_of(data=2)), 0, torch.device("cpu"))
-    batches = SimpleNamespace(validation_batches=lambda: len(LOSSES), validation=LOSSES.get)
+
+    def text(name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, metric=f"loss of {name}", batches=lambda spec: len(LOSSES[name]))
+
+    held_out = [text(name) for name in texts]
+    batches = SimpleNamespace(held_out=held_out, validation=lambda text, index: LOSSES[text.name][index])
 
     def evaluate(batch):
         losses, tokens = batch
@@ -50,4 +58,12 @@ def test_losses_and_tokens_of_all_batches_are_summed_over_all_ranks(monkeypatch,
         losses[:, -1] += torch.tensor([2.0, 4.0, 6.0], dtype=torch.float64)
 
     monkeypatch.setattr(evaluation.comm, "all_reduce", all_reduce)
-    assert evaluation.loss() == (16 + 8 + 3 + 12) / (14 + 14)
+    assert evaluation.losses() == {"loss of own": (16 + 8 + 3 + 12) / (14 + 14)}
+
+
+@pytest.mark.parametrize("deterministic", ["layout", "elastic"])
+def test_each_text_has_a_loss_of_its_own_from_one_sum_over_all_ranks(monkeypatch, deterministic):
+    evaluation, sent = validation(3, ("own", "code"), deterministic=deterministic), []
+    monkeypatch.setattr(evaluation.comm, "all_reduce", lambda axis, sums: sent.append(axis))
+    assert evaluation.losses() == {"loss of own": 27 / 14, "loss of code": 16 / 4}
+    assert sent == ["world"]

@@ -15,6 +15,7 @@ from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan, replica_micro_batches
 from workers.data.corpus import ByteCorpus
 from workers.data.corpus_record import as_recorded
+from workers.data.held_out import HeldOut, validation_sets
 from workers.data.order import SampleOrder
 from workers.data.skipped_samples import SkippedSamples
 from workers.data.sources import corpus_files, split_corpus
@@ -56,8 +57,18 @@ class Batches:
         self.corpus = ByteCorpus(files if record is None else as_recorded(files, record, records))
         self.training_tokens, self.validation_tokens = split_corpus(spec, len(self.corpus))
         self.order = SampleOrder(self.training_tokens, spec.model.sequence_length, spec.train.seed)
+        self.held_out = self._held_out(record, records)
+        """What validation losses are measured with; nothing where none are."""
         self.skipped = SkippedSamples()
         """Training samples that are not used; the same on all ranks."""
+
+    def _held_out(self, record: Place | None, records: bool) -> tuple[HeldOut, ...]:
+        train = self.spec.train
+        if not train.validate_every:
+            return ()
+        own = HeldOut(None, self.corpus, self.training_tokens, self.validation_tokens, train.validation_batches)
+        sets = validation_sets(self.spec, record, records)
+        return (own, *sets) if self.spec.data.validation_fraction else tuple(sets)
 
     def training(self, step: int) -> list[MicroBatch]:
         """The replica's micro-batches of step `step` (from 1)."""
@@ -67,31 +78,25 @@ class Batches:
         """All samples of step `step`, of all replicas."""
         return self.skipped.samples(self.plan.samples(step))
 
-    def validation_batches(self) -> int:
-        """Global batches in one validation: `train.validation_batches`, or fewer where the held-out part is short."""
-        windows = (self.validation_tokens - 1) // self.spec.model.sequence_length
-        whole = max(1, windows // self.spec.train.global_batch_size)
-        return min(self.spec.train.validation_batches, whole)
-
-    def validation(self, batch: int) -> list[MicroBatch]:
-        """The replica's micro-batches of validation batch `batch`: the held-out text from its start, in order.
-        Windows past its end are read from its start again."""
+    def validation(self, held_out: HeldOut, batch: int) -> list[MicroBatch]:
+        """The replica's micro-batches of validation batch `batch`: the text from its start, in order. Windows past its
+        end are read from its start again."""
         length, size = self.spec.model.sequence_length, self.spec.train.global_batch_size
-        windows = (self.validation_tokens - 1) // length
+        samples = range(batch * size, (batch + 1) * size)
+        return self._read(samples, lambda sample: held_out.start(sample, length), held_out.corpus)
 
-        def start(sample: int) -> int:
-            return self.training_tokens + (sample % windows) * length
-
-        return self._read(range(batch * size, (batch + 1) * size), start)
-
-    def _read(self, samples: range, start_of: Callable[[int], int]) -> list[MicroBatch]:
+    def _read(
+        self, samples: range, start_of: Callable[[int], int], corpus: ByteCorpus | None = None
+    ) -> list[MicroBatch]:
+        """The replica's part of `samples`, whose windows begin at `start_of` in the corpus (default: the job's)."""
         parts = replica_micro_batches(samples, self.spec, self.replica)
         if not self.reads_tokens:
             return [MicroBatch(part) for part in parts]
-        return [self._micro_batch(part, [start_of(sample) for sample in part]) for part in parts]
+        text = corpus or self.corpus
+        return [self._micro_batch(text, part, [start_of(sample) for sample in part]) for part in parts]
 
-    def _micro_batch(self, samples: range, starts: list[int]) -> MicroBatch:
+    def _micro_batch(self, corpus: ByteCorpus, samples: range, starts: list[int]) -> MicroBatch:
         length = self.spec.model.sequence_length
-        windows_bs = np.stack([self.corpus.read(start, length + 1) for start in starts])
+        windows_bs = np.stack([corpus.read(start, length + 1) for start in starts])
         tokens_sb = torch.from_numpy(windows_bs).t().contiguous().to(self.device)
         return MicroBatch(samples, tokens_sb[:-1], tokens_sb[1:])

@@ -22,17 +22,20 @@ class DataRoots:
 
     def problems(self, spec: JobSpec) -> list[Problem]:
         """Which of the spec's paths are outside. Says nothing about what is there."""
-        named = enumerate(spec.data.paths)
-        return [Problem(f"data.paths.{at}", self._rule(path)) for at, path in named if not self._holds(path)]
+        named = {f"data.paths.{at}": path for at, path in enumerate(spec.data.paths)}
+        for number, each in enumerate(spec.data.validation):
+            named |= {f"data.validation.{number}.paths.{at}": path for at, path in enumerate(each.paths)}
+        return [Problem(where, self._rule(path)) for where, path in named.items() if not self._holds(path)]
 
     def check(self, spec: JobSpec) -> None:
-        """Raise DataError when the spec's corpus cannot be trained on, or has a file outside."""
+        """Raise DataError when the spec's corpus cannot be trained on, or has a file outside, or a validation set."""
         for problem in self.problems(spec):
             raise DataError(f"{problem.path}: {problem.rule}")
         check_data(spec)
-        for file in self._files(spec.data):
-            if not self._holds(file.path):
-                raise DataError(f"{file.path} leads elsewhere: {self._rule(file.path)}")
+        for data in (spec.data, *(spec.data.corpus_of(each) for each in spec.data.validation)):
+            for file in self._files(data):
+                if not self._holds(file.path):
+                    raise DataError(f"{file.path} leads elsewhere: {self._rule(file.path)}")
 
     def _files(self, data: DataConfig) -> list[CorpusFile]:
         """Those that may lie anywhere: the standard library's do not."""

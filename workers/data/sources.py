@@ -7,7 +7,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.config import DataConfig, JobSpec
+from workers.config import DataConfig, JobSpec, ValidationSet
 from workers.errors import DataError
 
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".text", ".log", ".csv", ".json", ".jsonl", ".html", ".xml"})
@@ -64,17 +64,31 @@ def split_corpus(spec: JobSpec, total_bytes: int) -> tuple[int, int]:
             f"the corpus has {training} tokens for training, but one sequence with its targets needs {needed}: "
             f"use more text than {', '.join(spec.data.paths) or spec.data.source} or a shorter model.sequence_length"
         )
-    if spec.train.validate_every and validation < needed:
+    if spec.train.validate_every and spec.data.validation_fraction and validation < needed:
+        off = "data.validation_fraction: 0" if spec.data.validation else "train.validate_every: 0"
         raise DataError(
             f"the held-out part of the corpus has {validation} tokens, but one sequence with its targets needs "
-            f"{needed}: raise data.validation_fraction or turn validation off (train.validate_every: 0)"
+            f"{needed}: raise data.validation_fraction or turn validation off ({off})"
         )
     return training, validation
 
 
+def check_validation_set(spec: JobSpec, validation: ValidationSet, tokens: int) -> None:
+    """Raise DataError when the set has not enough `tokens` for one sequence and its targets."""
+    needed = spec.model.sequence_length + 1
+    if tokens < needed:
+        where = ", ".join(validation.paths) or validation.source
+        raise DataError(
+            f"validation set {validation.name} has {tokens} tokens, but one sequence with its targets needs {needed}: "
+            f"use more text than {where} or a shorter model.sequence_length"
+        )
+
+
 def check_data(spec: JobSpec) -> None:
-    """Raise DataError when the spec's corpus cannot be trained on."""
+    """Raise DataError when the spec's corpus cannot be trained on, or a validation set not be used."""
     split_corpus(spec, sum(file.size for file in corpus_files(spec.data)))
+    for each in spec.data.validation:
+        check_validation_set(spec, each, sum(file.size for file in corpus_files(spec.data.corpus_of(each))))
 
 
 def _files_at(path: Path) -> list[CorpusFile]:

@@ -71,7 +71,11 @@ def tie_embeddings(chunks: Sequence[Chunk]) -> nn.Parameter | None:
         embedding.shards["weight"] = replace(embedding.shards["weight"], tied_across_stages=True)
     if output is not None:
         output.shards["weight"] = replace(
-            output.shards["weight"], tied_across_stages=True, shared_copy=True, name=TOKEN_EMBEDDING
+            output.shards["weight"],
+            tied_across_stages=True,
+            shared_copy=True,
+            name=TOKEN_EMBEDDING,
+            group="embedding",
         )
     return None
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from workers.config import JobSpec, Section
+from workers.config import PART_OF_A_NAME, JobSpec, Section
 from workers.spec.yaml import read_yaml
 
 
@@ -91,6 +91,8 @@ def _problem_of(path: str, item: Any) -> Problem:
             return Problem(path, f"must be {text} {bound}, not {_shown(value)}", _working(path, nearest))
     if kind == "finite_number":
         return Problem(path, "must be a finite number", _working(path, None))
+    if kind == "string_pattern_mismatch" and context["pattern"] == PART_OF_A_NAME:
+        return Problem(path, "must be letters, digits and '_'", re.sub(r"[^A-Za-z0-9_]", "_", str(value))[:40] or "a")
     if kind == "string_pattern_mismatch":
         fixed = re.sub(r"[^A-Za-z0-9._ -]", "-", str(value)).lstrip("._ -")[:100]
         return Problem(
@@ -175,11 +177,11 @@ def _converted(kind: str, value: Any) -> str | None:
 def _section_at(path: str) -> type[Section] | None:
     """The section class at a dotted path, or None where there is no section."""
     section: type[Section] = JobSpec
-    for part in filter(None, path.split(".")):
+    for part in path.split("."):
+        if not part or part.isdecimal():  # a number: one of a list of sections
+            continue
         field = section.model_fields.get(part)
-        inner = (
-            next((entry for entry in _alternatives(field.annotation) if _is_section(entry)), None) if field else None
-        )
+        inner = next((entry for entry in _sections_in(field.annotation) if _is_section(entry)), None) if field else None
         if inner is None:
             return None
         section = inner
@@ -190,6 +192,11 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     if get_origin(annotation) in (Union, UnionType):
         return get_args(annotation)
     return (annotation,)
+
+
+def _sections_in(annotation: Any) -> tuple[Any, ...]:
+    """What a field, or one of a list, may be."""
+    return get_args(annotation) if get_origin(annotation) is tuple else _alternatives(annotation)
 
 
 def _is_section(entry: Any) -> bool:

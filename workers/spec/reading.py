@@ -56,9 +56,17 @@ def document_in(text: str, name: str, folder: Path) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
         raise _not_yaml(name, error) from error
     data = document.get("data") if isinstance(document, dict) else None
-    if isinstance(data, dict) and isinstance(data.get("paths"), list):
-        data["paths"] = [str(folder / entry) if isinstance(entry, str) else entry for entry in data["paths"]]
+    if isinstance(data, dict):
+        sets = data.get("validation")
+        for named in (data, *(sets if isinstance(sets, list) else ())):
+            _resolve_paths(named, folder)
     return document
+
+
+def _resolve_paths(section: Any, folder: Path) -> None:
+    """Make the relative `paths` of a section ones below `folder`, as far as it has any."""
+    if isinstance(section, dict) and isinstance(section.get("paths"), list):
+        section["paths"] = [str(folder / entry) if isinstance(entry, str) else entry for entry in section["paths"]]
 
 
 def _not_yaml(name: str, error: Exception) -> SpecError:

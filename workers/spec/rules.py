@@ -9,9 +9,10 @@ import json
 import math
 from collections.abc import Callable, Iterator
 
-from workers.config import BYTE_VOCABULARY, LEAST_WINDOW, JobSpec
+from workers.config import BYTE_VOCABULARY, LEAST_WINDOW, DataConfig, JobSpec
 from workers.spec.families import FAMILIES
 from workers.spec.problems import Problem
+from workers.spec.recipe_rules import RECIPE_RULES
 
 # More steps of a ramp than anybody looks at; each is kept in memory.
 MOST_INCREMENTS = 10_000
@@ -61,6 +62,9 @@ def _unsupported_data(spec: JobSpec) -> Iterator[Problem]:
         yield _not_built("data.tokenizer", data.tokenizer, "bytes")
     if data.weights is not None:
         yield Problem("data.weights", "weights are not supported yet; leave the key out", None, unsupported=True)
+    for number, each in enumerate(data.validation):
+        if each.source not in (None, "python-stdlib", "text"):
+            yield _not_built(f"data.validation.{number}.source", each.source, "text", "python-stdlib")
 
 
 def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
@@ -366,36 +370,20 @@ def _vocabulary_holds_tokenizer(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _paths_match_source(spec: JobSpec) -> Iterator[Problem]:
-    data = spec.data
+    yield from _paths_match(spec.data, "data")
+    for number, each in enumerate(spec.data.validation):
+        yield from _paths_match(spec.data.corpus_of(each), f"data.validation.{number}")
+
+
+def _paths_match(data: DataConfig, where: str) -> Iterator[Problem]:
+    """The paths of a corpus or of a validation set, in the section at `where`."""
     if data.source == "python-stdlib" and data.paths:
-        yield Problem("data.paths", "source python-stdlib takes no paths (source text does)", "[]")
+        yield Problem(f"{where}.paths", "source python-stdlib takes no paths (source text does)", "[]")
     if data.source == "text" and not data.paths:
-        yield Problem("data.paths", "source text needs at least one file or directory", "[corpus.txt]")
+        yield Problem(f"{where}.paths", "source text needs at least one file or directory", "[corpus.txt]")
     if any("\0" in path for path in data.paths):
         kept = [path.replace("\0", "") for path in data.paths]
-        yield Problem("data.paths", "a path cannot contain a zero byte", json.dumps(kept))
-
-
-def _learning_rates_ordered(spec: JobSpec) -> Iterator[Problem]:
-    optimizer = spec.train.optimizer
-    if optimizer.min_learning_rate > optimizer.learning_rate:
-        yield Problem(
-            "train.optimizer.min_learning_rate",
-            f"min_learning_rate ({optimizer.min_learning_rate}) must be at most learning_rate "
-            f"({optimizer.learning_rate})",
-            str(optimizer.learning_rate),
-        )
-    if optimizer.warmup_steps > spec.train.steps:
-        yield Problem(
-            "train.optimizer.warmup_steps",
-            f"warmup_steps ({optimizer.warmup_steps}) must be at most train.steps ({spec.train.steps})",
-            str(spec.train.steps),
-        )
-
-
-def _validation_has_data(spec: JobSpec) -> Iterator[Problem]:
-    if spec.train.validate_every and not spec.data.validation_fraction:
-        yield Problem("train.validate_every", "validation needs data.validation_fraction above 0", "0")
+        yield Problem(f"{where}.paths", "a path cannot contain a zero byte", json.dumps(kept))
 
 
 def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:
@@ -449,8 +437,7 @@ FITTING: tuple[Rule, ...] = (
     _recomputation_is_whole,
     _vocabulary_holds_tokenizer,
     _paths_match_source,
-    _learning_rates_ordered,
-    _validation_has_data,
+    *RECIPE_RULES,
     _elastic_bounds_hold,
     _spikes_can_be_seen,
 )

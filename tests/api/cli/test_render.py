@@ -76,6 +76,12 @@ def test_a_job():
         "started": render.moment(later(1)), "finished": render.moment(later(2)),
         "in memory until": render.moment(later(3)), "queue": "place 5",
     }  # fmt: skip
+    sets = {"data": {"source": "python-stdlib", "validation": [{"name": "code"}, {"name": "prose"}]}}
+    latest = schemas.LatestMetrics(latest={"validation_loss_code": 1.25})
+    page = printed(render.job_page, make_job(spec=sets, metrics=latest)).splitlines()
+    losses = [line.split() for line in page if line.startswith("validation")]
+    assert losses == [["validation", "loss", "-"], ["validation", "loss", "code", "1.2500"],
+                      ["validation", "loss", "prose", "-"]]  # fmt: skip
     healthy = printed(render.job_page, make_job(reason=None, message=None))
     assert "in memory until" not in healthy and "queue" not in healthy
     assert [line.split()[-1] for line in healthy.splitlines() if line.startswith("why ")] == ["-"]

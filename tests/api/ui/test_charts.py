@@ -35,6 +35,15 @@ def test_the_loss_chart_names_its_axes_and_marks_restarts():
     json.dumps(options, allow_nan=False)
 
 
+def test_each_validation_set_that_has_a_loss_has_a_line():
+    points = {1: {"loss": 2.0}, 2: {"validation_loss": 2.5, "validation_loss_code": 3.0}}
+    sets = {"code": "validation_loss_code", "prose": "validation_loss_prose"}
+    lines = {line["name"]: line for line in charts.loss_options(points, [], sets)["series"]}
+    assert list(lines) == ["train loss", "validation loss", "validation code"]
+    assert lines["validation code"]["data"] == [[2, 3.0]]
+    assert len({line["itemStyle"]["color"] for line in lines.values()}) == 3
+
+
 def test_throughput_and_utilisation_have_an_axis_each():
     options = charts.throughput_options({1: {"tokens_per_second": 1000.0, "mfu_full": 0.25}})
     tokens, mfu = options["series"]

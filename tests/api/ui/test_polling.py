@@ -68,6 +68,21 @@ def test_curves_grow_by_increments(service):
     assert client.last("/metrics")["after_step"] == 13
 
 
+def test_the_losses_of_validation_sets_are_kept_too(service, monkeypatch):
+    monkeypatch.setattr(polling, "MAX_POINTS", 10)
+    sets = [{"name": "code", "source": "python-stdlib"}]
+    train = {"steps": 100, "global_batch_size": 4, "validate_every": 25}
+    job_id = service.submit(data={"source": "python-stdlib", "validation": sets}, train=train)["id"]
+    report(service, job_id, [{"step": n, "loss": 5.0 - n / 100} for n in range(1, 96)])
+    report(service, job_id, [{"step": n, "validation_loss_code": 4.0} for n in (25, 50)])
+    feed, _ = follow(service, job_id)
+    assert feed.validation_sets == {"code": "validation_loss_code"}
+    known = {step: values["validation_loss_code"] for step, values in feed.curves.points.items()
+             if "validation_loss_code" in values}  # fmt: skip
+    assert known == {25: 4.0, 50: 4.0}
+    assert len(feed.curves.points) <= 10 + 2
+
+
 def test_long_curves_are_thinned_out_but_keep_validation(service, monkeypatch):
     monkeypatch.setattr(polling, "MAX_POINTS", 10)
     job_id = service.submit(train={"steps": 100, "global_batch_size": 4})["id"]

@@ -19,12 +19,16 @@ def test_the_data_of_a_job_is_looked_for(tmp_path):
     (tmp_path / "here").write_text("text")
     document = {
         "model": {"layers": 1, "hidden_size": 8, "heads": 1, "sequence_length": 8},
-        "data": {"source": "text", "paths": [str(tmp_path / "here"), str(tmp_path / "gone")]},
-        "train": {"steps": 1},
+        "data": {
+            "source": "text",
+            "paths": [str(tmp_path / "here"), str(tmp_path / "gone")],
+            "validation": [{"name": "held_out", "paths": [str(tmp_path / "gone too")]}],
+        },
+        "train": {"steps": 1, "validate_every": 1},
     }
     job = parse_job_spec(document)
     data = looks(Settings(tmp_path), job)["data"]
-    assert [each.verdict for each in data()] == ["ok", "problem"]
+    assert [each.verdict for each in data()] == ["ok", "problem", "problem"]
     elsewhere = looks(Settings(tmp_path, data_roots=(tmp_path / "roots",)), job)["data"]
     assert {each.verdict for each in elsewhere()} == {"problem"}
     assert list(looks(Settings(tmp_path), None)["data"]()) == []

@@ -20,25 +20,25 @@ sizes = st.integers(1, 40)
 
 @st.composite
 def tensors(draw: st.DrawFn) -> list[tuple[tuple[int, ...], int | None, bool, bool]]:
-    """Some (shape, split dimension, decayed, tied copy)."""
+    """Some (shape, split dimension, matrix of a layer, tied copy)."""
     shapes = []
     for _ in range(draw(st.integers(1, 5))):
         shape = draw(st.tuples(sizes) | st.tuples(sizes, sizes))
         split = draw(st.sampled_from([None, *range(len(shape))]))
         copy = split == 0 and draw(st.booleans())
-        shapes.append((shape, split, copy or draw(st.booleans()), copy))  # the tied embedding is decayed
+        shapes.append((shape, split, copy or draw(st.booleans()), copy))  # the tied embedding is one
     return shapes
 
 
 def model_of(described: list, tensor_size: int, index: int) -> list[NamedShard]:
     """One tensor rank's parameters; each element holds its own global number."""
     entries = []
-    for number, (shape, split, decay, copy) in enumerate(described):
+    for number, (shape, split, matrix, copy) in enumerate(described):
         local, start = list(shape), 0
         if split is not None:
             local[split] = math.ceil(shape[split] / tensor_size)  # padded where it does not divide
             start = index * local[split]
-        shard = ParameterShard(shape, split, start, decay=decay)
+        shard = ParameterShard(shape, split, start, group="linear" if matrix else "norm")
         padded = [*shape]
         if split is not None:
             padded[split] = local[split] * tensor_size
@@ -130,6 +130,7 @@ def test_flat_buffers_group_parameters_by_what_happens_to_them(described, tensor
         parameter, shard = slot.entry.parameter, slot.entry.shard
         assert parameter.data_ptr() == flat.parameters[slot.start :].data_ptr()
         assert parameter.grad.data_ptr() == flat.gradients[slot.start :].data_ptr()
-        assert (flat.decayed[0] <= slot.start and slot.end <= flat.decayed[1]) == shard.decay
-        if replicas > 1 and (shard.split_dim is None or not shard.decay):
+        matrix = shard.group == "linear"
+        assert any(start <= slot.start and slot.end <= end for start, end in flat.decayed) == matrix
+        if replicas > 1 and (shard.split_dim is None or not matrix):
             assert slot.start >= tail, "what has more to wait for is reduced last"

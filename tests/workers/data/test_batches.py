@@ -23,11 +23,11 @@ def corpus(tmp_path) -> dict:
 
 def whole(corpus: dict, data: int, micro: int, step: int, validation: bool = False) -> torch.Tensor:
     """The global batch [B, s + 1] put together from all replicas' micro-batches."""
-    job = spec(data=corpus, train={"micro_batch_size": micro}, parallel={"data": data})
+    job = spec(data=corpus, train={"micro_batch_size": micro, "validate_every": 1}, parallel={"data": data})
     rows = []
     for replica in range(data):
         batches = Batches(job, replica, CPU)
-        for part in batches.validation(step) if validation else batches.training(step):
+        for part in batches.validation(batches.held_out[0], step) if validation else batches.training(step):
             assert part.inputs_sb.shape == part.targets_sb.shape == (8, micro)
             assert torch.equal(part.inputs_sb[1:], part.targets_sb[:-1]), "targets are the tokens that follow"
             rows.append(torch.cat([part.inputs_sb, part.targets_sb[-1:]]).t())
@@ -62,20 +62,6 @@ def test_validation_reads_the_held_out_part_in_order_and_again_from_its_start(co
     assert second[:, 0].tolist() == [(900 + 8 * (i % 12)) % 251 for i in range(8, 16)]
 
 
-def test_validation_has_at_least_one_batch_and_at_most_those_held_out(corpus):
-    for asked, expected in ((8, 1), (1, 1)):
-        assert Batches(spec(data=corpus, train={"validation_batches": asked}), 0, CPU).validation_batches() == expected
-    for asked, expected in ((8, 6), (4, 4)):
-        job = spec(data=corpus, train={"validation_batches": asked, "global_batch_size": 2})
-        assert Batches(job, 0, CPU).validation_batches() == expected
-    one = Batches(spec(data=corpus, train={"validation_batches": 99, "global_batch_size": 1}), 0, CPU)
-    for tokens, windows in ((100, 12), (97, 12), (96, 11)):  # a window needs its last target too
-        one.validation_tokens = tokens
-        assert one.validation_batches() == windows
-    short = spec(data=corpus, train={"validation_batches": 8, "global_batch_size": 16})  # of 12 windows
-    assert Batches(short, 0, CPU).validation_batches() == 1
-
-
 def test_a_step_passes_over_skipped_samples_and_its_dropout_stays_that_of_its_places(corpus):
     job = spec(data=corpus, train={"micro_batch_size": 4, "seed": 7})
     batches = Batches(job, 0, CPU)
@@ -103,3 +89,47 @@ def test_one_rank_makes_the_record_of_the_corpus_and_all_hold_to_it(corpus, tmp_
     (tmp_path / "corpus.bin").write_bytes(bytes(999))
     with pytest.raises(DataError, match="has 999 bytes, and had 1000"):
         Batches(spec(data=corpus), 0, CPU, record=record)
+
+
+@pytest.fixture
+def job_with_sets(corpus, tmp_path):
+    """A job with its own held-out text and two more."""
+
+    def made(**train):
+        for name, length in (("a.txt", 100), ("b.txt", 33)):
+            (tmp_path / name).write_bytes(bytes(range(length)))
+        sets = [
+            {"name": "a", "paths": [str(tmp_path / "a.txt")]},
+            {"name": "b", "paths": [str(tmp_path / "b.txt")], "batches": 2},
+        ]
+        return spec(data=corpus | {"validation": sets}, train={"validate_every": 1, "validation_batches": 8, **train})
+
+    return made
+
+
+def test_each_validation_set_is_a_text_of_its_own(job_with_sets):
+    batches = Batches(job_with_sets(global_batch_size=2), 0, CPU)
+    assert [text.metric for text in batches.held_out] == ["validation_loss", "validation_loss_a", "validation_loss_b"]
+    assert [text.batches(batches.spec) for text in batches.held_out] == [6, 6, 2]
+    a, b = batches.held_out[1:]
+    assert [part.inputs_sb[0].tolist() for part in batches.validation(a, 1)] == [[16], [24]]
+    assert [part.inputs_sb[:, 0].tolist() for part in batches.validation(b, 1)] == [[*range(16, 24)], [*range(24, 32)]]
+
+
+def test_without_a_held_out_part_there_are_the_sets_alone_and_without_validation_none(job_with_sets):
+    job = job_with_sets()
+    alone = job.model_copy(update={"data": job.data.model_copy(update={"validation_fraction": 0.0})})
+    assert [text.metric for text in Batches(alone, 0, CPU).held_out] == ["validation_loss_a", "validation_loss_b"]
+    never = job.model_copy(update={"train": job.train.model_copy(update={"validate_every": 0})})
+    assert Batches(never, 0, CPU).held_out == ()
+
+
+def test_validation_sets_stay_what_they_were_when_the_job_began(job_with_sets, tmp_path):
+    job, record = job_with_sets(), tmp_path / "job" / "corpus.json"
+    Batches(job, 0, CPU, record=record, records=True)
+    assert sorted(file.name for file in record.parent.iterdir()) == [
+        "corpus.json", "validation-a.json", "validation-b.json",
+    ]  # fmt: skip
+    (tmp_path / "b.txt").write_bytes(bytes(40))
+    with pytest.raises(DataError, match=r"b\.txt has 40 bytes, and had 33 when the job began"):
+        Batches(job, 0, CPU, record=record)

@@ -13,6 +13,15 @@ from workers.data.sources import check_data, corpus_files, split_corpus
 from workers.errors import DataError
 
 
+def test_validation_sets_are_checked_with_the_corpus(tmp_path):
+    (tmp_path / "corpus.txt").write_text("words " * 100)
+    (tmp_path / "short.txt").write_text("words")
+    sets = [{"name": "short", "paths": [str(tmp_path / "short.txt")]}]
+    data = {"paths": [str(tmp_path / "corpus.txt")], "validation": sets}
+    with pytest.raises(DataError, match="validation set short has 5 tokens"):
+        check_data(spec(data=data, train={"validate_every": 1}))
+
+
 def text(*paths: Path) -> DataConfig:
     """A corpus of these paths."""
     return DataConfig(source="text", paths=tuple(str(path) for path in paths))

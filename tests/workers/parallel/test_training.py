@@ -12,6 +12,7 @@ from workers.config import ParallelConfig
 from workers.spec.reading import parse_job_spec
 
 STEPS = 16
+VALIDATION_SETS = ["validation_loss_same", "validation_loss_other"]
 PARTS_OF_OTHERS = ((2, 1, 1), (1, 2, 1), (2, 2, 1))
 
 
@@ -19,15 +20,22 @@ PARTS_OF_OTHERS = ((2, 1, 1), (1, 2, 1), (2, 2, 1))
 def corpus(tmp_path_factory) -> str:
     """Text with some structure, so that the loss falls."""
     path = tmp_path_factory.mktemp("corpus") / "numbers.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(600)))
+    text = "".join(f"{n} times {n} is {n * n}.\n" for n in range(600))
+    path.write_text(text)
+    path.with_name("same.txt").write_text(text[-int(len(text) * 0.1) :])
+    path.with_name("other.txt").write_text("".join(f"{n} and {n} is {2 * n}.\n" for n in range(90)))
     return str(path)
 
 
 def training_job(corpus: str, layout: tuple[int, int, int], **train) -> dict:
-    """A job with validation every 8 steps."""
+    """A job with validation every 8 steps, by three texts, the second of which is the first once more."""
+    sets = [
+        {"name": name, "paths": [corpus.replace("numbers.txt", f"{name}.txt")], "batches": batches}
+        for name, batches in (("same", None), ("other", 2))
+    ]
     optimizer = {"learning_rate": 3e-3, "warmup_steps": 5}
     return document(
-        data={"paths": [corpus], "validation_fraction": 0.1},
+        data={"paths": [corpus], "validation_fraction": 0.1, "validation": sets},
         train={"steps": STEPS, "validate_every": 8, "validation_batches": 3, "optimizer": optimizer, **train},
         parallel=axes(layout),
     )
@@ -59,9 +67,12 @@ def test_layouts_agree_at_every_step(ranks, corpus, curve, layout):
     for step, (row, other) in enumerate(zip(curve.rows, by_rank[0].rows, strict=True), start=1):
         assert other["loss"] == pytest.approx(row["loss"], rel=2e-6), step
         assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=2e-5), step
-        assert ("validation_loss" in other) == (step % 8 == 0)
-        if step % 8 == 0:
-            assert other["validation_loss"] == pytest.approx(row["validation_loss"], rel=2e-6), step
+        names = [name for name in other if name.startswith("validation_loss")]
+        assert names == (["validation_loss", *VALIDATION_SETS] if step % 8 == 0 else [])
+        for name in names:
+            assert other[name] == pytest.approx(row[name], rel=2e-6), (step, name)
+            assert other["validation_loss_same"] == other["validation_loss"]
+            assert other["validation_loss_other"] != pytest.approx(other["validation_loss"], rel=1e-3)
 
 
 def test_the_same_layout_twice_gives_the_same_bits(ranks, corpus):

@@ -295,9 +295,52 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "train.optimizer.warmup_steps", "warmup_steps (31) must be at most train.steps (30)", "30",
     ),
     (
+        "an inverse square root from nothing",
+        {"train": {"optimizer": {"schedule": "inverse-sqrt"}}},
+        "train.optimizer.warmup_steps", "falls with the square root of warmup_steps / step", "1",
+    ),
+    (
+        "a decay where there is none",
+        {"train": {"optimizer": {"decay_steps": 5, "decay_shape": "cosine"}}},
+        "train.optimizer.schedule", "cosine takes no decay_steps and no decay_shape, which belong to wsd", "wsd",
+    ),
+    (
+        "two lengths of a decay",
+        {"train": {"optimizer": {"schedule": "wsd", "decay_steps": 5, "decay_fraction": 0.2}}},
+        "train.optimizer.decay_fraction", "decay_steps says already how long the decay is", "null",
+    ),
+    (
+        "a decay beyond the warm-up",
+        {"train": {"optimizer": {"schedule": "wsd", "decay_steps": 21, "warmup_steps": 10}}},
+        "train.optimizer.decay_steps",
+        "the decay (21 steps) and warmup_steps (10) take more than train.steps (30)", "20",
+    ),
+    (
+        "a decay of too large a part",
+        {"train": {"optimizer": {"schedule": "wsd", "decay_fraction": 1.0, "warmup_steps": 10}}},
+        "train.optimizer.decay_fraction",
+        "the decay (30 steps) and warmup_steps (10) take more than train.steps (30)", "0.66",
+    ),
+    (
+        "a decay after nothing but warm-up",
+        {"train": {"optimizer": {"schedule": "wsd", "decay_steps": 5, "warmup_steps": 30}}},
+        "train.optimizer.warmup_steps",
+        "the decay (5 steps) and warmup_steps (30) take more than train.steps (30)", "25",
+    ),
+    (
+        "a group of parameters twice",
+        {"train": {"optimizer": {"weight_decay_groups": ["linear", "bias", "linear"]}}},
+        "train.optimizer.weight_decay_groups", "a group is named twice", "[linear, bias]",
+    ),
+    (
         "validation",
         {"train": {"validate_every": 5}, "data": {"validation_fraction": 0.0}},
-        "train.validate_every", "needs data.validation_fraction above 0", "0",
+        "train.validate_every", "needs data.validation_fraction above 0, or sets in data.validation", "0",
+    ),
+    (
+        "sets that are never measured",
+        {"data": {"validation": [{"name": "code", "paths": ["a.txt"]}]}},
+        "train.validate_every", "the losses of data.validation are measured every so many steps", "3",
     ),
     ("fewest", {"elastic": {"min_data": 2}}, "elastic.min_data", "must be at most parallel.data (1)", "1"),
     (
@@ -367,6 +410,31 @@ def test_a_broken_rule_is_told_and_its_advice_works(sections, path, rule, sugges
     assert problems_of(follow(spec, problem)) == []
 
 
+SETS: list[tuple[str, list[dict[str, Any]], str, str, str | None]] = [
+    ("twice the same name", [{"name": "a", "paths": ["a"]}, {"name": "a", "paths": ["b"]}],
+     "data.validation.1.name", "there is a validation set a before", "a_2"),
+    ("no paths", [{"name": "a"}], "data.validation.0.paths", "needs at least one file or directory", "[corpus.txt]"),
+    ("paths of the library", [{"name": "a", "source": "python-stdlib", "paths": ["b"]}],
+     "data.validation.0.paths", "source python-stdlib takes no paths", "[]"),
+    ("a kind that is not built", [{"name": "a", "source": "jsonl", "paths": ["b"]}],
+     "data.validation.0.source", "jsonl is not supported yet", "text"),
+    ("no name", [{"paths": ["b"]}], "data.validation.0.name", "required, but missing", None),
+    ("a name that is no part of a metric's", [{"name": "my text", "paths": ["b"]}],
+     "data.validation.0.name",  "must be letters, digits and '_'", "my_text"),
+    ("an unknown key", [{"name": "a", "path": ["b"]}], "data.validation.0.path", "unknown key", "paths"),
+    ("no whole number", [{"name": "a", "paths": ["b"], "batches": "4"}],
+     "data.validation.0.batches", "must be an integer", "4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sets", "path", "rule", "suggestion"), [case[1:] for case in SETS], ids=[c[0] for c in SETS])
+def test_what_is_wrong_with_a_validation_set_says_which_one(sets, path, rule, suggestion):
+    problem = problems_of(document(data={"validation": sets}, train={"validate_every": 5}))[0]
+    assert problem.path == path
+    assert rule in problem.rule
+    assert problem.suggestion == suggestion
+
+
 @pytest.mark.parametrize(("section", "key", "value"), NOT_BUILT, ids=[f"{case[0]}.{case[1]}" for case in NOT_BUILT])
 def test_what_is_not_built_says_what_works(section, key, value):
     spec = document(**{section: {key: value}})
@@ -402,6 +470,11 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("compiled blocks that are computed again", {"train": {"compile": True}, "parallel": {"recompute": "selective"}}),
     ("interleaved on one", {"parallel": {"schedule": "interleaved", "data": 2}, "train": {"global_batch_size": 7}}),
     ("one warm-up to the end", {"train": {"optimizer": {"warmup_steps": 30}}}),
+    ("nothing but warm-up and decay", {"train": {"optimizer": {"schedule": "wsd", "decay_steps": 20,
+                                                              "warmup_steps": 10}}}),
+    ("nothing but decay", {"train": {"optimizer": {"schedule": "wsd", "decay_fraction": 1.0}}}),
+    ("a constant rate below the default of the smallest", {"train": {"optimizer": {"schedule": "constant",
+                                                                                  "learning_rate": 1e-5}}}),
     ("one learning rate throughout", {"train": {"optimizer": {"learning_rate": 1e-4}}}),
 ]  # fmt: skip
 
@@ -461,6 +534,27 @@ def test_following_the_advice_always_leads_to_a_spec(model, width, train, axes, 
     layout = {**axes, "schedule": schedule, "virtual_stages": virtual_stages, "sequence_parallel": split}
     spec = document(model=model, train=train, parallel=layout, elastic={"max_data": most})
     for _ in range(20):  # more than there are keys that advice may change
+        problems = problems_of(spec)
+        if not problems:
+            return
+        spec = follow(spec, problems[0])
+    raise AssertionError(f"still wrong: {problems}")
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "schedule": st.sampled_from(["cosine", "linear", "wsd", "inverse-sqrt", "constant"]),
+            "warmup_steps": st.integers(0, 40),
+            "decay_steps": st.none() | st.integers(1, 40),
+            "decay_fraction": st.none() | st.floats(1e-9, 1.0),
+            "decay_shape": st.sampled_from(["linear", "1-sqrt"]),
+        }
+    )
+)
+def test_following_the_advice_about_learning_rates_leads_to_a_spec(optimizer):
+    spec = document(train={"optimizer": optimizer})
+    for _ in range(6):  # more than there are keys that advice may change
         problems = problems_of(spec)
         if not problems:
             return

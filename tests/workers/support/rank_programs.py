@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from workers.data.batches import MicroBatch
 from workers.engine import Engine
 from workers.learning_rate import learning_rate
 from workers.parallel.data.step_statistics import StepStatistics
-from workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
+from workers.parallel.tensor.cross_entropy import cross_entropy_and_log_z, vocabulary_parallel_cross_entropy
 from workers.protocol.messages import Resume
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
@@ -46,6 +46,7 @@ class Steps:
     """Complete gradient of the last step, this rank's part, where the job's beta1 is 0 (else its first moment)."""
     parameters: list[Placed]
     """All parameters of this rank after the last step."""
+    z_losses: list[float | None] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "gradients": _arrays(self.gradients), "parameters": _arrays(self.parameters)}
@@ -118,11 +119,12 @@ def leave_gradients_behind(engine: Engine) -> None:
 def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.Tensor], dtype: torch.dtype) -> Steps:
     engine, everything = _loaded(comm, spec, weights, dtype)
     flat, optimizer = engine.flat, engine.optimizer
-    losses, norms = [], []
+    losses, z_losses, norms = [], [], []
     for number, windows in enumerate(batches, start=1):
         batch = micro_batches(spec, comm.index("data"), windows, number)
         statistics = engine.step(batch, len(windows), learning_rate(spec.train.optimizer, number, spec.train.steps), 0)
         losses.append(statistics.loss)
+        z_losses.append(statistics.z_loss)
         norms.append(statistics.grad_norm)
     part = rectangles_of(flat, optimizer.held, optimizer.held, owned_only=False, tensor_index=comm.index("tensor"))
     return Steps(
@@ -130,6 +132,7 @@ def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.
         norms,
         [(rectangle.name, rectangle.offsets, rectangle.view(optimizer.exp_avg).clone()) for rectangle in part],
         [(rectangle.name, rectangle.offsets, rectangle.view(flat.parameters).clone()) for rectangle in everything],
+        z_losses,
     )
 
 
@@ -217,12 +220,28 @@ def train_job(
 
 def cross_entropy(comm: Comm, logits: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> tuple[Any, Any]:
     """Loss of each token, and this rank's gradient of the losses weighted 1, 2, 3, ..., for logits [n, v padded]."""
-    columns = logits.shape[1] // comm.size("tensor")
-    start = comm.index("tensor") * columns
-    mine = logits[:, start : start + columns].clone().requires_grad_()
+    mine = _columns(comm, logits)
     losses = vocabulary_parallel_cross_entropy(mine, targets, vocabulary, comm)
     losses.backward(torch.arange(1, len(targets) + 1, dtype=logits.dtype))
     return losses.detach(), mine.grad
+
+
+def cross_entropy_with_squares(
+    comm: Comm, logits: torch.Tensor, targets: torch.Tensor, vocabulary: int, weight: float
+) -> tuple[Any, Any, Any]:
+    """Loss and squared log Z of each token, and this rank's gradient of both, the squares times `weight`, both weighted
+    1, 2, 3, ..., for logits [n, v padded]."""
+    mine = _columns(comm, logits)
+    losses, squares = cross_entropy_and_log_z(mine, targets, vocabulary, comm)
+    (losses + weight * squares).backward(torch.arange(1, len(targets) + 1, dtype=losses.dtype))
+    return losses.detach(), squares.detach(), mine.grad
+
+
+def _columns(comm: Comm, logits: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the logits."""
+    columns = logits.shape[1] // comm.size("tensor")
+    start = comm.index("tensor") * columns
+    return logits[:, start : start + columns].clone().requires_grad_()
 
 
 def initial_parameters(comm: Comm, document: dict[str, Any]) -> list[Placed]:

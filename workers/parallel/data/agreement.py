@@ -16,17 +16,19 @@ from workers.parallel.data.step_statistics import Loss
 class Agreement:
     """One fp64 vector, and named views of its slices."""
 
-    def __init__(self, comm: Comm, replica_ranks: int = 0, micro_batches: int = 0):
-        """`replica_ranks`, `micro_batches`: lengths of the slices that only elastic sums need."""
+    def __init__(self, comm: Comm, replica_ranks: int = 0, micro_batches: int = 0, z_losses: int = 0):
+        """`replica_ranks`, `micro_batches`, `z_losses`: lengths of the slices that only elastic sums need, the last one
+        with a z-loss."""
         self._comm, world = comm, comm.size("world")
-        sizes = (world, world, replica_ranks, micro_batches)
-        self._values = torch.zeros(4 + sum(sizes), dtype=torch.float64, device=comm.device)
-        self.loss, self.tokens, self.square, self.asked_to_end = self._values[:4].unbind()
-        """Scalars: loss summed over tokens, tokens that have a target, squared norm of the summed gradients, how many
-        ranks were asked to end after the step."""
-        self.memory_bytes, self.own_seconds, self.rank_squares, self.micro_batch_losses = self._values[4:].split(sizes)
+        sizes = (world, world, replica_ranks, micro_batches, z_losses)
+        self._values = torch.zeros(5 + sum(sizes), dtype=torch.float64, device=comm.device)
+        self.loss, self.z_loss, self.tokens, self.square, self.asked_to_end = self._values[:5].unbind()
+        """Scalars: loss and z-loss summed over tokens, tokens that have a target, squared norm of the summed gradients,
+        how many ranks were asked to end after the step."""
+        slices = self._values[5:].split(sizes)
+        self.memory_bytes, self.own_seconds, self.rank_squares, self.micro_batch_losses, self.micro_batch_z = slices
         """[world]: each rank's memory in use, and its time of the step that it did not wait for others. [p t]: squared
-        norm by rank of a replica. [micro-batches of the global batch]: the loss of each."""
+        norm by rank of a replica. [micro-batches of the global batch]: loss and z-loss of each."""
 
     def sum(self) -> None:
         """Sum over all ranks. Raises PeerLost."""
@@ -44,12 +46,14 @@ class StepSums:
         agreed = Agreement(self.comm)
         self._write_own(agreed, loss, memory_bytes)
         agreed.loss.copy_(loss.losses_m.sum())
+        if loss.z_losses_m is not None:
+            agreed.z_loss.copy_(loss.z_losses_m.sum())
         agreed.square.copy_(self.norm.square(gradient))
         agreed.sum()
         return agreed
 
     def _write_own(self, agreed: Agreement, loss: Loss, memory_bytes: int) -> None:
-        """Everything but loss and norm."""
+        """Everything but losses and norm."""
         index = self.comm.index("world")
         agreed.tokens.copy_(loss.tokens)
         agreed.memory_bytes[index] = memory_bytes

@@ -138,13 +138,17 @@ class ElasticStepSums(StepSums):
         """The sums over all ranks, of this rank's reduced `gradient` [elements of its parts] among others."""
         comm, mine = self.comm, self.reduction.mine
         square, replica_ranks = self.norm.square(gradient), comm.size("pipeline") * comm.size("tensor")
-        agreed = Agreement(comm, replica_ranks, self.reduction.leaves)
+        leaves, z_losses_m = self.reduction.leaves, loss.z_losses_m
+        agreed = Agreement(comm, replica_ranks, leaves, 0 if z_losses_m is None else leaves)
         self._write_own(agreed, loss, memory_bytes)
         if comm.index("data") == 0:  # every replica knows the same
             agreed.rank_squares[comm.rank % replica_ranks] = square
         agreed.micro_batch_losses[mine.start : mine.stop] = loss.losses_m
+        if z_losses_m is not None:
+            agreed.micro_batch_z[mine.start : mine.stop] = z_losses_m
         agreed.sum()
         agreed.loss.copy_(sum_of_halves(agreed.micro_batch_losses))
+        agreed.z_loss.copy_(sum_of_halves(agreed.micro_batch_z))
         agreed.square.copy_(sum_of_halves(agreed.rank_squares))
         return agreed
 

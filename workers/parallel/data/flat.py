@@ -3,21 +3,24 @@ restore each work on a few long ranges instead of on hundreds of tensors.
 
 The buffers' order groups parameters by what happens to their gradients at the end of a step:
 
-    | head: split over the tensor group, decayed | tail: tied, copied, replicated, not decayed |
+    | head: matrices that are split over the tensor group | tail: tied, copied and replicated matrices, vectors |
 
 The head holds nearly everything. It is cut into buckets, whose gradients are reduced over the data group while
 backward still runs. Gradients of the tail first have something else to wait for (other tensor ranks, the other end of
 the pipeline), so it is one bucket, reduced last. Within each bucket, replica r of d answers for the r-th of d equal
-parts. What is decayed is one range. Every parameter starts at a multiple of ALIGNMENT elements, and so does every
-part, so that an element meets the same vector instructions on every rank and layout.
+parts. Within each kind what is decayed comes first, so that it lies in a few ranges. Every parameter starts at a
+multiple of ALIGNMENT elements, and so does every part, so that an element meets the same vector instructions on every
+rank and layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
+from workers.config import ParameterGroup
 from workers.parallel.tensor.shards import NamedShard
 
 ALIGNMENT = 64
@@ -52,20 +55,26 @@ class FlatParameters:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         bucket_bytes: float = 25e6,
+        decayed_groups: Collection[ParameterGroup] = ("linear", "embedding"),
     ):
-        """`replicas`: data-parallel size (d)."""
+        """`replicas`: data-parallel size (d); `decayed_groups`: groups of parameters to which weight decay applies."""
         self.replicas = replicas
+
+        def order(entry: NamedShard) -> tuple[int, bool]:  # stable: else the model's order
+            return self._class_of(entry), entry.shard.group not in decayed_groups
+
         self.slots: list[Slot] = []
         unit = ALIGNMENT * replicas
         position, head_end = 0, None
-        for entry in sorted(shards, key=self._class_of):  # stable: the model's order within a class
+        for entry in sorted(shards, key=order):
             if self._class_of(entry) > 0 and head_end is None:
                 head_end = position = _aligned(position, unit)
             size = entry.parameter.numel()
             self.slots.append(Slot(entry, position, position + size))
             position = _aligned(position + size, ALIGNMENT)
         self.size = _aligned(max(position, ALIGNMENT), unit)
-        self.decayed = self._cover([slot for slot in self.slots if slot.entry.shard.decay])
+        self.decayed = self._decayed(decayed_groups)
+        """Ranges to which weight decay applies, in order."""
         self.parameters = torch.zeros(self.size, dtype=dtype, device=device)
         self.gradients = torch.zeros(self.size, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.buckets = [(0, self.size)]
@@ -88,16 +97,26 @@ class FlatParameters:
 
     @staticmethod
     def _class_of(entry: NamedShard) -> int:
-        """0: head; 1 and 2: tail with decay; 3: tail without."""
+        """0: head; 1: tied matrices; 2: other matrices of the tail; 3: vectors."""
         shard = entry.shard
-        if not shard.decay:
+        if shard.group in ("norm", "bias"):
             return 3
         if shard.tied_across_stages:
             return 1
         return 0 if shard.split_dim is not None and shard.copies == 1 else 2
 
-    def _cover(self, chosen: list[Slot]) -> Range:
-        return (chosen[0].start, _aligned(chosen[-1].end, ALIGNMENT)) if chosen else (0, 0)
+    def _decayed(self, groups: Collection[ParameterGroup]) -> list[Range]:
+        """Runs of decayed parameters, each up to where the next parameter begins."""
+        ranges: list[Range] = []
+        starts = [*(slot.start for slot in self.slots[1:]), self.size]
+        for slot, end in zip(self.slots, starts, strict=True):
+            if slot.entry.shard.group not in groups:
+                continue
+            if ranges and ranges[-1][1] == slot.start:
+                ranges[-1] = (ranges[-1][0], end)
+            else:
+                ranges.append((slot.start, end))
+        return ranges
 
     def head(self) -> list[Slot]:
         """Parameters whose gradients need nothing but the data group."""

@@ -18,6 +18,8 @@ class Loss:
     """Tokens that have a target, fp64 scalar."""
     scale: float
     """Factor on the loss in backward."""
+    z_losses_m: torch.Tensor | None = None
+    """The z-loss, train.z_loss times log(Z)^2 summed over tokens, of each micro-batch, fp64 [m]; None without."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class StepStatistics:
     """Whether the step has updated anything: not where its numbers are not finite, or above the limits."""
     asked_to_end: bool = False
     """Whether any rank was asked to save and end; then all do so after the step."""
+    z_loss: float | None = None
+    """Mean z-loss over the same tokens; None without."""
 
     @property
     def finite(self) -> bool:

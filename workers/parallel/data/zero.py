@@ -2,14 +2,14 @@
 parts of the flat buffer, updates them, and the updated parts are gathered again. Stage 0: every replica keeps and
 updates everything; gradients are reduced the same way, so both stages give the same bits.
 
-AdamW itself is torch's (fused), on flat ranges in fp32: decoupled weight decay on the decayed one, none on the other.
+AdamW itself is torch's (fused), on flat ranges in fp32: decoupled weight decay on the decayed ones, none on the others.
 With 16-bit compute the parts are fp32 master weights, rounded into the parameters after each step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 from workers.comm.comm import Comm
 from workers.config import OptimizerConfig
 from workers.parallel.data.agreement import Agreement, StepSums
-from workers.parallel.data.flat import FlatParameters, overlap
+from workers.parallel.data.flat import FlatParameters, Range, overlap
 from workers.parallel.data.gradient_clipping import Clipping, clip
 from workers.parallel.data.reduction import GradientReduction
 from workers.parallel.data.step_statistics import Loss, StepStatistics
@@ -77,19 +77,26 @@ class ZeroOptimizer:
         groups: dict[float, list[_Piece]] = {}
         position = 0
         for (start, end), values in zip(self.held, self.parameters, strict=True):
-            decayed = overlap((start, end), self.flat.decayed)
-            pieces = [((start, decayed[0]), 0.0), (decayed, self.config.weight_decay), ((decayed[1], end), 0.0)]
-            if decayed[0] == decayed[1]:
-                pieces = [((start, end), 0.0)]
-            for (first, last), decay in pieces:
-                if last > first:
-                    where = slice(position + first - start, position + last - start)
-                    moments = self.exp_avg[where], self.exp_avg_sq[where]
-                    steps = torch.zeros((), dtype=torch.float32, device=values.device)
-                    piece = _Piece(values[first - start : last - start], where, *moments, steps)
-                    groups.setdefault(decay, []).append(piece)
+            for (first, last), decayed in self._cut(start, end):
+                where = slice(position + first - start, position + last - start)
+                moments = self.exp_avg[where], self.exp_avg_sq[where]
+                steps = torch.zeros((), dtype=torch.float32, device=values.device)
+                piece = _Piece(values[first - start : last - start], where, *moments, steps)
+                groups.setdefault(self.config.weight_decay if decayed else 0.0, []).append(piece)
             position += end - start
         return groups
+
+    def _cut(self, start: int, end: int) -> Iterator[tuple[Range, bool]]:
+        """The range in pieces that are wholly decayed or not at all."""
+        for wish in self.flat.decayed:
+            first, last = overlap((start, end), wish)
+            if first < last:
+                if start < first:
+                    yield (start, first), False
+                yield (first, last), True
+                start = last
+        if start < end:
+            yield (start, end), False
 
     def set_step(self, step: int) -> None:
         """Tell AdamW that `step` steps are done."""
@@ -129,7 +136,7 @@ class ZeroOptimizer:
             self.updating = True
             self._update(gradient, learning_rate, clipping.refused)
             self.publish_parameters()
-            return _read(agreed, clipping)
+            return _read(agreed, clipping, loss.z_losses_m is not None)
 
     def _update(self, gradient: torch.Tensor, learning_rate: float, refused: torch.Tensor) -> None:
         """AdamW on the held ranges, which does nothing where `refused`."""
@@ -177,11 +184,12 @@ class ZeroOptimizer:
         return list(gradient.split([end - start for start, end in self.owned]))
 
 
-def _read(agreed: Agreement, clipping: Clipping) -> StepStatistics:
+def _read(agreed: Agreement, clipping: Clipping, with_z_loss: bool) -> StepStatistics:
     """Bring a step's numbers to the host: the one place of a step where it waits for the device."""
-    scalars = torch.stack([agreed.loss, agreed.tokens, clipping.norm, clipping.refused.to(agreed.loss.dtype)])
+    refused_or_not = clipping.refused.to(agreed.loss.dtype)
+    scalars = torch.stack([agreed.loss, agreed.z_loss, agreed.tokens, clipping.norm, refused_or_not])
     on_host = torch.cat([scalars, agreed.asked_to_end[None], agreed.memory_bytes, agreed.own_seconds]).tolist()
-    total, tokens, norm, refused, asked, *each = on_host
+    total, z_total, tokens, norm, refused, asked, *each = on_host
     world = len(agreed.memory_bytes)
     return StepStatistics(
         loss=total / max(tokens, 1.0),
@@ -190,4 +198,5 @@ def _read(agreed: Agreement, clipping: Clipping) -> StepStatistics:
         own_seconds=tuple(each[world:]),
         updated=not refused,
         asked_to_end=asked > 0,
+        z_loss=z_total / max(tokens, 1.0) if with_z_loss else None,
     )

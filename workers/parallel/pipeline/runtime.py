@@ -19,12 +19,13 @@ from workers.comm.backend import Handle, Transfer
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import NO_TARGET, MicroBatch
+from workers.parallel.data.step_statistics import Loss
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.pipeline.schedules import forward_only, schedule
 from workers.parallel.pipeline.schedules.action import Action
 from workers.parallel.pipeline.stages import neighbours
 from workers.parallel.recompute.policy import Recompute, recomputed
-from workers.parallel.tensor.cross_entropy import vocabulary_parallel_cross_entropy
+from workers.parallel.tensor.cross_entropy import cross_entropy_and_log_z, vocabulary_parallel_cross_entropy
 from workers.parallel.tensor.dropout import sample_keys
 from workers.parallel.tensor.weight_gradients import Task, WeightGradients
 
@@ -53,6 +54,7 @@ class _Step:
     loss_scale: float
     recomputed: frozenset[tuple[int, int]]
     losses_m: torch.Tensor
+    z_losses_m: torch.Tensor
     valid_tokens: torch.Tensor
     dropout_keys: tuple[torch.Tensor, ...]
     """Of each micro-batch's samples; none without dropout."""
@@ -119,34 +121,40 @@ class Pipeline:
             self._known[key] = (actions, recomputed(actions, layout) if training else frozenset())
         return self._known[key]
 
-    def train(self, batch: list[MicroBatch], loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward and backward of all micro-batches; gradients of the loss summed over tokens, times `loss_scale`,
-        accumulate in the parameters.
+    def train(self, batch: list[MicroBatch], loss_scale: float) -> Loss:
+        """Forward and backward of all micro-batches; gradients of the loss summed over tokens (the z-loss included),
+        times `loss_scale`, accumulate in the parameters.
 
-        Returns this rank's share of (each micro-batch's loss summed over tokens [m], tokens that have a target), fp64:
-        zero except on one tensor rank of the last stage.
+        Returns this rank's share of the loss, which is zero except on one tensor rank of the last stage.
         """
         actions, again = self._plan(len(batch), training=True)
+        held = self._step(batch, loss_scale, again)
         with self.model.weight_gradients.reported(self._when_added):
-            return self._run(actions, self._step(batch, loss_scale, again))
+            self._run(actions, held)
+        z_losses_m = held.z_losses_m if self.spec.train.z_loss else None
+        return Loss(held.losses_m, held.valid_tokens, loss_scale, z_losses_m)
 
     @torch.no_grad()
     def evaluate(self, batch: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward alone; returns what `train` does."""
+        """Forward alone. Returns this rank's share of (each micro-batch's loss summed over tokens [m], tokens that have
+        a target), fp64, without a z-loss."""
         actions, again = self._plan(len(batch), training=False)
-        return self._run(actions, self._step(batch, 1.0, again))
+        held = self._step(batch, 1.0, again)
+        self._run(actions, held)
+        return held.losses_m, held.valid_tokens
 
     def _step(self, batch: list[MicroBatch], loss_scale: float, again: frozenset[tuple[int, int]]) -> _Step:
-        zeros = torch.zeros(1 + len(batch), dtype=torch.float64, device=self.comm.device)
+        zeros = torch.zeros(1 + 2 * len(batch), dtype=torch.float64, device=self.comm.device)
+        losses_m, z_losses_m = zeros[1:].chunk(2)
         sizes = [len(each.samples) for each in batch]
         samples = [sample for each in batch for sample in each.samples]
         keys: tuple[torch.Tensor, ...] = ()
         if self.spec.model.dropout > 0.0:
             # All at once: on a GPU a copy from the host may wait for the device.
             keys = sample_keys(self.spec.train.seed, samples, self.comm.device).split(sizes)
-        return _Step(batch, loss_scale, again, zeros[1:], zeros[0], keys)
+        return _Step(batch, loss_scale, again, losses_m, z_losses_m, zeros[0], keys)
 
-    def _run(self, actions: list[Action], held: _Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, actions: list[Action], held: _Step) -> None:
         runners: dict[str, Callable[[Action, _Step], None]] = {
             "receive_forward": self._receive_forward,
             "forward": self._forward,
@@ -166,7 +174,6 @@ class Pipeline:
                     self._when_done(action)
         for send, _ in held.sends:
             send.wait()
-        return held.losses_m, held.valid_tokens
 
     def _forward(self, action: Action, held: _Step) -> None:
         chunk, key = self.model.chunks[action.chunk], (action.chunk, action.micro_batch)
@@ -204,19 +211,26 @@ class Pipeline:
         return ForwardPass(keys, Recompute.of(self.spec.layout))
 
     def _loss(self, logits: torch.Tensor, micro_batch: int, held: _Step) -> torch.Tensor:
-        """Sum of the micro-batch's losses, for backward; also counts it."""
+        """Sum of the micro-batch's losses, z-loss included, for backward; also counts both."""
         targets_sb = held.batch[micro_batch].targets_sb
         assert targets_sb is not None
         if not logits.is_contiguous():  # a sample's tokens lie side by side
             logits, targets_sb = logits.transpose(0, 1), targets_sb.t()
         targets_n = targets_sb.flatten()
-        losses_n = vocabulary_parallel_cross_entropy(
-            logits.flatten(0, 1), targets_n, self.spec.vocabulary_size, self.comm
-        )
-        if self.comm.index("tensor") == 0:
+        logits_nv, vocabulary = logits.flatten(0, 1), self.spec.vocabulary_size
+        counts, weight = self.comm.index("tensor") == 0, self.spec.train.z_loss
+        if weight and torch.is_grad_enabled():
+            losses_n, squares_n = cross_entropy_and_log_z(logits_nv, targets_n, vocabulary, self.comm)
+            total = losses_n.sum() + weight * squares_n.sum()
+            if counts:
+                held.z_losses_m[micro_batch] = weight * squares_n.detach().sum(dtype=torch.float64)
+        else:
+            losses_n = vocabulary_parallel_cross_entropy(logits_nv, targets_n, vocabulary, self.comm)
+            total = losses_n.sum()
+        if counts:
             held.losses_m[micro_batch] = losses_n.detach().sum(dtype=torch.float64)
             held.valid_tokens += (targets_n != NO_TARGET).sum()
-        return losses_n.sum()
+        return total
 
     def _backward(self, action: Action, held: _Step) -> None:
         key = (action.chunk, action.micro_batch)

@@ -1,5 +1,6 @@
 """Cross-entropy over logits that are split along the vocabulary (arXiv:1909.08053, section 3): instead of the
-logits, three numbers a token cross the tensor group.
+logits, three numbers a token cross the tensor group. On request with it comes the square of log Z, Z being a token's
+sum of exponentials, for the z-loss (arXiv:2204.02311, section 5), which needs nothing else to cross.
 
 The logits' memory is used again for their gradient, and 16-bit logits are widened to fp32 a block of rows at a time,
 so there is never a second tensor of their size. Shapes: n tokens, v vocabulary padded to a multiple of the
@@ -22,8 +23,13 @@ BLOCK_ROWS = 256
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_nv: torch.Tensor, targets_n: torch.Tensor, vocabulary_size: int, comm: Comm
-    ) -> torch.Tensor:
+        ctx: Any,
+        logits_nv: torch.Tensor,
+        targets_n: torch.Tensor,
+        vocabulary_size: int,
+        comm: Comm,
+        with_squares: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         columns = logits_nv.shape[1]
         start = comm.index("tensor") * columns
         real = max(0, min(columns, vocabulary_size - start))
@@ -40,22 +46,29 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         own_n = _sums_of_exponentials(logits_nv, own_largest_n, largest_n, real)
         sums_2n = torch.stack([own_n, target_n.masked_fill(~mine_n, 0.0)])
         comm.all_reduce("tensor", sums_2n)
-        losses_n = (sums_2n[0].log() - sums_2n[1]).masked_fill(targets_n < 0, 0.0)
+        ignored_n = targets_n < 0
+        losses_n = (sums_2n[0].log() - sums_2n[1]).masked_fill(ignored_n, 0.0)
+        log_z_n = (sums_2n[0].log() + largest_n).masked_fill(ignored_n, 0.0) if with_squares else None
         if ctx.needs_input_grad[0]:
             factor_n = _unscaled_probabilities(logits_nv, largest_n, own_n, sums_2n[0])
             # Kept apart: rounding p before 1 is taken from it would lose the small difference.
             error_n = target_n.exp() / sums_2n[0] - 1.0
-            ctx.save_for_backward(logits_nv, local_n, mine_n, error_n, factor_n, targets_n < 0)
-        return losses_n
+            ctx.save_for_backward(logits_nv, local_n, mine_n, error_n, factor_n, ignored_n, log_z_n)
+        return losses_n, None if log_z_n is None else log_z_n.square()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        grad_nv, local_n, mine_n, error_n, factor_n, ignored_n = ctx.saved_tensors
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        """A logit's gradient is p - 1 at the target, p elsewhere, of the loss; 2 log(Z) p of the square."""
+        grad_nv, local_n, mine_n, error_n, factor_n, ignored_n, log_z_n = ctx.saved_tensors
         grad_n = grads[0].masked_fill(ignored_n, 0.0)
-        grad_nv.mul_((grad_n * factor_n).unsqueeze(1).to(grad_nv.dtype))
-        targets_n = (grad_n * error_n).unsqueeze(1).to(grad_nv.dtype)
+        every_n, target_n = grad_n, grad_n * error_n
+        if log_z_n is not None:  # zero where there is no target
+            of_square_n = 2.0 * log_z_n * grads[1]
+            every_n, target_n = grad_n + of_square_n, target_n + of_square_n * (error_n + 1.0)
+        grad_nv.mul_((every_n * factor_n).unsqueeze(1).to(grad_nv.dtype))
+        targets_n = target_n.unsqueeze(1).to(grad_nv.dtype)
         grad_nv.scatter_(1, local_n, torch.where(mine_n.unsqueeze(1), targets_n, grad_nv.gather(1, local_n)))
-        return grad_nv, None, None, None
+        return grad_nv, None, None, None, None
 
 
 def _sums_of_exponentials(
@@ -102,4 +115,12 @@ def vocabulary_parallel_cross_entropy(
     Overwrites the logits. `vocabulary_size` is the number of real token ids; columns past it are padding. A negative
     target has no loss.
     """
-    return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, vocabulary_size, comm)
+    return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, vocabulary_size, comm, False)[0]
+
+
+def cross_entropy_and_log_z(
+    logits_nv: torch.Tensor, targets_n: torch.Tensor, vocabulary_size: int, comm: Comm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and the square of each token's log Z [n], the natural logarithm of its sum of exponentials; 0 where
+    there is no target. Both have gradients. Keeps one number a token more for backward."""
+    return _VocabularyParallelCrossEntropy.apply(logits_nv, targets_n, vocabulary_size, comm, True)

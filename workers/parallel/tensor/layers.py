@@ -39,7 +39,7 @@ class ColumnParallelLinear(ShardedModule):
         self.weight = self.add_parameter(
             "weight", (rows, inputs), ParameterShard((outputs, inputs), 0, start, copies=copies, std=std)
         )
-        bias_shard = ParameterShard((outputs,), 0, start, copies=copies, decay=False)
+        bias_shard = ParameterShard((outputs,), 0, start, copies=copies, group="bias")
         self.bias = self.add_parameter("bias", (rows,), bias_shard) if bias else None
 
     def forward(self, x: torch.Tensor, again: Again | None = None) -> torch.Tensor:
@@ -61,7 +61,7 @@ class RowParallelLinear(ShardedModule):
         self.weight = self.add_parameter(
             "weight", (outputs, columns), ParameterShard((outputs, inputs), 1, start, std=std)
         )
-        self.bias = self.add_parameter("bias", (outputs,), ParameterShard((outputs,), decay=False)) if bias else None
+        self.bias = self.add_parameter("bias", (outputs,), ParameterShard((outputs,), group="bias")) if bias else None
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, recompute_gelu: bool = False
@@ -100,9 +100,9 @@ class LayerNorm(ShardedModule):
     def __init__(self, size: int, bias: bool, epsilon: float = 1e-5):
         super().__init__()
         self.epsilon = epsilon
-        shard = ParameterShard((size,), decay=False, constant=1.0)
+        shard = ParameterShard((size,), group="norm", constant=1.0)
         self.weight = self.add_parameter("weight", (size,), shard)
-        self.bias = self.add_parameter("bias", (size,), ParameterShard((size,), decay=False)) if bias else None
+        self.bias = self.add_parameter("bias", (size,), ParameterShard((size,), group="bias")) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., h] -> [..., h]."""
@@ -123,7 +123,7 @@ class VocabularyParallelEmbedding(ShardedModule):
         self.region = region
         self.rows = vocabulary_rows(vocabulary_size, region.tensor_size)
         self.start = region.comm.index("tensor") * self.rows
-        shard = ParameterShard((vocabulary_size, hidden_size), 0, self.start, std=std)
+        shard = ParameterShard((vocabulary_size, hidden_size), 0, self.start, group="embedding", std=std)
         self.weight = self.add_parameter("weight", (self.rows, hidden_size), shard)
 
     def forward(self, tokens_sb: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ class PositionEmbedding(ShardedModule):
     def __init__(self, length: int, hidden_size: int, region: Region, std: float):
         super().__init__()
         self.region = region
-        shard = ParameterShard((length, hidden_size), std=std)
+        shard = ParameterShard((length, hidden_size), group="embedding", std=std)
         self.weight = self.add_parameter("weight", (length, hidden_size), shard)
 
     def forward(self, x: torch.Tensor, batch_first: bool = False, first: int = 0) -> torch.Tensor:

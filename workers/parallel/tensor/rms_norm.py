@@ -22,7 +22,7 @@ class RMSNorm(ShardedModule):
         """`partial`: each tensor rank norms heads of its own, so the weight's gradient is the sum over ranks."""
         super().__init__()
         self.epsilon = epsilon
-        shard = ParameterShard((size,), decay=False, constant=1.0, partial=partial)
+        shard = ParameterShard((size,), group="norm", constant=1.0, partial=partial)
         self.weight = self.add_parameter("weight", (size,), shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from workers.config import ParameterGroup
+
 
 @dataclass(frozen=True)
 class ParameterShard:
@@ -25,8 +27,8 @@ class ParameterShard:
     partial: bool = False
     """Whether each tensor rank has only seen its own heads with it, all of which it holds: its gradient is the sum over
     ranks, also where they see the same part of the sequence."""
-    decay: bool = True
-    """Whether weight decay applies; not to norms and biases."""
+    group: ParameterGroup = "linear"
+    """What kind of parameter it is, on which weight decay depends."""
     tied_across_stages: bool = False
     """Whether another stage holds the same parameter, so that its gradient is the sum of both: the token embedding that
     is tied to the output layer."""

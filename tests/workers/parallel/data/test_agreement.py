@@ -32,10 +32,10 @@ def test_slices_are_views_of_one_vector_and_do_not_overlap():
     comm = Comm(RankGrid(layout_of(tensor=2, data=3)), 4, torch.device("cpu"))
     sent = []
     comm.all_reduce = lambda axis, tensor: sent.append((axis, tensor.tolist()))  # type: ignore[method-assign]
-    agreed = Agreement(comm, replica_ranks=2, micro_batches=5)
-    slices = [agreed.loss, agreed.tokens, agreed.square, agreed.asked_to_end, agreed.memory_bytes, agreed.own_seconds]
-    slices += [agreed.rank_squares, agreed.micro_batch_losses]
-    assert [each.numel() for each in slices] == [1, 1, 1, 1, 6, 6, 2, 5]
+    agreed = Agreement(comm, replica_ranks=2, micro_batches=5, z_losses=3)
+    slices = [agreed.loss, agreed.z_loss, agreed.tokens, agreed.square, agreed.asked_to_end, agreed.memory_bytes]
+    slices += [agreed.own_seconds, agreed.rank_squares, agreed.micro_batch_losses, agreed.micro_batch_z]
+    assert [each.numel() for each in slices] == [1, 1, 1, 1, 1, 6, 6, 2, 5, 3]
     for number, each in enumerate(slices):
         each.fill_(number)
     agreed.sum()

@@ -17,8 +17,9 @@ SPLIT = ParameterShard((8, 4), 0, std=0.02)
 TIED = ParameterShard((8, 4), 0, std=0.02, tied_across_stages=True)
 COPIED = ParameterShard((8, 4), 0, std=0.02, copies=2)
 WHOLE = ParameterShard((4,), std=0.02)
-BIAS = ParameterShard((8,), 0, decay=False)
-NORM = ParameterShard((4,), decay=False, constant=1.0)
+BIAS = ParameterShard((8,), 0, group="bias")
+NORM = ParameterShard((4,), group="norm", constant=1.0)
+TABLE = ParameterShard((8, 4), 0, group="embedding", std=0.02)
 
 
 def entry(name: str, shard: ParameterShard, size: int = 100) -> NamedShard:
@@ -43,10 +44,32 @@ def test_parameters_are_in_the_order_of_what_happens_to_their_gradients():
     assert names(flat.copied()) == ["copied"]
     assert names(flat.tied()) == ["tied"]
     starts = {slot.entry.name: slot.start for slot in flat.slots}
-    assert flat.decayed == (0, starts["norm"])
+    assert flat.decayed == [(0, starts["norm"])]
     assert all(start % ALIGNMENT == 0 for start in starts.values())
     assert flat.buckets == [(0, starts["tied"]), (starts["tied"], flat.size)]
     assert flat.size % (2 * ALIGNMENT) == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "order", "decayed"),
+    [
+        (["linear", "embedding"], "first table second position norm bias", ["first..norm"]),
+        (["linear"], "first second table position norm bias", ["first..table", "position..norm"]),
+        (["embedding", "bias"], "table first second position bias norm", ["table..first", "bias..norm"]),
+        (["norm"], "first table second position norm bias", ["norm..bias"]),
+        (["linear", "embedding", "norm", "bias"], "first table second position norm bias", ["first..end"]),
+        ([], "first table second position norm bias", []),
+    ],
+    ids=["matrices", "linear layers", "two of them", "norms", "all", "none"],
+)
+def test_what_is_decayed_lies_together_within_each_kind(groups, order, decayed):
+    """So that the optimizer has few ranges; what has to be reduced last stays last."""
+    shards = {"first": SPLIT, "norm": NORM, "table": TABLE, "bias": BIAS, "position": WHOLE, "second": SPLIT}
+    entries = [entry(name, shard) for name, shard in shards.items()]
+    flat = FlatParameters(entries, 2, CPU, decayed_groups=groups)
+    assert names(flat.slots) == order.split()
+    starts = {slot.entry.name: slot.start for slot in flat.slots} | {"end": flat.size}
+    assert flat.decayed == [tuple(starts[name] for name in each.split("..")) for each in decayed]
 
 
 def test_parameters_and_their_gradients_are_views_of_the_buffers():

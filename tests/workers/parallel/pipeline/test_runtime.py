@@ -57,7 +57,7 @@ def test_an_evaluation_is_one_whatever_ran_before_and_leaves_no_gradient():
     alone, _ = engine.pipeline.evaluate(batch)
     assert set(phases) == {"validation"}
     assert torch.equal(engine.flat.gradients, gradients)
-    trained, _ = engine.pipeline.train(batch, 1.0)
+    trained = engine.pipeline.train(batch, 1.0).losses_m
     assert "validation" not in phases[len(batch) :]
     again, _ = engine.pipeline.evaluate(batch)
     assert torch.equal(again, alone)

@@ -6,11 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engine_specs import layout_of
-from rank_programs import cross_entropy
+from rank_programs import cross_entropy, cross_entropy_with_squares
 
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
-from workers.parallel.tensor.cross_entropy import BLOCK_ROWS, vocabulary_parallel_cross_entropy
+from workers.parallel.tensor.cross_entropy import (
+    BLOCK_ROWS,
+    cross_entropy_and_log_z,
+    vocabulary_parallel_cross_entropy,
+)
 from workers.parallel.tensor.layers import vocabulary_rows
 
 TOKENS = 12
@@ -78,3 +82,44 @@ def test_16_bit_logits_are_summed_over_ranks_whose_own_largest_ones_differ(ranks
         torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-6, atol=1e-6)
     gradient = torch.cat([grad for _, grad in by_rank], dim=1)[:, :vocabulary]
     torch.testing.assert_close(gradient.double(), exact.grad, rtol=2.0**-7, atol=2.0**-10)
+
+
+def expected_with_squares(logits: torch.Tensor, targets: torch.Tensor, weight: float) -> tuple[torch.Tensor, ...]:
+    """Losses, squares of log Z, and the gradient of their weighted sum by autograd, in fp64; negative targets have
+    neither."""
+    real = logits.double().requires_grad_()
+    losses = F.cross_entropy(real, targets, reduction="none", ignore_index=-1)
+    squares = real.logsumexp(1).square() * (targets >= 0)
+    (losses + weight * squares).backward(torch.arange(1, len(targets) + 1, dtype=torch.float64))
+    return losses.detach(), squares.detach(), real.grad
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("vocabulary", [12, 13, 5])
+def test_squares_of_log_z_and_their_gradients_are_autograds(ranks, tensor, vocabulary):
+    logits, targets = case(vocabulary, tensor)
+    targets[5] = -1
+    expected = expected_with_squares(logits[:, :vocabulary], targets, 0.1)
+    assert expected[1][0] > 1e5, "large logits have a large Z"
+    by_rank = ranks.run(layout_of(tensor=tensor), cross_entropy_with_squares, logits, targets, vocabulary, 0.1)
+    for losses, squares, _ in by_rank:
+        torch.testing.assert_close((losses, squares), expected[:2], rtol=1e-12, atol=1e-12)
+    gradient = torch.cat([grad for _, _, grad in by_rank], dim=1)
+    torch.testing.assert_close(gradient[:, :vocabulary], expected[2], rtol=1e-12, atol=1e-12)
+    assert (gradient[:, vocabulary:] == 0).all(), "padding of the vocabulary learns nothing"
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)], ids=str)
+def test_squares_of_16_bit_logits_have_the_precision_of_fp32(dtype, rounding):
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(BLOCK_ROWS + 1, 37, generator=generator).mul_(3.0).to(dtype)
+    targets = torch.randint(37, (len(logits),), generator=generator)
+    losses, squares, gradient = expected_with_squares(logits, targets, 0.01)
+    alone = Comm(RankGrid(layout_of()), 0, torch.device("cpu"))
+    leaf = logits.clone().requires_grad_()
+    found = cross_entropy_and_log_z(leaf.clone(), targets, 37, alone)
+    (found[0] + 0.01 * found[1]).backward(torch.arange(1.0, len(targets) + 1))
+    torch.testing.assert_close(found[0].detach().double(), losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[1].detach().double(), squares, rtol=1e-6, atol=1e-6)
+    # The factor on a row is rounded to 16 bits as well as the result.
+    torch.testing.assert_close(leaf.grad.double(), gradient, rtol=3 * rounding, atol=2.0**-14)

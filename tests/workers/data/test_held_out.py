@@ -1,0 +1,39 @@
+"""How much of a held-out text is read, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+from engine_specs import spec
+
+from workers.data.corpus import ByteCorpus
+from workers.data.held_out import HeldOut, validation_sets
+from workers.errors import DataError
+
+
+def held_out(tokens: int, most: int) -> HeldOut:
+    """A text that begins at token 900."""
+    return HeldOut(None, ByteCorpus([]), 900, tokens, most)
+
+
+def test_there_is_at_least_one_batch_and_at_most_the_whole_text():
+    for asked, size, expected in ((8, 8, 1), (1, 8, 1), (8, 2, 6), (4, 2, 4), (8, 16, 1)):  # of 12 windows
+        job = spec(train={"global_batch_size": size})
+        assert held_out(100, asked).batches(job) == expected
+    one = spec(train={"global_batch_size": 1})
+    for tokens, windows in ((100, 12), (97, 12), (96, 11)):  # a window needs its last target too
+        assert held_out(tokens, 99).batches(one) == windows
+
+
+def test_windows_lie_end_to_end_and_begin_anew_past_the_end():
+    assert [held_out(33, 1).start(sample, 8) for sample in range(6)] == [900, 908, 916, 924, 900, 908]
+
+
+def test_a_set_that_is_too_short_is_named(tmp_path):
+    (tmp_path / "short.txt").write_bytes(b"12345678")
+    named = {"name": "tiny", "paths": [str(tmp_path / "short.txt")]}
+    job = spec(data={"validation": [named]}, train={"validate_every": 1})
+    with pytest.raises(DataError, match=r"validation set tiny has 8 tokens, but one sequence .* needs 9: .*short\.txt"):
+        validation_sets(job, None, False)
+    job = spec(data={"validation": [named | {"paths": [str(tmp_path / "gone")]}]}, train={"validate_every": 1})
+    with pytest.raises(DataError, match=r"no such file or directory: .*gone"):
+        validation_sets(job, None, False)

@@ -1,0 +1,30 @@
+"""Names of the metrics that a job has beside those of every job. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+VALIDATION_LOSS = "validation_loss"
+Z_LOSS = "z_loss"
+
+
+def validation_loss(name: str | None) -> str:
+    """The metric of the validation set with that name; None: of the corpus's own held-out part."""
+    return VALIDATION_LOSS if name is None else f"{VALIDATION_LOSS}_{name}"
+
+
+def validation_losses(spec: Mapping[str, Any]) -> dict[str, str]:
+    """The metrics of the validation sets of a job, by the sets' names, in their order. `spec`: its JobSpec as JSON,
+    perhaps as another release has stored it."""
+    data = spec.get("data")
+    sets = data.get("validation") if isinstance(data, Mapping) else None
+    names = [each.get("name") for each in sets or () if isinstance(each, Mapping)] if isinstance(sets, list) else []
+    return {name: validation_loss(name) for name in names if isinstance(name, str)}
+
+
+def of_job(spec: Mapping[str, Any]) -> tuple[str, ...]:
+    """The metrics that depend on what the job asks for."""
+    train = spec.get("train")
+    more = (Z_LOSS,) if isinstance(train, Mapping) and train.get(Z_LOSS) else ()
+    return (*validation_losses(spec).values(), *more)

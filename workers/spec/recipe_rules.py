@@ -1,0 +1,98 @@
+"""Rules across the fields of a JobSpec about what is learned, and how: learning rates, validation. Pure Python.
+
+Each rule is a function of the spec that yields problems, as in `rules.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from workers.config import JobSpec
+from workers.learning_rate import decay_steps
+from workers.spec.problems import Problem
+
+SECTION = "train.optimizer"
+
+
+def _learning_rates_ordered(spec: JobSpec) -> Iterator[Problem]:
+    optimizer = spec.train.optimizer
+    if optimizer.min_learning_rate > optimizer.learning_rate and optimizer.schedule != "constant":
+        yield Problem(
+            f"{SECTION}.min_learning_rate",
+            f"min_learning_rate ({optimizer.min_learning_rate}) must be at most learning_rate "
+            f"({optimizer.learning_rate})",
+            str(optimizer.learning_rate),
+        )
+
+
+def _warmup_fits(spec: JobSpec) -> Iterator[Problem]:
+    optimizer, steps = spec.train.optimizer, spec.train.steps
+    if optimizer.warmup_steps > steps:
+        problem = f"warmup_steps ({optimizer.warmup_steps}) must be at most train.steps ({steps})"
+        yield Problem(f"{SECTION}.warmup_steps", problem, str(steps))
+    elif optimizer.schedule == "inverse-sqrt" and not optimizer.warmup_steps:
+        problem = "inverse-sqrt falls with the square root of warmup_steps / step, so it needs a warm-up"
+        yield Problem(f"{SECTION}.warmup_steps", problem, str(max(1, steps // 100)))
+
+
+def _decay_fits(spec: JobSpec) -> Iterator[Problem]:
+    """The keys of schedule wsd."""
+    optimizer, steps = spec.train.optimizer, spec.train.steps
+    given = [key for key in ("decay_steps", "decay_fraction") if getattr(optimizer, key) is not None]
+    given += ["decay_shape"] if optimizer.decay_shape != "linear" else []
+    if optimizer.schedule != "wsd":
+        if given:
+            problem = f"{optimizer.schedule} takes no {' and no '.join(given)}, which belong to wsd"
+            yield Problem(f"{SECTION}.schedule", problem, "wsd")
+        return
+    if "decay_steps" in given and "decay_fraction" in given:
+        yield Problem(f"{SECTION}.decay_fraction", "decay_steps says already how long the decay is", "null")
+        return
+    decay, left = decay_steps(optimizer, steps), steps - optimizer.warmup_steps
+    if left < 0 or decay <= left:
+        return  # the warm-up is wrong first
+    what = f"the decay ({decay} steps) and warmup_steps ({optimizer.warmup_steps}) take more than train.steps ({steps})"
+    if left == 0:
+        yield Problem(f"{SECTION}.warmup_steps", what, str(max(0, steps - decay)))
+    elif optimizer.decay_steps is not None:
+        yield Problem(f"{SECTION}.decay_steps", what, str(left))
+    else:
+        yield Problem(f"{SECTION}.decay_fraction", what, _fraction_of(left, steps))
+
+
+def _fraction_of(part: int, whole: int) -> str:
+    """`part` / `whole` in as few digits as do, rounded down."""
+    digits = next(n for n in range(2, 12) if round(whole * math.floor(part / whole * 10**n) / 10**n) > 0)
+    return f"{math.floor(part / whole * 10**digits) / 10**digits:.{digits}f}"
+
+
+def _decayed_once(spec: JobSpec) -> Iterator[Problem]:
+    groups = spec.train.optimizer.weight_decay_groups
+    if len(set(groups)) < len(groups):
+        once = f"[{', '.join(dict.fromkeys(groups))}]"
+        yield Problem(f"{SECTION}.weight_decay_groups", "a group is named twice", once)
+
+
+def _validation_has_data(spec: JobSpec) -> Iterator[Problem]:
+    train, data = spec.train, spec.data
+    if train.validate_every and not data.validation_fraction and not data.validation:
+        problem = "validation needs data.validation_fraction above 0, or sets in data.validation"
+        yield Problem("train.validate_every", problem, "0")
+    if data.validation and not train.validate_every:
+        problem = "the losses of data.validation are measured every so many steps, and 0 means never"
+        yield Problem("train.validate_every", problem, str(max(1, train.steps // 10)))
+    names = [each.name for each in data.validation]
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            free = next(f"{name}_{number}" for number in range(2, 100) if f"{name}_{number}" not in names)
+            yield Problem(f"data.validation.{at}.name", f"there is a validation set {name} before", free)
+
+
+RECIPE_RULES = (
+    _learning_rates_ordered,
+    _warmup_fits,
+    _decay_fits,
+    _decayed_once,
+    _validation_has_data,
+)
