@@ -94,7 +94,7 @@ def _positions_fit(spec: JobSpec) -> Iterator[Problem]:
     if not model.parts.rotary:
         if rope is not None:
             yield Problem(
-                "model.rope", f"{model.family} learns its positions; rotary ones are llama's and qwen's", None
+                "model.rope", f"{model.family} learns its positions; rotary ones are llama's and qwen's", "null"
             )
         return
     if model.head_dim is None and model.hidden_size % model.heads:
