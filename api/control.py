@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from service.deletion import Deletion
 from service.logs import JobLogs
 from service.measurements import Measurements
+from service.model_packages import ModelPackages
 from service.store import Store
 from workers.data.roots import DataRoots
 from workers.protocol.messages import Fault
@@ -31,6 +32,10 @@ class ControlPlane(Protocol):
     @property
     def data_roots(self) -> DataRoots:
         """Below which folders jobs may read."""
+
+    @property
+    def model_packages(self) -> ModelPackages:
+        """That jobs may take models from."""
 
     def submitted(self, job_id: str) -> None:
         """A job was stored in state QUEUED, or may have another place in the queue: wake the scheduler."""

@@ -20,6 +20,7 @@ from service.cluster.existing_ray import ExistingRay
 from service.cluster.ray_head import RayHead
 from service.control_plane import ControlPlane
 from service.data_roots import LOOPBACK_HOSTS, roots_of
+from service.model_packages import ModelPackages
 from service.settings import Settings
 from service.store import Store, StoreUnusable, keys
 from service.store.location import file_of, parse_url, url_in
@@ -87,6 +88,7 @@ def serve(settings: Settings, host: str, port: int, slots: int | None, ray: str 
         allow_faults=settings.allow_faults,
         memory_seconds=settings.failed_memory_hours * 3600,
         data_roots=roots_of(settings.data_roots, host),
+        model_packages=ModelPackages(settings.model_packages),
         database_url=settings.database_url,
         kept_days=settings.jobs_kept_days,
         checkpoints=settings.checkpoints,

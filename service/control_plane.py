@@ -37,6 +37,7 @@ from service.leases.errors import OtherRay
 from service.leases.held import Leases, new_id
 from service.logs import JobLogs, LogsInHome
 from service.measurements import Measurements, measured
+from service.model_packages import NO_MODELS, ModelPackages
 from service.owners import JobOwners
 from service.retention import Retention
 from service.states import JobState
@@ -92,6 +93,7 @@ class ControlPlane:
         allow_faults: bool = False,
         memory_seconds: float = DEFAULT_MEMORY_SECONDS,
         data_roots: DataRoots = ANYWHERE,
+        model_packages: ModelPackages = NO_MODELS,
         database_url: str | None = None,
         kept_days: float = 0.0,
         checkpoints: Place | None = None,
@@ -104,14 +106,15 @@ class ControlPlane:
         """`home`: folder of the embedded state; `head`: where Ray comes from; `start_over`: called when our own Ray
         has died, and replaces this process: Ray cannot be left and joined anew in the one that used it;
         `allow_faults`: make faults in jobs on request; `memory_seconds`: how long the snapshots of a failed job are
-        kept for a retry; `data_roots`: below which folders jobs may read; `database_url`: where the job database is, by
-        default in the home; `kept_days`: how long jobs are kept after their end; 0: until somebody deletes them;
+        kept for a retry; `data_roots`: below which folders jobs may read; `model_packages`: that jobs may take models
+        from; `database_url`: where the job database is, by default in the home; `kept_days`: how long jobs are kept
+        after their end; 0: until somebody deletes them;
         `checkpoints`: where the checkpoints of all jobs are, by default in the home; `node_notices`: who the nodes ask
         whether they are to be taken, as `notice_sources` reads it; `ports`: on which what runs on the nodes listens;
         `logs`: where the logs of all jobs are kept beside the home; `node_shapes`: nodes that an autoscaler can add;
         `traces`: the collector that starts and recoveries are sent to, as `Settings.traces`. Raises BadDatabaseUrl,
         StoreUnusable."""
-        self.data_roots = data_roots
+        self.data_roots, self.model_packages = data_roots, model_packages
         self._home, self._head, self._start_over = home, head, start_over
         self._allow_faults, self._kept_days = allow_faults, kept_days
         me = new_id()

@@ -116,6 +116,8 @@ class Settings:
     node_shapes: tuple[NodeShape, ...] = ()
     """Nodes that the autoscaler of an existing Ray can add (MANTA_NODE_SHAPES, such as `workers=4x8 slots`, as
     `service.cluster.node_shapes` reads it); none: nothing is asked of an autoscaler."""
+    model_packages: tuple[str, ...] = ()
+    """Installed packages that jobs may take models from (MANTA_MODEL_PACKAGES, separated by commas)."""
     traces: str | None = None
     """Address of the OpenTelemetry collector that is sent the starts and recoveries of jobs by OTLP over HTTP
     (MANTA_TRACES, such as http://collector:4318); None: nobody is."""
@@ -154,6 +156,7 @@ class Settings:
             _ports(source, "MANTA_PORTS"),
             _switch(source, "MANTA_SHIP_CODE"),
             _shapes(source, "MANTA_NODE_SHAPES"),
+            _names(source, "MANTA_MODEL_PACKAGES"),
             _collector(source, "MANTA_TRACES"),
             not _switch(source, "MANTA_NO_DASHBOARD"),
         )

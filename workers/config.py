@@ -81,7 +81,12 @@ class ModelConfig(Section):
     """The transformer's shape. Nothing here depends on the parallel layout."""
 
     family: Literal["gpt", "llama", "qwen", "moe", "bert", "custom"] = "gpt"
-    """Model family. Built: gpt; llama (Llama 2 and 3, and with sliding_window Mistral); qwen (Qwen 3)."""
+    """Model family. Built: gpt; llama (Llama 2 and 3, and with sliding_window Mistral); qwen (Qwen 3); custom (a model
+    of an installed package, docs/custom_models.md)."""
+    entrypoint: Annotated[str, Field(max_length=500, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
+    """custom: where the model is, `package.module:function`."""
+    options: dict[str, bool | int | float | str] = {}
+    """custom: what the model is told beside the keys that all have."""
     layers: Layers
     """Number of transformer layers (L in the papers)."""
     hidden_size: Width
@@ -129,6 +134,11 @@ class ModelConfig(Section):
     def parts(self) -> Family:
         """What the family's layers are made of. Raises KeyError for one that is not built."""
         return FAMILIES[self.family]
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether arithmetic knows its parameters and FLOPs."""
+        return self.family != "custom"
 
     @property
     def ffn_size(self) -> int:

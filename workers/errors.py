@@ -11,6 +11,10 @@ class DataError(MantaError):
     """The corpus is missing, unreadable, empty or too short; the message names the path."""
 
 
+class ModelError(MantaError):
+    """A model of the user's own cannot be used; the message names its entry point."""
+
+
 class SharedMemoryError(MantaError):
     """The node's shared memory has no room for the snapshots; the message says how much is missing."""
 

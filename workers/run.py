@@ -194,10 +194,11 @@ class MetricsFile:
             self._file.write(json.dumps(spell(row), allow_nan=False) + "\n")
             self._file.flush()
         losses = {name: row[name] for name in row if name.startswith(VALIDATION_LOSS)}
+        utilisation = f"  mfu_causal {row['mfu_causal']:.1%}" if "mfu_causal" in row else ""
         validation = "".join(f"  {name.replace('_', ' ', 2)} {loss:.4f}" for name, loss in losses.items())
         print(
             f"step {row['step']}/{self._steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  "
-            f"{row['tokens_per_second']:.0f} tokens/s  mfu_causal {row['mfu_causal']:.1%}{validation}",
+            f"{row['tokens_per_second']:.0f} tokens/s{utilisation}{validation}",
             flush=True,
         )
 

@@ -28,8 +28,6 @@ class StepRows:
     def row(self, step: int, statistics: StepStatistics, learning_rate: float, seconds: float) -> dict[str, Any]:
         """Of step `step`, which took `seconds`. MFU: arXiv:2204.02311, appendix B."""
         plan, length = self.plan, self.spec.model.sequence_length
-        flops = step_flops(self.spec, plan.size(step))
-        available = seconds * self.peak_flops
         more = {} if statistics.z_loss is None else {"z_loss": statistics.z_loss}
         return {
             "step": step,
@@ -39,12 +37,21 @@ class StepRows:
             "tokens": plan.first_sample(step + 1) * length,
             "tokens_per_second": plan.size(step) * length / seconds,
             "step_seconds": seconds,
+            **self._utilisation(plan.size(step), seconds),
+            "memory_bytes": statistics.memory_bytes,
+            **more,
+        }
+
+    def _utilisation(self, sequences: int, seconds: float) -> dict[str, float]:
+        """Nothing of a model whose FLOPs nobody knows."""
+        if not self.spec.model.is_counted:
+            return {}
+        flops, available = step_flops(self.spec, sequences), seconds * self.peak_flops
+        return {
             "mfu_full": flops.model_full / available,
             "mfu_causal": flops.model_causal / available,
             "hfu_full": flops.hardware_full / available,
             "hfu_paper": flops.hardware_paper / available,
-            "memory_bytes": statistics.memory_bytes,
-            **more,
         }
 
 

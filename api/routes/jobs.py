@@ -235,6 +235,8 @@ async def _checked(document: Any, control: ControlPlane) -> JobSpec:
     spec = parse_job_spec(document)
     if spec.train.steps > _MOST_STEPS:
         raise SpecError([Problem("train.steps", f"must be at most {_MOST_STEPS}", str(_MOST_STEPS))])
+    if foreign := control.model_packages.problems(spec):
+        raise SpecError(foreign)
     # Where paths lead is asked of file systems, which may take their time.
     named = spec.data.paths or spec.data.validation
     outside = await run_in_threadpool(control.data_roots.problems, spec) if named else []

@@ -15,6 +15,7 @@ from api.app import create_app
 from api.connections import connections_at_once, limited_to
 from api.control import ControlPlane
 from service.measurements import Measurements
+from service.model_packages import NO_MODELS
 from service.settings import RequestLimits
 from service.store import Store
 from workers.data.roots import ANYWHERE
@@ -26,7 +27,7 @@ class Unscheduled:
     """Stands for a control plane: jobs are stored, and nothing becomes of them."""
 
     def __init__(self, home: Path, url: str):
-        self.home, self.store, self.data_roots = home, Store(url), ANYWHERE
+        self.home, self.store, self.data_roots, self.model_packages = home, Store(url), ANYWHERE, NO_MODELS
 
     def submitted(self, job_id: str) -> None:
         """It stays in the queue."""

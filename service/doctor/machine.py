@@ -51,7 +51,7 @@ def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator
     free = min(room.free, memory_available())
     text = f"{folder} has {byte_count(free)} free of {byte_count(room.total)}"
     enlarge = "enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory at /dev/shm)"
-    if job is not None:
+    if job is not None and job.model.is_counted:
         needed = snapshot_bytes(job)
         text += f"; the snapshots of {job.name} take {byte_count(needed)} over all nodes"
         if needed > free:
@@ -91,7 +91,7 @@ def disk(home: Path, job: JobSpec | None, checkpoints_elsewhere: bool) -> Iterat
     free = shutil.disk_usage(folder).free
     text = f"{folder} has {byte_count(free)} free"
     needed = LEAST_DISK_BYTES
-    if job is not None and not checkpoints_elsewhere:
+    if job is not None and job.model.is_counted and not checkpoints_elsewhere:
         needed += (job.checkpoint.keep + 1) * checkpoint_bytes(job)
         text += f"; {job.checkpoint.keep + 1} checkpoints of {job.name} take {byte_count(needed - LEAST_DISK_BYTES)}"
     if free < needed:

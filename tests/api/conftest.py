@@ -19,6 +19,7 @@ from service.deletion import Deletion, delete_job
 from service.faults import FaultsNotAllowed, refuse_impossible
 from service.logs import LogsInHome
 from service.measurements import Measurements
+from service.model_packages import ModelPackages
 from service.settings import RequestLimits
 from service.states import JobState
 from service.store import Store, generations, jobs, metrics
@@ -53,6 +54,7 @@ class FakeControl:
     closed_ports: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     data_roots: DataRoots = field(default_factory=DataRoots)
+    model_packages: ModelPackages = field(default_factory=ModelPackages)
     changed_database: Callable[[], None] | None = None
     measured: Measurements = field(default_factory=lambda: Measurements(0.0, 0, {}))
 

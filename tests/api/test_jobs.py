@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from service.model_packages import ModelPackages
 from service.store import jobs
 from workers.config import ParallelConfig
 from workers.data.roots import DataRoots
@@ -245,6 +246,15 @@ def test_resize_that_makes_no_sense_is_refused(service):
     assert answer({"data": 1}, "job_unknown") == (404, "job_not_found")
     service.http.post(f"/v1/jobs/{job['id']}/cancel")
     assert answer({"data": 1}) == (409, "illegal_transition")
+
+
+def test_model_of_a_package_that_is_not_listed_is_refused(service, document):
+    theirs = {**document["model"], "family": "custom", "entrypoint": "theirs:build"}
+    answer = service.http.post("/v1/jobs", json={**document, "model": theirs})
+    (error,) = answer.json()["errors"]
+    assert (answer.status_code, error["path"]) == (422, "model.entrypoint")
+    service.control.model_packages = ModelPackages(("theirs",))
+    assert service.http.post("/v1/jobs", json={**document, "model": theirs}).status_code == 201
 
 
 def test_data_outside_of_the_folders_that_jobs_may_read_is_refused(service, document, tmp_path):

@@ -55,6 +55,13 @@ def test_a_z_loss_is_in_the_row_where_there_is_one():
     assert with_it == without | {"z_loss": 0.003}
 
 
+def test_the_utilisation_of_a_model_whose_flops_nobody_knows_is_not_said():
+    job = spec(model={"family": "custom", "entrypoint": "theirs:build"})
+    row = StepRows(job, BatchPlan(job.train), peak_flops=1e9).row(1, StepStatistics(2.5, 0.5, 77), 1e-3, seconds=0.5)
+    assert not [name for name in row if name.startswith(("mfu", "hfu"))]
+    assert row["loss"] == 2.5
+
+
 def test_the_time_of_the_parts_is_their_mean_over_ranks(monkeypatch):
     """The other rank has spent one second more on each part."""
     now = [0.0]

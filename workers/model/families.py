@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import nn
-
 from workers.config import ModelConfig
 from workers.model import gpt, llama, qwen
-from workers.model.layer import Embedding, Layer
-from workers.model.shared import Shared
-
-
-class Parts(Protocol):
-    """What the file of a family offers."""
-
-    def embedding(self, shared: Shared) -> Embedding:
-        """Tokens [s, b] -> the residual stream."""
-        ...
-
-    def layer(self, shared: Shared, index: int) -> Layer:
-        """Layer `index` of the model."""
-        ...
-
-    def norm(self, model: ModelConfig) -> nn.Module:
-        """The final norm."""
-        ...
-
+from workers.model.custom import custom_parts
+from workers.model.parts import Parts
 
 _FILES: dict[str, Parts] = {"gpt": gpt, "llama": llama, "qwen": qwen}
 
 
 def parts_of(model: ModelConfig) -> Parts:
-    """Those of the model's family."""
-    return _FILES[model.family]
+    """Those of the model's family, or of the user's own. Raises ModelError."""
+    return custom_parts(model) if model.entrypoint is not None else _FILES[model.family]

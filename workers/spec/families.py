@@ -27,5 +27,7 @@ FAMILIES = {
     "gpt": Family(False, False, False, False, True, True),
     "llama": Family(True, True, True, False, False, False),
     "qwen": Family(True, True, True, True, False, False),
+    # What a user's model may use of ours; what its layers are made of nobody knows.
+    "custom": Family(False, False, True, False, False, False),
 }
 """Those that are built, by `model.family`."""

@@ -118,6 +118,19 @@ def _positions_fit(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("model.rope.scaling.beta_slow", problem, str(scaling.beta_fast / 32))
 
 
+def _custom_models_are_named(spec: JobSpec) -> Iterator[Problem]:
+    model = spec.model
+    if model.family == "custom" and model.entrypoint is None:
+        yield Problem(
+            "model.entrypoint", "family custom needs the model's package.module:function", "my_models.mine:build"
+        )
+    if model.family != "custom" and (model.entrypoint is not None or model.options):
+        path = "model.entrypoint" if model.entrypoint is not None else "model.options"
+        yield Problem(
+            path, f"{model.family} is built in; only family custom takes this", "null" if model.entrypoint else "{}"
+        )
+
+
 def _windows_fit(spec: JobSpec) -> Iterator[Problem]:
     model = spec.model
     if model.full_attention_every is not None and model.sliding_window is None:
@@ -422,6 +435,7 @@ FITTING: tuple[Rule, ...] = (
     _heads_divide_hidden,
     _positions_fit,
     _windows_fit,
+    _custom_models_are_named,
     _tensor_divides,
     _sequence_parallel_fits,
     _key_value_heads_fit,

@@ -20,6 +20,7 @@ from api.permissions import LINK_PATH
 from api.ui import mount
 from service.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
 from service.logs import LogsInHome, log_file, log_folder
+from service.model_packages import ModelPackages
 from service.recovery.timeline import RecoveryTimeline
 from service.states import JobState
 from service.store import (
@@ -56,7 +57,7 @@ class SampleControl:
     def __init__(self, store: Store, home: Path):
         self.store = store
         self.home = home
-        self.data_roots = DataRoots()
+        self.data_roots, self.model_packages = DataRoots(), ModelPackages()
         self.logs = LogsInHome(home)
 
     def submitted(self, job_id: str) -> None:

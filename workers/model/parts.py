@@ -1,0 +1,27 @@
+"""What makes a model family, ours or a user's."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import nn
+
+from workers.config import ModelConfig
+from workers.model.layer import Embedding
+from workers.model.shared import Shared
+
+
+class Parts(Protocol):
+    """What the file of a family offers."""
+
+    def embedding(self, shared: Shared) -> Embedding:
+        """Tokens [s, b] -> the residual stream."""
+        ...
+
+    def layer(self, shared: Shared, index: int) -> nn.Module:
+        """Layer `index` of the model: (residual stream, ForwardPass) -> residual stream."""
+        ...
+
+    def norm(self, model: ModelConfig) -> nn.Module:
+        """The final norm."""
+        ...
