@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
+
+from workers.paths import Paths
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,14 @@ def read_pod() -> Pod | None:
     host, node = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("MANTA_NODE_NAME")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     return Pod(host, int(port), node) if host and node and port.isdigit() else None
+
+
+def read_token_cache() -> Path:
+    """Folder for the tokens of corpora where no service says: MANTA_TOKEN_CACHE, else below the home (MANTA_HOME)."""
+    said = os.environ.get("MANTA_TOKEN_CACHE")
+    if said:
+        return Path(said).expanduser().absolute()
+    return Paths.of(os.environ.get("MANTA_HOME") or "~/.manta").token_cache
 
 
 def read_slurm_job_end() -> float | None:
