@@ -1,6 +1,6 @@
-"""What the environment says to the engine when it runs without the service: torchrun's variables; and to a node about
-where it runs: Kubernetes' and Slurm's. No other module of `workers` takes a setting from the environment;
-`service/settings.py` reads that of the service."""
+"""What the environment says to the engine when it runs without the service: torchrun's variables; to a node about where
+it runs: Kubernetes' and Slurm's; and where tokens of corpora are kept on a machine. No other module of `workers` takes
+a setting from the environment; `service/settings.py` reads that of the service."""
 
 from __future__ import annotations
 
@@ -61,12 +61,13 @@ def read_pod() -> Pod | None:
     return Pod(host, int(port), node) if host and node and port.isdigit() else None
 
 
-def read_token_cache() -> Path:
-    """Folder for the tokens of corpora where no service says: MANTA_TOKEN_CACHE, else below the home (MANTA_HOME)."""
+def read_token_cache(otherwise: Path | None = None) -> Path:
+    """Folder for the tokens of corpora on this machine: MANTA_TOKEN_CACHE, else `otherwise`, or below the home
+    (MANTA_HOME)."""
     said = os.environ.get("MANTA_TOKEN_CACHE")
     if said:
         return Path(said).expanduser().absolute()
-    return Paths.of(os.environ.get("MANTA_HOME") or "~/.manta").token_cache
+    return otherwise or Paths.of(os.environ.get("MANTA_HOME") or "~/.manta").token_cache
 
 
 def read_slurm_job_end() -> float | None:

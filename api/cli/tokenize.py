@@ -12,6 +12,7 @@ import typer
 from api.cli.main import EXIT_BAD_INPUT, Json, fail
 from service.settings import Settings
 from workers.paths import Paths
+from workers.settings import read_token_cache
 from workers.spec.reading import load_job_spec
 
 
@@ -23,7 +24,7 @@ def register(app: typer.Typer) -> None:
 def tokenize(
     file: Annotated[Path, typer.Argument(help="A job's YAML file.", dir_okay=False)],
     cache: Annotated[
-        Path | None, typer.Option("--cache", metavar="FOLDER", help="Keep the tokens here; default: in MANTA_HOME.")
+        Path | None, typer.Option("--cache", metavar="FOLDER", help="Keep the tokens here; default: MANTA_TOKEN_CACHE.")
     ] = None,
     to: Annotated[
         Path | None,
@@ -41,7 +42,7 @@ def tokenize(
     from workers.data.tokenize import ProgressLines
     from workers.data.tokenize import tokenize as make_tokens
 
-    folder = (cache or Paths.of(Settings.from_environment().home).token_cache).absolute()
+    folder = (cache or read_token_cache(Paths.of(Settings.from_environment().home).token_cache)).absolute()
     try:
         spec = load_job_spec(file)
     except OSError as error:

@@ -34,7 +34,7 @@ from workers.data.token_cache import (
     read_info,
     write_json,
 )
-from workers.data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, open_tokenizer
+from workers.data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, open_tokenizer, tokenizer_path
 from workers.data.trained_tokenizer import tokenizer_file, trained_tokenizer
 from workers.errors import DataError
 from workers.storage.files import files_of
@@ -116,6 +116,10 @@ def open_corpus(
     if data.is_read_in_place:
         return Corpus([ByteCorpus(each) for each in files])
     if data.source == "megatron":
+        if data is spec.data and data.tokenizer_file is not None:
+            file = tokenizer_path(data.tokenizer_file)
+            digest = {f"the tokenizer {data.tokenizer}": open_tokenizer(data).digest}
+            _pin(record, records, digest, file)
         return Corpus([row for each in files for row in _datasets(spec, each, cache, watcher)])
     if cache is None:
         raise ValueError("tokens need a folder to be kept in")
@@ -144,7 +148,7 @@ class _Tokenized:
         with nullcontext() if were_there else locked(self.cache / f"job-{self._key(parts)}", self.watcher):
             tokenizer, file = self._tokenizer()
             digest = {f"the tokenizer {self.spec.data.tokenizer}": tokenizer.digest}
-            self._pin(digest, file if self.data is self.spec.data else None)
+            _pin(self.record, self.records, digest, file if self.data is self.spec.data else None)
             made = []
             for part, files in parts:
                 trained = file if part.tokenizer == "bpe" else None
@@ -152,7 +156,7 @@ class _Tokenized:
         pins = {
             f"what is made of {in_words(part)}": one.info.digest for (part, _), one in zip(parts, made, strict=True)
         }
-        noted = self._pin(pins)
+        noted = _pin(self.record, self.records, pins)
         if any(one.is_new for one in made) or (noted and were_there):
             self._tell(made, sum(len(files) for _, files in parts), time.monotonic() - began)
         whole = "".join([tokenizer.digest, *(one.info.digest for one in made)])
@@ -188,16 +192,6 @@ class _Tokenized:
         check_vocabulary(self.spec, tokenizer.vocabulary, data.tokenizer_file or f"the {data.tokenizer} tokenizer")
         return tokenizer, path
 
-    def _pin(self, pins: dict[str, str], tokenizer: Path | None = None) -> bool:
-        """Hold digests against the record, or note them there, with a copy of the tokenizer's file; whether they were
-        new."""
-        if self.record is None or not as_recorded_tokens(pins, self.record, self.records):
-            return False
-        if tokenizer is not None:
-            with contextlib.suppress(OSError):
-                files_of(self.record).write_whole(self.record.parent / FILE_NAME, tokenizer.read_bytes())
-        return True
-
     def _tell(self, made: Sequence[_Made], files: int, seconds: float) -> None:
         tokens, documents = sum(one.info.tokens for one in made), sum(one.info.documents for one in made)
         new = any(one.is_new for one in made)
@@ -205,6 +199,17 @@ class _Tokenized:
         message = f"has {tokens} tokens of {documents} documents in {files} files of {in_words(self.data)} {how}"
         data = {"seconds": round(seconds, 3), "tokens": tokens, "documents": documents, "files": files, "made": new}
         self.watcher.tell("data_prepared", message, data)
+
+
+def _pin(record: Place | None, records: bool, pins: dict[str, str], tokenizer: Path | None = None) -> bool:
+    """Hold digests against the record, or note them there, with a copy of the tokenizer's file; whether they were
+    new."""
+    if record is None or not as_recorded_tokens(pins, record, records):
+        return False
+    if tokenizer is not None:
+        with contextlib.suppress(OSError):
+            files_of(record).write_whole(record.parent / FILE_NAME, tokenizer.read_bytes())
+    return True
 
 
 def _datasets(spec: JobSpec, files: Sequence[CorpusFile], cache: Path | None, watcher: Watcher) -> list[Row]:

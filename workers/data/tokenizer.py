@@ -68,10 +68,11 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json."""
 
-    def __init__(self, path: str | Path, end_of_document: str | None = None):
+    def __init__(self, path: str | Path, end_of_document: str | None = None, content: bytes | None = None):
         """`end_of_document`: the token's text, `none`, or None for the first of `ENDS` that is one of its special
-        tokens. Raises DataError where the file is none, or has no such token."""
-        content = _content(Path(path))
+        tokens; `content`: what the file holds, where that was read already. Raises DataError where the file is none, or
+        has no such token."""
+        content = _content(Path(path)) if content is None else content
         self.path = str(path)
         self.digest = hashlib.sha256(content).hexdigest()
         self._tokenizer = _parsed(content, path)
@@ -92,6 +93,10 @@ class FileTokenizer:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text's tokens, without those that its post-processor would add."""
         return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, without that of special tokens."""
+        return str(self._tokenizer.decode(list(tokens)))
 
     def _end(self, wanted: str | None, ids: dict[str, int]) -> int | None:
         if wanted == NO_TOKEN:

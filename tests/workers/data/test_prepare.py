@@ -130,6 +130,13 @@ def test_megatrons_datasets_are_read_in_place(tmp_path):
     assert not list((tmp_path / "cache").glob("*/tokens.bin"))
 
 
+def test_the_tokenizer_of_megatrons_tokens_is_kept_too(tmp_path, file):
+    prefix = megatron_dataset(tmp_path / "a", [[list(range(400))]])
+    job_ = job([prefix], file, source="megatron")
+    open_corpus(job_, tmp_path / "cache", tmp_path / "job" / "corpus.json", True)
+    assert (tmp_path / "job" / "tokenizer.json").read_bytes() == file.read_bytes()
+
+
 def test_ids_that_the_model_does_not_know_are_named(tmp_path):
     prefix = megatron_dataset(tmp_path / "a", [[list(range(600))]])
     with pytest.raises(DataError, match=rf"{prefix}.bin has token ids up to 599, but the model knows those below 512"):
