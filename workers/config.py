@@ -32,6 +32,12 @@ JobName = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0
 Priority = Annotated[int, Field(ge=-1000, le=1000, strict=True)]
 
 BYTE_VOCABULARY = 256
+TRAINED_VOCABULARY = 8192
+"""Token ids of a trained tokenizer, where nothing else is said."""
+BUILT_IN_TOKENIZERS = ("bytes", "bpe")
+"""Those that are no file."""
+NO_TOKEN = "none"
+END_OF_TEXT = "<|endoftext|>"
 LEAST_WINDOW = 5
 PART_OF_A_NAME = r"^[A-Za-z0-9_]+$"
 
@@ -191,15 +197,26 @@ class DataConfig(Section):
     """Where tokens come from."""
 
     source: Source
-    """Kind of corpus. Built: python-stdlib (the .py files of this Python's standard library) and text."""
+    """Kind of corpus. python-stdlib: the .py files of this Python's standard library; text: a file is a document;
+    jsonl: a line is one (.jsonl, .jsonl.gz, .jsonl.zst); parquet: a row is one; megatron: tokens, as Megatron-LM's
+    indexed datasets hold them (.bin and .idx)."""
     paths: tuple[str, ...] = ()
-    """Files and directories of the corpus, in order; a directory stands for its text files, sorted by path."""
+    """Files and directories of the corpus, in order; a directory stands for its files of that kind, sorted by path."""
     weights: tuple[PositiveFloat, ...] | None = None
-    """Sampling weight of each path."""
+    """Shares of the paths in the samples, in any unit; default: all paths are one row of tokens."""
     tokenizer: str = "bytes"
-    """bytes (one token a byte, 256 ids), bpe, or a tokenizer file. Built: bytes."""
+    """bytes (one token a byte, 256 ids), bpe (byte-level byte-pair encoding, trained on this corpus), or the path of a
+    tokenizer.json as Hugging Face's library `tokenizers` writes it."""
+    tokenizer_vocabulary: Vocabulary | None = None
+    """Number of the tokenizer's token ids. bpe: how many are made, by default 8192. Of a file: taken from it when the
+    job is submitted."""
+    end_of_document: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Token that follows each document, or `none`; default: with bytes none, with bpe <|endoftext|>, with a file the
+    first of its special tokens that is known to mean this."""
+    text_key: Annotated[str, Field(min_length=1, max_length=1000)] = "text"
+    """Key of a line's object in jsonl, or column of parquet, that holds the document's text."""
     validation_fraction: Fraction = 0.05
-    """Last part of the corpus, held out for the validation loss; 0: none is."""
+    """Last part of the corpus (with weights: of each path), held out for the validation loss; 0: none is."""
     validation: Annotated[tuple[ValidationSet, ...], Field(max_length=32)] = ()
     """More texts whose loss is measured, each by itself, every train.validate_every steps."""
 
@@ -208,6 +225,28 @@ class DataConfig(Section):
         source = validation.source or ("text" if self.source == "python-stdlib" else self.source)
         own = {"source": source, "paths": validation.paths, "weights": None, "validation_fraction": 0.0}
         return self.model_copy(update=own | {"validation": ()})
+
+    @property
+    def tokenizer_file(self) -> str | None:
+        """Path of the tokenizer's file; None for those that need none."""
+        return None if self.tokenizer in BUILT_IN_TOKENIZERS else self.tokenizer
+
+    @property
+    def is_read_in_place(self) -> bool:
+        """Whether the corpus's files are its tokens: then nothing has to be prepared."""
+        plain = self.source in ("python-stdlib", "text") and self.tokenizer == "bytes"
+        return plain and self.end_of_document in (None, NO_TOKEN)
+
+    @property
+    def token_ids(self) -> int | None:
+        """Number of the tokenizer's token ids; None where that is not known from the spec alone."""
+        if self.tokenizer == "bpe":
+            return self.tokenizer_vocabulary or TRAINED_VOCABULARY
+        if self.tokenizer == "bytes":
+            if self.source == "megatron":
+                return None
+            return BYTE_VOCABULARY + (self.end_of_document not in (None, NO_TOKEN))
+        return self.tokenizer_vocabulary
 
 
 class OptimizerConfig(Section):
@@ -510,5 +549,9 @@ class JobSpec(Section):
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of token ids, without padding."""
-        return self.model.vocabulary_size or BYTE_VOCABULARY
+        """Number of token ids, without padding. Raises ValueError while it has to be taken from the tokenizer's file
+        (`workers.data.vocabulary`)."""
+        size = self.model.vocabulary_size or self.data.token_ids
+        if size is None:
+            raise ValueError("the vocabulary's size is not known before the tokenizer's file is read")
+        return size

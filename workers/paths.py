@@ -93,6 +93,11 @@ class Paths:
         return self.log_folder(job) / f"{rank_stem(rank)}.jsonl"
 
     @property
+    def token_cache(self) -> Path:
+        """Folder in which the tokens of corpora are kept, for all jobs."""
+        return self.home / "cache" / "tokens"
+
+    @property
     def ray_record(self) -> Path:
         """File that says which Ray head is ours."""
         return self.home / "ray.json"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class Places:
     """Folder for durable checkpoints."""
     corpus_record: Place | None = None
     """File that says what the corpus was when the job began."""
+    token_cache: Path | None = None
+    """Folder for tokens; None where the corpus needs none."""
     deletes_old_checkpoints: bool = True
     """Whether no more than `checkpoint.keep` durable checkpoints stay; False: somebody else sees to that."""
 

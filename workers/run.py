@@ -1,4 +1,5 @@
-"""The engine alone: `python -m workers.run CONFIG.yaml [--metrics FILE] [--checkpoints FOLDER] [--stop-after-step N]`.
+"""The engine alone: `python -m workers.run CONFIG.yaml [--metrics FILE] [--checkpoints FOLDER] [--cache FOLDER]
+[--stop-after-step N]`.
 
 One process for a layout of one rank; for more, `torchrun --nproc-per-node N -m workers.run CONFIG.yaml`. CONFIG is a
 JobSpec, of which the engine reads what concerns it.
@@ -24,13 +25,14 @@ from workers.comm.host_names import ask_for_none
 from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
+from workers.data.vocabulary import with_vocabulary
 from workers.errors import CheckpointError, MantaError
 from workers.metric_names import VALIDATION_LOSS
 from workers.nonfinite import spell
 from workers.protocol.messages import Resume
 from workers.protocol.reports import Event, Message, Metrics
 from workers.reporter import Reporter
-from workers.settings import Launcher, read_launcher
+from workers.settings import Launcher, read_launcher, read_token_cache
 from workers.spec.problems import SpecError
 from workers.spec.reading import load_job_spec
 from workers.storage.places import BadPlace, Place, place_of
@@ -45,15 +47,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--checkpoints", type=_place, help="save durable checkpoints in, and resume from, this folder or s3:// URL"
     )
+    parser.add_argument("--cache", type=Path, help="keep tokens of corpora in this folder (default: MANTA_TOKEN_CACHE)")
     parser.add_argument(
         "--stop-after-step", type=int, help="end after this step, as if the job had been interrupted: to look at a few"
     )
     options = parser.parse_args(arguments)
     try:
-        spec = load_job_spec(options.config)
+        spec = with_vocabulary(load_job_spec(options.config))
         launcher = read_launcher()
         _check_world(spec, launcher)
-        train(spec, launcher, options.metrics, options.checkpoints, options.stop_after_step)
+        train(spec, launcher, options.metrics, options.checkpoints, options.stop_after_step, options.cache)
     except SpecError as error:
         for problem in error.problems:
             tail = f" (try: {problem.suggestion})" if problem.suggestion else ""
@@ -89,6 +92,7 @@ def train(
     metrics: Path | None,
     checkpoints: Place | None,
     stop_after_step: int | None = None,
+    cache: Path | None = None,
 ) -> Trainer:
     """Train `spec` in this process as the rank that `launcher` names; returns the trainer after its last step."""
     # One computation thread, so that bits do not depend on the machine's load.
@@ -111,6 +115,7 @@ def train(
         places = Places(
             checkpoints=str(checkpoints) if checkpoints else None,
             corpus_record=checkpoints / CORPUS_RECORD if checkpoints else None,
+            token_cache=(cache or read_token_cache()).absolute(),
         )
         trainer = Trainer(
             spec,

@@ -1,11 +1,14 @@
-"""What the environment says to the engine when it runs without the service: torchrun's variables; and to a node about
-where it runs: Kubernetes' and Slurm's. No other module of `workers` takes a setting from the environment;
-`service/settings.py` reads that of the service."""
+"""What the environment says to the engine when it runs without the service: torchrun's variables; to a node about where
+it runs: Kubernetes' and Slurm's; and where tokens of corpora are kept on a machine. No other module of `workers` takes
+a setting from the environment; `service/settings.py` reads that of the service."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
+
+from workers.paths import Paths
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,15 @@ def read_pod() -> Pod | None:
     host, node = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("MANTA_NODE_NAME")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     return Pod(host, int(port), node) if host and node and port.isdigit() else None
+
+
+def read_token_cache(otherwise: Path | None = None) -> Path:
+    """Folder for the tokens of corpora on this machine: MANTA_TOKEN_CACHE, else `otherwise`, or below the home
+    (MANTA_HOME)."""
+    said = os.environ.get("MANTA_TOKEN_CACHE")
+    if said:
+        return Path(said).expanduser().absolute()
+    return otherwise or Paths.of(os.environ.get("MANTA_HOME") or "~/.manta").token_cache
 
 
 def read_slurm_job_end() -> float | None:

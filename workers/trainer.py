@@ -10,6 +10,7 @@ from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batches import Batches
 from workers.data.skipped_samples import SkippedSamples
+from workers.data.watch import DataWatch, check_same_tokens
 from workers.engine import Engine
 from workers.errors import PeerLost, ReplicaDiffers
 from workers.events import announce, named_samples, sample_data
@@ -37,7 +38,10 @@ class Trainer:
         self.clock = comm.step.clock
         self.engine = Engine(spec, comm)
         reads, records = self.engine.model.reads_tokens, comm.rank == 0
-        self.batches = Batches(spec, comm.index("data"), comm.device, reads, places.corpus_record, records)
+        self.batches = Batches(
+            *(spec, comm.index("data"), comm.device, reads, places.corpus_record, records, places.token_cache),
+            DataWatch(comm, reporter),
+        )
         self.state = RankState(spec, self.engine, comm, reporter, places)
         self.guard = self.state.guard
         self.validation = Validation(self.engine, self.batches, comm)
@@ -60,7 +64,9 @@ class Trainer:
 
     def restore(self, resume: Resume, roll_backs: Sequence[dict[str, Any]] = ()) -> None:
         """Bring the state to committed step `resume.step`; one that is there already stays. `roll_backs`: those of the
-        job that are known outside of it. Raises CheckpointError when the state cannot be had."""
+        job that are known outside of it. Raises CheckpointError when the state cannot be had, DataError where ranks
+        have other tokens than each other."""
+        check_same_tokens(self.batches.corpus, self.comm)
         self.state.restore(resume, roll_backs)
         self._skip_samples()
 

@@ -18,6 +18,7 @@ from service.doctor.checkup import findings, looks
 from service.doctor.findings import Finding
 from service.settings import Settings
 from workers.config import JobSpec
+from workers.data.vocabulary import with_vocabulary
 from workers.spec.reading import load_job_spec
 
 _MARKS = {"ok": "ok  ", "warning": "WARN", "problem": "FAIL", "skipped": "-   "}
@@ -56,7 +57,7 @@ def doctor(
 
 def _read(file: Path) -> JobSpec:
     try:
-        return load_job_spec(file)
+        return with_vocabulary(load_job_spec(file))
     except OSError as error:
         raise fail(f"{file} cannot be read: {error.strerror}", EXIT_BAD_INPUT) from error
 

@@ -374,7 +374,7 @@ def _to_the_last_page(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
 
 def command_line() -> typer.Typer:
     """`manta` with all of its commands."""
-    from api.cli import access, checkpoints, doctor, inference, nodes, service, track, version
+    from api.cli import access, checkpoints, doctor, inference, nodes, service, tokenize, track, version
     from api.cli.db import db
 
     app.callback()(version.options)
@@ -384,6 +384,7 @@ def command_line() -> typer.Typer:
     inference.register(app)
     nodes.register(app)
     service.register(app)
+    tokenize.register(app)
     track.register(app)
     app.add_typer(db, name="db")
     return app

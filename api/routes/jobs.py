@@ -34,6 +34,7 @@ from service.states import STATE_NAMES
 from service.store import edits, failed_jobs, jobs, pauses
 from service.store.tables import Job
 from workers.config import JobSpec
+from workers.data.vocabulary import with_vocabulary
 from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import parse_job_spec
 
@@ -238,8 +239,11 @@ async def _checked(document: Any, control: ControlPlane) -> JobSpec:
     if foreign := control.model_packages.problems(spec):
         raise SpecError(foreign)
     # Where paths lead is asked of file systems, which may take their time.
-    named = spec.data.paths or spec.data.validation
-    outside = await run_in_threadpool(control.data_roots.problems, spec) if named else []
+    outside = await run_in_threadpool(control.data_roots.problems, spec) if _names_files(spec) else []
     if outside:
         raise SpecError(outside)
-    return spec
+    return await run_in_threadpool(with_vocabulary, spec) if spec.data.tokenizer_file is not None else spec
+
+
+def _names_files(spec: JobSpec) -> bool:
+    return bool(spec.data.paths or spec.data.validation) or spec.data.tokenizer_file is not None

@@ -4,6 +4,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tokenizer_files import byte_level
 
 from service.model_packages import ModelPackages
 from service.store import jobs
@@ -266,3 +267,28 @@ def test_data_outside_of_the_folders_that_jobs_may_read_is_refused(service, docu
         assert (answer.status_code, error["path"]) == (422, "data.paths.0")
         assert "is not below any of the folders that jobs may read" in error["rule"]
     assert service.control.asked == []
+
+
+def test_a_tokenizers_vocabulary_is_read_at_the_door_and_stays_in_the_spec(service, document, tmp_path):
+    byte_level(tmp_path / "tokenizer.json")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    data = {"source": "jsonl", "paths": [str(tmp_path / "a.jsonl")], "tokenizer": str(tmp_path / "tokenizer.json")}
+    answer = service.http.post("/v1/jobs", json={**document, "data": data})
+    assert answer.status_code == 201
+    assert answer.json()["spec"]["data"]["tokenizer_vocabulary"] == 400
+    small = {**document, "data": data, "model": {**document["model"], "vocabulary_size": 300}}
+    (error,) = service.http.post("/v1/jobs?dry_run=true", json=small).json()["errors"]
+    assert (error["path"], error["suggestion"]) == ("model.vocabulary_size", "400")
+
+
+def test_a_tokenizer_outside_of_the_folders_that_jobs_may_read_is_refused_unread(service, document, tmp_path):
+    (tmp_path / "data").mkdir()
+    byte_level(tmp_path / "tokenizer.json")
+    (tmp_path / "data" / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    service.control.data_roots = DataRoots((tmp_path / "data",))
+    for name in ("tokenizer.json", "gone.json", "data/tokenizer.json", "data"):
+        data = {"source": "python-stdlib", "tokenizer": str(tmp_path / name)}
+        answer = service.http.post("/v1/jobs", json={**document, "data": data})
+        (error,) = answer.json()["errors"]
+        assert (answer.status_code, error["path"]) == (422, "data.tokenizer")
+        assert "is not below any of the folders that jobs may read" in error["rule"]

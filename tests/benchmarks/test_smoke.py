@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 from s3_server import S3Server, environment_of, reached_at
 
-from benchmarks import api, bubbles, control_plane, elastic_sums, layouts, metrics, nanogpt, snapshots, step, step_gpu
+from benchmarks import (
+    api,
+    bubbles,
+    control_plane,
+    elastic_sums,
+    layouts,
+    metrics,
+    nanogpt,
+    snapshots,
+    step,
+    step_gpu,
+    tokenize,
+)
 from benchmarks.support.report import deliver
 from workers.storage.files import files_of
 from workers.storage.places import place_of
@@ -102,6 +114,15 @@ def test_requests_are_timed_beside_a_filled_database() -> None:
     for name in ("read_job", "read_job_again", "list_50", "list_50_again", "series", "submit", "streams"):
         assert report.figures[f"{name}_multiple"].value > 0
     assert report.figures["memory_of_the_service"].met is not None
+
+
+@pytest.mark.soak
+def test_tokens_are_made_in_turns_with_their_library(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"Paragraph {n}\nof {n * n} words\n\n" for n in range(3000)))
+    report = tokenize.measure(argparse.Namespace(seed=1, texts=tmp_path, megabytes=0.2, turns=1, steps=2))
+    assert report.figures["same_tokens"].met
+    assert report.figures["ours_to_encode_batch"].value > 0
+    assert report.figures["reading_tokens_to_step"].value > 0
 
 
 @pytest.mark.soak

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan, replica_micro_batches
-from workers.data.corpus import ByteCorpus
-from workers.data.corpus_record import as_recorded
-from workers.data.held_out import HeldOut, validation_sets
-from workers.data.order import SampleOrder
+from workers.data.blend import blended, whole_shares
+from workers.data.held_out import BlendedHeldOut, HeldOut, validation_sets
+from workers.data.prepare import Row, open_corpus
 from workers.data.skipped_samples import SkippedSamples
-from workers.data.sources import corpus_files, split_corpus
+from workers.data.sources import parts_of, split_tokens
+from workers.data.token_cache import SILENT, Watcher
 from workers.storage.places import Place
 
 # Target of a position that has none: it adds nothing to the loss and does not count as a token.
@@ -48,26 +49,42 @@ class Batches:
         reads_tokens: bool = True,
         record: Place | None = None,
         records: bool = False,
+        cache: Path | None = None,
+        watcher: Watcher = SILENT,
     ):
         """`reads_tokens`: whether this rank's stage is the first or the last; `record`: file that says what the corpus
-        was when the job began; `records`: whether this rank makes it."""
+        was when the job began; `records`: whether this rank makes it; `cache`: folder for tokens; `watcher`: is told
+        what goes on while they are made."""
         self.spec, self.replica, self.device, self.reads_tokens = spec, replica, device, reads_tokens
         self.plan = BatchPlan(spec.train)
-        files = corpus_files(spec.data)
-        self.corpus = ByteCorpus(files if record is None else as_recorded(files, record, records))
-        self.training_tokens, self.validation_tokens = split_corpus(spec, len(self.corpus))
-        self.order = SampleOrder(self.training_tokens, spec.model.sequence_length, spec.train.seed)
-        self.held_out = self._held_out(record, records)
+        self.corpus = open_corpus(spec, cache, record, records, watcher)
+        splits = [
+            split_tokens(spec, part, len(row)) for part, row in zip(parts_of(spec.data), self.corpus.parts, strict=True)
+        ]
+        training = [split[0] for split in splits]
+        self.training_tokens, self.validation_tokens = sum(training), sum(split[1] for split in splits)
+        shares = (1,) if spec.data.weights is None else whole_shares(spec.data.weights)
+        self.order = blended(shares, self.corpus.begins, training, spec.model.sequence_length, spec.train.seed)
+        self.held_out = self._held_out([split[1] for split in splits], cache, record, records, watcher)
         """What validation losses are measured with; nothing where none are."""
         self.skipped = SkippedSamples()
         """Training samples that are not used; the same on all ranks."""
 
-    def _held_out(self, record: Place | None, records: bool) -> tuple[HeldOut, ...]:
+    def _held_out(
+        self, tokens: list[int], cache: Path | None, record: Place | None, records: bool, watcher: Watcher
+    ) -> tuple[HeldOut, ...]:
+        """`tokens`: those of each part of the corpus that are held out."""
         train = self.spec.train
         if not train.validate_every:
             return ()
-        own = HeldOut(None, self.corpus, self.training_tokens, self.validation_tokens, train.validation_batches)
-        sets = validation_sets(self.spec, record, records)
+        order = self.order
+        firsts = [begin + part.tokens for begin, part in zip(order.begins, order.parts, strict=True)]
+        own = BlendedHeldOut(
+            *(None, self.corpus, firsts[0], sum(tokens), train.validation_batches),
+            tuple(zip(firsts, tokens, strict=True)),
+            order.blend,
+        )
+        sets = validation_sets(self.spec, record, records, cache, watcher)
         return (own, *sets) if self.spec.data.validation_fraction else tuple(sets)
 
     def training(self, step: int) -> list[MicroBatch]:
@@ -85,9 +102,7 @@ class Batches:
         samples = range(batch * size, (batch + 1) * size)
         return self._read(samples, lambda sample: held_out.start(sample, length), held_out.corpus)
 
-    def _read(
-        self, samples: range, start_of: Callable[[int], int], corpus: ByteCorpus | None = None
-    ) -> list[MicroBatch]:
+    def _read(self, samples: range, start_of: Callable[[int], int], corpus: Row | None = None) -> list[MicroBatch]:
         """The replica's part of `samples`, whose windows begin at `start_of` in the corpus (default: the job's)."""
         parts = replica_micro_batches(samples, self.spec, self.replica)
         if not self.reads_tokens:
@@ -95,7 +110,7 @@ class Batches:
         text = corpus or self.corpus
         return [self._micro_batch(text, part, [start_of(sample) for sample in part]) for part in parts]
 
-    def _micro_batch(self, corpus: ByteCorpus, samples: range, starts: list[int]) -> MicroBatch:
+    def _micro_batch(self, corpus: Row, samples: range, starts: list[int]) -> MicroBatch:
         length = self.spec.model.sequence_length
         windows_bs = np.stack([corpus.read(start, length + 1) for start in starts])
         tokens_sb = torch.from_numpy(windows_bs).t().contiguous().to(self.device)

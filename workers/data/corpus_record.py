@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from workers.data.sources import CorpusFile
 from workers.errors import DataError
@@ -46,16 +47,41 @@ def as_recorded(files: Sequence[CorpusFile], record: Place, write: bool) -> list
     return recorded
 
 
+def with_heads(files: Sequence[CorpusFile]) -> list[CorpusFile]:
+    """`files` with the digests of their beginnings as they are now. Raises DataError."""
+    return [replace(file, head=_head_of(file)) for file in files]
+
+
+def as_recorded_tokens(tokens: dict[str, Any], record: Place, write: bool) -> bool:
+    """Hold `tokens` (names and digests of a job's tokenizer, of its parts' tokens) against those that `record` has, and
+    with `write` note those that it has not; whether any were noted. Raises DataError where they are others."""
+    try:
+        content = json.loads(files_of(record).read(record))
+        before = dict(content.get("tokens", {}))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
+    for name, digest in tokens.items():
+        if before.get(name, digest) != digest:
+            raise DataError(f"{name} is not what it was when the job began: {ADVICE}")
+    if not write or not tokens.keys() - before.keys():
+        return False
+    with contextlib.suppress(OSError):
+        files_of(record).write_whole(record, json.dumps({**content, "tokens": {**before, **tokens}}).encode())
+    return True
+
+
 def _compare(file: CorpusFile | None, before: CorpusFile) -> None:
     if file is None:
         raise DataError(f"{before.path} is gone or empty, and was not when the job began: {ADVICE}")
     if file.size != before.size:
         sizes = f"{file.size} bytes, and had {before.size} when the job began"
         raise DataError(f"{file.path} has {sizes}: {ADVICE}")
+    if None not in (file.head, before.head) and file.head != before.head:
+        raise DataError(f"{file.path} is not what it was when the job began: {ADVICE}")
 
 
 def _recorded_now(files: Sequence[CorpusFile], record: Place) -> list[CorpusFile]:
-    recorded = [replace(file, head=_head_of(file)) for file in files]
+    recorded = with_heads(files)
     entries = [{"path": file.path, "size": file.size, "head": file.head} for file in recorded]
     with contextlib.suppress(OSError):  # a full disk: the next start records it
         files_of(record).make_folder(record.parent)

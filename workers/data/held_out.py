@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from workers import metric_names
 from workers.config import JobSpec
-from workers.data.corpus import ByteCorpus
-from workers.data.corpus_record import as_recorded
-from workers.data.sources import check_validation_set, corpus_files
+from workers.data.blend import Blend
+from workers.data.prepare import Row, open_corpus
+from workers.data.sources import check_validation_set
+from workers.data.token_cache import SILENT, Watcher
 from workers.storage.places import Place
 
 
@@ -18,7 +20,7 @@ class HeldOut:
 
     name: str | None
     """Of the validation set; None: the last part of the training corpus."""
-    corpus: ByteCorpus
+    corpus: Row
     first: int
     """First token of the text."""
     tokens: int
@@ -45,15 +47,35 @@ class HeldOut:
         return self.first + (sample % self.windows(length)) * length
 
 
-def validation_sets(spec: JobSpec, record: Place | None, records: bool) -> list[HeldOut]:
+@dataclass(frozen=True)
+class BlendedHeldOut(HeldOut):
+    """The last part of each part of a blended corpus, in the ratio of the weights."""
+
+    parts: tuple[tuple[int, int], ...]
+    """First held-out token of each, and how many there are."""
+    blend: Blend
+    """Which part a window comes from."""
+
+    def windows(self, length: int) -> int:
+        """Of all parts."""
+        return sum((tokens - 1) // length for _, tokens in self.parts)
+
+    def start(self, sample: int, length: int) -> int:
+        """As of one text; past the end of its text a part begins anew."""
+        part, number = self.blend.place(sample)
+        first, tokens = self.parts[part]
+        return first + (number % ((tokens - 1) // length)) * length
+
+
+def validation_sets(
+    spec: JobSpec, record: Place | None, records: bool, cache: Path | None = None, watcher: Watcher = SILENT
+) -> list[HeldOut]:
     """The validation sets of a job. `record`: the file that says what the training corpus was when the job began; those
-    of validation sets lie beside it. Raises DataError where one does not do."""
+    of validation sets lie beside it; the others as for `open_corpus`. Raises DataError where one does not do."""
     sets = []
     for each in spec.data.validation:
-        files = corpus_files(spec.data.corpus_of(each))
-        if record is not None:
-            files = as_recorded(files, record.parent / f"validation-{each.name}.json", records)
-        corpus = ByteCorpus(files)
+        own = None if record is None else record.parent / f"validation-{each.name}.json"
+        corpus = open_corpus(spec, cache, own, records, watcher, spec.data.corpus_of(each))
         check_validation_set(spec, each, len(corpus))
         sets.append(HeldOut(each.name, corpus, 0, len(corpus), each.batches or spec.train.validation_batches))
     return sets

@@ -49,6 +49,11 @@ class SampleOrder:
                 return position
 
 
+def derived_seed(seed: int, part: int) -> int:
+    """A seed for part number `part` of a corpus, so that parts of the same size are not visited in the same order."""
+    return _hash(seed, part)
+
+
 def _hash(*numbers: int) -> int:
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from workers.config import DataConfig, JobSpec
 from workers.data.sources import CorpusFile, check_data, corpus_files
+from workers.data.tokenizer import FILE_NAME as TOKENIZER
 from workers.errors import DataError
 from workers.spec.problems import Problem
 
@@ -25,7 +26,13 @@ class DataRoots:
         named = {f"data.paths.{at}": path for at, path in enumerate(spec.data.paths)}
         for number, each in enumerate(spec.data.validation):
             named |= {f"data.validation.{number}.paths.{at}": path for at, path in enumerate(each.paths)}
-        return [Problem(where, self._rule(path)) for where, path in named.items() if not self._holds(path)]
+        if spec.data.tokenizer_file is not None:
+            named["data.tokenizer"] = spec.data.tokenizer_file
+        outside = [Problem(where, self._rule(path)) for where, path in named.items() if not self._holds(path)]
+        within = f"{spec.data.tokenizer_file}/{TOKENIZER}"  # where that is a folder
+        if not outside and spec.data.tokenizer_file is not None and not self._holds(within):
+            outside.append(Problem("data.tokenizer", self._rule(within)))
+        return outside
 
     def check(self, spec: JobSpec) -> None:
         """Raise DataError when the spec's corpus cannot be trained on, or has a file outside, or a validation set."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from workers.config import DataConfig, JobSpec, ValidationSet
 from workers.errors import DataError
 
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".text", ".log", ".csv", ".json", ".jsonl", ".html", ".xml"})
+SUFFIXES = {
+    "text": TEXT_SUFFIXES,
+    "jsonl": frozenset({".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst"}),
+    "parquet": frozenset({".parquet"}),
+    "megatron": frozenset({".idx"}),
+}
+"""By source, of the files that a directory stands for."""
 # Parts of the standard library's folder that are not the library itself, and its tests, which are as large again.
 STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
 
@@ -38,39 +46,63 @@ def corpus_files(data: DataConfig) -> list[CorpusFile]:
         raise DataError(f"cannot be read: {error.filename or ', '.join(data.paths)} ({error.strerror})") from error
 
 
+def parts_of(data: DataConfig) -> list[DataConfig]:
+    """The corpus as parts whose samples are blended: each path by itself where there are weights, else all of it."""
+    if data.weights is None:
+        return [data]
+    return [data.model_copy(update={"paths": (path,), "weights": None}) for path in data.paths]
+
+
+def is_compressed(path: str) -> bool:
+    """Whether a file of lines is read through gzip or zstd."""
+    return path.lower().endswith((".gz", ".zst"))
+
+
+def in_words(data: DataConfig) -> str:
+    """Where the corpus comes from, for messages."""
+    return ", ".join(data.paths) or f"the standard library's folder {sysconfig.get_path('stdlib')}"
+
+
 def _corpus_files(data: DataConfig) -> list[CorpusFile]:
     if data.source == "python-stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        files = _files_below(root, frozenset({".py"}), STDLIB_LEFT_OUT)
-        origin = f"the standard library's folder {root}"
+        files = _files_below(Path(sysconfig.get_path("stdlib")), frozenset({".py"}), STDLIB_LEFT_OUT)
+    elif data.source == "megatron":
+        files = [file for path in data.paths for file in _datasets_at(path)]
     else:
-        files = [file for path in data.paths for file in _files_at(Path(path))]
-        origin = ", ".join(data.paths)
+        files = [file for path in data.paths for file in _files_at(Path(path), data.source)]
     if not files:
-        raise DataError(f"the corpus is empty: no text in {origin}")
+        what = "text" if data.source in ("python-stdlib", "text") else "document"
+        raise DataError(f"the corpus is empty: no {what} in {in_words(data)}")
     return files
 
 
-def split_corpus(spec: JobSpec, total_bytes: int) -> tuple[int, int]:
-    """Tokens of the training and of the validation part: the last `validation_fraction` is held out.
+def split_tokens(spec: JobSpec, data: DataConfig, tokens: int) -> tuple[int, int]:
+    """Tokens of the training and of the validation part of `data`, the spec's corpus or a part of it: the last
+    `validation_fraction` is held out.
 
     Raises DataError when either is too short for one sequence and its targets.
     """
     needed = spec.model.sequence_length + 1
-    validation = int(total_bytes * spec.data.validation_fraction)
-    training = total_bytes - validation
+    validation = int(tokens * data.validation_fraction)
+    training = tokens - validation
     if training < needed:
         raise DataError(
             f"the corpus has {training} tokens for training, but one sequence with its targets needs {needed}: "
-            f"use more text than {', '.join(spec.data.paths) or spec.data.source} or a shorter model.sequence_length"
+            f"use more text than {', '.join(data.paths) or data.source} or a shorter model.sequence_length"
         )
-    if spec.train.validate_every and spec.data.validation_fraction and validation < needed:
+    if spec.train.validate_every and data.validation_fraction and validation < needed:
+        of = f" {', '.join(data.paths)}" if spec.data.weights is not None else ""
         off = "data.validation_fraction: 0" if spec.data.validation else "train.validate_every: 0"
         raise DataError(
-            f"the held-out part of the corpus has {validation} tokens, but one sequence with its targets needs "
+            f"the held-out part of the corpus{of} has {validation} tokens, but one sequence with its targets needs "
             f"{needed}: raise data.validation_fraction or turn validation off ({off})"
         )
     return training, validation
+
+
+def split_corpus(spec: JobSpec, total: int) -> tuple[int, int]:
+    """`split_tokens` of a corpus that is one row of `total` tokens."""
+    return split_tokens(spec, spec.data, total)
 
 
 def check_validation_set(spec: JobSpec, validation: ValidationSet, tokens: int) -> None:
@@ -85,17 +117,72 @@ def check_validation_set(spec: JobSpec, validation: ValidationSet, tokens: int) 
 
 
 def check_data(spec: JobSpec) -> None:
-    """Raise DataError when the spec's corpus cannot be trained on, or a validation set not be used."""
-    split_corpus(spec, sum(file.size for file in corpus_files(spec.data)))
+    """Raise DataError when the spec's corpus cannot be trained on, or a validation set not be used, as far as that is
+    known before they are tokenized."""
+    for part in parts_of(spec.data):
+        tokens = _known_tokens(part)
+        if tokens is not None:
+            split_tokens(spec, part, tokens)
     for each in spec.data.validation:
-        check_validation_set(spec, each, sum(file.size for file in corpus_files(spec.data.corpus_of(each))))
+        tokens = _known_tokens(spec.data.corpus_of(each))
+        if tokens is not None:
+            check_validation_set(spec, each, tokens)
+    if spec.data.tokenizer_file is not None:
+        from workers.data.tokenizer import open_tokenizer
+
+        check_vocabulary(spec, open_tokenizer(spec.data).vocabulary, spec.data.tokenizer_file)
 
 
-def _files_at(path: Path) -> list[CorpusFile]:
+def _known_tokens(data: DataConfig) -> int | None:
+    """Tokens in a corpus; None where they have to be made first. Raises DataError where its files do not do."""
+    files = corpus_files(data)
+    if data.is_read_in_place:
+        return sum(file.size for file in files)
+    if data.source != "megatron":
+        return None
+    from workers.data.indexed_dataset import tokens_in
+
+    return sum(tokens_in(prefix) for prefix in prefixes_of(files))
+
+
+def check_vocabulary(spec: JobSpec, ids: int, whose: str) -> None:
+    """Raise DataError where token ids below `ids`, which are those of `whose`, are more than the model knows."""
+    if ids > spec.vocabulary_size:
+        raise DataError(
+            f"{whose} has token ids up to {ids - 1}, but the model knows those below {spec.vocabulary_size}: "
+            f"set model.vocabulary_size to at least {ids}"
+        )
+
+
+def prefixes_of(files: Sequence[CorpusFile]) -> list[str]:
+    """The indexed datasets among `files`: each is called by what its two files' names have in common."""
+    return [file.path.removesuffix(".idx") for file in files if file.path.endswith(".idx")]
+
+
+def _datasets_at(name: str) -> list[CorpusFile]:
+    """Both files of each dataset: `name` is one of them, their prefix, or a directory of them."""
+    path = Path(name)
     if path.is_dir():
-        files = _files_below(path, TEXT_SUFFIXES, frozenset({"__pycache__"}))
+        indices = [Path(file.path) for file in _files_below(path, SUFFIXES["megatron"], frozenset())]
+        if not indices:
+            raise DataError(f"no indexed dataset below {path} (looked for .idx)")
+    else:
+        prefix = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
+        indices = [Path(f"{prefix}.idx")]
+    files = []
+    for each in indices:
+        for file in (each.with_suffix(".bin"), each):
+            if not file.is_file():
+                raise DataError(f"no such file: {file} (an indexed dataset is a .bin and its .idx)")
+            files.append(_readable(file))
+    return files
+
+
+def _files_at(path: Path, source: str) -> list[CorpusFile]:
+    if path.is_dir():
+        files = _files_below(path, SUFFIXES[source], frozenset({"__pycache__"}))
         if not files:
-            raise DataError(f"no text file below {path} (looked for {', '.join(sorted(TEXT_SUFFIXES))})")
+            raise DataError(f"no {source} file below {path} (looked for {', '.join(sorted(SUFFIXES[source]))})")
         return files
     if not path.exists():
         raise DataError(f"no such file or directory: {path}")
@@ -111,7 +198,7 @@ def _files_below(root: Path, suffixes: frozenset[str], left_out: frozenset[str])
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
         for name in sorted(names):
             path = Path(folder) / name
-            if path.suffix.lower() in suffixes and path.is_file():
+            if path.suffix and name.lower().endswith(tuple(suffixes)) and path.is_file():
                 file = _readable(path)
                 if file.size:
                     files.append(file)

@@ -42,8 +42,9 @@ def loaded(options: argparse.Namespace) -> tuple[LoadedModel, TextTokens]:
         torch.set_num_threads(max(1, options.threads))
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = DTYPES[options.dtype] if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
-    model, _ = LoadedModel.of_checkpoint(_checkpoint(options.checkpoint), device, dtype)
-    return model, text_tokens_of(model.spec)
+    checkpoint = _checkpoint(options.checkpoint)
+    model, _ = LoadedModel.of_checkpoint(checkpoint, device, dtype)
+    return model, text_tokens_of(model.spec, checkpoint)
 
 
 def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from workers.config import JobSpec
+from workers.data.tokenizer import FILE_NAME, FileTokenizer, open_tokenizer, tokenizer_path
+from workers.errors import DataError
+from workers.storage.files import files_of
+from workers.storage.places import Place
 
 
 class TextTokens(Protocol):
     """Both ways."""
 
-    end: int | None
-    """The token that ends a document."""
+    @property
+    def end(self) -> int | None:
+        """The token that ends a document."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -23,6 +31,7 @@ class TextTokens(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class Bytes:
     """One token a byte of UTF-8."""
 
@@ -37,6 +46,31 @@ class Bytes:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
-def text_tokens_of(spec: JobSpec) -> TextTokens:
-    """The tokenizer that a job was trained with."""
-    return Bytes()
+class FileTokens:
+    """Those of a tokenizer.json."""
+
+    def __init__(self, tokenizer: FileTokenizer):
+        self._tokenizer, self.end = tokenizer, tokenizer.end_of_document
+
+    def encode(self, text: str) -> list[int]:
+        """Its tokens, without one that ends it."""
+        return list(self._tokenizer.encode([text])[0])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text, without special tokens."""
+        return self._tokenizer.decode(tokens)
+
+
+def text_tokens_of(spec: JobSpec, checkpoint: Place) -> TextTokens:
+    """The tokenizer that a job was trained with: that which was kept beside the record of its corpus, else the file
+    that its spec names. Raises DataError where there is none."""
+    data = spec.data
+    if data.tokenizer == "bytes" and data.source != "megatron":
+        return Bytes(open_tokenizer(data).end_of_document)
+    for folder in (checkpoint.parent, checkpoint.parent.parent):  # of the engine alone; of a job of the service
+        with contextlib.suppress(OSError):
+            content = files_of(folder).read(folder / FILE_NAME)
+            return FileTokens(FileTokenizer(str(folder / FILE_NAME), data.end_of_document, content))
+    if data.tokenizer_file is None:
+        raise DataError(f"the tokenizer of this job is not kept beside {checkpoint}: there is no {FILE_NAME}")
+    return FileTokens(FileTokenizer(tokenizer_path(data.tokenizer_file), data.end_of_document))

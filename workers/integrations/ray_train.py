@@ -31,12 +31,14 @@ from workers.comm.host_names import ask_for_none
 from workers.comm.secret import SECRET_LENGTH
 from workers.config import JobSpec
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
+from workers.data.vocabulary import with_vocabulary
 from workers.errors import MantaError
 from workers.nonfinite import spell
 from workers.rank_state import Places
 from workers.reporter import Reporter
 from workers.run import restore_newest
-from workers.spec.reading import parse_job_spec
+from workers.settings import read_token_cache
+from workers.spec.reading import absolute_tokenizer, parse_job_spec
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, Place, place_of
 from workers.trainer import Trainer
@@ -107,6 +109,7 @@ def train(job: Mapping[str, Any], report_every_steps: int = 0, on_row: Callable[
             job=context.get_experiment_name(),
             checkpoints=str(folder),
             corpus_record=folder / CORPUS_RECORD,
+            token_cache=read_token_cache(),
             deletes_old_checkpoints=False,  # Ray Train does, which knows what it was told of
         )
         trainer = Trainer(spec, comm, rows, peak.flops, places)
@@ -215,12 +218,14 @@ def _checked(job: Mapping[str, Any]) -> JobSpec:
             "recovery: roll_back deletes checkpoints that Ray Train knows of: set recovery.nonfinite and "
             "recovery.spike.policy to skip or fail"
         )
-    return spec
+    return with_vocabulary(spec)
 
 
 def _with_absolute_paths(job: Mapping[str, Any]) -> dict[str, Any]:
     """`job`, whose `data.paths` mean the same files in the workers, which have another current folder."""
     data = {**job["data"], "paths": [str(Path(path).absolute()) for path in job["data"].get("paths", ())]}
+    if "tokenizer" in data:
+        data["tokenizer"] = absolute_tokenizer(data["tokenizer"], Path.cwd())
     return {**job, "data": data}
 
 

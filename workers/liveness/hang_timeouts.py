@@ -32,10 +32,12 @@ LONG: Mapping[str, float] = {
     "snapshot": 30.0,
     "checkpoint": 300.0,
     "compiling": 600.0,
+    "preparing": 300.0,
     "resting": math.inf,
     "done": math.inf,
 }
-"""Seconds of phases that are long by nature. Rest has no end of its own: whoever ordered it watches over it."""
+"""Seconds of phases that are long by nature. Data that is prepared, also by another process, says so all the time. Rest
+has no end of its own: whoever ordered it watches over it."""
 FIRST_STEP_SECONDS = 60.0
 """Of each phase of a process's first step, in which everything is done for the first time."""
 COMPILED = frozenset({"forward", "backward", "validation"})

@@ -34,6 +34,7 @@ Phase = Literal[
     "validation",
     "resting",
     "compiling",
+    "preparing",
     "done",
 ]
 PHASES: tuple[Phase, ...] = Phase.__args__  # type: ignore[attr-defined]

@@ -123,6 +123,8 @@ class LaunchOrder:
     """Folder in the node's shared memory for this job's snapshots; None turns snapshots off."""
     checkpoint_folder: str | None = None
     """Folder for the job's durable checkpoints; None turns them off."""
+    token_cache: str | None = None
+    """Folder on the rank's node in which tokens of corpora are kept. Its agent fills that in."""
     resume: Resume = Resume()
     """Where state comes from."""
     device: str = "cpu"

@@ -8,6 +8,7 @@ from pathlib import Path
 from workers.node.folders import paths_on_node
 from workers.protocol.messages import Launched, LaunchOrder
 from workers.rank.agent import Agent
+from workers.settings import read_token_cache
 from workers.system.ports import PortRange
 
 
@@ -30,6 +31,7 @@ class AgentOnNode(Agent):
         paths = paths_on_node(home, installation)
         logs = home if paths.home == Path(home) and not reports_lines else None
         self._snapshot_folder = str(paths.snapshot_folder(job))
+        self._token_cache = str(read_token_cache(paths.token_cache))
         self._ports = None if ports is None else PortRange.of(ports)
         super().__init__(job, rank, logs, str(paths.runtime_folder), self._snapshot_folder, group, self._ports)
 
@@ -43,4 +45,4 @@ class AgentOnNode(Agent):
 
     def _here(self, order: LaunchOrder) -> LaunchOrder:
         snapshots = None if order.snapshot_folder is None else self._snapshot_folder
-        return replace(order, snapshot_folder=snapshots, ports=self._ports)
+        return replace(order, snapshot_folder=snapshots, token_cache=self._token_cache, ports=self._ports)

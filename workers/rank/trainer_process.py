@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -310,5 +311,6 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
     comm = Comm(RankGrid(spec.layout), order.rank, device, progress=progress, ports=order.ports)
     peak = order.peak_flops or measure_peak_flops(device.type).flops
     record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
-    places = Places(order.job, order.snapshot_folder, order.checkpoint_folder, record)
+    cache = Path(order.token_cache) if order.token_cache else None
+    places = Places(order.job, order.snapshot_folder, order.checkpoint_folder, record, cache)
     return comm, Trainer(spec, comm, reporter, peak, places)

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from workers.config import JobSpec
+from workers.config import BUILT_IN_TOKENIZERS, JobSpec
 from workers.spec.problems import Problem, SpecError, kind_of, problems_of
 from workers.spec.rules import find_problems
 from workers.spec.yaml import read_yaml
@@ -38,7 +38,7 @@ def load_job_spec(path: Path) -> JobSpec:
 
 
 def read_document(path: Path) -> Any:
-    """Parse the YAML file at `path`, with relative data paths resolved against the file's own folder.
+    """Parse the YAML file at `path`, with relative paths of data and tokenizer resolved against the file's own folder.
 
     Raises SpecError where it is not YAML, OSError when it cannot be read.
     """
@@ -50,7 +50,8 @@ def read_document(path: Path) -> Any:
 
 
 def document_in(text: str, name: str, folder: Path) -> Any:
-    """Parse YAML that came from `name`, with relative data paths resolved against `folder`. Raises SpecError."""
+    """Parse YAML that came from `name`, with relative paths of data and tokenizer resolved against `folder`. Raises
+    SpecError."""
     try:
         document = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
@@ -60,6 +61,8 @@ def document_in(text: str, name: str, folder: Path) -> Any:
         sets = data.get("validation")
         for named in (data, *(sets if isinstance(sets, list) else ())):
             _resolve_paths(named, folder)
+        if isinstance(data.get("tokenizer"), str):
+            data["tokenizer"] = absolute_tokenizer(data["tokenizer"], folder)
     return document
 
 
@@ -67,6 +70,11 @@ def _resolve_paths(section: Any, folder: Path) -> None:
     """Make the relative `paths` of a section ones below `folder`, as far as it has any."""
     if isinstance(section, dict) and isinstance(section.get("paths"), list):
         section["paths"] = [str(folder / entry) if isinstance(entry, str) else entry for entry in section["paths"]]
+
+
+def absolute_tokenizer(tokenizer: str, folder: Path) -> str:
+    """What `data.tokenizer` names, where a path is relative to `folder`."""
+    return tokenizer if tokenizer in BUILT_IN_TOKENIZERS or not tokenizer else str(folder / tokenizer)
 
 
 def _not_yaml(name: str, error: Exception) -> SpecError:

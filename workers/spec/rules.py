@@ -9,13 +9,14 @@ import json
 import math
 from collections.abc import Callable, Iterator
 
-from workers.config import BYTE_VOCABULARY, LEAST_WINDOW, DataConfig, JobSpec
+from workers.config import BYTE_VOCABULARY, END_OF_TEXT, LEAST_WINDOW, NO_TOKEN, DataConfig, JobSpec
 from workers.spec.families import FAMILIES
 from workers.spec.problems import Problem
 from workers.spec.recipe_rules import RECIPE_RULES
 
 # More steps of a ramp than anybody looks at; each is kept in memory.
 MOST_INCREMENTS = 10_000
+MOST_BETWEEN_WEIGHTS = 100_000
 
 Rule = Callable[[JobSpec], Iterator[Problem]]
 
@@ -52,19 +53,6 @@ def _not_built(path: str, value: object, *works: str) -> Problem:
 def _unsupported_model(spec: JobSpec) -> Iterator[Problem]:
     if spec.model.family not in FAMILIES:
         yield _not_built("model.family", spec.model.family, *FAMILIES)
-
-
-def _unsupported_data(spec: JobSpec) -> Iterator[Problem]:
-    data = spec.data
-    if data.source not in ("python-stdlib", "text"):
-        yield _not_built("data.source", data.source, "text", "python-stdlib")
-    if data.tokenizer != "bytes":
-        yield _not_built("data.tokenizer", data.tokenizer, "bytes")
-    if data.weights is not None:
-        yield Problem("data.weights", "weights are not supported yet; leave the key out", None, unsupported=True)
-    for number, each in enumerate(data.validation):
-        if each.source not in (None, "python-stdlib", "text"):
-            yield _not_built(f"data.validation.{number}.source", each.source, "text", "python-stdlib")
 
 
 def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
@@ -374,12 +362,47 @@ def _recomputation_is_whole(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _vocabulary_holds_tokenizer(spec: JobSpec) -> Iterator[Problem]:
-    if spec.vocabulary_size < BYTE_VOCABULARY:
+    data, size = spec.data, spec.model.vocabulary_size
+    if data.source == "megatron" and data.tokenizer == "bytes" and size is None:
         yield Problem(
             "model.vocabulary_size",
-            f"vocabulary_size ({spec.vocabulary_size}) is smaller than the bytes tokenizer's ({BYTE_VOCABULARY})",
-            str(BYTE_VOCABULARY),
+            "source megatron holds tokens whose vocabulary only you know: set its size, or data.tokenizer to the file "
+            "of the tokenizer that made them",
+            "50257",
         )
+    if size is not None and data.token_ids is not None and size < data.token_ids:
+        name = "the tokenizer's" if data.tokenizer_file else f"the {data.tokenizer} tokenizer's"
+        yield Problem(
+            "model.vocabulary_size",
+            f"vocabulary_size ({size}) is smaller than {name} ({data.token_ids})",
+            str(data.token_ids),
+        )
+
+
+def _tokenizer_is_whole(spec: JobSpec) -> Iterator[Problem]:
+    data = spec.data
+    if data.tokenizer == "bpe" and data.source == "megatron":
+        yield Problem("data.tokenizer", "source megatron holds tokens already, so none can be trained on it", "bytes")
+    if data.tokenizer == "bytes" and data.source == "megatron":
+        for number, each in enumerate(data.validation):
+            if data.corpus_of(each).source != "megatron":
+                problem = f"the texts of {each.name} need the tokenizer that made the corpus's tokens (data.tokenizer)"
+                yield Problem(f"data.validation.{number}.source", problem, "megatron")
+    if data.tokenizer == "bytes" and data.tokenizer_vocabulary not in (None, data.token_ids):
+        problem = f"the bytes tokenizer has {data.token_ids} ids, not {data.tokenizer_vocabulary}"
+        yield Problem("data.tokenizer_vocabulary", problem, "null")
+    least = BYTE_VOCABULARY + 1
+    if data.tokenizer == "bpe" and (data.tokenizer_vocabulary or least) < least:
+        problem = f"bpe needs at least {least} ids: one for each byte, and one for the end of a document"
+        yield Problem("data.tokenizer_vocabulary", problem, str(least))
+    if data.tokenizer == "bytes" and data.end_of_document not in (None, NO_TOKEN, END_OF_TEXT):
+        yield Problem(
+            "data.end_of_document",
+            f"the bytes tokenizer knows {END_OF_TEXT} (id {BYTE_VOCABULARY}) and none, not {data.end_of_document!r}",
+            END_OF_TEXT,
+        )
+    if not data.tokenizer or "\0" in data.tokenizer:
+        yield Problem("data.tokenizer", "must be bytes, bpe, or the path of a tokenizer.json", "bytes")
 
 
 def _paths_match_source(spec: JobSpec) -> Iterator[Problem]:
@@ -392,11 +415,32 @@ def _paths_match(data: DataConfig, where: str) -> Iterator[Problem]:
     """The paths of a corpus or of a validation set, in the section at `where`."""
     if data.source == "python-stdlib" and data.paths:
         yield Problem(f"{where}.paths", "source python-stdlib takes no paths (source text does)", "[]")
-    if data.source == "text" and not data.paths:
-        yield Problem(f"{where}.paths", "source text needs at least one file or directory", "[corpus.txt]")
+    if data.source != "python-stdlib" and not data.paths:
+        example = {"text": "corpus.txt", "jsonl": "corpus.jsonl", "parquet": "corpus.parquet"}
+        yield Problem(
+            f"{where}.paths",
+            f"source {data.source} needs at least one file or directory",
+            f"[{example.get(data.source, 'corpus.bin')}]",
+        )
     if any("\0" in path for path in data.paths):
         kept = [path.replace("\0", "") for path in data.paths]
         yield Problem(f"{where}.paths", "a path cannot contain a zero byte", json.dumps(kept))
+
+
+def _weights_match_paths(spec: JobSpec) -> Iterator[Problem]:
+    weights, paths = spec.data.weights, spec.data.paths
+    if weights is None:
+        return
+    if len(weights) != len(paths):
+        each = [1.0] * len(paths) if paths else None
+        problem = f"{len(weights)} weights for {len(paths)} paths: each path has one"
+        yield Problem("data.weights", problem, json.dumps(each))
+    elif max(weights) / min(weights) > MOST_BETWEEN_WEIGHTS:
+        yield Problem(
+            "data.weights",
+            f"the largest weight is more than {MOST_BETWEEN_WEIGHTS} times the smallest: leave that path out",
+            "[" + ", ".join(f"{max(each, max(weights) / MOST_BETWEEN_WEIGHTS):.6f}" for each in weights) + "]",
+        )
 
 
 def _elastic_bounds_hold(spec: JobSpec) -> Iterator[Problem]:
@@ -428,7 +472,6 @@ def _spikes_can_be_seen(spec: JobSpec) -> Iterator[Problem]:
 
 UNSUPPORTED: tuple[Rule, ...] = (
     _unsupported_model,
-    _unsupported_data,
     _unsupported_parallel,
 )
 FITTING: tuple[Rule, ...] = (
@@ -450,7 +493,9 @@ FITTING: tuple[Rule, ...] = (
     _elastic_sums_are_not_compiled,
     _recomputation_is_whole,
     _vocabulary_holds_tokenizer,
+    _tokenizer_is_whole,
     _paths_match_source,
+    _weights_match_paths,
     *RECIPE_RULES,
     _elastic_bounds_hold,
     _spikes_can_be_seen,

@@ -21,7 +21,7 @@ from workers.liveness.progress import Phase, Progress
 from workers.timing.step_clock import StepClock, Wait
 from workers.timing.step_parts import Part, StepParts
 
-State = Literal["starting", "connecting", "restoring", "resting", "done"]
+State = Literal["starting", "preparing", "connecting", "restoring", "resting", "done"]
 """Phases outside of steps, which last until the next one."""
 StepPhase = Literal[
     "data",

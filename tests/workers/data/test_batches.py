@@ -65,7 +65,7 @@ def test_validation_reads_the_held_out_part_in_order_and_again_from_its_start(co
 def test_a_step_passes_over_skipped_samples_and_its_dropout_stays_that_of_its_places(corpus):
     job = spec(data=corpus, train={"micro_batch_size": 4, "seed": 7})
     batches = Batches(job, 0, CPU)
-    assert batches.order.seed == 7
+    assert batches.order.parts[0].seed == 7
     batches.skipped = SkippedSamples.of([range(3, 13)])
     used = [0, 1, 2, 13, 14, 15, 16, 17]
     parts = batches.training(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from engine_specs import SEVEN_LAYOUTS, axes, document
@@ -42,6 +44,16 @@ def training_job(corpus: str, layout: tuple[int, int, int], **train) -> dict:
 
 
 @pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> str:
+    """Two files of documents."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, numbers in (("a.jsonl", range(300)), ("b.jsonl", range(300, 500))):
+        lines = (json.dumps({"text": f"{n} times {n} is {n * n}.\n"}) for n in numbers)
+        (folder / name).write_text("\n".join(lines))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
 def curve(ranks, corpus):
     """What one rank alone sees."""
     return ranks.run(ParallelConfig(), train_job, training_job(corpus, (1, 1, 1)))[0]
@@ -73,6 +85,27 @@ def test_layouts_agree_at_every_step(ranks, corpus, curve, layout):
             assert other[name] == pytest.approx(row[name], rel=2e-6), (step, name)
             assert other["validation_loss_same"] == other["validation_loss"]
             assert other["validation_loss_other"] != pytest.approx(other["validation_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("weights", [None, pytest.param([3, 1], marks=pytest.mark.soak)])
+def test_a_corpus_of_tokens_gives_every_layout_the_same_curve(ranks, texts, tmp_path, weights):
+    """Eight ranks, one of which makes tokenizer and tokens, while the others wait for it."""
+    paths = [texts] if weights is None else [f"{texts}/a.jsonl", f"{texts}/b.jsonl"]
+
+    def rows_of(layout):
+        job = training_job("", layout)
+        job["data"] = {"source": "jsonl", "paths": paths, "weights": weights, "tokenizer": "bpe"}
+        job["data"] |= {"tokenizer_vocabulary": 301, "validation_fraction": 0.1}
+        cache = str(tmp_path / str(layout))
+        by_rank = ranks.run(ParallelConfig(**axes(layout)), train_job, job, None, None, START, 8, cache)
+        made = [event for rank in by_rank for event in rank.events if event["type"] == "data_prepared"]
+        assert len(made) == 1
+        return by_rank[0].rows
+
+    for row, other in zip(rows_of((1, 1, 1)), rows_of((2, 2, 2)), strict=True):
+        for name, tolerance in (("loss", 2e-6), ("grad_norm", 2e-5)):
+            assert other[name] == pytest.approx(row[name], rel=tolerance), row["step"]
+    assert row["validation_loss"] == pytest.approx(other["validation_loss"], rel=2e-6)
 
 
 def test_the_same_layout_twice_gives_the_same_bits(ranks, corpus):

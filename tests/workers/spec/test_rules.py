@@ -283,6 +283,68 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "data.paths", "source python-stdlib takes no paths", "[]",
     ),
     ("no paths", {"data": {"paths": []}}, "data.paths", "needs at least one file or directory", "[corpus.txt]"),
+    (
+        "no paths of parquet",
+        {"data": {"source": "parquet", "paths": []}},
+        "data.paths", "source parquet needs at least one file or directory", "[corpus.parquet]",
+    ),
+    (
+        "vocabulary of a trained tokenizer",
+        {"model": {"vocabulary_size": 300}, "data": {"tokenizer": "bpe", "tokenizer_vocabulary": 512}},
+        "model.vocabulary_size", "vocabulary_size (300) is smaller than the bpe tokenizer's (512)", "512",
+    ),
+    (
+        "vocabulary of a file",
+        {"model": {"vocabulary_size": 300}, "data": {"tokenizer": "t.json", "tokenizer_vocabulary": 512}},
+        "model.vocabulary_size", "vocabulary_size (300) is smaller than the tokenizer's (512)", "512",
+    ),
+    (
+        "vocabulary of bytes with an end",
+        {"model": {"vocabulary_size": 256}, "data": {"end_of_document": "<|endoftext|>"}},
+        "model.vocabulary_size", "(256) is smaller than the bytes tokenizer's (257)", "257",
+    ),
+    (
+        "vocabulary of tokens of others",
+        {"data": {"source": "megatron"}},
+        "model.vocabulary_size", "source megatron holds tokens whose vocabulary only you know", "50257",
+    ),
+    (
+        "tokens of others are trained on",
+        {"data": {"source": "megatron", "tokenizer": "bpe"}, "model": {"vocabulary_size": 10_000}},
+        "data.tokenizer", "source megatron holds tokens already", "bytes",
+    ),
+    (
+        "too few tokens for the bytes",
+        {"data": {"tokenizer": "bpe", "tokenizer_vocabulary": 256}},
+        "data.tokenizer_vocabulary", "bpe needs at least 257 ids", "257",
+    ),
+    (
+        "bytes of another number",
+        {"data": {"tokenizer_vocabulary": 300}},
+        "data.tokenizer_vocabulary", "the bytes tokenizer has 256 ids, not 300", "null",
+    ),
+    (
+        "an end that bytes have not",
+        {"data": {"end_of_document": "</s>"}},
+        "data.end_of_document", "the bytes tokenizer knows <|endoftext|> (id 256) and none, not '</s>'",
+        "<|endoftext|>",
+    ),
+    ("no tokenizer", {"data": {"tokenizer": ""}}, "data.tokenizer", "must be bytes, bpe, or the path", "bytes"),
+    (
+        "too many weights",
+        {"data": {"paths": ["a.txt", "b.txt"], "weights": [1, 2, 3]}},
+        "data.weights", "3 weights for 2 paths", "[1.0, 1.0]",
+    ),
+    (
+        "weights without paths",
+        {"data": {"source": "python-stdlib", "paths": [], "weights": [1]}},
+        "data.weights", "1 weights for 0 paths", "null",
+    ),
+    (
+        "weights too far apart",
+        {"data": {"paths": ["a.txt", "b.txt"], "weights": [1e-6, 1]}},
+        "data.weights", "more than 100000 times the smallest", "[0.000010, 1.000000]",
+    ),
     ("zero byte", {"data": {"paths": ["a\0b"]}}, "data.paths", "cannot contain a zero byte", '["ab"]'),
     (
         "learning rates",
@@ -367,9 +429,6 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
 
 NOT_BUILT: list[tuple[str, str, Any]] = [
     ("model", "family", "moe"),
-    ("data", "source", "parquet"),
-    ("data", "tokenizer", "bpe"),
-    ("data", "weights", [1.0]),
     ("parallel", "context", 2),
     ("parallel", "zero", 3),
 ]
@@ -416,8 +475,6 @@ SETS: list[tuple[str, list[dict[str, Any]], str, str, str | None]] = [
     ("no paths", [{"name": "a"}], "data.validation.0.paths", "needs at least one file or directory", "[corpus.txt]"),
     ("paths of the library", [{"name": "a", "source": "python-stdlib", "paths": ["b"]}],
      "data.validation.0.paths", "source python-stdlib takes no paths", "[]"),
-    ("a kind that is not built", [{"name": "a", "source": "jsonl", "paths": ["b"]}],
-     "data.validation.0.source", "jsonl is not supported yet", "text"),
     ("no name", [{"paths": ["b"]}], "data.validation.0.name", "required, but missing", None),
     ("a name that is no part of a metric's", [{"name": "my text", "paths": ["b"]}],
      "data.validation.0.name",  "must be letters, digits and '_'", "my_text"),
@@ -433,6 +490,17 @@ def test_what_is_wrong_with_a_validation_set_says_which_one(sets, path, rule, su
     assert problem.path == path
     assert rule in problem.rule
     assert problem.suggestion == suggestion
+
+
+def test_texts_beside_tokens_of_others_need_their_tokenizer():
+    sets = [{"name": "a", "paths": ["a"], "source": "megatron"}, {"name": "b", "paths": ["b"], "source": "jsonl"}]
+    data = {"source": "megatron", "validation": sets}
+    job = document(data=data, model={"vocabulary_size": 10_000}, train={"validate_every": 1})
+    (problem,) = problems_of(job)
+    assert (problem.path, problem.suggestion) == ("data.validation.1.source", "megatron")
+    assert "the texts of b need the tokenizer that made the corpus's tokens" in problem.rule
+    sets[1]["source"] = "megatron"
+    assert problems_of(job) == []
 
 
 @pytest.mark.parametrize(("section", "key", "value"), NOT_BUILT, ids=[f"{case[0]}.{case[1]}" for case in NOT_BUILT])

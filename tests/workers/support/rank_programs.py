@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -185,11 +186,13 @@ def train_job(
     snapshots: str | None = None,
     resume: Resume = START,
     until: int | None = None,
+    cache: str | None = None,
 ) -> Trained:
-    """Train a job with the real trainer, from `resume` to step `until` (or its end)."""
+    """Train a job with the real trainer, from `resume` to step `until` (or its end); `cache`: folder for tokens."""
     spec, messages = parse_job_spec(document), []
     reporter = Reporter(messages.extend)
-    trainer = Trainer(spec, comm, reporter, 1e12, Places("test", snapshots, checkpoints))
+    places = Places("test", snapshots, checkpoints, token_cache=Path(cache) if cache else None)
+    trainer = Trainer(spec, comm, reporter, 1e12, places)
     trainer.restore(resume)
     statistics = []
     while trainer.step < (spec.train.steps if until is None else until):

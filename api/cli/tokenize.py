@@ -1,0 +1,56 @@
+"""`manta tokenize`: the tokens of a job's corpus, made before it is submitted, on the node where the command runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from api.cli.main import EXIT_BAD_INPUT, Json, fail
+from service.settings import Settings
+from workers.paths import Paths
+from workers.settings import read_token_cache
+from workers.spec.reading import load_job_spec
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(tokenize)
+
+
+def tokenize(
+    file: Annotated[Path, typer.Argument(help="A job's YAML file.", dir_okay=False)],
+    cache: Annotated[
+        Path | None, typer.Option("--cache", metavar="FOLDER", help="Keep the tokens here; default: MANTA_TOKEN_CACHE.")
+    ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="PREFIX", help="Also write PREFIX.bin and PREFIX.idx, for Megatron-LM."),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="How many tokenize at once; default: one a core.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make the tokens of a job's corpus now, so that the job finds them when it starts on this node. A job does that by
+    itself where they are missing; what was begun is gone on with. Needs no service."""
+    # Only here: numpy takes longer to import than most commands take.
+    from workers.data.token_cache import Watcher
+    from workers.data.tokenize import ProgressLines
+    from workers.data.tokenize import tokenize as make_tokens
+
+    folder = (cache or read_token_cache(Paths.of(Settings.from_environment().home).token_cache)).absolute()
+    try:
+        spec = load_job_spec(file)
+    except OSError as error:
+        raise fail(f"{file} cannot be read ({error.strerror})", EXIT_BAD_INPUT) from error
+    watcher = Watcher() if as_json else ProgressLines(sys.stdout)
+    watcher.processes = processes
+    corpus = make_tokens(spec, folder, watcher, to)
+    if as_json:
+        typer.echo(json.dumps({"tokens": len(corpus), "digest": corpus.digest, "cache": str(folder)}))
+    else:
+        typer.echo(f"{len(corpus)} tokens are in {folder}")

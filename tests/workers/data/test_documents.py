@@ -1,0 +1,190 @@
+"""Documents come out of every kind of file as they are in it; what is wrong with one is a sentence with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from workers.config import DataConfig
+from workers.data import documents
+from workers.data.documents import raw_pieces_of, texts_of
+from workers.data.shards import Section
+from workers.errors import DataError
+
+TEXTS = ["first", "", "zweites Dokument: Größe", "3\nlines\r\n", " ", "日本語", "x" * 70_000]
+
+
+def section(path: Path, **changes) -> Section:
+    size = path.stat().st_size
+    return Section(**{"path": str(path), "start": 0, "stop": size, "bytes": size, **changes})
+
+
+def read(path: Path, source: str, exact: bool = True, **data) -> list[str]:
+    config = DataConfig(source=source, paths=[str(path)], **data)
+    stop = {"stop": -1} if source == "parquet" else {}
+    return [each.text for each in texts_of(section(path, **stop), config, exact)]
+
+
+def lines(texts, key="text") -> bytes:
+    return b"".join(json.dumps({key: text, "more": 1}, ensure_ascii=False).encode() + b"\n" for text in texts)
+
+
+def write_compressed(folder: Path, content: bytes, kind: str) -> Path:
+    path = folder / f"a.jsonl{kind}"
+    if kind == ".gz":
+        content = gzip.compress(content[: len(content) // 2]) + gzip.compress(content[len(content) // 2 :])
+    elif kind == ".zst":
+        pieces = content[: len(content) // 2], content[len(content) // 2 :]
+        content = b"".join(zstandard.ZstdCompressor().compress(piece) for piece in pieces)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["", ".gz", ".zst"])
+def test_a_line_of_jsonl_is_a_document(tmp_path, kind):
+    path = write_compressed(tmp_path, b"\n" + lines(TEXTS) + b"  \r\n" + lines(["last"])[:-1], kind)
+    assert read(path, "jsonl") == [text for text in [*TEXTS, "last"] if text]
+
+
+def test_the_key_is_the_jobs(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(["hello"], "content"))
+    assert read(tmp_path / "a.jsonl", "jsonl", text_key="content") == ["hello"]
+
+
+WRONG_LINES = [
+    (b'{"text": "cut', "not valid JSON ("),
+    (b"[1]", 'not an object such as {"text": ...}'),
+    (b'{"content": "a", "id": 1}', "no key 'text', only 'content', 'id': set data.text_key"),
+    (b"{}", "no key 'text', only none"),
+    (b'{"text": null}', "'text' holds no text but null"),
+    (b'{"text": 3}', "'text' holds no text but a number"),
+    (b'{"text": ["a"]}', "'text' holds no text but a list"),
+    (b'{"text": "\xff"}', "not UTF-8 (invalid start byte at byte 10 of the line)"),
+    (b'{"text": "ab\\ud800"}', "character 3 of the text is half of a surrogate pair"),
+    (b"[" * 100_000, "not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), WRONG_LINES, ids=[str(n) for n in range(len(WRONG_LINES))])
+def test_a_broken_line_is_named(tmp_path, line, said):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(["one", "two"]) + line + b"\n" + lines(["three"]))
+    with pytest.raises(DataError) as error:
+        read(path, "jsonl")
+    start = len(lines(["one", "two"]))
+    assert str(error.value).startswith(f"{path}, line 3 (byte {start}): ")
+    assert said in str(error.value)
+
+
+def test_lines_are_counted_from_the_files_first_in_every_section(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(["one", "two"]) + b"{}\n")
+    start = len(lines(["one"]))
+    config = DataConfig(source="jsonl", paths=[str(path)])
+    with pytest.raises(DataError, match=rf"line 3 \(byte {2 * start}\): no key"):
+        list(texts_of(section(path, start=start), config, True))
+
+
+@pytest.mark.parametrize("kind", [".gz", ".zst"])
+@pytest.mark.parametrize("keep", [0.3, 0.97])
+def test_a_compressed_file_that_is_cut_short_is_named(tmp_path, kind, keep):
+    path = write_compressed(tmp_path, lines([f"{n} {n * n:b}" for n in range(3000)]), kind)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    with pytest.raises(DataError, match=rf"{path} cannot be decompressed after line \d+: it is cut short"):
+        read(path, "jsonl")
+
+
+@pytest.mark.parametrize("kind", [".gz", ".zst"])
+def test_a_file_that_is_not_compressed_is_named(tmp_path, kind):
+    path = tmp_path / f"a.jsonl{kind}"
+    path.write_bytes(lines(["a"]))
+    with pytest.raises(
+        DataError, match=rf"cannot be decompressed after line 0: it is no {'gzip' if kind == '.gz' else 'zstd'}"
+    ):
+        read(path, "jsonl")
+
+
+def parquet(path: Path, column, rows: int = 2) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table({"id": range(len(column)), "text": column}), path, row_group_size=rows)
+    return path
+
+
+def test_a_row_of_parquet_is_a_document(tmp_path):
+    assert read(parquet(tmp_path / "a.parquet", TEXTS), "parquet") == [text for text in TEXTS if text]
+
+
+def test_groups_of_rows_are_read_apart(tmp_path):
+    path = parquet(tmp_path / "a.parquet", ["a", "b", "c", "d", None])
+    config = DataConfig(source="parquet", paths=[str(path)])
+    assert [each.text for each in texts_of(section(path, start=1, stop=2), config, True)] == ["c", "d"]
+    with pytest.raises(DataError, match=rf"{path}, row 5: column 'text' holds no text but null"):
+        list(texts_of(section(path, start=2, stop=3), config, True))
+
+
+def test_what_is_wrong_with_parquet_is_named(tmp_path):
+    numbers = parquet(tmp_path / "numbers.parquet", [1, 2])
+    with pytest.raises(DataError, match=r"row 1: column 'text' holds no text but int64"):
+        read(numbers, "parquet")
+    with pytest.raises(DataError, match=r"no column 'content', only 'id', 'text': set data.text_key"):
+        read(numbers, "parquet", text_key="content")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(DataError, match=r"b.parquet is no parquet file that can be read"):
+        read(tmp_path / "b.parquet", "parquet")
+    good = parquet(tmp_path / "c.parquet", [f"{n}" * 50 for n in range(2000)], 500)
+    content = bytearray(good.read_bytes())
+    content[100:3000] = b"\xff" * 2900
+    good.write_bytes(content)
+    with pytest.raises(DataError, match=r"c.parquet cannot be read after row \d+"):
+        read(good, "parquet")
+
+
+def test_parquet_that_is_not_utf8_is_named(tmp_path):
+    column = pyarrow.array([b"good", b"b\xffd"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
+    path = parquet(tmp_path / "a.parquet", column)
+    with pytest.raises(DataError, match=r"row 2: not UTF-8 .invalid start byte at byte 1"):
+        read(path, "parquet")
+
+
+def test_a_file_of_text_is_one_document_in_pieces_that_may_be_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE_BYTES", 100)
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"line {n} é\n" for n in range(100)))
+    config = DataConfig(source="text", paths=[str(path)])
+    pieces = list(texts_of(section(path), config, True))
+    assert len(pieces) > 5
+    assert "".join(piece.text for piece in pieces) == path.read_text()
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    (whole,) = texts_of(section(path), config, False)
+    assert (whole.text, whole.ends) == (path.read_text(), True)
+
+
+def test_text_that_is_not_utf8_is_named_by_its_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE_BYTES", 10)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good line\n" * 10 + b"bad \xe9 line\n")
+    with pytest.raises(DataError, match=rf"{path}, byte 104: not UTF-8 .*data.tokenizer: bytes, which takes any"):
+        read(path, "text")
+
+
+def test_a_text_that_must_stay_whole_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MOST_WHOLE_BYTES", 100)
+    path = tmp_path / "a.txt"
+    path.write_text("line\n" * 30)
+    assert len(read(path, "text")) == 1
+    with pytest.raises(DataError, match=r"is one document of 150 bytes, .* give it as several files"):
+        read(path, "text", exact=False)
+
+
+def test_bytes_are_taken_as_they_are(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(bytes(range(256)) * 10_000)
+    pieces = list(raw_pieces_of(section(path)))
+    assert b"".join(piece.content for piece in pieces) == path.read_bytes()
+    assert [piece.ends for piece in pieces] == [False, False, True]

@@ -1,0 +1,77 @@
+"""Indexed datasets as Megatron-LM writes them are read as they are, and what is written is what it reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from megatron_files import DOCUMENTS, megatron_dataset
+
+from workers.data.indexed_dataset import IndexedTokens, boundaries, read_index, tokens_in, write_index
+from workers.errors import DataError
+
+
+@pytest.mark.parametrize(("code", "kind"), [(8, "<u2"), (4, "<i4"), (1, "<u1"), (3, "<i2"), (5, "<i8")])
+def test_tokens_of_every_type_are_read_as_one_row(tmp_path, code, kind):
+    row = IndexedTokens(megatron_dataset(tmp_path / "a", DOCUMENTS, code, kind))
+    assert len(row) == 10
+    assert row.read(0, 10).tolist() == list(range(1, 11))
+    assert (row.read(4, 3).tolist(), row.read(4, 3).dtype) == ([5, 6, 7], np.int64)
+    for start, length in ((-1, 2), (5, 6), (11, 0)):
+        with pytest.raises(IndexError):
+            row.read(start, length)
+    assert row.bounds(2, 5) == (3, 5)
+    row.close()
+
+
+def test_what_is_written_is_byte_for_byte_what_megatron_writes(tmp_path):
+    theirs = megatron_dataset(tmp_path / "theirs", DOCUMENTS)
+    index = read_index(theirs)
+    assert (index.lengths.tolist(), index.documents.tolist()) == ([3, 1, 0, 2, 4], [0, 1, 4, 5])
+    ends = [np.array([True, False, False]), np.array([True, True])]
+    assert boundaries(ends).tolist() == index.documents.tolist()
+    write_index(tmp_path / "ours", "uint16", index.lengths, boundaries(ends))
+    assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "theirs.idx").read_bytes()
+
+
+def test_files_that_are_deleted_stay_readable(tmp_path):
+    row = IndexedTokens(megatron_dataset(tmp_path / "a", DOCUMENTS))
+    for file in tmp_path.iterdir():
+        file.unlink()
+    assert row.read(0, 10).tolist() == list(range(1, 11))
+
+
+def test_a_dataset_may_be_empty(tmp_path):
+    assert len(IndexedTokens(megatron_dataset(tmp_path / "a", []))) == 0
+
+
+def broken(tmp_path, change):
+    prefix = megatron_dataset(tmp_path / "a", DOCUMENTS)
+    change(tmp_path / "a.idx", tmp_path / "a.bin")
+    with pytest.raises(DataError) as error:
+        tokens_in(prefix)
+    return str(error.value)
+
+
+def test_what_is_wrong_is_named_with_its_file(tmp_path):
+    def patch(at, content):
+        def change(index, _):
+            old = index.read_bytes()
+            index.write_bytes(old[:at] + content + old[at + len(content) :])
+
+        return change
+
+    assert "a.idx is no index of Megatron-LM's" in broken(tmp_path, patch(0, b"TNTIDX\x00\x00\x00"))
+    assert "of version 2 with tokens of type 8" in broken(tmp_path, patch(9, b"\x02"))
+    assert "of version 1 with tokens of type 7" in broken(tmp_path, patch(17, b"\x07"))
+    assert "a.idx is cut short: 5 sequences" in broken(
+        tmp_path, lambda index, _: index.write_bytes(index.read_bytes()[:-1])
+    )
+    assert "sequence 1 does not begin where" in broken(tmp_path, patch(34 + 5 * 4 + 8, b"\x08"))
+    assert "a.bin is cut short: 19 bytes, where 10 tokens take 20" in broken(
+        tmp_path, lambda _, tokens: tokens.write_bytes(tokens.read_bytes()[:-1])
+    )
+    assert "a.bin is longer than its index says: 21 bytes" in broken(
+        tmp_path, lambda _, tokens: tokens.write_bytes(tokens.read_bytes() + b"x")
+    )
+    assert "cannot be read" in broken(tmp_path, lambda index, _: index.unlink())
+    assert "cannot be read" in broken(tmp_path, lambda _, tokens: tokens.unlink())

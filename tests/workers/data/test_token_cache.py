@@ -1,0 +1,309 @@
+"""The token cache holds what the tokenizer's library makes of whole documents, whoever made it, whatever came
+between."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizer_files import TEXT, byte_level, plain_tokens, sentence_piece_like
+
+from workers.config import DataConfig
+from workers.data import shards, token_processes
+from workers.data.corpus_record import with_heads
+from workers.data.indexed_dataset import read_index
+from workers.data.sources import corpus_files
+from workers.data.token_cache import Watcher, cached_tokens, read_info
+from workers.data.tokenizer import open_tokenizer
+from workers.errors import DataError
+
+DOCUMENTS = ["".join(TEXT[n : n + 7]) for n in range(0, 280, 7)] + ["x", "end"]
+
+
+class Told(Watcher):
+    """Keeps what it is told."""
+
+    tell_seconds = 0.0
+    tell_growth = 0.0
+
+    def __init__(self, processes=2):
+        self.said, self.lives, self.processes = [], 0, processes
+
+    def alive(self):
+        self.lives += 1
+
+    def tell(self, kind, message, data):
+        self.said.append((kind, message, data))
+
+    def kinds(self):
+        return [kind for kind, _, _ in self.said]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    return byte_level(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+
+
+@pytest.fixture
+def many_shards(monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 4000)
+
+
+def jsonl(folder: Path, documents=DOCUMENTS, name="a.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return path
+
+
+def make(root, paths, tokenizer, source="jsonl", watcher=None, **data):
+    config = DataConfig(source=source, paths=[str(path) for path in paths], tokenizer=str(tokenizer), **data)
+    return cached_tokens(
+        root, with_heads(corpus_files(config)), config, open_tokenizer(config), None, watcher or Told()
+    )
+
+
+def test_shards_of_several_processes_are_the_librarys_tokens_of_all_documents(tmp_path, file, many_shards):
+    told = Told()
+    row, info, made = make(tmp_path / "cache", [jsonl(tmp_path)], file, watcher=told)
+    expected = plain_tokens(file, DOCUMENTS)
+    assert row.read(0, len(row)).tolist() == expected
+    assert made
+    assert (info.tokens, info.documents, info.files, info.dtype) == (len(expected), len(DOCUMENTS), 1, "uint16")
+    index = read_index(row.prefix)
+    assert len(index.documents) == len(DOCUMENTS) + 1
+    assert index.lengths.tolist() == [len(plain_tokens(file, [text])) for text in DOCUMENTS]
+    assert told.kinds()[0] == "data_preparing"
+    assert told.said[-1][0] == "data_progress"
+    assert told.said[-1][2]["percent"] == 100
+    assert told.lives > 5
+    assert sorted(each.name for each in (tmp_path / "cache").glob("*/*")) == [
+        "cache.json", "lock", "plan.json", "tokens.bin", "tokens.idx",
+    ]  # fmt: skip
+
+
+def test_it_is_made_once(tmp_path, file):
+    first = make(tmp_path / "cache", [jsonl(tmp_path)], file)
+    told = Told()
+    second = make(tmp_path / "cache", [tmp_path / "a.jsonl"], file, watcher=told)
+    assert (first[2], second[2], told.said) == (True, False, [])
+    assert first[1] == second[1]
+
+
+def test_all_kinds_of_files_give_the_same_tokens(tmp_path, file, many_shards):
+    expected = plain_tokens(file, DOCUMENTS)
+    jsonl(tmp_path)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    table = pyarrow.table({"text": DOCUMENTS})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet", row_group_size=10, compression="none")
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, text in enumerate(DOCUMENTS):
+        (folder / f"{number:03d}.txt").write_text(text)
+    for source, path in (("jsonl", "b.jsonl.gz"), ("parquet", "c.parquet"), ("text", "texts")):
+        row, info, _ = make(tmp_path / "cache", [tmp_path / path], file, source)
+        assert row.read(0, len(row)).tolist() == expected, source
+        assert info.documents == len(DOCUMENTS)
+
+
+def test_a_text_that_is_cut_into_shards_is_one_document(tmp_path, file, many_shards):
+    (tmp_path / "a.txt").write_text("".join(TEXT))
+    row, info, _ = make(tmp_path / "cache", [tmp_path / "a.txt"], file, "text")
+    assert row.read(0, len(row)).tolist() == plain_tokens(file, ["".join(TEXT)])
+    assert info.documents == 1
+    index = read_index(row.prefix)
+    assert len(index.lengths) > 4
+    assert index.documents.tolist() == [0, len(index.lengths)]
+
+
+def test_a_tokenizer_that_may_not_be_given_pieces_gets_whole_files(tmp_path, many_shards):
+    other = sentence_piece_like(tmp_path / "t.json")
+    (tmp_path / "a.txt").write_text("".join(TEXT))
+    row, _, _ = make(tmp_path / "cache", [tmp_path / "a.txt"], other, "text")
+    assert row.read(0, len(row)).tolist() == plain_tokens(other, ["".join(TEXT)], "</s>")
+
+
+def test_bytes_with_an_end_are_tokens_too(tmp_path, many_shards):
+    (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 40)
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    row, info, _ = make(tmp_path / "c", [tmp_path], "bytes", "text", end_of_document="<|endoftext|>")
+    assert row.read(0, len(row)).tolist() == [*(list(range(256)) * 40), 256, 255, 256]
+    assert info.documents == 2
+    row, _, _ = make(tmp_path / "c", [jsonl(tmp_path, ["é", "b"])], "bytes")
+    assert row.read(0, len(row)).tolist() == [0xC3, 0xA9, ord("b")]
+
+
+def test_another_tokenizer_end_or_file_is_another_cache(tmp_path, file):
+    path = jsonl(tmp_path, ["some text", "more"])
+    other = byte_level(tmp_path / "other.json", 300)
+    first = make(tmp_path / "cache", [path], file)
+    assert make(tmp_path / "cache", [path], other)[2]
+    none = make(tmp_path / "cache", [path], file, end_of_document="none")
+    assert none[2]
+    assert none[1].tokens == first[1].tokens - 2
+    path.write_text(path.read_text().replace("more", "less"))
+    os.utime(path, ns=(1, 1))
+    changed = make(tmp_path / "cache", [path], file)
+    assert changed[2]
+    assert changed[1].digest != first[1].digest
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path, file):
+    document = json.loads(file.read_text())
+    document["model"]["vocab"]["never"] = 70_000
+    (tmp_path / "large.json").write_text(json.dumps(document))
+    row, info, _ = make(tmp_path / "cache", [jsonl(tmp_path)], tmp_path / "large.json")
+    assert info.dtype == "int32"
+    assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS)
+
+
+def test_what_is_wrong_with_a_document_ends_the_work_and_is_said(tmp_path, file, many_shards):
+    path = jsonl(tmp_path)
+    with path.open("a") as opened:
+        opened.write("{}\n")
+    with pytest.raises(DataError, match=rf"{path}, line {len(DOCUMENTS) + 1} \(byte \d+\): no key 'text'"):
+        make(tmp_path / "cache", [path], file)
+    children = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+    assert not [each for each in children if "token_process" in each]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, file):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(DataError, match=rf"the tokens cannot be kept in {tmp_path / 'cache'}"):
+        make(tmp_path / "cache", [jsonl(tmp_path)], file)
+
+
+def test_a_process_that_is_killed_is_replaced(tmp_path, file, many_shards, monkeypatch):
+    killed = []
+    give_next = token_processes._Work._give_next
+
+    def give(self, worker):
+        give_next(self, worker)
+        if worker.shard == 3 and not killed:
+            killed.append(worker.process.pid)
+            worker.process.kill()
+
+    monkeypatch.setattr(token_processes._Work, "_give_next", give)
+    row, _, _ = make(tmp_path / "cache", [jsonl(tmp_path)], file)
+    assert len(killed) == 1
+    assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS)
+
+
+def test_a_shard_that_kills_every_process_is_no_endless_task(tmp_path, file, monkeypatch):
+    give_next = token_processes._Work._give_next
+
+    def give(self, worker):
+        give_next(self, worker)
+        worker.process.kill()
+
+    monkeypatch.setattr(token_processes._Work, "_give_next", give)
+    with pytest.raises(DataError, match=r"tokenizes .*a.jsonl ended with exit code -9, perhaps for want of memory"):
+        make(tmp_path / "cache", [jsonl(tmp_path)], file)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from workers.config import DataConfig
+from workers.data import shards
+from workers.data.corpus_record import with_heads
+from workers.data.sources import corpus_files
+from workers.data.token_cache import Watcher, cached_tokens
+from workers.data.tokenizer import open_tokenizer
+shards.SHARD_BYTES = 4000
+config = DataConfig(source="jsonl", paths=[sys.argv[2]], tokenizer=sys.argv[3])
+watcher = Watcher()
+watcher.processes = 1
+files = with_heads(corpus_files(config))
+_, info, made = cached_tokens(Path(sys.argv[1]), files, config, open_tokenizer(config), None, watcher)
+print(info.digest, made)
+"""
+
+
+def start_program(root, path, file):
+    command = [sys.executable, "-c", PROGRAM, str(root), str(path), str(file)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
+
+
+def test_what_a_killed_process_has_done_is_gone_on_with(tmp_path, file, many_shards):
+    path = jsonl(tmp_path, DOCUMENTS * 20)
+    process = start_program(tmp_path / "cache", path, file)
+    deadline = time.monotonic() + 30
+    while len(list((tmp_path / "cache").glob("*/shard-*.json"))) < 3:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    children = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    psutil.wait_procs(children, 10)
+    assert not [child for child in children if child.is_running()], "its processes end with it"
+    done = {each: each.stat().st_mtime_ns for each in (tmp_path / "cache").glob("*/shard-*.json")}
+    (folder,) = {each.parent for each in done}
+    assert read_info(folder) is None
+    kept = []
+    spied = token_processes.tokenize_shards
+
+    def spy(order, missing, *rest):
+        kept.append(len(done) + len(missing))
+        assert all(int(each.name[6:11]) not in missing for each in done)
+        return spied(order, missing, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workers.data.token_cache.tokenize_shards", spy)
+        told = Told()
+        row, _, made = make(tmp_path / "cache", [path], file, watcher=told)
+    assert made
+    assert f"of which {len(done)} shards are done already" in told.said[0][1]
+    assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS * 20)
+
+
+def test_of_several_who_want_the_same_tokens_one_makes_them(tmp_path, file):
+    path = jsonl(tmp_path, DOCUMENTS * 20)
+    programs = [start_program(tmp_path / "cache", path, file) for _ in range(3)]
+    answers = [program.communicate(timeout=60)[0].split() for program in programs]
+    assert len({digest for digest, _ in answers}) == 1
+    assert sorted(made for _, made in answers) == ["False", "False", "True"]
+
+
+def test_who_waits_says_for_whom_and_lives(tmp_path, file):
+    path, root = jsonl(tmp_path), tmp_path / "cache"
+    make(root, [path], file)
+    (folder,) = root.iterdir()
+    (folder / "cache.json").unlink()
+    descriptor = os.open(folder / "lock", os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    told = Told()
+    waiting = threading.Thread(target=make, args=(root, [path], file), kwargs={"watcher": told}, daemon=True)
+    waiting.start()
+    deadline = time.monotonic() + 20
+    while told.lives < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert told.kinds() == ["data_awaited"]
+    assert f"process {os.getpid()} on " in told.said[0][1]
+    os.close(descriptor)
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert read_info(folder) is not None
+
+
+def test_a_cache_whose_tokens_were_cut_is_made_again(tmp_path, file):
+    row, info, _ = make(tmp_path / "cache", [jsonl(tmp_path)], file)
+    os.truncate(f"{row.prefix}.bin", 10)
+    row.close()
+    again, same, made = make(tmp_path / "cache", [tmp_path / "a.jsonl"], file)
+    assert made
+    assert same.digest == info.digest
+    assert again.read(0, len(again)).tolist() == plain_tokens(file, DOCUMENTS)

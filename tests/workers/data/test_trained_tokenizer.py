@@ -1,0 +1,107 @@
+"""A tokenizer that is trained on a corpus is the same whoever trains it, on however many cores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizer_files import TEXT
+from tokenizers import Tokenizer
+
+from workers.config import DataConfig
+from workers.data import trained_tokenizer as module
+from workers.data.corpus_record import with_heads
+from workers.data.sources import CorpusFile, corpus_files
+from workers.data.token_cache import Watcher
+from workers.data.tokenizer import open_tokenizer
+from workers.errors import DataError
+
+
+class Told(Watcher):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.said, self.lives = [], 0
+
+    def alive(self):
+        self.lives += 1
+
+    def tell(self, kind, message, data):
+        self.said.append((kind, data))
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(TEXT))
+    return path
+
+
+def trained(root, path, size=500, watcher=None, **data):
+    config = DataConfig(source="text", paths=[str(path)], tokenizer="bpe", tokenizer_vocabulary=size, **data)
+    file = module.trained_tokenizer(root, with_heads(corpus_files(config)), config, watcher or Told())
+    return file, open_tokenizer(config, file)
+
+
+def test_it_is_trained_once_and_gives_every_text_back(tmp_path, corpus):
+    told = Told()
+    file, tokenizer = trained(tmp_path / "cache", corpus, watcher=told)
+    assert [kind for kind, _ in told.said] == ["tokenizer_training", "tokenizer_trained"]
+    assert told.lives > 0
+    assert (tokenizer.vocabulary, tokenizer.end_of_document) == (500, 0)
+    plain = Tokenizer.from_file(str(file))
+    strange = "".join(TEXT) + "\x00\u2603 \U0001f600 never seen\r\n\t"
+    assert plain.decode(tokenizer.encode([strange])[0]) == strange
+    assert len(tokenizer.encode(["".join(TEXT)])[0]) < len("".join(TEXT)) / 2
+    again = Told()
+    assert trained(tmp_path / "cache", corpus, watcher=again)[0] == file
+    assert again.said == []
+
+
+def test_the_number_of_cores_and_the_process_change_nothing(tmp_path, corpus, monkeypatch):
+    first, _ = trained(tmp_path / "one", corpus)
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    second, _ = trained(tmp_path / "two", corpus)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_of_a_small_corpus_as_many_tokens_are_made_as_there_are(tmp_path):
+    (tmp_path / "a.txt").write_text("ab")
+    _, tokenizer = trained(tmp_path / "cache", tmp_path / "a.txt", 5000)
+    assert 257 <= tokenizer.vocabulary <= 258
+
+
+def test_size_and_end_are_the_jobs(tmp_path, corpus):
+    first, _ = trained(tmp_path / "cache", corpus, 300)
+    second, tokenizer = trained(tmp_path / "cache", corpus, 301, end_of_document="<end>")
+    assert first != second
+    assert json.loads(second.read_text())["added_tokens"][0]["content"] == "<end>"
+    assert tokenizer.end_of_document == 0
+    assert trained(tmp_path / "cache", corpus, 300, end_of_document="none")[1].end_of_document is None
+
+
+def test_of_a_large_corpus_each_shard_gives_its_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "TRAINING_BYTES", 2000)
+    for name in "abcd":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {n}\n" for n in range(1000)))
+    monkeypatch.setattr("workers.data.shards.SHARD_BYTES", 100)
+    monkeypatch.setattr("workers.data.documents.PIECE_BYTES", 100)
+    config = DataConfig(source="text", paths=[str(tmp_path)], tokenizer="bpe")
+    files = [CorpusFile(str(path), path.stat().st_size) for path in sorted(tmp_path.glob("*.txt"))]
+    texts = "".join(module._training_texts([[section] for section in sections_of(files)], config))
+    assert {line[0] for line in texts.splitlines()} == set("abcd")
+    assert 2000 <= len(texts) <= 4000
+
+
+def sections_of(files):
+    from workers.data.shards import Section
+
+    return [Section(file.path, 0, file.size, file.size) for file in files]
+
+
+def test_what_is_wrong_with_the_corpus_is_said(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good \xff")
+    with pytest.raises(DataError, match=r"a.txt, byte 5: not UTF-8"):
+        trained(tmp_path / "cache", tmp_path / "a.txt")

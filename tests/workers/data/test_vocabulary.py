@@ -1,0 +1,56 @@
+"""The size of a tokenizer's vocabulary is read once and then stands in the spec."""
+
+from __future__ import annotations
+
+import pytest
+from engine_specs import spec
+from tokenizer_files import byte_level
+
+from workers.data.vocabulary import with_vocabulary
+from workers.spec.problems import SpecError
+from workers.spec.reading import parse_job_spec
+
+
+def job(file, model=None, **data):
+    return spec(data={"tokenizer": str(file), **data}, model=model or {})
+
+
+def test_it_is_taken_from_the_file_and_kept(tmp_path):
+    file = byte_level(tmp_path / "t.json")
+    plain = job(file)
+    with pytest.raises(ValueError, match=r"not known before the tokenizer's file is read"):
+        plain.vocabulary_size  # noqa: B018
+    resolved = with_vocabulary(plain)
+    assert resolved.vocabulary_size == resolved.data.tokenizer_vocabulary == 400
+    file.unlink()
+    again = parse_job_spec(resolved.model_dump(mode="json"))
+    assert again.vocabulary_size == 400
+    assert with_vocabulary(again) == again, "where it runs the file is looked at again"
+
+
+def test_others_need_no_file():
+    assert with_vocabulary(spec()).vocabulary_size == 256
+    assert spec(data={"tokenizer": "bpe"}).vocabulary_size == 8192
+    assert spec(data={"tokenizer": "bpe", "tokenizer_vocabulary": 600}).vocabulary_size == 600
+    assert spec(data={"end_of_document": "<|endoftext|>"}).vocabulary_size == 257
+
+
+def test_a_model_may_know_more_ids_but_not_fewer(tmp_path):
+    file = byte_level(tmp_path / "t.json")
+    assert with_vocabulary(job(file, {"vocabulary_size": 512})).vocabulary_size == 512
+    with pytest.raises(SpecError, match=r"vocabulary_size .300. is smaller than the tokenizer's .400."):
+        with_vocabulary(job(file, {"vocabulary_size": 300}))
+
+
+def test_a_number_that_is_not_the_files_is_refused(tmp_path):
+    file = byte_level(tmp_path / "t.json")
+    with pytest.raises(SpecError, match=r"tokenizer_vocabulary is 500, but .* has 400 token ids"):
+        with_vocabulary(job(file, tokenizer_vocabulary=500))
+
+
+def test_a_file_that_cannot_be_read_is_a_problem_of_the_spec(tmp_path):
+    with pytest.raises(SpecError, match=r"data.tokenizer: data.tokenizer cannot be read"):
+        with_vocabulary(job(tmp_path / "gone.json"))
+    byte_level(tmp_path / "t.json", special=["<pad>"])
+    with pytest.raises(SpecError, match=r"no special token that is known to end a document"):
+        with_vocabulary(job(tmp_path / "t.json"))

@@ -1,0 +1,160 @@
+"""Megatron-LM's indexed datasets (`megatron/core/datasets/indexed_dataset.py`): tokens end to end in a .bin file, and
+in an .idx file beside it where each sequence and each document begins.
+
+The .idx, all little-endian: MMIDIDX and two zero bytes; version 1 (u64); type of the tokens (u8); number of sequences
+(u64); number of document boundaries (u64); tokens in each sequence (i32 each); byte at which each begins (i64 each);
+first sequence of each document, and one past the last (i64 each). The tokens of a corpus that Manta has tokenized lie
+in one too: several sequences are a document where that was encoded in pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<QBQQ")
+_TYPES: dict[int, npt.DTypeLike] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""By Megatron's number; those of floating-point numbers hold no tokens."""
+_NUMBERS = {np.dtype(name): number for number, name in _TYPES.items()}
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an .idx says."""
+
+    dtype: np.dtype
+    """Type of the tokens in the .bin."""
+    lengths: npt.NDArray[np.int32]
+    """Tokens of each sequence."""
+    documents: npt.NDArray[np.int64]
+    """First sequence of each document, and one past the last."""
+
+    @property
+    def tokens(self) -> int:
+        """In all sequences."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+
+def read_index(prefix: str | Path) -> Index:
+    """The index of the dataset `prefix`. Raises DataError where it is none, or its tokens do not lie end to end."""
+    path = f"{prefix}.idx"
+    content = _content(path)
+    head = len(MAGIC) + _HEADER.size
+    if len(content) < head or not content.startswith(MAGIC):
+        raise DataError(f"{path} is no index of Megatron-LM's: it does not begin with MMIDIDX")
+    version, number, sequences, boundaries = _HEADER.unpack_from(content, len(MAGIC))
+    if version != 1 or number not in _TYPES:
+        raise DataError(f"{path} is of version {version} with tokens of type {number}, which are not known")
+    if len(content) < head + 12 * sequences + 8 * boundaries:
+        raise DataError(f"{path} is cut short: {sequences} sequences do not fit into its {len(content)} bytes")
+    dtype = np.dtype(_TYPES[number])
+    lengths = np.frombuffer(content, "<i4", sequences, head)
+    pointers = np.frombuffer(content, "<i8", sequences, head + 4 * sequences)
+    documents = np.frombuffer(content, "<i8", boundaries, head + 12 * sequences)
+    begins = _begins(lengths, dtype)
+    wrong = np.flatnonzero(pointers != begins[:-1])
+    if len(wrong) or (lengths < 0).any():
+        raise DataError(
+            f"{path}: sequence {wrong[0] if len(wrong) else int(np.argmin(lengths))} does not begin where the one "
+            "before it ends; write the dataset anew with its sequences end to end"
+        )
+    return Index(dtype, lengths, documents)
+
+
+def tokens_in(prefix: str | Path) -> int:
+    """Number of tokens of the dataset. Raises DataError where its two files do not fit each other."""
+    index, path = read_index(prefix), f"{prefix}.bin"
+    try:
+        size = Path(path).stat().st_size
+    except OSError as error:
+        raise DataError(f"cannot be read: {path} ({error.strerror})") from error
+    needed = index.tokens * index.dtype.itemsize
+    if size != needed:
+        kind = "cut short" if size < needed else "longer than its index says"
+        raise DataError(f"{path} is {kind}: {size} bytes, where {index.tokens} tokens take {needed}")
+    return index.tokens
+
+
+def write_index(
+    prefix: str | Path, dtype: npt.DTypeLike, lengths: npt.NDArray[np.int32], documents: npt.NDArray[np.int64]
+) -> None:
+    """Write the .idx of a dataset whose sequences lie end to end in the .bin."""
+    kept = np.dtype(dtype)
+    with Path(f"{prefix}.idx").open("wb") as file:
+        file.write(MAGIC + _HEADER.pack(1, _NUMBERS[kept], len(lengths), len(documents)))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write(_begins(lengths, kept)[:-1].astype("<i8").tobytes())
+        file.write(documents.astype("<i8").tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _begins(lengths: npt.NDArray[np.int32], dtype: np.dtype) -> npt.NDArray[np.int64]:
+    """Byte at which each sequence begins, and that at which the last one ends."""
+    begins = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, dtype=np.int64, out=begins[1:])
+    return begins * dtype.itemsize
+
+
+class IndexedTokens:
+    """The tokens of a dataset as one row, mapped into memory. Stays readable when its files are deleted."""
+
+    def __init__(self, prefix: str | Path):
+        """Raises DataError where the files cannot be read, or do not fit each other."""
+        self.prefix = str(prefix)
+        self._length = tokens_in(prefix)
+        self._dtype = read_index(prefix).dtype
+        self._memory: mmap.mmap | None = None
+        if self._length:
+            try:
+                with Path(f"{prefix}.bin").open("rb") as file:
+                    self._memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            except OSError as error:
+                raise DataError(f"cannot be read: {prefix}.bin ({error.strerror})") from error
+        self._tokens = np.frombuffer(self._memory or b"", self._dtype)
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self._length
+
+    def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
+        """Tokens [start, start + length) as int64. Raises IndexError outside the row."""
+        if start < 0 or start + length > self._length:
+            raise IndexError(f"tokens {start} to {start + length} of a row of {self._length}")
+        return self._tokens[start : start + length].astype(np.int64)
+
+    def bounds(self, start: int, stop: int) -> tuple[int, int]:
+        """Lowest and highest id of tokens [start, stop), which are not none."""
+        part = self._tokens[start:stop]
+        return int(part.min()), int(part.max())
+
+    def close(self) -> None:
+        """Let go of the mapping."""
+        self._tokens = np.frombuffer(b"", self._dtype)
+        if self._memory is not None:
+            with contextlib.suppress(BufferError):  # somebody still holds a view: it goes with that
+                self._memory.close()
+
+
+def boundaries(ends: Sequence[npt.NDArray[np.bool_]]) -> npt.NDArray[np.int64]:
+    """First sequence of each document, and one past the last, from whether a document ends with each sequence."""
+    marks = np.flatnonzero(np.concatenate([*ends, np.zeros(0, bool)])) + 1
+    return np.concatenate([np.zeros(1, np.int64), marks])
+
+
+def _content(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot be read: {path} ({error.strerror})") from error

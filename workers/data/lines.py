@@ -1,0 +1,118 @@
+"""Lines of files that may be compressed with gzip or zstd."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from workers.data.shards import Section
+from workers.errors import DataError
+
+_BLOCK = 2**20
+
+
+def lines_of(section: Section) -> Iterator[bytes]:
+    """The lines of `section`, with their ends; of a compressed file all of it. Raises DataError, naming the line after
+    which a compressed file is cut short or damaged."""
+    try:
+        with Path(section.path).open("rb") as file:
+            name = section.path.lower()
+            if name.endswith(".gz"):
+                yield from _counted(_gzip_blocks(file), section.path)
+            elif name.endswith(".zst"):
+                yield from _counted(_zstd_blocks(file), section.path)
+            else:
+                file.seek(section.start)
+                yield from _lines(_part(file, section))
+    except OSError as error:
+        raise DataError(f"cannot be read: {section.path} ({error.strerror or error})") from error
+
+
+class _Damaged(Exception):
+    """Compressed data that cannot be read on."""
+
+
+def _part(file: IO[bytes], section: Section) -> Iterator[bytes]:
+    left = section.stop - section.start
+    while left > 0:
+        block = file.read(min(left, _BLOCK))
+        if not block:
+            raise DataError(f"{section.path} became shorter while it was being tokenized")
+        left -= len(block)
+        yield block
+
+
+def _gzip_blocks(file: IO[bytes]) -> Iterator[bytes]:
+    try:
+        with gzip.GzipFile(fileobj=file) as content:
+            while block := content.read1(_BLOCK):
+                yield block
+    except EOFError as error:
+        raise _Damaged("it is cut short") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise _Damaged(f"it is no gzip there: {error}") from error
+
+
+def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
+    zstandard = _zstandard()
+    frame, ended = zstandard.ZstdDecompressor().decompressobj(), True
+    try:
+        while block := file.read(_BLOCK):
+            while block:
+                if ended:
+                    frame, ended = zstandard.ZstdDecompressor().decompressobj(), False
+                yield frame.decompress(block)
+                ended, block = frame.eof, frame.unused_data if frame.eof else b""
+    except zstandard.ZstdError as error:
+        raise _Damaged(f"it is no zstd there: {error}") from error
+    if not ended:
+        raise _Damaged("it is cut short")
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError("a .zst file needs the library zstandard here: pip install zstandard") from error
+    return zstandard
+
+
+def _counted(blocks: Iterator[bytes], path: str) -> Iterator[bytes]:
+    count = 0
+    lines = _lines(blocks)
+    while True:
+        try:
+            line = next(lines, None)
+        except _Damaged as error:
+            raise DataError(f"{path} cannot be decompressed after line {count}: {error}") from error
+        if line is None:
+            return
+        count += 1
+        yield line
+
+
+def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    begun: list[bytes] = []
+    for block in filter(None, blocks):
+        first, *others = _split(block)
+        begun.append(first)
+        if others or first.endswith(b"\n"):
+            yield b"".join(begun)
+            begun = []
+        if others:
+            yield from others[:-1]
+            if others[-1].endswith(b"\n"):
+                yield others[-1]
+            else:
+                begun = [others[-1]]
+    if begun:
+        yield b"".join(begun)
+
+
+def _split(block: bytes) -> list[bytes]:
+    """After line feeds alone: `splitlines` also takes a carriage return, which JSON takes for a blank."""
+    lines = block.split(b"\n")
+    return [line + b"\n" for line in lines[:-1]] + [lines[-1]] * bool(lines[-1])

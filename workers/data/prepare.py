@@ -1,0 +1,281 @@
+"""A job's corpus as a row of tokens: read in place where its bytes are the tokens, else out of the cache, where what is
+missing is made first."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.config import DataConfig, JobSpec
+from workers.data.corpus import ByteCorpus
+from workers.data.corpus_record import as_recorded, as_recorded_tokens, with_heads
+from workers.data.indexed_dataset import IndexedTokens
+from workers.data.sources import CorpusFile, check_vocabulary, corpus_files, in_words, parts_of, prefixes_of
+from workers.data.token_cache import (
+    SILENT,
+    TokenInfo,
+    Watcher,
+    cached_tokens,
+    describe,
+    key_of,
+    locked,
+    read_info,
+    write_json,
+)
+from workers.data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, open_tokenizer, tokenizer_path
+from workers.data.trained_tokenizer import tokenizer_file, trained_tokenizer
+from workers.errors import DataError
+from workers.storage.files import files_of
+from workers.storage.places import Place
+
+_SCAN_TOKENS = 2**24
+
+
+class Row(Protocol):
+    """Tokens end to end."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+
+    def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
+        """Tokens [start, start + length) as int64. Raises IndexError outside of the row."""
+
+    def close(self) -> None:
+        """Let go of the files."""
+
+
+class Corpus:
+    """The rows of the corpus's parts, end to end. No read goes across two of them."""
+
+    def __init__(self, parts: Sequence[Row], digest: str = ""):
+        """`digest`: names the tokens; empty where they are read in place."""
+        self.parts, self.digest = list(parts), digest
+        self._ends = list(accumulate(map(len, self.parts)))
+        self.begins = [end - len(part) for end, part in zip(self._ends, self.parts, strict=True)]
+        """First token of each part."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self._ends[-1]
+
+    def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
+        """Tokens [start, start + length), which lie in one part. Raises IndexError, DataError."""
+        part = min(bisect.bisect_right(self._ends, start), len(self.parts) - 1)
+        return self.parts[part].read(start - self.begins[part], length)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for part in self.parts:
+            part.close()
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A part that came out of the cache."""
+
+    row: IndexedTokens
+    info: TokenInfo
+    is_new: bool
+
+
+def open_corpus(
+    spec: JobSpec,
+    cache: Path | None = None,
+    record: Place | None = None,
+    records: bool = False,
+    watcher: Watcher = SILENT,
+    data: DataConfig | None = None,
+) -> Corpus:
+    """The corpus of `spec`, tokenized first where that has not been done.
+
+    `cache`: folder for tokens; `record`: file that says what the corpus was when the job began; `records`: whether this
+    process writes it; `data`: another corpus, such as a validation set, whose texts become tokens as those of the job's
+    corpus do. Raises DataError where the corpus does not do, or is not what it was.
+    """
+    data = data or spec.data
+    parts = parts_of(data)
+    files = [corpus_files(part) for part in parts]
+    if not data.is_read_in_place:
+        files = [with_heads(each) for each in files]
+    if record is not None:
+        every = {file.path: file for each in files for file in each}
+        recorded = {file.path: file for file in as_recorded(list(every.values()), record, records)}
+        files = [[recorded[file.path] for file in each] for each in files]
+    if data.is_read_in_place:
+        return Corpus([ByteCorpus(each) for each in files])
+    if data.source == "megatron":
+        if data is spec.data and data.tokenizer_file is not None:
+            file = tokenizer_path(data.tokenizer_file)
+            digest = {f"the tokenizer {data.tokenizer}": open_tokenizer(data).digest}
+            _pin(record, records, digest, file)
+        return Corpus([row for each in files for row in _datasets(spec, each, cache, watcher)])
+    if cache is None:
+        raise ValueError("tokens need a folder to be kept in")
+    return _Tokenized(spec, data, cache, record, records, watcher).corpus(list(zip(parts, files, strict=True)))
+
+
+Parts = Sequence[tuple[DataConfig, Sequence[CorpusFile]]]
+
+
+@dataclass(frozen=True)
+class _Tokenized:
+    """A corpus whose texts are made tokens."""
+
+    spec: JobSpec
+    data: DataConfig
+    cache: Path
+    record: Place | None
+    records: bool
+    watcher: Watcher
+
+    def corpus(self, parts: Parts) -> Corpus:
+        """Its tokens."""
+        began = time.monotonic()
+        were_there = self._are_there(parts)
+        # One lock around all of it, so that one process makes all that a job needs.
+        with nullcontext() if were_there else locked(self.cache / f"job-{self._key(parts)}", self.watcher):
+            tokenizer, file = self._tokenizer()
+            digest = {f"the tokenizer {self.spec.data.tokenizer}": tokenizer.digest}
+            _pin(self.record, self.records, digest, file if self.data is self.spec.data else None)
+            made = []
+            for part, files in parts:
+                trained = file if part.tokenizer == "bpe" else None
+                made.append(_Made(*cached_tokens(self.cache, files, part, tokenizer, trained, self.watcher)))
+        pins = {
+            f"what is made of {in_words(part)}": one.info.digest for (part, _), one in zip(parts, made, strict=True)
+        }
+        noted = _pin(self.record, self.records, pins)
+        if any(one.is_new for one in made) or (noted and were_there):
+            self._tell(made, sum(len(files) for _, files in parts), time.monotonic() - began)
+        whole = "".join([tokenizer.digest, *(one.info.digest for one in made)])
+        return Corpus([one.row for one in made], hashlib.sha256(whole.encode()).hexdigest())
+
+    def _are_there(self, parts: Parts) -> bool:
+        """Whether nothing has to be made. Raises DataError."""
+        trained = None
+        if self.spec.data.tokenizer == "bpe":
+            trained = tokenizer_file(self.cache, self._tokenizers_files(), self.spec.data)
+            if not trained.exists():
+                return False
+        tokenizer = open_tokenizer(self.spec.data, trained)
+        keys = [key_of(describe(files, part, tokenizer)) for part, files in parts]
+        return all(read_info(self.cache / key) is not None for key in keys)
+
+    def _key(self, parts: Parts) -> str:
+        files = [[file.path for file in each] for _, each in parts]
+        return key_of({"data": self.data.model_dump(mode="json"), "files": files})
+
+    def _tokenizers_files(self) -> list[CorpusFile]:
+        """What a tokenizer is trained on: the job's corpus, also for a validation set."""
+        return [file for part in parts_of(self.spec.data) for file in with_heads(corpus_files(part))]
+
+    def _tokenizer(self) -> tuple[Tokenizer, Path | None]:
+        """The tokenizer, and its file where it has one."""
+        path, data = None, self.spec.data
+        if data.tokenizer == "bpe":
+            path = trained_tokenizer(self.cache, self._tokenizers_files(), data, self.watcher)
+        tokenizer = open_tokenizer(data, path)
+        if isinstance(tokenizer, FileTokenizer):
+            path = Path(tokenizer.path)
+        check_vocabulary(self.spec, tokenizer.vocabulary, data.tokenizer_file or f"the {data.tokenizer} tokenizer")
+        return tokenizer, path
+
+    def _tell(self, made: Sequence[_Made], files: int, seconds: float) -> None:
+        tokens, documents = sum(one.info.tokens for one in made), sum(one.info.documents for one in made)
+        new = any(one.is_new for one in made)
+        how = f"ready after {seconds:.1f} s" if new else "ready: they were made before"
+        message = f"has {tokens} tokens of {documents} documents in {files} files of {in_words(self.data)} {how}"
+        data = {"seconds": round(seconds, 3), "tokens": tokens, "documents": documents, "files": files, "made": new}
+        self.watcher.tell("data_prepared", message, data)
+
+
+def _pin(record: Place | None, records: bool, pins: dict[str, str], tokenizer: Path | None = None) -> bool:
+    """Hold digests against the record, or note them there, with a copy of the tokenizer's file; whether they were
+    new."""
+    if record is None or not as_recorded_tokens(pins, record, records):
+        return False
+    if tokenizer is not None:
+        with contextlib.suppress(OSError):
+            files_of(record).write_whole(record.parent / FILE_NAME, tokenizer.read_bytes())
+    return True
+
+
+def _datasets(spec: JobSpec, files: Sequence[CorpusFile], cache: Path | None, watcher: Watcher) -> list[Row]:
+    """The datasets of a part as one row."""
+    rows = []
+    for prefix in prefixes_of(files):
+        row = IndexedTokens(prefix)
+        if len(row):
+            of_this = [file for file in files if file.path in (f"{prefix}.bin", f"{prefix}.idx")]
+            lowest, highest = _bounds(row, of_this, cache, watcher)
+            if lowest < 0:
+                raise DataError(f"{prefix}.bin holds {lowest}, which is no token")
+            check_vocabulary(spec, highest + 1, f"{prefix}.bin")
+            rows.append(row)
+    return [rows[0] if len(rows) == 1 else _Joined(rows)]
+
+
+def _bounds(row: IndexedTokens, files: Sequence[CorpusFile], cache: Path | None, watcher: Watcher) -> tuple[int, int]:
+    """Lowest and highest id of a dataset, which is read once for that."""
+    if cache is None:
+        return _scan(row, watcher)
+    changed = [[file.path, file.size, file.head, Path(file.path).stat().st_mtime_ns] for file in files]
+    folder = cache / f"ids-{key_of({'files': changed})}"
+    path = folder / "ids.json"
+    with locked(folder, watcher):
+        try:
+            said = json.loads(path.read_bytes())
+            return int(said["lowest"]), int(said["highest"])
+        except (OSError, ValueError, KeyError, TypeError):
+            lowest, highest = _scan(row, watcher)
+            write_json(path, {"lowest": lowest, "highest": highest, "prefix": row.prefix})
+            return lowest, highest
+
+
+def _scan(row: IndexedTokens, watcher: Watcher) -> tuple[int, int]:
+    bounds = []
+    for start in range(0, len(row), _SCAN_TOKENS):
+        bounds.append(row.bounds(start, min(start + _SCAN_TOKENS, len(row))))
+        watcher.alive()
+    return min(low for low, _ in bounds), max(high for _, high in bounds)
+
+
+class _Joined:
+    """Several rows as one, across which can be read."""
+
+    def __init__(self, rows: Sequence[Row]):
+        """At least one row, or none at all: then it is empty."""
+        self._rows = list(rows)
+        self._ends = list(accumulate(map(len, self._rows)))
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
+        """Tokens [start, start + length) as int64. Raises IndexError outside of the row."""
+        if start < 0 or start + length > len(self):
+            raise IndexError(f"tokens {start} to {start + length} of a row of {len(self)}")
+        parts, index = [], bisect.bisect_right(self._ends, start)
+        while length > 0:
+            here = min(length, self._ends[index] - start)
+            parts.append(self._rows[index].read(start - (self._ends[index] - len(self._rows[index])), here))
+            start, length, index = start + here, length - here, index + 1
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for row in self._rows:
+            row.close()

@@ -1,0 +1,288 @@
+"""Tokens of a corpus, made once and kept: a folder for each corpus, tokenizer and way of reading it.
+
+ROOT/KEY/plan.json      what the tokens are made of; KEY is its SHA-256
+ROOT/KEY/shard-N.*      what is done of it, while it is being made: whoever goes on takes what is there
+ROOT/KEY/tokens.bin, tokens.idx
+                        the tokens (`indexed_dataset.py`)
+ROOT/KEY/cache.json     comes last: how many there are, and their digest
+ROOT/KEY/lock           is held by the process that makes them, of which there is one at a time
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workers.config import DataConfig
+from workers.data import token_process
+from workers.data.indexed_dataset import IndexedTokens, boundaries, write_index
+from workers.data.shards import Shard, shards_of
+from workers.data.sources import CorpusFile, in_words
+from workers.data.token_process import Order, ShardResult
+from workers.data.token_processes import Counts, tokenize_shards
+from workers.data.tokenizer import Tokenizer
+from workers.errors import DataError
+
+FORMAT = 1
+"""Of the cache. Raised by a change after which the same corpus has other tokens."""
+WAIT_SECONDS = 0.25
+TOKENS = "tokens"
+
+
+@dataclass(frozen=True)
+class TokenInfo:
+    """What `cache.json` says."""
+
+    tokens: int
+    documents: int
+    files: int
+    dtype: str
+    digest: str
+    """SHA-256 over those of the shards' tokens."""
+    seconds: float
+    """That making them took, with those of earlier tries not counted."""
+
+
+class Watcher:
+    """Who is told what goes on while data is prepared. This one does nothing."""
+
+    processes: int | None = None
+    """How many processes tokenize at once; None: one a core."""
+    tell_seconds: float = 10.0
+    """How often at most it is told how far the work is."""
+    tell_growth: float = 0.05
+    """The same, as a part of the time that it takes already."""
+
+    def alive(self) -> None:
+        """The work goes on: called several times a second, also while another process does it."""
+
+    def tell(self, kind: str, message: str, data: dict[str, Any]) -> None:
+        """Something that people want to know; `kind` as for events."""
+
+
+SILENT = Watcher()
+
+
+def describe(files: Sequence[CorpusFile], data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the tokens of `files` depend on. Files count as the same while path, size, beginning and time of their last
+    change are. Raises DataError."""
+    return {
+        "format": FORMAT,
+        "source": data.source,
+        "text_key": data.text_key if data.source in ("jsonl", "parquet") else None,
+        "tokenizer": tokenizer.digest,
+        "end_of_document": tokenizer.end_of_document,
+        "dtype": dtype_for(tokenizer.vocabulary),
+        "files": [[file.path, file.size, file.head, _changed_at(file)] for file in files],
+    }
+
+
+def key_of(description: dict[str, Any]) -> str:
+    """Name of the folder for what is described so."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def dtype_for(vocabulary: int) -> str:
+    """The smaller of the types in which ids below `vocabulary` are kept."""
+    return "uint16" if vocabulary <= 2**16 else "int32"
+
+
+@contextmanager
+def locked(folder: Path, watcher: Watcher) -> Iterator[None]:
+    """Hold the lock of `folder`, which is made; while another process holds it, wait for that. Raises DataError where
+    the folder cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise DataError(f"the tokens cannot be kept in {folder} ({error.strerror}): make it writable") from error
+    try:
+        told = False
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    who = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                    watcher.tell("data_awaited", f"waits for the tokens in {folder}, which {who} makes", {})
+                    told = True
+                watcher.alive()
+                time.sleep(WAIT_SECONDS)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def cached_tokens(
+    root: Path,
+    files: Sequence[CorpusFile],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    trained: Path | None = None,
+    watcher: Watcher = SILENT,
+) -> tuple[IndexedTokens, TokenInfo, bool]:
+    """The tokens of `files`, made if they are not there; and whether this process made them. `trained`: the file of a
+    tokenizer that `data` does not name. Raises DataError."""
+    description = describe(files, data, tokenizer)
+    folder = root / key_of(description)
+    info = read_info(folder)
+    if info is not None:
+        return IndexedTokens(folder / TOKENS), info, False
+    with locked(folder, watcher):
+        info, made = read_info(folder), False
+        if info is None:
+            try:
+                info, made = _make(folder, description, files, data, tokenizer, trained, watcher), True
+            except OSError as error:
+                raise DataError(f"the tokens cannot be kept in {folder} ({error.strerror or error})") from error
+        return IndexedTokens(folder / TOKENS), info, made
+
+
+def read_info(folder: Path) -> TokenInfo | None:
+    """What is said of the tokens in `folder`; None where they are not all there."""
+    try:
+        info = TokenInfo(**json.loads((folder / "cache.json").read_bytes()))
+        size = (folder / f"{TOKENS}.bin").stat().st_size
+    except (OSError, ValueError, TypeError):
+        return None
+    there = (folder / f"{TOKENS}.idx").exists() and size == info.tokens * np.dtype(info.dtype).itemsize
+    return info if there else None
+
+
+def _make(
+    folder: Path,
+    description: dict[str, Any],
+    files: Sequence[CorpusFile],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    trained: Path | None,
+    watcher: Watcher,
+) -> TokenInfo:
+    began = time.monotonic()
+    shards = shards_of(files, data, tokenizer.cuts_are_exact)
+    write_json(folder / "plan.json", {**description, "shards": len(shards)})
+    done = _done(folder, len(shards))
+    order = Order(
+        data.model_dump(mode="json"),
+        None if trained is None else str(trained),
+        tokenizer.digest,
+        str(description["dtype"]),
+        str(folder),
+    )
+    progress = _Progress(data, files, shards, done, watcher)
+    missing = {number: shard for number, shard in enumerate(shards) if number not in done}
+    new = tokenize_shards(order, missing, watcher.alive, progress.note, watcher.processes) if missing else []
+    results = sorted([*done.values(), *new], key=lambda result: result.number)
+    _join(folder, results, order.dtype, watcher)
+    info = TokenInfo(
+        tokens=sum(result.tokens for result in results),
+        documents=sum(result.documents for result in results),
+        files=len(files),
+        dtype=order.dtype,
+        digest=hashlib.sha256("".join(result.digest for result in results).encode()).hexdigest(),
+        seconds=round(time.monotonic() - began, 3),
+    )
+    write_json(folder / "cache.json", asdict(info))
+    for leftover in folder.glob("shard-*"):
+        leftover.unlink(missing_ok=True)
+    return info
+
+
+def _done(folder: Path, count: int) -> dict[int, ShardResult]:
+    """The shards that an earlier try has finished."""
+    done = {}
+    for number in range(count):
+        try:
+            result = ShardResult(**json.loads(Path(f"{token_process.stem(folder, number)}.json").read_bytes()))
+        except (OSError, ValueError, TypeError):
+            continue
+        done[number] = result
+    return done
+
+
+def _join(folder: Path, results: Sequence[ShardResult], dtype: str, watcher: Watcher) -> None:
+    """One dataset of the shards' tokens."""
+    begun = folder / f"{TOKENS}.begun.bin"
+    lengths, ends = [], []
+    with begun.open("wb") as file:
+        for result in results:
+            names = token_process.stem(folder, result.number)
+            with Path(f"{names}.tokens").open("rb") as shard:
+                shutil.copyfileobj(shard, file, 2**22)
+            with np.load(f"{names}.npz") as sequences:
+                lengths.append(sequences["lengths"])
+                ends.append(sequences["ends"])
+            watcher.alive()
+        file.flush()
+        os.fsync(file.fileno())
+    write_index(folder / f"{TOKENS}.begun", dtype, np.concatenate([*lengths, np.zeros(0, np.int32)]), boundaries(ends))
+    (folder / f"{TOKENS}.begun.idx").rename(folder / f"{TOKENS}.idx")
+    begun.rename(folder / f"{TOKENS}.bin")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that is there as a whole or not at all."""
+    begun = path.with_name(f"{path.name}.{os.getpid()}.begun")
+    with begun.open("w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    begun.rename(path)
+
+
+class _Progress:
+    """Tells how far the work is, now and then."""
+
+    def __init__(
+        self,
+        data: DataConfig,
+        files: Sequence[CorpusFile],
+        shards: Sequence[Shard],
+        done: dict[int, ShardResult],
+        watcher: Watcher,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._watcher, self._clock, self._where = watcher, clock, in_words(data)
+        self._all = max(1, sum(section.bytes for shard in shards for section in shard))
+        self._before = sum(result.bytes for result in done.values())
+        self._began = self._told = clock()
+        again = f", of which {len(done)} shards are done already" if done else ""
+        message = f"tokenizes {len(files)} files ({self._all / 1e6:.1f} MB) of {self._where}{again}"
+        watcher.tell("data_preparing", message, {"files": len(files), "bytes": self._all})
+
+    def note(self, counts: Counts) -> None:
+        """What was done by now, beside what an earlier try has done."""
+        now = self._clock()
+        pause = max(self._watcher.tell_seconds, self._watcher.tell_growth * (now - self._began))
+        if now - self._told < pause:
+            return
+        self._told = now
+        share = (self._before + counts.bytes) / self._all
+        rate = counts.tokens / (now - self._began)
+        self._watcher.tell(
+            "data_progress",
+            f"tokenizes {self._where}: {share:.0%}, {rate:,.0f} tokens/s",
+            {"percent": round(100 * share, 1), "tokens": counts.tokens, "tokens_per_second": round(rate)},
+        )
+
+
+def _changed_at(file: CorpusFile) -> int:
+    try:
+        return Path(file.path).stat().st_mtime_ns
+    except OSError as error:
+        raise DataError(f"cannot be read: {file.path} ({error.strerror})") from error

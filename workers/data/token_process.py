@@ -1,0 +1,201 @@
+"""`python -m workers.data.token_process PARENT`: turns shards of a corpus into files of tokens, for the process
+that starts it (`token_processes.py`), and ends with that.
+
+On stdin comes the `Order` and then a shard a line, `{"shard", "sections"}`; on stdout go lines of JSON: how far it is,
+`{"bytes", "tokens"}`, and at the shard's end its `ShardResult`, or `{"error"}` and then nothing more. A shard has three
+files, of which the last says that the others are whole; all are written under another name first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.config import DataConfig
+from workers.data.documents import Text, raw_pieces_of, texts_of
+from workers.data.shards import Section
+from workers.data.sources import is_compressed
+from workers.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
+from workers.errors import DataError
+from workers.system.parent_death import ParentDeathSignal
+
+BATCH_CHARACTERS = 2**18
+"""Texts that are encoded at once: the library needs up to a hundred times as much memory for their tokens."""
+_CODES = {np.dtype(np.uint16): "H", np.dtype(np.int32): "i"}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all shards have in common."""
+
+    data: dict[str, Any]
+    """The DataConfig."""
+    tokenizer: str | None
+    """File of a trained tokenizer; None: that which `data` says."""
+    digest: str
+    """Of the tokenizer, which may not have changed meanwhile."""
+    dtype: str
+    """Of the tokens."""
+    folder: str
+    """Where the files go."""
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """What is noted of a shard that is done."""
+
+    number: int
+    tokens: int
+    documents: int
+    """Those that end in it."""
+    sequences: int
+    bytes: int
+    """Of the sections that it is made from."""
+    digest: str
+    """SHA-256 of its tokens."""
+
+
+def stem(folder: str | Path, number: int) -> Path:
+    """What the names of a shard's files begin with."""
+    return Path(folder) / f"shard-{number:05d}"
+
+
+def main(parent: int, requests: IO[str], answers: IO[str]) -> int:
+    """Do the shards that are asked for until no more are."""
+    ParentDeathSignal().arm(parent)
+    order = Order(**json.loads(requests.readline()))
+    # Each of these processes has a core of its own.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def answer(content: dict[str, Any]) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    try:
+        data = DataConfig.model_validate(order.data)
+        tokenizer = open_tokenizer(data, order.tokenizer)
+        if tokenizer.digest != order.digest:
+            raise DataError(f"{order.tokenizer or data.tokenizer} was changed while the corpus was being tokenized")
+        writer = _Writer(data, tokenizer, order, lambda size, tokens: answer({"bytes": size, "tokens": tokens}))
+        for line in requests:
+            asked = json.loads(line)
+            sections = [Section(**section) for section in asked["sections"]]
+            answer(asdict(writer.write(int(asked["shard"]), sections)))
+    except DataError as error:
+        answer({"error": str(error)})
+        return 1
+    except OSError as error:
+        answer({"error": f"cannot write tokens: {error.filename or order.folder} ({error.strerror or error})"})
+        return 1
+    return 0
+
+
+class _Writer:
+    """Writes shards."""
+
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer, order: Order, progress: Callable[[int, int], None]):
+        self._data, self._tokenizer, self._folder, self._progress = data, tokenizer, order.folder, progress
+        self._dtype = np.dtype(order.dtype)
+        self._end = tokenizer.end_of_document
+
+    def write(self, number: int, sections: Sequence[Section]) -> ShardResult:
+        """The files of shard `number`."""
+        names = stem(self._folder, number)
+        digest, tokens = hashlib.sha256(), 0
+        lengths, ends = array("i"), bytearray()
+        with Path(f"{names}.tokens.begun").open("wb") as file:
+            for ids, ends_there in self._sequences(sections):
+                content = ids.view(np.uint8).data
+                file.write(content)
+                digest.update(content)
+                for length, end in ends_there:
+                    lengths.append(length)
+                    ends.append(end)
+                tokens += len(ids)
+            file.flush()
+            os.fsync(file.fileno())
+        result = ShardResult(
+            number, tokens, sum(ends), len(lengths), sum(section.bytes for section in sections), digest.hexdigest()
+        )
+        with Path(f"{names}.npz.begun").open("wb") as file:
+            np.savez(file, lengths=np.array(lengths, np.int32), ends=np.frombuffer(bytes(ends), bool))
+        Path(f"{names}.json.begun").write_text(json.dumps(asdict(result)), encoding="ascii")
+        for kind in ("tokens", "npz", "json"):
+            Path(f"{names}.{kind}.begun").rename(f"{names}.{kind}")
+        return result
+
+    def _sequences(self, sections: Sequence[Section]) -> Iterator[tuple[npt.NDArray[Any], list[tuple[int, bool]]]]:
+        """Tokens of some sequences, with the length of each and whether a document ends with it."""
+        for section in sections:
+            done, left = 0, section.bytes
+            for batch in self._batches(section):
+                ids, parts = self._encoded(batch)
+                done += len(ids)
+                if not is_compressed(section.path) and self._data.source != "parquet":
+                    size = min(left, sum(_size(each) for each in batch))
+                    left -= size
+                    self._progress(size, len(ids))
+                else:
+                    self._progress(0, len(ids))
+                yield ids, parts
+            self._progress(left, 0)
+
+    def _batches(self, section: Section) -> Iterator[list[Any]]:
+        if isinstance(self._tokenizer, ByteTokenizer) and self._data.source in ("text", "python-stdlib"):
+            for raw in raw_pieces_of(section):
+                yield [raw]
+            return
+        batch: list[Text] = []
+        size = 0
+        for text in texts_of(section, self._data, self._tokenizer.cuts_are_exact):
+            batch.append(text)
+            size += len(text.text)
+            if size >= BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _encoded(self, batch: list[Any]) -> tuple[npt.NDArray[Any], list[tuple[int, bool]]]:
+        if isinstance(batch[0], Text):
+            encoded: Sequence[Any] = self._encode([each.text for each in batch], batch)
+        else:
+            encoded = [each.content for each in batch]
+        end = [] if self._end is None else [self._end]
+        parts, arrays = [], []
+        for each, ids in zip(batch, encoded, strict=True):
+            tail = end if each.ends else []
+            if isinstance(ids, bytes):
+                arrays += [np.frombuffer(ids, np.uint8).astype(self._dtype), np.array(tail, self._dtype)]
+            else:
+                arrays.append(np.frombuffer(array(_CODES[self._dtype], ids + tail), self._dtype))
+            parts.append((len(ids) + len(tail), each.ends))
+        return np.concatenate(arrays), parts
+
+    def _encode(self, texts: list[str], batch: list[Text]) -> Sequence[Sequence[int]]:
+        try:
+            return self._tokenizer.encode(texts)
+        except Exception as error:  # the library's errors have no type of their own
+            if isinstance(error, MemoryError) or not isinstance(self._tokenizer, FileTokenizer):
+                raise
+            if len(batch) > 1:  # find out which it is
+                return [ids for each in batch for ids in self._encode([each.text], [each])]
+            raise DataError(f"{batch[0].where}: the tokenizer takes no such text ({error})") from error
+
+
+def _size(entry: Any) -> int:
+    return len(entry.text.encode()) if isinstance(entry, Text) else len(entry.content)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.stdin, sys.stdout))

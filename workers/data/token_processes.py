@@ -1,0 +1,179 @@
+"""Has the shards of a corpus tokenized by several processes at once, each of which takes the next shard when it is done
+with one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any
+
+from workers.data.shards import Shard
+from workers.data.token_process import Order, ShardResult
+from workers.errors import DataError
+from workers.liveness.process_state import process_state
+
+LOOK_SECONDS = 0.5
+MOST_TRIES = 3
+"""How often a shard is tried whose process was killed."""
+
+
+@dataclass
+class Counts:
+    """How far the work is."""
+
+    bytes: int = 0
+    """Of the corpus's files that are done."""
+    tokens: int = 0
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    shard: int | None = None
+    begun: Counts = field(default_factory=Counts)
+    """Of the shard that it is at."""
+    cpu_seconds: float = 0.0
+    heard: bytes = b""
+    """Of a line of which the end has not come yet."""
+
+    @property
+    def answers(self) -> IO[bytes]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def ask(self, content: dict[str, Any]) -> None:
+        """Send a line."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is noticed where its answers are read
+            self.process.stdin.write(json.dumps(content).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def lines(self) -> list[bytes] | None:
+        """What it has said since the last look; None at its end."""
+        content = os.read(self.answers.fileno(), 2**16)
+        *lines, self.heard = (self.heard + content).split(b"\n")
+        return lines if content else None
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def tokenize_shards(
+    order: Order,
+    shards: Mapping[int, Shard],
+    alive: Callable[[], object],
+    progress: Callable[[Counts], object],
+    processes: int | None = None,
+) -> list[ShardResult]:
+    """Results of `shards`, by number, in no order. `alive` is called whenever one of the processes was seen to work;
+    `progress` with what is done of all; `processes`: how many at once, by default one a core. Raises DataError."""
+    work = _Work(order, shards, alive, progress)
+    try:
+        return work.run(min(processes or cores(), len(shards)))
+    finally:
+        work.close()
+
+
+class _Work:
+    def __init__(
+        self,
+        order: Order,
+        shards: Mapping[int, Shard],
+        alive: Callable[[], object],
+        progress: Callable[[Counts], object],
+    ):
+        self._order, self._shards, self._alive, self._progress = order, shards, alive, progress
+        self._waiting = sorted(shards, reverse=True)
+        self._tries = dict.fromkeys(shards, 0)
+        self._selector = selectors.DefaultSelector()
+        self._workers: set[_Worker] = set()
+        self._done = Counts()
+        self._results: list[ShardResult] = []
+
+    def run(self, processes: int) -> list[ShardResult]:
+        for _ in range(processes):
+            self._start()
+        while len(self._results) < len(self._shards):
+            for key, _ in self._selector.select(LOOK_SECONDS):
+                self._hear(key.data)
+            self._look()
+        return self._results
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.communicate()
+        self._selector.close()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "workers.data.token_process", str(os.getpid())]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        worker = _Worker(process)
+        self._workers.add(worker)
+        worker.ask(asdict(self._order))
+        self._selector.register(worker.answers, selectors.EVENT_READ, worker)
+        self._give_next(worker)
+
+    def _give_next(self, worker: _Worker) -> None:
+        worker.shard, worker.begun = None, Counts()
+        if not self._waiting:
+            return
+        number = worker.shard = self._waiting.pop()
+        self._tries[number] += 1
+        worker.ask({"shard": number, "sections": [asdict(section) for section in self._shards[number]]})
+
+    def _hear(self, worker: _Worker) -> None:
+        lines = worker.lines()
+        if lines is None:
+            self._ended(worker)
+            return
+        for line in lines:
+            self._alive()
+            self._take(worker, json.loads(line))
+
+    def _take(self, worker: _Worker, answer: dict[str, Any]) -> None:
+        if "error" in answer:
+            raise DataError(answer["error"])
+        if "number" in answer:
+            self._results.append(ShardResult(**answer))
+            self._give_next(worker)
+        else:
+            for counts in (worker.begun, self._done):
+                counts.bytes += answer["bytes"]
+                counts.tokens += answer["tokens"]
+            self._progress(self._done)
+
+    def _ended(self, worker: _Worker) -> None:
+        """Somebody killed it, or it has failed in a way that it could not say."""
+        self._selector.unregister(worker.answers)
+        self._workers.discard(worker)
+        worker.process.communicate()
+        if worker.shard is None:
+            return
+        if self._tries[worker.shard] >= MOST_TRIES or worker.process.returncode >= 0:
+            sections = self._shards[worker.shard]
+            raise DataError(
+                f"the process that tokenizes {sections[0].path} ended with exit code {worker.process.returncode}, "
+                "perhaps for want of memory"
+            )
+        self._done.bytes -= worker.begun.bytes
+        self._done.tokens -= worker.begun.tokens
+        self._waiting.append(worker.shard)
+        self._start()
+
+    def _look(self) -> None:
+        """Whether any of them computes, where none has anything to say."""
+        for worker in self._workers:
+            state = process_state(worker.process.pid)
+            if state is not None and state.cpu_seconds > worker.cpu_seconds:
+                worker.cpu_seconds = state.cpu_seconds
+                self._alive()

@@ -1,0 +1,128 @@
+"""`python -m workers.data.tokenize CONFIG.yaml [--cache FOLDER] [--to PREFIX] [--processes N]`: makes the tokens of a
+job's corpus before the job is started, where the job will look for them; with --to also as an indexed dataset of
+Megatron-LM's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from workers.config import JobSpec
+from workers.data.indexed_dataset import IndexedTokens, read_index, write_index
+from workers.data.prepare import Corpus, open_corpus
+from workers.data.sources import check_validation_set, parts_of, split_tokens
+from workers.data.token_cache import Watcher
+from workers.data.vocabulary import with_vocabulary
+from workers.errors import DataError, MantaError
+from workers.settings import read_token_cache
+from workers.spec.problems import SpecError
+from workers.spec.reading import load_job_spec
+
+
+class ProgressLines(Watcher):
+    """Shows what goes on to the person who waits: on a terminal progress is one line, elsewhere a line now and then."""
+
+    def __init__(self, out: TextIO, processes: int | None = None):
+        self._out, self.processes = out, processes
+        self._line = out.isatty()
+        self._open = False
+        if self._line:
+            self.tell_seconds, self.tell_growth = 0.2, 0.0
+
+    def tell(self, kind: str, message: str, data: dict[str, Any]) -> None:
+        """Print it."""
+        stays = kind != "data_progress" or not self._line
+        before = "\r\x1b[K" if self._open else ""
+        self._out.write(f"{before}{message}{chr(10) if stays else ''}")
+        self._out.flush()
+        self._open = not stays
+
+
+def tokenize(spec: JobSpec, cache: Path, watcher: Watcher, to: Path | None = None) -> Corpus:
+    """Have the corpus of `spec` in `cache`, and with `to` a copy as the dataset of that name. Raises SpecError,
+    DataError."""
+    spec = with_vocabulary(spec)
+    if spec.data.is_read_in_place and to is None:
+        raise DataError("with data.tokenizer bytes this corpus is read as it is: there is nothing to prepare")
+    if spec.data.is_read_in_place:
+        raise DataError("a corpus that is read as it is has no documents: set data.end_of_document, or a tokenizer")
+    corpus = open_corpus(spec, cache, watcher=watcher)
+    for part, row in zip(parts_of(spec.data), corpus.parts, strict=True):
+        split_tokens(spec, part, len(row))
+    for each in spec.data.validation:
+        check_validation_set(spec, each, len(open_corpus(spec, cache, watcher=watcher, data=spec.data.corpus_of(each))))
+    if to is not None:
+        write_dataset([row for row in corpus.parts if isinstance(row, IndexedTokens)], to)
+    return corpus
+
+
+def write_dataset(rows: Sequence[IndexedTokens], to: Path) -> None:
+    """Write `rows`, end to end, as the indexed dataset `to`. Raises DataError where there is one already, or it cannot
+    be written."""
+    begun, named = Path(f"{to}.begun"), f"{to}.bin and {to}.idx"
+    if Path(f"{to}.bin").exists() or Path(f"{to}.idx").exists():
+        raise DataError(f"{named} are there already: remove them, or choose another name")
+    indices = [read_index(row.prefix) for row in rows]
+    if len({index.dtype for index in indices}) != 1:
+        raise DataError(f"{named} would hold tokens of different types: write one path at a time")
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with Path(f"{begun}.bin").open("wb") as file:
+            for row in rows:
+                with Path(f"{row.prefix}.bin").open("rb") as tokens:
+                    shutil.copyfileobj(tokens, file, 2**22)
+        before = np.cumsum([0, *(len(index.lengths) for index in indices)])
+        documents = [index.documents[1:] + first for index, first in zip(indices, before, strict=False)]
+        write_index(
+            begun,
+            indices[0].dtype,
+            np.concatenate([index.lengths for index in indices]),
+            np.concatenate([np.zeros(1, np.int64), *documents]),
+        )
+        for kind in ("bin", "idx"):
+            Path(f"{begun}.{kind}").rename(f"{to}.{kind}")
+    except OSError as error:
+        raise DataError(f"{named} cannot be written ({error.strerror or error})") from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status. Errors of the user are one sentence on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python -m workers.data.tokenize", description="Make the tokens of a job's corpus before it is started."
+    )
+    parser.add_argument("config", type=Path, help="JobSpec in YAML")
+    parser.add_argument("--cache", type=Path, help="keep the tokens in this folder (default: MANTA_TOKEN_CACHE)")
+    parser.add_argument(
+        "--to", type=Path, metavar="PREFIX", help="also write PREFIX.bin and PREFIX.idx, for Megatron-LM"
+    )
+    parser.add_argument("--processes", type=int, help="how many tokenize at once (default: one a core)")
+    options = parser.parse_args(arguments)
+    if options.processes is not None and options.processes < 1:
+        parser.error("--processes must be at least 1")
+    began = time.monotonic()
+    try:
+        cache = (options.cache or read_token_cache()).absolute()
+        watcher = ProgressLines(sys.stdout, options.processes)
+        corpus = tokenize(load_job_spec(options.config), cache, watcher, options.to)
+    except SpecError as error:
+        for problem in error.problems:
+            tail = f" (try: {problem.suggestion})" if problem.suggestion else ""
+            print(f"{options.config}: {problem.path}: {problem.rule}{tail}", file=sys.stderr)
+        return 2
+    except (MantaError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(corpus)} tokens are in {cache} ({time.monotonic() - began:.1f} s)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Tokenizers: bytes, and those of Hugging Face's library `tokenizers`, which is imported only where one is read.
+
+Texts are encoded as they are: no token is put before or after them but the one that ends a document, which is not a
+tokenizer's work (`token_process.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, DataConfig
+from workers.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+FILE_NAME = "tokenizer.json"
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|endofdocument|>", "[SEP]")
+"""Special tokens that are known to end a document, in the order in which one is looked for."""
+_WHOLE_TEXTS = (
+    "One line.\nAnother one, of 12 words\n\nand (more\n\n\n#  of\r\nthem\n  indented\n\tand\nso on);\n}\nend\n",
+    "Ein Satz über Größe\nétude №5\nДва слова\n日本語の文\n한국어\n\n«quoted» text\n<b>\n123\n456\n\n\n",
+)
+"""What a tokenizer is tried with, to see whether it may be given a text in pieces."""
+
+
+class Tokenizer(Protocol):
+    """Turns texts into token ids."""
+
+    @property
+    def vocabulary(self) -> int:
+        """One more than the highest token id."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what it does: two with the same one make the same tokens of a text."""
+
+    @property
+    def end_of_document(self) -> int | None:
+        """Id of the token that follows each document."""
+
+    @property
+    def cuts_are_exact(self) -> bool:
+        """Whether a text may be cut where `shards.CUT` matches without any token being another one."""
+
+    def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """Ids of each text's tokens."""
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """One token for each byte of a text's UTF-8."""
+
+    end_of_document: int | None = None
+    vocabulary: int = BYTE_VOCABULARY
+    digest: str = "bytes"
+    cuts_are_exact: bool = True
+
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """The bytes."""
+        return [text.encode() for text in texts]
+
+
+class FileTokenizer:
+    """A tokenizer.json."""
+
+    def __init__(self, path: str | Path, end_of_document: str | None = None, content: bytes | None = None):
+        """`end_of_document`: the token's text, `none`, or None for the first of `ENDS` that is one of its special
+        tokens; `content`: what the file holds, where that was read already. Raises DataError where the file is none, or
+        has no such token."""
+        content = _content(Path(path)) if content is None else content
+        self.path = str(path)
+        self.digest = hashlib.sha256(content).hexdigest()
+        self._tokenizer = _parsed(content, path)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise DataError(f"{path} has no tokens: it is a tokenizer that was never trained")
+        self.vocabulary = 1 + max(ids.values())
+        self.end_of_document = self._end(end_of_document, ids)
+        self._exact: bool | None = None
+
+    @property
+    def cuts_are_exact(self) -> bool:
+        """Tried out, since a file may hold any rule."""
+        if self._exact is None:
+            self._exact = all(self._survives_cuts(text) for text in _WHOLE_TEXTS)
+        return self._exact
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text's tokens, without those that its post-processor would add."""
+        return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, without that of special tokens."""
+        return str(self._tokenizer.decode(list(tokens)))
+
+    def _end(self, wanted: str | None, ids: dict[str, int]) -> int | None:
+        if wanted == NO_TOKEN:
+            return None
+        if wanted is not None:
+            if wanted not in ids:
+                raise DataError(f"{self.path} has no token {wanted!r}: set data.end_of_document to one that it has")
+            return ids[wanted]
+        special = {str(each) for each in self._tokenizer.get_added_tokens_decoder().values() if each.special}
+        for known in ENDS:
+            if known in special:
+                return ids[known]
+        named = f" (its special tokens: {', '.join(sorted(special)[:10])})" if special else ""
+        raise DataError(
+            f"{self.path} has no special token that is known to end a document{named}: "
+            "set data.end_of_document to a token of it, or to none"
+        )
+
+    def _survives_cuts(self, text: str) -> bool:
+        from workers.data.shards import pieces_of
+
+        pieces = [piece.decode() for piece in pieces_of(text.encode(), 1)]
+        whole, *parts = self.encode([text, *pieces])
+        return len(pieces) > 1 and whole == [token for part in parts for token in part]
+
+
+def tokenizer_path(path: str | Path) -> Path:
+    """The file that `path` means: itself, or the tokenizer.json of a folder."""
+    path = Path(path)
+    return path / FILE_NAME if path.is_dir() else path
+
+
+def open_tokenizer(data: DataConfig, trained: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of `data`; of `bpe` the file that was `trained`. Raises DataError."""
+    if data.tokenizer == "bytes":
+        if data.end_of_document in (None, NO_TOKEN):
+            return ByteTokenizer()
+        return ByteTokenizer(BYTE_VOCABULARY, BYTE_VOCABULARY + 1)
+    if data.tokenizer_file is not None:
+        return FileTokenizer(tokenizer_path(data.tokenizer_file), data.end_of_document)
+    if trained is None:
+        raise ValueError("a bpe tokenizer is trained before it is opened")
+    return FileTokenizer(trained, data.end_of_document)
+
+
+def library() -> Any:
+    """The library `tokenizers`. Raises DataError where it is not installed."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError("data.tokenizer needs the library tokenizers here: pip install tokenizers") from error
+    return tokenizers
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"data.tokenizer cannot be read: {path} ({error.strerror})") from error
+
+
+def _parsed(content: bytes, path: str | Path) -> tokenizers.Tokenizer:
+    try:
+        parsed = library().Tokenizer.from_str(content.decode())
+    except DataError:
+        raise
+    except BaseException as error:  # what the library raises has no type of its own; a panic is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        why = " ".join(str(error).split())[:200]
+        raise DataError(f"{path} is no tokenizer.json that the library tokenizers reads: {why}") from error
+    parsed.no_truncation()
+    parsed.no_padding()
+    return parsed

@@ -1,0 +1,45 @@
+"""A rank that prepares its data says so: to its agent, which would take it for hung, and to the people who wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workers.comm.comm import Comm
+from workers.data.prepare import Corpus
+from workers.data.token_cache import Watcher
+from workers.errors import DataError
+from workers.reporter import Reporter
+
+
+class DataWatch(Watcher):
+    """The watcher of a rank."""
+
+    def __init__(self, comm: Comm, reporter: Reporter):
+        self._comm, self._reporter = comm, reporter
+
+    def alive(self) -> None:
+        """In the record that the rank's agent reads."""
+        self._comm.step.enter("preparing")
+
+    def tell(self, kind: str, message: str, data: dict[str, Any]) -> None:
+        """As an event of the job."""
+        self.alive()
+        self._reporter.event(kind, 0, message, data)
+
+
+def check_same_tokens(corpus: Corpus, comm: Comm) -> None:
+    """Raise DataError unless all ranks have the same tokens: nodes that share nothing make their own, of files that may
+    differ. Raises PeerLost."""
+    if not corpus.digest or comm.size("world") == 1:
+        return
+    words = [float(int(corpus.digest[at : at + 8], 16)) for at in range(0, 64, 8)]
+    sums = torch.tensor([*words, *(-word for word in words)], dtype=torch.float64, device=comm.device)
+    comm.all_reduce("world", sums, largest=True)
+    highest, lowest = sums[:8], -sums[8:]
+    if not torch.equal(highest, lowest):
+        raise DataError(
+            "the nodes of this job have made different tokens: the files of the corpus, or of the tokenizer, are not "
+            "the same on all of them"
+        )
