@@ -11,6 +11,10 @@ class DataError(MantaError):
     """The corpus is missing, unreadable, empty or too short; the message names the path."""
 
 
+class WeightsError(DataError):
+    """A folder of weights cannot be used; the message names the file, and the tensor or key."""
+
+
 class SharedMemoryError(MantaError):
     """The node's shared memory has no room for the snapshots; the message says how much is missing."""
 

@@ -36,6 +36,7 @@ from service.store.tables import Job
 from workers.config import JobSpec
 from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import parse_job_spec
+from workers.weights.submitted import with_shape_of_weights
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -232,6 +233,8 @@ def _changed(control: ControlPlane, change: Callable[[Any], Job]) -> schemas.Job
 
 async def _checked(document: Any, control: ControlPlane) -> JobSpec:
     """The JobSpec in `document`. Raises SpecError."""
+    if _begins_with_weights(document):
+        document = await run_in_threadpool(with_shape_of_weights, document, control.data_roots)
     spec = parse_job_spec(document)
     if spec.train.steps > _MOST_STEPS:
         raise SpecError([Problem("train.steps", f"must be at most {_MOST_STEPS}", str(_MOST_STEPS))])
@@ -241,3 +244,8 @@ async def _checked(document: Any, control: ControlPlane) -> JobSpec:
     if outside:
         raise SpecError(outside)
     return spec
+
+
+def _begins_with_weights(document: Any) -> bool:
+    model = document.get("model") if isinstance(document, dict) else None
+    return isinstance(model, dict) and "from" in model
