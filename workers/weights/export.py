@@ -3,7 +3,7 @@
 
 `--format hf` writes what transformers reads: config.json, safetensors, generation_config.json, the tokenizer.
 `--format safetensors` writes our own tensors by our own names, with the JobSpec. Either is written beside its place and
-renamed at the end. In memory there are never more than one of our tensors, as the checkpoint has it, and one that is
+renamed at the end. In memory there are never more than two of our tensors, as the checkpoint has them, and one that is
 being written.
 """
 
@@ -14,6 +14,8 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -85,7 +87,8 @@ def export(
         done += count
         progress(done, size)
 
-    with new_folder(target) as folder:
+    with closing(reader), new_folder(target) as folder:
+        reader.expect(tensors)
         files = plan_files(new, dtype, shard_bytes)
         write_files(folder, files, dtype, lambda name: reader.theirs(by_name[name]), wrote)
         for name, text in texts.items():
@@ -103,12 +106,29 @@ def _source_dtype(spec: JobSpec) -> torch.dtype:
 
 
 class _Reader:
-    """Their tensors from ours, of which the last one read is kept: queries, keys and values come from one."""
+    """Their tensors from ours, of which the last one is kept, since queries, keys and values come from one; the next
+    one is read, and its checksums are formed, on a thread while the last one is written."""
 
     def __init__(self, checkpoint: str, manifest: Manifest, dtype: torch.dtype):
         self._path, self._manifest, self._dtype = checkpoint, manifest, dtype
         self._contents: Contents = read_contents(checkpoint, manifest)
+        self._thread = ThreadPoolExecutor(1, "read")
         self._name, self._last = "", torch.empty(0)
+        self._to_come: list[str] = []
+        self._next: Future[torch.Tensor] | None = None
+
+    def expect(self, tensors: list[TheirTensor]) -> None:
+        """These are going to be asked for, in this order."""
+        names = dict.fromkeys(piece.ours for tensor in tensors for piece in tensor.pieces)
+        self._to_come = list(names)
+        self._read_ahead()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _read_ahead(self) -> None:
+        self._next = self._thread.submit(self._read, self._to_come[0]) if self._to_come else None
 
     def ours(self) -> list[TheirTensor]:
         """Our tensors under their own names."""
@@ -146,13 +166,18 @@ class _Reader:
 
     def _ours(self, name: str) -> torch.Tensor:
         if name != self._name:
-            self._name, self._last = "", torch.empty(0)  # before the next one, so that memory never holds both
-            key = f"model.{name}"
-            if key not in self._contents.tensors:
-                raise CheckpointError(f"the checkpoint at {self._path} has no {name}")
-            self._last = read_tensor(self._path, self._manifest, self._contents, key)
-            self._name = name
+            assert self._next is not None and self._to_come[0] == name, "tensors are asked for in their order"
+            self._name, self._last = name, torch.empty(0)  # so that memory never holds three
+            self._last = self._next.result()
+            del self._to_come[0]
+            self._read_ahead()
         return self._last
+
+    def _read(self, name: str) -> torch.Tensor:
+        key = f"model.{name}"
+        if key not in self._contents.tensors:
+            raise CheckpointError(f"the checkpoint at {self._path} has no {name}")
+        return read_tensor(self._path, self._manifest, self._contents, key)
 
 
 def main(arguments: list[str] | None = None) -> int:
