@@ -4,7 +4,8 @@ memory it takes beside what a rank keeps anyway.
 In: four ranks (tensor 2, pipeline 2) in bf16 begin with the weights, all at the same time. Out: their master weights,
 as a checkpoint holds them, become the same files again, by the process that `manta export` starts: that loads torch,
 reads fp32, twice the bytes that it writes, and checks its sums. What is copied for comparison, by one process, is on
-the disk at the end; what is read is in the page cache.
+the disk at the end; what is read is in the page cache. Processor seconds, of all processes together, say what either
+way costs where others keep the machine busy.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Began:
     """What one rank saw."""
 
     seconds: float
+    processor: float
+    """Processor seconds."""
     before: int
     """Resident bytes before it read anything."""
     peak: int
@@ -123,17 +126,19 @@ def _write_random(folder: Path, spec: JobSpec, options: argparse.Namespace) -> N
 
 
 def _measure_in(report: Report, document: dict[str, Any], folder: Path, repeats: int, largest: int) -> None:
-    ratios, slowest, ranks = [], [], LocalRanks()
+    ratios, costs, slowest, ranks = [], [], [], LocalRanks()
     for turn in range(repeats):
-        copied = _copied(folder / "in", folder / "copy")
+        copied, copying = _copied(folder / "in", folder / "copy")
         to = str(folder / "checkpoint") if turn == repeats - 1 else None
         began = ranks.run(_begin, document, to, seconds=SECONDS)
         slowest.append(max(each.seconds for each in began))
         ratios.append(slowest[-1] / copied)
+        costs.append(sum(each.processor for each in began) / copying)
         report.samples.setdefault("in_seconds", []).append([round(each.seconds, 2) for each in began])
         report.samples.setdefault("in_copy_seconds", []).append(round(copied, 2))
     report.add("in_slowest_rank", _median(slowest), "s")
     report.add("in_to_copying", _median(ratios), "ratio", MOST_TIMES_COPYING)
+    report.add("in_to_copying_processor", _median(costs), "ratio")
     report.add("largest_tensor", largest, "bytes")
     report.samples["own_bytes_by_rank"] = [each.own for each in began]
     report.samples["added_bytes_by_rank"] = [each.peak - each.before for each in began]
@@ -147,16 +152,16 @@ def _begin(comm: Comm, spec: JobSpec, checkpoint: str | None) -> Began:
     engine = Engine(spec, comm)
     comm.barrier()
     with _peak() as memory:
-        began = time.perf_counter()
+        began, processor = time.perf_counter(), time.process_time()
         engine.begin_with(Weights(spec).fill)
-        seconds = time.perf_counter() - began
+        seconds, processor = time.perf_counter() - began, time.process_time() - processor
     optimizer = engine.optimizer
     state = [engine.flat.parameters, *optimizer.parameters, optimizer.exp_avg, optimizer.exp_avg_sq]
     own = sum(tensor.numel() * tensor.element_size() for tensor in state)
     if checkpoint is not None:
         _save(engine, spec, comm, checkpoint)
     comm.barrier()
-    return Began(seconds, memory[0], memory[1], own)
+    return Began(seconds, processor, memory[0], memory[1], own)
 
 
 def _save(engine: Engine, spec: JobSpec, comm: Comm, folder: str) -> None:
@@ -187,26 +192,26 @@ def _status(name: str) -> int:
 def _measure_out(report: Report, folder: Path, options: argparse.Namespace, largest: int) -> None:
     shard = str(int(options.shard_megabytes * 1e6))
     checkpoint = checkpoint_path(folder / "checkpoint", 1, 1)
-    seconds, starts, ratios, beyond, peaks, idle = [], [], [], [], [], []
+    seconds, starts, ratios, costs, peaks, idle = [], [], [], [], [], []
     for _ in range(options.repeats):
-        copied = _copied(folder / "in", folder / "copy")
+        copied, copying = _copied(folder / "in", folder / "copy")
         shutil.rmtree(folder / "out", ignore_errors=True)
         command = [sys.executable, "-m", "workers.weights.export", str(checkpoint), "--to", str(folder / "out")]
-        peak, taken = _run([*command, "--shard-bytes", shard])
-        imports, start = _run([sys.executable, "-c", "import workers.weights.export"])
+        peak, taken, processor = _run([*command, "--shard-bytes", shard])
+        imports, start, loading = _run([sys.executable, "-c", "import workers.weights.export"])
         peaks.append(peak)
         idle.append(imports)
         seconds.append(taken)
         starts.append(start)
         ratios.append(taken / copied)
-        beyond.append((taken - start) / copied)
+        costs.append((processor - loading) / copying)
         report.samples.setdefault("out_seconds", []).append(round(taken, 2))
         report.samples.setdefault("out_start_seconds", []).append(round(start, 2))
         report.samples.setdefault("out_copy_seconds", []).append(round(copied, 2))
     report.add("out", _median(seconds), "s")
     report.add("out_start", _median(starts), "s")
     report.add("out_to_copying", _median(ratios), "ratio", MOST_TIMES_COPYING)
-    report.add("out_without_start_to_copying", _median(beyond), "ratio")
+    report.add("out_without_start_to_copying_processor", _median(costs), "ratio")
     report.add("out_most_memory", max(peaks), "bytes")
     # Two tensors in fp32 and one in bf16.
     report.add("out_most_memory_beside_imports", max(peaks) - min(idle), "bytes", (2 * 4 + 2) * largest + BEYOND)
@@ -216,29 +221,29 @@ def _median(values: list[float]) -> float:
     return round(statistics.median(values), 3)
 
 
-def _run(command: list[str]) -> tuple[int, float]:
-    """Run it to its end: its most resident bytes, and the seconds it took."""
+def _run(command: list[str]) -> tuple[int, float, float]:
+    """Run it to its end: its most resident bytes, the seconds it took, and the processor seconds."""
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise MantaError(f"{command[2]} ended with exit code {process.returncode}")
-    return usage.ru_maxrss * 1024, time.perf_counter() - began
+    return usage.ru_maxrss * 1024, time.perf_counter() - began, usage.ru_utime + usage.ru_stime
 
 
-def _copied(source: Path, target: Path) -> float:
-    """Seconds until a copy of the files is on the disk."""
+def _copied(source: Path, target: Path) -> tuple[float, float]:
+    """Seconds until a copy of the files is on the disk, and processor seconds that it takes."""
     shutil.rmtree(target, ignore_errors=True)
-    began = time.perf_counter()
+    began, processor = time.perf_counter(), time.process_time()
     target.mkdir()
     for file in sorted(source.iterdir()):
         shutil.copyfile(file, target / file.name)
         with (target / file.name).open("rb") as stream:
             os.fsync(stream.fileno())
-    seconds = time.perf_counter() - began
+    seconds, processor = time.perf_counter() - began, time.process_time() - processor
     shutil.rmtree(target)
-    return seconds
+    return seconds, processor
 
 
 def _same_tensors(spec: JobSpec, folder: Path) -> bool:

@@ -27,6 +27,8 @@ from workers.checkpoint.contents import Contents
 from workers.checkpoint.durable import read_contents, read_tensor
 from workers.config import JobSpec
 from workers.errors import CheckpointError, MantaError, WeightsError
+from workers.spec.problems import SpecError
+from workers.spec.reading import parse_job_spec
 from workers.storage.places import place_of
 from workers.weights.companions import add_tokenizer, files_beside, source_config
 from workers.weights.mapping import Piece, TheirTensor, their_tensors
@@ -67,7 +69,7 @@ def export(
     such model or a number does not fit the dtype, OSError.
     """
     manifest = manifest_of(place_of(checkpoint))
-    spec = JobSpec.model_validate(manifest.spec)
+    spec = _spec_of(checkpoint, manifest)
     dtype = dtype or _source_dtype(spec)
     name_of_dtype = str(dtype).removeprefix("torch.")
     reader = _Reader(checkpoint, manifest, dtype)
@@ -96,6 +98,13 @@ def export(
         if to == "hf":
             add_tokenizer(spec, folder)
     return Exported(manifest, len(files), size, name_of_dtype)
+
+
+def _spec_of(checkpoint: str, manifest: Manifest) -> JobSpec:
+    try:
+        return parse_job_spec(manifest.spec)
+    except SpecError as error:
+        raise CheckpointError(f"{checkpoint} is of a job that this release does not take: {error}") from error
 
 
 def _source_dtype(spec: JobSpec) -> torch.dtype:

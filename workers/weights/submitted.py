@@ -17,9 +17,6 @@ from workers.spec.problems import Problem, SpecError
 from workers.weights.config_in import Shape, shape_of
 from workers.weights.config_keys import CONFIG, read_config
 
-_TRAINING = ("dropout", "from")
-"""Keys of `model` that say nothing about the weights."""
-
 
 def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
     """`document`, a JobSpec as it was submitted, with the whole section `model` where that names a folder of weights;
@@ -45,15 +42,11 @@ def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
     problems = list(_differences(model, shape, config.where))
     if problems:
         raise SpecError(problems)
-    return {**document, "model": {"sequence_length": shape.positions, **shape.section, **_own(model)}}
-
-
-def _own(model: dict[str, Any]) -> dict[str, Any]:
-    """What of the submitted section the folder does not say."""
-    return {key: value for key, value in model.items() if key in (*_TRAINING, "sequence_length") or key not in _SHAPE}
+    return {**document, "model": {"sequence_length": shape.positions, **model, **shape.section}}
 
 
 _SHAPE = frozenset(ModelConfig.model_fields) - {"from_", "dropout", "sequence_length"}
+"""Keys that say what the weights are."""
 
 
 def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Problem]:
@@ -65,7 +58,7 @@ def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Pr
     said = _read(shape.section, shape.positions)
     for key in _SHAPE & model.keys():
         given = model[key]
-        if given is None and getattr(ModelConfig.model_fields[key], "default", ...) is None and key != "rope":
+        if given is None and ModelConfig.model_fields[key].default is None:
             continue  # as if it were left out
         expected = said.get(key)
         if _read({**shape.section, key: given}, shape.positions).get(key) != expected:

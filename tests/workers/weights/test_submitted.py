@@ -49,6 +49,16 @@ def test_the_shape_is_that_of_the_folder_and_stays_with_the_spec(folder):
     assert parse_job_spec(stored) == spec, "the stored spec needs no folder to be read"
 
 
+def test_a_stored_spec_can_be_submitted_again(folder):
+    stored = parse_job_spec(with_shape_of_weights(job(folder, dropout=0.1))).model_dump(mode="json")
+    assert parse_job_spec(with_shape_of_weights(stored)) == parse_job_spec(stored)
+
+
+def test_a_slip_of_the_hand_is_told_the_key():
+    with pytest.raises(SpecError, match=r"model.form: unknown key \(try: from\)"):
+        parse_job_spec({"model": {"form": "there"}, "data": {"source": "python-stdlib"}, "train": {"steps": 1}})
+
+
 def test_a_spec_without_weights_is_left_alone():
     for document in ({}, [], {"model": 3}, {"model": {"layers": 2}}, {"model": {"from": 3}}, {"model": {"from": ""}}):
         assert with_shape_of_weights(document) is document
