@@ -5,7 +5,7 @@ Documents are read and checked by `workers/spec/reading.py`; rules across fields
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -86,6 +86,11 @@ class RopeConfig(Section):
 class ModelConfig(Section):
     """The transformer's shape. Nothing here depends on the parallel layout."""
 
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    from_: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
+    """Folder of Hugging Face weights (config.json and safetensors) that training begins with. What config.json says
+    of the shape need not be said again, and is filled in when the job is submitted. Default: random weights."""
     family: Literal["gpt", "llama", "qwen", "moe", "bert", "custom"] = "gpt"
     """Model family. Built: gpt; llama (Llama 2 and 3, and with sliding_window Mistral); qwen (Qwen 3); custom (a model
     of an installed package, docs/custom_models.md)."""
@@ -118,6 +123,9 @@ class ModelConfig(Section):
     """Whether linear layers and layer norms carry biases; default: true for gpt, else false."""
     tie_embeddings: StrictBool = True
     """Whether the output layer shares the token embedding's weight; default: true for gpt, else false."""
+    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    """Of gpt's MLP. gelu: exact, by erf; gelu_tanh: its approximation by tanh, with which OpenAI trained GPT-2
+    (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2). llama and qwen have SwiGLU."""
     norm_epsilon: PositiveFloat = 1.0e-5
     """Added to the variance, or mean square, in norms."""
     rope: RopeConfig | None = None
@@ -127,14 +135,13 @@ class ModelConfig(Section):
     full_attention_every: Layers | None = None
     """With sliding_window: of each so many layers the last one attends to all tokens before; default: none does."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _with_defaults_of_family(cls, document: Any) -> Any:
-        name = document.get("family", "gpt") if isinstance(document, dict) else None
-        if not isinstance(name, str) or name not in FAMILIES:
-            return document
-        family = FAMILIES[name]
-        return {"bias": family.bias, "tie_embeddings": family.tie_embeddings, **document}
+    @model_validator(mode="after")
+    def _with_defaults_of_family(self) -> ModelConfig:
+        family = FAMILIES.get(self.family)
+        for key in ("bias", "tie_embeddings") if family is not None else ():
+            if key not in self.model_fields_set:
+                self.__dict__[key] = getattr(family, key)  # not as what the user wrote
+        return self
 
     @property
     def parts(self) -> Family:

@@ -22,7 +22,7 @@ from workers.parallel.data.step_statistics import StepStatistics
 from workers.parallel.data.zero import ZeroOptimizer
 from workers.parallel.pipeline.runtime import Pipeline
 from workers.parallel.tensor.products import Products
-from workers.parallel.tensor.shards import fill_initial
+from workers.parallel.tensor.shards import NamedShard, fill_initial
 from workers.system.host_memory import keep_freed_memory
 
 
@@ -69,11 +69,16 @@ class Engine:
     def initialise(self, seed: int) -> None:
         """Give the parameters their first values, which depend on the seed and their names alone, and forget whatever
         was learned before: a process that lost its peers may have to begin anew."""
-        values = torch.zeros(self.flat.size, dtype=torch.float32, device=self.comm.device)
+        self.begin_with(lambda entry, part: fill_initial(entry, part, seed))
+
+    def begin_with(self, fill: Callable[[NamedShard, torch.Tensor], None]) -> None:
+        """Give the parameters the first values, which `fill` puts into zeros (fp32, shaped as the parameter) that it is
+        given for each, one after the other: beside the state there is never more than one of them."""
+        self.optimizer.clear_parameters()
         for slot in self.flat.slots:
-            part = values[slot.start : slot.end].view(slot.entry.parameter.shape)
-            fill_initial(slot.entry, part, seed)
-        self.optimizer.load_parameters(values)
+            part = torch.zeros(slot.entry.parameter.shape, dtype=torch.float32, device=self.comm.device)
+            fill(slot.entry, part)
+            self.optimizer.load_range(slot.start, part.view(-1))
         self.optimizer.forget()
         self.loss_scale.forget()
 

@@ -15,6 +15,10 @@ class ModelError(MantaError):
     """A model of the user's own cannot be used; the message names its entry point."""
 
 
+class WeightsError(DataError):
+    """A folder of weights cannot be used; the message names the file, and the tensor or key."""
+
+
 class SharedMemoryError(MantaError):
     """The node's shared memory has no room for the snapshots; the message says how much is missing."""
 

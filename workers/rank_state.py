@@ -118,7 +118,7 @@ class RankState:
     def _load(self, resume: Resume) -> tuple[bytes, NumericsHistory]:
         """Load the state that `resume` names: the note that came with it, and the history where that came apart."""
         if resume.source == "start":
-            self.engine.initialise(self.spec.train.seed)
+            self._begin()
         elif resume.source == "snapshot" and self.snapshots is not None:
             return self.snapshots.load(resume.step), NumericsHistory()
         elif resume.source == "memory":
@@ -129,6 +129,16 @@ class RankState:
         else:
             raise ValueError(f"cannot resume from {resume} without a place for it")
         return b"", NumericsHistory()
+
+    def _begin(self) -> None:
+        """The state before the first step. Raises WeightsError."""
+        if self.spec.model.from_ is None:
+            self.engine.initialise(self.spec.train.seed)
+        else:
+            # Here, since only such a job needs safetensors, which bare GPU images lack.
+            from workers.weights.reading import Weights
+
+            self.engine.begin_with(Weights(self.spec, self.comm.progress.moved).fill)
 
     def _report_again(self, rows: list[dict[str, Any]]) -> None:
         """Report, on rank 0, the rows that came with a snapshot; the receiver knows most of them already."""

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from api.cli import render
+from api.cli.exported_weights import FORMATS, SHARD_SIZE, Dtype, Format, export_weights
 from api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, JobId, Json, MantaGroup, Url, connect, fail, show
 from api.cli.render import size
 from api.client import MantaClient
@@ -97,14 +98,26 @@ def push(
 
 
 def export(
-    job: JobId,
-    to: Annotated[str, typer.Option("--to", help="Folder or URL that becomes the checkpoint.")],
+    job: Source,
+    to: Annotated[str, typer.Option("--to", help="Folder, or with dcp also URL, that becomes the copy.")],
+    to_format: Annotated[Format, typer.Option("--format", help=FORMATS)] = Format.dcp,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the weights; default: as those that the job began with, or fp32.")
+    ] = None,
+    shard_size: Annotated[
+        str | None, typer.Option(help=f"Most bytes of a file, such as 500MB; default: {SHARD_SIZE}.")
+    ] = None,
     step: Step = None,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a job's newest checkpoint to a folder of its own, in torch.distributed.checkpoint's format."""
-    _copy(source_of(job, step, url), place_of(to), as_json)
+    """Copy a job's newest checkpoint to a folder of its own, or write its weights for others."""
+    if to_format is Format.dcp:
+        if dtype is not None or shard_size is not None:
+            raise fail("dcp is a copy as it is: --dtype and --shard-size are for hf and safetensors", EXIT_BAD_INPUT)
+        _copy(source_of(job, step, url), place_of(to), as_json)
+        return
+    export_weights(source_of(job, step, url), to, to_format, dtype, shard_size, as_json)
 
 
 def source_of(what: str, step: int | None, url: str | None) -> Place:

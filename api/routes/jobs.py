@@ -37,6 +37,7 @@ from workers.config import JobSpec
 from workers.data.vocabulary import with_vocabulary
 from workers.spec.problems import Problem, SpecError
 from workers.spec.reading import parse_job_spec
+from workers.weights.submitted import with_shape_of_weights
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -233,6 +234,8 @@ def _changed(control: ControlPlane, change: Callable[[Any], Job]) -> schemas.Job
 
 async def _checked(document: Any, control: ControlPlane) -> JobSpec:
     """The JobSpec in `document`. Raises SpecError."""
+    if _begins_with_weights(document):
+        document = await run_in_threadpool(with_shape_of_weights, document, control.data_roots)
     spec = parse_job_spec(document)
     if spec.train.steps > _MOST_STEPS:
         raise SpecError([Problem("train.steps", f"must be at most {_MOST_STEPS}", str(_MOST_STEPS))])
@@ -247,3 +250,8 @@ async def _checked(document: Any, control: ControlPlane) -> JobSpec:
 
 def _names_files(spec: JobSpec) -> bool:
     return bool(spec.data.paths or spec.data.validation) or spec.data.tokenizer_file is not None
+
+
+def _begins_with_weights(document: Any) -> bool:
+    model = document.get("model") if isinstance(document, dict) else None
+    return isinstance(model, dict) and "from" in model

@@ -47,7 +47,8 @@ def _data(job: JobSpec | None, roots: tuple[Path, ...] | None) -> Iterator[Findi
     """Whether what the job reads is here."""
     data = job.data if job is not None else None
     names = () if data is None else (*data.paths, *(name for each in data.validation for name in each.paths))
-    for name in names:
+    weights = (job.model.from_,) if job is not None and job.model.from_ is not None else ()
+    for name in (*names, *weights):
         path = Path(name)
         if roots is not None and not any(path.resolve().is_relative_to(root) for root in roots):
             yield Finding("data", "problem", f"{path} is outside of the roots for data", "see MANTA_DATA_ROOTS")

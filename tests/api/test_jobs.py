@@ -1,5 +1,6 @@
 """Submitting, listing, reading and cancelling jobs over HTTP, by the contract's status codes."""
 
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -292,3 +293,29 @@ def test_a_tokenizer_outside_of_the_folders_that_jobs_may_read_is_refused_unread
         (error,) = answer.json()["errors"]
         assert (answer.status_code, error["path"]) == (422, "data.tokenizer")
         assert "is not below any of the folders that jobs may read" in error["rule"]
+
+
+def test_a_job_that_begins_with_weights_is_stored_with_their_whole_shape(service, document, tmp_path):
+    config = {
+        "model_type": "llama", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+    document["model"] = {"from": str(tmp_path / "llama"), "sequence_length": 16}
+    dry = service.http.post("/v1/jobs?dry_run=true", json=document).json()["spec"]["model"]
+    assert (dry["from"], dry["family"], dry["layers"], dry["sequence_length"]) == (
+        str(tmp_path / "llama"), "llama", 4, 16,
+    )  # fmt: skip
+    answer = service.http.post("/v1/jobs", json=document)
+    assert answer.status_code == 201 and answer.json()["spec"]["model"] == dry
+
+    document["model"]["layers"] = 5
+    refused = service.http.post("/v1/jobs", json=document)
+    assert refused.status_code == 422
+    (error,) = refused.json()["errors"]
+    assert (error["path"], error["suggestion"]) == ("model.layers", "4")
+    service.control.data_roots = DataRoots((tmp_path / "elsewhere",))
+    (error,) = service.http.post("/v1/jobs", json=document).json()["errors"]
+    assert error["path"] == "model.from" and "MANTA_DATA_ROOTS" in error["rule"]
+    assert "llama: num_hidden" not in error["rule"], "nothing is told of what lies elsewhere"

@@ -4,6 +4,8 @@ import mmap
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -186,3 +188,26 @@ def test_checkpoint_that_cannot_be_written_is_an_event_but_the_last_one_is_tried
     ended = manta.until_state(job, "SUCCEEDED")
     assert ended.restarts >= 1
     assert [row.step for row in manta.client.checkpoints(job).items if row.state != "failed"] == [30]
+
+
+@pytest.mark.soak
+def test_a_job_begins_with_weights_of_another_library_and_gives_its_own_back(manta, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=263, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    spec = manta.spec(steps=4, layout=(2, 2, 1), checkpoint={"every_steps": 2})
+    spec["model"] = {"from": str(tmp_path / "llama"), "sequence_length": 8}
+    job = manta.submit(spec)
+    assert manta.until_state(job, "SUCCEEDED").spec["model"]["kv_heads"] == 2
+    command = [sys.executable, "-m", "api.cli", "export", job, "--to", str(tmp_path / "out"), "--format", "hf"]
+    subprocess.run(command, env={**os.environ, "MANTA_HOME": str(manta.home)}, check=True, timeout=300)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+    (tmp_path / "llama" / "model.safetensors").write_bytes(b"cut")
+    job = manta.submit(spec)
+    failed = manta.until_state(job, "FAILED")
+    assert failed.reason == "bad_data"
+    assert f"{tmp_path}/llama/model.safetensors is cut off" in failed.message

@@ -164,6 +164,22 @@ def read_contents(path: str, manifest: Manifest) -> Contents:
     return contents
 
 
+def read_tensor(path: str, manifest: Manifest, contents: Contents, name: str) -> torch.Tensor:
+    """One whole tensor (`model.NAME` and so on), in its own dtype, of the checkpoint at `path` with that `manifest` and
+    those `contents`. Beside it there is never more in memory than the largest of its rectangles. What of its files is
+    read is checked as in `load`. Raises CheckpointError."""
+    stored = contents.tensors[name]
+    whole = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    everything = Rectangle(name, stored.shape, (0,) * len(stored.shape), stored.shape, 0, 1)
+    try:
+        _read(path, manifest, list(_reads(path, contents, name, everything, whole)))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"the checkpoint at {path} cannot be read: {_sentence(error)}") from error
+    return whole
+
+
 @dataclass(frozen=True)
 class _Read:
     """The part of a stored rectangle that falls into a wanted one."""

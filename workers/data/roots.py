@@ -1,9 +1,10 @@
-"""Below which folders jobs may read their data: whoever may submit a job could otherwise have any file read that the
-service's user can read, and learn what is there from the errors."""
+"""Below which folders jobs may read their data, and weights: whoever may submit a job could otherwise have any file
+read that the service's user can read, and learn what is there from the errors."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from workers.data.sources import CorpusFile, check_data, corpus_files
 from workers.data.tokenizer import FILE_NAME as TOKENIZER
 from workers.errors import DataError
 from workers.spec.problems import Problem
+from workers.weights.folder import INDEX, check_weights, weight_files
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class DataRoots:
         named = {f"data.paths.{at}": path for at, path in enumerate(spec.data.paths)}
         for number, each in enumerate(spec.data.validation):
             named |= {f"data.validation.{number}.paths.{at}": path for at, path in enumerate(each.paths)}
+        if spec.model.from_ is not None:
+            named["model.from"] = spec.model.from_
         if spec.data.tokenizer_file is not None:
             named["data.tokenizer"] = spec.data.tokenizer_file
         outside = [Problem(where, self._rule(path)) for where, path in named.items() if not self._holds(path)]
@@ -34,15 +38,28 @@ class DataRoots:
             outside.append(Problem("data.tokenizer", self._rule(within)))
         return outside
 
+    def problem(self, where: str, path: str) -> Problem | None:
+        """What is wrong with `path`, which the key `where` of a spec names; None where it is inside."""
+        return None if self._holds(path) else Problem(where, self._rule(path))
+
     def check(self, spec: JobSpec) -> None:
-        """Raise DataError when the spec's corpus cannot be trained on, or has a file outside, or a validation set."""
+        """Raise DataError when the spec's corpus or a validation set cannot be read, its weights are not what its model
+        needs, or a file of any of them lies outside."""
         for problem in self.problems(spec):
             raise DataError(f"{problem.path}: {problem.rule}")
         check_data(spec)
         for data in (spec.data, *(spec.data.corpus_of(each) for each in spec.data.validation)):
-            for file in self._files(data):
-                if not self._holds(file.path):
-                    raise DataError(f"{file.path} leads elsewhere: {self._rule(file.path)}")
+            self._check_links(file.path for file in self._files(data))
+        if spec.model.from_ is not None:
+            folder = Path(spec.model.from_)
+            self._check_links([str(folder / INDEX)])
+            self._check_links(map(str, weight_files(folder)))
+            check_weights(spec)
+
+    def _check_links(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            if not self._holds(path):
+                raise DataError(f"{path} leads elsewhere: {self._rule(path)}")
 
     def _files(self, data: DataConfig) -> list[CorpusFile]:
         """Those that may lie anywhere: the standard library's do not."""

@@ -38,10 +38,11 @@ from workers.rank_state import Places
 from workers.reporter import Reporter
 from workers.run import restore_newest
 from workers.settings import read_token_cache
-from workers.spec.reading import absolute_tokenizer, parse_job_spec
+from workers.spec.reading import absolute_tokenizer, absolute_weights, parse_job_spec
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, Place, place_of
 from workers.trainer import Trainer
+from workers.weights.submitted import with_shape_of_weights
 
 METRICS_FOLDER = "metrics"
 """In the run's folder: a file for each checkpoint, with the rows of the steps since the one before."""
@@ -212,7 +213,7 @@ def _connected(spec: JobSpec, rank: int, folder: Place, reported: ray.train.Chec
 def _checked(job: Mapping[str, Any]) -> JobSpec:
     """The JobSpec, of which Ray Train's way of recovering can keep what it promises. Raises SpecError,
     RayTrainError."""
-    spec = parse_job_spec(job)
+    spec = parse_job_spec(with_shape_of_weights(job))
     if spec.recovery.rolls_back:
         raise RayTrainError(
             "recovery: roll_back deletes checkpoints that Ray Train knows of: set recovery.nonfinite and "
@@ -222,11 +223,15 @@ def _checked(job: Mapping[str, Any]) -> JobSpec:
 
 
 def _with_absolute_paths(job: Mapping[str, Any]) -> dict[str, Any]:
-    """`job`, whose `data.paths` mean the same files in the workers, which have another current folder."""
+    """`job`, whose `data.paths` and `model.from` mean the same files in the workers, which have another current
+    folder."""
     data = {**job["data"], "paths": [str(Path(path).absolute()) for path in job["data"].get("paths", ())]}
     if "tokenizer" in data:
         data["tokenizer"] = absolute_tokenizer(data["tokenizer"], Path.cwd())
-    return {**job, "data": data}
+    model = dict(job["model"])
+    if isinstance(model.get("from"), str):
+        model["from"] = absolute_weights(model["from"], Path.cwd())
+    return {**job, "model": model, "data": data}
 
 
 def _device(spec: JobSpec) -> torch.device:

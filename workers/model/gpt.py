@@ -20,13 +20,13 @@ from workers.parallel.tensor.region import Region
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU between them (exact, by erf)."""
+    """Two linear layers with GELU between them."""
 
     def __init__(self, model: ModelConfig, region: Region):
         super().__init__()
         h, f = model.hidden_size, model.ffn_size
         self.up = ColumnParallelLinear(h, f, region, model.bias, INIT_STD)
-        self.down = RowParallelLinear(f, h, region, model.bias, residual_std(model), gelu=True)
+        self.down = RowParallelLinear(f, h, region, model.bias, residual_std(model), model.activation)
 
     def forward(
         self, x: torch.Tensor, run: ForwardPass, norm_again: Again | None, residual: torch.Tensor | None

@@ -219,19 +219,25 @@ def _literals_at(path: str) -> tuple[Any, ...]:
 def _closest_key(parent: str, key: str) -> str | None:
     """The nearest known key: among the section's own, else anywhere in the spec (by its full path)."""
     section = _section_at(parent)
-    own = difflib.get_close_matches(key, section.model_fields if section else [], n=1, cutoff=0.6)
+    names = _keys_of(section) if section else []
+    own = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     if own:
         return own[0]
     paths = {path.rpartition(".")[2]: path for path in _all_paths(JobSpec, "")}
     elsewhere = difflib.get_close_matches(key, paths, n=1, cutoff=0.75)
     if elsewhere:
         return paths[elsewhere[0]]
-    return ", ".join(section.model_fields) if section else None
+    return ", ".join(names) if names else None
+
+
+def _keys_of(section: type[Section]) -> list[str]:
+    """Its keys as users write them: `from`, which Python keeps for itself, has another name here."""
+    return [field.alias or name for name, field in section.model_fields.items()]
 
 
 def _all_paths(section: type[Section], prefix: str) -> list[str]:
     paths: list[str] = []
-    for name, field in section.model_fields.items():
+    for name, field in zip(_keys_of(section), section.model_fields.values(), strict=True):
         paths.append(prefix + name)
         for entry in _alternatives(field.annotation):
             if _is_section(entry):

@@ -12,6 +12,7 @@ from workers.config import BUILT_IN_TOKENIZERS, JobSpec
 from workers.spec.problems import Problem, SpecError, kind_of, problems_of
 from workers.spec.rules import find_problems
 from workers.spec.yaml import read_yaml
+from workers.weights.submitted import with_shape_of_weights
 
 
 def parse_job_spec(document: Any) -> JobSpec:
@@ -33,12 +34,14 @@ def parse_job_spec(document: Any) -> JobSpec:
 
 
 def load_job_spec(path: Path) -> JobSpec:
-    """Read and check the YAML file at `path`. Raises SpecError; OSError when it cannot be read."""
-    return parse_job_spec(read_document(path))
+    """Read and check the YAML file at `path`, with the shape of the weights that it begins with. Raises SpecError;
+    OSError when it cannot be read."""
+    return parse_job_spec(with_shape_of_weights(read_document(path)))
 
 
 def read_document(path: Path) -> Any:
-    """Parse the YAML file at `path`, with relative paths of data and tokenizer resolved against the file's own folder.
+    """Parse the YAML file at `path`, with relative paths of data, tokenizer and weights resolved against the file's own
+    folder.
 
     Raises SpecError where it is not YAML, OSError when it cannot be read.
     """
@@ -50,12 +53,15 @@ def read_document(path: Path) -> Any:
 
 
 def document_in(text: str, name: str, folder: Path) -> Any:
-    """Parse YAML that came from `name`, with relative paths of data and tokenizer resolved against `folder`. Raises
-    SpecError."""
+    """Parse YAML that came from `name`, with relative paths of data, tokenizer and weights resolved against `folder`.
+    Raises SpecError."""
     try:
         document = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
         raise _not_yaml(name, error) from error
+    model = document.get("model") if isinstance(document, dict) else None
+    if isinstance(model, dict) and isinstance(model.get("from"), str):
+        model["from"] = absolute_weights(model["from"], folder)
     data = document.get("data") if isinstance(document, dict) else None
     if isinstance(data, dict):
         sets = data.get("validation")
@@ -75,6 +81,11 @@ def _resolve_paths(section: Any, folder: Path) -> None:
 def absolute_tokenizer(tokenizer: str, folder: Path) -> str:
     """What `data.tokenizer` names, where a path is relative to `folder`."""
     return tokenizer if tokenizer in BUILT_IN_TOKENIZERS or not tokenizer else str(folder / tokenizer)
+
+
+def absolute_weights(named: str, folder: Path) -> str:
+    """What `model.from` names, where a path is relative to `folder`."""
+    return named if not named or "://" in named else str(folder / named)
 
 
 def _not_yaml(name: str, error: Exception) -> SpecError:

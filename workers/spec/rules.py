@@ -119,6 +119,12 @@ def _custom_models_are_named(spec: JobSpec) -> Iterator[Problem]:
         )
 
 
+def _activation_fits(spec: JobSpec) -> Iterator[Problem]:
+    model = spec.model
+    if model.activation != "gelu" and model.family in FAMILIES and model.parts.gated_mlp:
+        yield Problem("model.activation", f"{model.family} has SwiGLU; the choice of a GELU is gpt's", "gelu")
+
+
 def _windows_fit(spec: JobSpec) -> Iterator[Problem]:
     model = spec.model
     if model.full_attention_every is not None and model.sliding_window is None:
@@ -477,6 +483,7 @@ UNSUPPORTED: tuple[Rule, ...] = (
 FITTING: tuple[Rule, ...] = (
     _heads_divide_hidden,
     _positions_fit,
+    _activation_fits,
     _windows_fit,
     _custom_models_are_named,
     _tensor_divides,

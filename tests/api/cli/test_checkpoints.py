@@ -107,6 +107,19 @@ def test_copies_go_where_they_are_asked_for_and_are_whole(manta, job, folder, tm
     assert "there is something at" in manta("export", job, "--to", tmp_path / "mine", code=2)
 
 
+def test_weights_are_exported_to_folders_and_what_cannot_be_is_one_sentence(manta, job, folder, tmp_path):
+    assert "dcp is a copy as it is" in manta("export", job, "--to", tmp_path / "out", "--dtype", "bf16", code=2)
+    hf = ("export", job, "--format", "hf", "--to")
+    assert "hf is written to a folder of this machine" in manta(*hf, "s3://bucket/out", code=2)
+    assert "--shard-size 'much' is no size: write 500MB or 5GB" in manta(
+        *hf, tmp_path / "out", "--shard-size", "much", code=2
+    )
+    assert "Invalid value for '--dtype'" in manta(*hf, tmp_path / "out", "--dtype", "int8", code=2)
+    said = manta(*hf, tmp_path / "out", code=2)
+    assert said.count("\n") == 1 and str(checkpoint_path(folder, 20, 2)) in said, "the process's own sentence"
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_cannot_be_read_or_written_is_one_sentence(manta, folder, tmp_path):
     assert f"there is no whole checkpoint in {folder}; it has none" in manta("checkpoints", "verify", folder, code=2)
     saved(folder, 10)

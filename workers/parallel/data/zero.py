@@ -165,6 +165,20 @@ class ZeroOptimizer:
             part.copy_(values[start:end])
         self.flat.parameters.copy_(values)
 
+    def load_range(self, start: int, values: torch.Tensor) -> None:
+        """Take over `values`, fp32 [n], as the flat parameters from element `start` on."""
+        end = start + len(values)
+        self.flat.parameters[start:end].copy_(values)
+        for part, (first, last) in zip(self.parameters, self.held, strict=True):
+            low, high = overlap((start, end), (first, last))
+            part[low - first : high - first].copy_(values[low - start : high - start])
+
+    def clear_parameters(self) -> None:
+        """All parameters zero, also what lies between them."""
+        self.flat.parameters.zero_()
+        for part in self.parameters:
+            part.zero_()
+
     def forget(self) -> None:
         """Moments as before the first step."""
         self.exp_avg.zero_()

@@ -18,6 +18,7 @@ from workers.parallel.tensor.linear_autograd import (
     look_up,
     row_parallel,
 )
+from workers.parallel.tensor.products import APPROXIMATION, Gelu
 from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.sequence_parallel import first_position, leave
 from workers.parallel.tensor.shards import ParameterShard, ShardedModule
@@ -50,10 +51,10 @@ class ColumnParallelLinear(ShardedModule):
 
 
 class RowParallelLinear(ShardedModule):
-    """y = x W^T + b with W [out, in] split over its columns: [s, b, in/t] -> [s or s/t, b, out]. With `gelu`, of
+    """y = x W^T + b with W [out, in] split over its columns: [s, b, in/t] -> [s or s/t, b, out]. With a `gelu`, of
     gelu(x)."""
 
-    def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float, gelu: bool = False):
+    def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float, gelu: Gelu | None = None):
         super().__init__()
         self.region, self.gelu = region, gelu
         columns = inputs // region.tensor_size
@@ -68,11 +69,11 @@ class RowParallelLinear(ShardedModule):
     ) -> torch.Tensor:
         """[s, b, in/t] -> [s or s/t, b, out]. Bias and `residual` are added once, after the sum."""
         if torch.compiler.is_compiling():
-            active = F.gelu(x) if self.gelu else x
+            active = F.gelu(x, approximate=APPROXIMATION[self.gelu]) if self.gelu else x
             y = compiled_operators.row_parallel(active, self.weight, self.bias, self.region.sequence_split)
             return y if residual is None else residual + y
         if self.gelu:
-            return gelu_row_parallel(x, self.weight, self.bias, self.region, residual, recompute_gelu)
+            return gelu_row_parallel(x, self.weight, self.bias, self.region, residual, recompute_gelu, self.gelu)
         return row_parallel(x, self.weight, self.bias, self.region, residual)
 
 

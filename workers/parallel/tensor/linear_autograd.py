@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from workers.parallel.recompute.modules import Again, in_backward
+from workers.parallel.tensor.products import Gelu
 from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.sequence_parallel import gather, start_gather, start_sum, sum_partial
 from workers.parallel.tensor.weight_gradients import WeightGradients
@@ -181,21 +182,24 @@ class _GeluRowParallel(torch.autograd.Function):
         parameters: tuple[nn.Parameter, nn.Parameter | None],
         region: Region,
         recompute: bool,
+        kind: Gelu,
     ) -> torch.Tensor:
-        ctx.region, ctx.parameters, ctx.added = region, parameters, residual is not None
-        active = region.products.gelu(x)
+        ctx.region, ctx.parameters, ctx.added, ctx.kind = region, parameters, residual is not None, kind
+        active = region.products.gelu(x, kind)
         ctx.save_for_backward(x, None if recompute else active)
         return row_forward(active, *parameters, region, residual)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x, active), (weight, bias), region = ctx.saved_tensors, ctx.parameters, ctx.region
+        kind = ctx.kind
 
         def input_of() -> torch.Tensor:
-            return in_backward(lambda: region.products.gelu(x), region.comm) if active is None else active
+            return in_backward(lambda: region.products.gelu(x, kind), region.comm) if active is None else active
 
         grad_x = row_backward(grads[0].contiguous(), input_of, weight, bias, region)
-        return region.products.gelu_gradient(grad_x, x), grads[0] if ctx.added else None, None, None, None
+        grad_x = region.products.gelu_gradient(grad_x, x, kind)
+        return grad_x, grads[0] if ctx.added else None, None, None, None, None
 
 
 class _GatedRowParallel(torch.autograd.Function):
@@ -277,9 +281,10 @@ def gelu_row_parallel(
     region: Region,
     residual: torch.Tensor | None,
     recompute: bool,
+    kind: Gelu = "gelu",
 ) -> torch.Tensor:
-    """The same of gelu(x), exact by erf. With `recompute`, gelu(x) is not kept for backward, but x is."""
-    return _GeluRowParallel.apply(x, residual, (weight, bias), region, recompute)
+    """The same of gelu(x) of that kind. With `recompute`, gelu(x) is not kept for backward, but x is."""
+    return _GeluRowParallel.apply(x, residual, (weight, bias), region, recompute, kind)
 
 
 def gated_row_parallel(

@@ -9,10 +9,15 @@ have several leading dimensions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
+
+Gelu = Literal["gelu", "gelu_tanh"]
+"""Exact by erf, or approximated by tanh."""
+APPROXIMATION = {"gelu": "none", "gelu_tanh": "tanh"}
+"""As torch calls them."""
 
 
 class Products(Protocol):
@@ -42,11 +47,11 @@ class Products(Protocol):
         """The same with the sum of the gradients over tokens."""
         ...
 
-    def gelu(self, x: torch.Tensor) -> torch.Tensor:
-        """GELU, exact by erf: the input of a product."""
+    def gelu(self, x: torch.Tensor, kind: Gelu) -> torch.Tensor:
+        """GELU: the input of a product."""
         ...
 
-    def gelu_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def gelu_gradient(self, grad: torch.Tensor, x: torch.Tensor, kind: Gelu) -> torch.Tensor:
         """The gradient of GELU's input x from that of its output, whose memory may be used for it."""
         ...
 
@@ -112,13 +117,13 @@ class TorchProducts:
             self._ones[key] = grads_no.new_ones(len(grads_no))
         return self._ones[key]
 
-    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+    def gelu(self, x: torch.Tensor, kind: Gelu) -> torch.Tensor:
         """GELU."""
-        return F.gelu(x)
+        return F.gelu(x, approximate=APPROXIMATION[kind])
 
-    def gelu_gradient(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def gelu_gradient(self, grad: torch.Tensor, x: torch.Tensor, kind: Gelu) -> torch.Tensor:
         """In the memory of `grad`."""
-        torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=grad)
+        torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=APPROXIMATION[kind], grad_input=grad)
         return grad
 
     def swiglu(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

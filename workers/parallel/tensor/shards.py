@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from workers.config import ParameterGroup
+
+NORMAL_GROUP = 16
+"""Numbers that torch draws from the normal distribution as one."""
+BLOCK = 2**22
+"""Numbers of a parameter that are drawn at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,16 @@ class ParameterShard:
     """Standard deviation of its normal initialisation; None: constant."""
     constant: float = 0.0
     """Value of its constant initialisation."""
+
+    def rows_and_columns(self, local: tuple[int, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """[first, end) in both dimensions of the full shape of what a part of shape `local` holds, padding left out;
+        of a vector's only column all."""
+        full = (*self.shape, 1)[:2]
+        bounds = []
+        for dim, (size, length) in enumerate(zip(full, (*local, 1)[:2], strict=True)):
+            start = self.start if dim == self.split_dim else 0
+            bounds.append((start, min(start + length, size)))
+        return bounds[0], bounds[1]
 
 
 class ShardedModule(nn.Module):
@@ -85,21 +102,45 @@ def named_shards(model: nn.Module) -> list[NamedShard]:
 
 def fill_initial(entry: NamedShard, local: torch.Tensor, seed: int) -> None:
     """Fill `local`, shaped as the parameter, as a function of (seed, layout-free name) alone, so that all layouts
-    start equal."""
+    start equal. Of the whole tensor no more than BLOCK numbers are held at a time."""
     shard = entry.shard
     if shard.std is None:
         local.fill_(shard.constant)
         return
-    generator = torch.Generator().manual_seed(_name_seed(seed, entry.name))
-    whole = torch.empty(shard.shape, dtype=torch.float32).normal_(0.0, shard.std, generator=generator)
     local.zero_()  # rows of a padded vocabulary stay zero
-    part = whole if shard.split_dim is None else _cut(whole, shard.split_dim, shard.start, local)
-    local[tuple(slice(0, length) for length in part.shape)].copy_(part)
+    (first_row, last_row), (first, last) = shard.rows_and_columns(tuple(local.shape))
+    if first_row >= last_row:
+        return
+    rows, columns = shard.shape[0], math.prod(shard.shape[1:])
+    block_rows = max(1, BLOCK // columns) if rows * columns > BLOCK else rows
+    generator = torch.Generator().manual_seed(_name_seed(seed, entry.name))
+    for start, end, drawn in _normal_rows(rows, columns, block_rows, shard.std, generator):
+        low, high = max(start, first_row), min(end, last_row)
+        if low < high:
+            part = drawn[low - start : high - start, first:last]
+            local[low - first_row : high - first_row].copy_(part.reshape(high - low, *local.shape[1:]))
+        if end >= last_row:
+            return
 
 
-def _cut(whole: torch.Tensor, dim: int, start: int, local: torch.Tensor) -> torch.Tensor:
-    end = min(start + local.shape[dim], whole.shape[dim])
-    return whole.narrow(dim, start, max(0, end - start)) if start < end else whole.narrow(dim, 0, 0)
+def _normal_rows(
+    rows: int, columns: int, block_rows: int, std: float, generator: torch.Generator
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """The rows of one normal draw of [rows, columns] in order, with the same bits: (first, end, values).
+
+    torch draws normal numbers of a tensor in groups of NORMAL_GROUP, one after the other, and only the last, incomplete
+    group in another way. So draws of whole groups, the last one with all that is left, are the one draw cut into
+    pieces (tests/workers/parallel/tensor/test_shards.py compares them for the torch that is installed).
+    """
+    unit = NORMAL_GROUP // math.gcd(columns, NORMAL_GROUP)  # so many rows are whole groups
+    step = max(unit, block_rows // unit * unit)
+    start = 0
+    while start < rows:
+        end = start + step
+        if rows - end < unit or (rows - end) * columns < NORMAL_GROUP:
+            end = rows  # torch draws fewer numbers than a group one by one
+        yield start, end, torch.empty(end - start, columns).normal_(0.0, std, generator=generator)
+        start = end
 
 
 def _name_seed(seed: int, name: str) -> int:

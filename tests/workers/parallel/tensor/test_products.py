@@ -76,8 +76,9 @@ def test_a_residual_is_added_and_not_changed():
         assert torch.equal(residual, before)
 
 
-def test_the_gradient_of_gelu_is_autograds():
+@pytest.mark.parametrize(("kind", "approximate"), [("gelu", "none"), ("gelu_tanh", "tanh")])
+def test_the_gradient_of_gelu_is_autograds(kind, approximate):
     x = torch.randn(20, dtype=torch.float64, generator=torch.Generator().manual_seed(4), requires_grad=True)
-    F.gelu(x).backward(torch.ones_like(x))
-    gradient = TorchProducts().gelu_gradient(torch.ones(20, dtype=torch.float64), x.detach())
+    F.gelu(x, approximate=approximate).backward(torch.ones_like(x))
+    gradient = TorchProducts().gelu_gradient(torch.ones(20, dtype=torch.float64), x.detach(), kind)
     torch.testing.assert_close(gradient, x.grad, rtol=1e-12, atol=1e-12)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
 
+from workers.parallel.tensor import shards
 from workers.parallel.tensor.shards import NamedShard, ParameterShard, fill_initial
 
 
@@ -45,3 +48,48 @@ def test_values_depend_on_seed_and_name_and_have_the_deviation_that_is_said():
 def test_what_has_no_deviation_is_constant():
     assert filled(ParameterShard((3,), constant=1.0), (3,)).tolist() == [1.0] * 3
     assert filled(ParameterShard((3,)), (3,)).tolist() == [0.0] * 3
+
+
+SHAPES = [(7, 3), (100, 48), (1003, 37), (257, 32), (33,), (16, 1)]
+
+
+def one_draw(shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(shards._name_seed(7, "name"))
+    return torch.empty(shape).normal_(0.0, 0.02, generator=generator)
+
+
+@pytest.mark.parametrize("block", [16, 64, 1000, 5000, 2**22])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parts_are_those_of_one_draw_of_all(shape, block):
+    whole = one_draw(shape)
+    for dim, ranks in [(None, 1), (0, 2), (0, 5), *[(1, n) for n in (1, 2, 3) if shape[1:] and shape[1] % n == 0]]:
+        length = -(-shape[dim] // ranks) if dim is not None else 0
+        for rank in range(ranks):
+            local = torch.full([length if d == dim else size for d, size in enumerate(shape)], float("nan"))
+            shard = ParameterShard(shape, dim, rank * length, std=0.02)
+            with patch.object(shards, "BLOCK", block):
+                fill_initial(NamedShard("name", torch.nn.Parameter(local), shard, False), local, 7)
+            expected = torch.zeros_like(local)
+            part = (
+                whole
+                if dim is None
+                else whole.narrow(dim, min(rank * length, shape[dim]), max(0, min(length, shape[dim] - rank * length)))
+            )
+            expected[tuple(slice(0, size) for size in part.shape)] = part
+            assert torch.equal(local, expected)
+
+
+def test_no_more_than_a_block_is_drawn_at_a_time():
+    drawn = []
+    normal = torch.Tensor.normal_
+
+    def noted(self, *args, **kwargs):
+        drawn.append(self.numel())
+        return normal(self, *args, **kwargs)
+
+    local = torch.empty(100, 64)
+    shard = ParameterShard((1000, 64), 0, 100, std=0.02)
+    with patch.object(shards, "BLOCK", 4096), patch.object(torch.Tensor, "normal_", noted):
+        fill_initial(NamedShard("name", torch.nn.Parameter(local), shard, False), local, 7)
+    assert max(drawn) <= 4096
+    assert sum(drawn) < 300 * 64, "what lies behind the part is not drawn"

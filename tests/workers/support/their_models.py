@@ -1,0 +1,63 @@
+"""Small models of `transformers` with random weights, saved as their library saves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "original_max_position_embeddings": 32,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+_LLAMA = {
+    "vocab_size": 263, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_GPT2 = {
+    "vocab_size": 263, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**_LLAMA, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_parameters": LLAMA3}),
+    "llama, all heads, biases, tied": (
+        "Llama",
+        {**_LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 16},
+    ),
+    "mistral": ("Mistral", {**_LLAMA, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 3}),
+    "qwen3": (
+        "Qwen3",
+        {
+            **_LLAMA, "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": True, "rope_parameters": YARN,
+            "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "gpt2": ("GPT2", _GPT2),
+    "gpt2, exact gelu, untied": ("GPT2", {**_GPT2, "activation_function": "gelu", "tie_word_embeddings": False}),
+}  # fmt: skip
+
+
+def their_model(kind: str, **more: Any) -> torch.nn.Module:
+    """A random one in fp32, whose norms and biases are not what they are initialised with."""
+    transformers = pytest.importorskip("transformers")
+    name, config = KINDS[kind]
+    config = {"attn_implementation": "eager", **config, **more}
+    made = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM"))(
+        getattr(transformers, f"{name}Config")(**config)
+    )
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + (parameter.mean() > 0.5))
+    return made.eval()
+
+
+def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float32, shard: str = "40KB", **more: Any) -> Path:
+    """A folder as `save_pretrained` makes it."""
+    their_model(kind, **more).to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder

@@ -1,0 +1,175 @@
+"""config.json and the section `model` say the same, both ways, and what cannot be said is one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from engine_specs import document
+from their_models import KINDS, LLAMA3, YARN
+
+from workers.errors import WeightsError
+from workers.spec.reading import parse_job_spec
+from workers.weights.config_in import shape_of
+from workers.weights.config_keys import Keys, read_config
+from workers.weights.config_out import their_config
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 263, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}  # fmt: skip
+
+
+def section(config: dict) -> dict:
+    return shape_of(Keys(config, "config.json")).section
+
+
+def spec_of(config: dict):
+    return parse_job_spec(document(model={"hidden_size": 32, **section(config)}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_transformers_writes_comes_back_the_same(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    name, keys = KINDS[kind]
+    theirs = getattr(transformers, f"{name}Config")(**keys)
+    theirs.save_pretrained(tmp_path)
+    shape = shape_of(read_config(tmp_path))
+    spec = parse_job_spec(document(model={**shape.section, "sequence_length": shape.positions}))
+    config = their_config(spec, "float32")
+    again = type(theirs)(**config)
+    unlike = ("pad_token_id", "bos_token_id", "eos_token_id", "dtype", "architectures", "resid_pdrop", "embd_pdrop")
+    unlike += ("attn_pdrop", "n_inner", "max_window_layers", "transformers_version")
+    before, after = theirs.to_dict(), again.to_dict()
+    assert {key: after.get(key) for key in before if key not in unlike} == {
+        key: value for key, value in before.items() if key not in unlike
+    }
+    assert section(config) == shape.section
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ({"rope_theta": 7e4}, {"rope_theta": 7e4, "rope_type": "default"}),
+        (
+            {"rope_theta": 7e4, "rope_scaling": {"type": "linear", "factor": 2}},
+            {"rope_theta": 7e4, "rope_type": "linear", "factor": 2.0},
+        ),
+        (
+            {"rope_theta": 5000.0, "rope_scaling": {key: LLAMA3[key] for key in LLAMA3 if key != "rope_theta"}},
+            LLAMA3,
+        ),
+        ({"rope_theta": 5000.0, "rope_scaling": {**YARN, "attention_factor": 1.2}}, {**YARN, "attention_factor": 1.2}),
+    ],
+)
+def test_rotary_positions_are_read_as_transformers_4_and_5_write_them(older, newer):
+    rope = section({**LLAMA, **older})["rope"]
+    assert rope == section({**LLAMA, "rope_parameters": newer})["rope"]
+    config = their_config(spec_of({**LLAMA, **older}), "float32")
+    assert section(config)["rope"] == rope
+
+
+def test_what_is_left_out_is_what_transformers_classes_say():
+    transformers = pytest.importorskip("transformers")
+    for kind, name in (("llama", "Llama"), ("mistral", "Mistral"), ("qwen3", "Qwen3")):
+        few = {**LLAMA, "model_type": kind, "num_attention_heads": 32, "hidden_size": 4096}
+        config = getattr(transformers, f"{name}Config")(**few)
+        said = section(few)
+        assert said["kv_heads"] == config.num_key_value_heads
+        assert said["head_dim"] == config.head_dim
+        assert said["norm_epsilon"] == config.rms_norm_eps
+        assert said["sliding_window"] == getattr(config, "sliding_window", None)
+        assert shape_of(Keys(few, "")).positions == config.max_position_embeddings
+    said, config = section({"model_type": "gpt2"}), transformers.GPT2Config()
+    assert (said["layers"], said["hidden_size"], said["heads"]) == (config.n_layer, config.n_embd, config.n_head)
+    assert (said["activation"], said["vocabulary_size"]) == ("gelu_tanh", config.vocab_size)
+
+
+WRONG = [
+    ({"model_type": "qwen2"}, "model_type is \"qwen2\": what can be read: gpt2, llama, mistral, qwen3"),
+    ({"model_type": None}, "model_type is null"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config: quantised weights cannot be trained"),
+    ({"vision_config": {}, "text_config": {"a": 1}}, "text_config: a model of several parts"),
+    ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map: the model needs code from its folder, which is never run"),
+    ({"hidden_act": "gelu"}, "hidden_act is \"gelu\": only silu"),
+    ({"attention_bias": True}, "attention_bias is true: model.bias is for all linear layers, but mlp_bias is false"),
+    ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is true: biases in attention alone"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling: rope_type is \"dynamic\""),
+    ({"rope_scaling": {**YARN, "mscale": 0.7}}, "mscale is 0.7: this variant of yarn cannot be computed"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "original_max_position_embeddings is missing"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: only 1.0"),
+    ({"num_hidden_layers": "four"}, "num_hidden_layers is \"four\": must be a whole number of at least 1"),
+    ({"num_hidden_layers": True}, "num_hidden_layers is true"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps is -1: must be a number above 0"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings is \"no\": must be true or false"),
+    ({"rope_scaling": [1]}, "rope_scaling is [1]: must be an object"),
+    (
+        {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 2},
+        "max_window_layers: windows in all layers but every n-th can be expressed, no other pattern",
+    ),
+    (
+        {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["chunked_attention"] * 4},
+        "layer_types has 'chunked_attention'",
+    ),
+    ({"model_type": "qwen3", "use_sliding_window": True, "layer_types": []}, "layer_types must be a list with one"),
+    ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function is \"relu\""),
+    ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "only false can be computed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "sentence"), WRONG, ids=[sentence[:40] for _, sentence in WRONG])
+def test_what_no_family_computes_names_key_and_file(keys, sentence):
+    with pytest.raises(WeightsError) as caught:
+        section({**LLAMA, **keys})
+    assert str(caught.value).startswith("config.json: ")
+    assert sentence in str(caught.value)
+
+
+def test_a_key_that_has_to_be_there_is_missed():
+    with pytest.raises(WeightsError, match=r"^config.json: hidden_size is missing$"):
+        section({key: value for key, value in LLAMA.items() if key != "hidden_size"})
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "has no config.json: name a folder as transformers' save_pretrained writes it"),
+        ("{", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
+        ("[]", "holds no object"),
+        (json.dumps({"a": "\ud800"}).replace("\\ud800", "\udcff"), "is not valid JSON"),
+    ],
+)
+def test_files_that_are_no_config_are_one_sentence(tmp_path, content, sentence):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content, errors="surrogateescape")
+    with pytest.raises(WeightsError) as caught:
+        read_config(tmp_path)
+    assert sentence in str(caught.value)
+    with pytest.raises(WeightsError, match="there is no folder"):
+        read_config(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        ({"kv_heads": 2}, "model.kv_heads with family gpt"),
+        ({"head_dim": 4}, "head_dim"),
+        ({"sliding_window": 4}, "model.sliding_window with family gpt"),
+        ({"family": "qwen", "bias": True}, "model.bias with Qwen 3"),
+        ({"family": "llama", "bias": True, "sliding_window": 4}, "model.bias with Mistral"),
+        ({"family": "llama", "full_attention_every": 2, "sliding_window": 4}, "full_attention_every with family llama"),
+    ],
+)
+def test_models_that_transformers_has_not_are_not_exported_as_another(model, what):
+    spec = parse_job_spec(document(model=model))
+    with pytest.raises(WeightsError) as caught:
+        their_config(spec, "float32")
+    assert what in str(caught.value) and "export it as dcp or safetensors" in str(caught.value)
+
+
+def test_a_folder_that_is_a_path_of_a_file_is_no_folder(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightsError, match="there is no folder"):
+        read_config(tmp_path / "file")

@@ -1,0 +1,179 @@
+"""Folders of safetensors: cut files, wrong names, shapes and dtypes are one sentence that names file and tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from their_models import saved
+
+from workers.data.roots import DataRoots
+from workers.errors import DataError, WeightsError
+from workers.spec.reading import parse_job_spec
+from workers.weights.folder import INDEX, ONE_FILE, check_weights, tensors_of
+from workers.weights.submitted import with_shape_of_weights
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory) -> Path:
+    return saved("llama", tmp_path_factory.mktemp("sharded"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return saved("gpt2", tmp_path_factory.mktemp("whole"), shard="1GB")
+
+
+@pytest.fixture
+def copied(tmp_path) -> Callable[[Path], Path]:
+    return lambda folder: Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def spec_of(folder: Path):
+    document = {
+        "model": {"from": str(folder), "sequence_length": 8},
+        "data": {"source": "python-stdlib"},
+        "train": {"steps": 1},
+    }
+    return parse_job_spec(with_shape_of_weights(document))
+
+
+def sentence_about(folder: Path) -> str:
+    with pytest.raises(WeightsError) as caught:
+        check_weights(spec_of(folder))
+    return str(caught.value)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    tensors = load_file(folder / ONE_FILE)
+    change(tensors)
+    save_file(tensors, folder / ONE_FILE)
+    return folder
+
+
+def test_good_folders_are_good(sharded, whole):
+    assert (sharded / INDEX).exists() and not (sharded / ONE_FILE).exists() and (whole / ONE_FILE).exists()
+    assert len({tensor.file for tensor in tensors_of(spec_of(sharded)).values()}) > 1
+    check_weights(spec_of(whole))
+
+
+def test_names_of_a_model_that_was_saved_without_its_output_layer_are_known(whole, copied):
+    folder = copied(whole)
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)  # the mask, as older releases saved it
+
+    check_weights(spec_of(rewritten(folder, rename)))
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, 3000, -1])
+def test_a_cut_file_is_named(whole, copied, keep):
+    file = copied(whole) / ONE_FILE
+    content = file.read_bytes()
+    file.write_bytes(content[:keep])
+    sentence = sentence_about(file.parent)
+    assert str(file) in sentence and "is cut off" in sentence
+    if keep == -1:
+        assert "goes beyond its end (1 bytes are missing)" in sentence
+
+
+def test_a_cut_shard_is_named_with_its_tensor(sharded, copied):
+    file = sorted(copied(sharded).glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert f"{file} is cut off: model." in sentence_about(file.parent)
+
+
+def test_a_file_that_is_gone_is_named(sharded, copied):
+    file = sorted(copied(sharded).glob("*.safetensors"))[1]
+    file.unlink()
+    assert f"{file} cannot be read: No such file" in sentence_about(file.parent)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda t: t.pop("transformer.h.2.ln_1.bias"), "has no tensor transformer.h.2.ln_1.bias"),
+        (lambda t: t.update(score=torch.ones(1)), "nothing in the model of config.json is called score"),
+        (
+            lambda t: t.update({"transformer.ln_f.weight": torch.ones(31)}),
+            "transformer.ln_f.weight has shape [31], but config.json asks for [32]",
+        ),
+        (
+            lambda t: t.update({"transformer.wpe.weight": torch.ones(7, 32)}),
+            "transformer.wpe.weight has shape [7, 32], but config.json asks for [8, 32]",
+        ),
+        (
+            lambda t: t.update({"transformer.ln_f.weight": torch.ones(32, dtype=torch.int8)}),
+            "transformer.ln_f.weight has dtype I8: what can be read is F64, F32, F16, BF16",
+        ),
+    ],
+)
+def test_tensors_that_are_not_as_the_model_needs_them_are_named(whole, copied, change, sentence):
+    assert sentence in sentence_about(rewritten(copied(whole), change))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "is no index of safetensors files"),
+        ('{"weight_map": []}', "is no index of safetensors files"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "names a file outside of its folder"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "names a file outside of its folder"),
+    ],
+)
+def test_an_index_that_makes_no_sense_is_named(whole, copied, content, sentence):
+    folder = copied(whole)
+    (folder / INDEX).write_text(content)
+    assert f"{folder / INDEX} {sentence}" in sentence_about(folder)
+
+
+def test_an_index_that_is_wrong_about_a_tensor_is_named(sharded, copied):
+    folder = copied(sharded)
+    index = json.loads((folder / INDEX).read_text())
+    names = sorted(set(index["weight_map"].values()))
+    tensor = next(name for name, file in index["weight_map"].items() if file == names[0])
+    index["weight_map"][tensor] = names[1]
+    (folder / INDEX).write_text(json.dumps(index))
+    assert f"{folder / names[1]} does not hold {tensor}, which {folder / INDEX} says" in sentence_about(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]", b"{", b'{"a": 3}', b'{"a": {"dtype": "F32", "shape": [2]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]}}',
+    ],
+)  # fmt: skip
+def test_a_header_that_makes_no_sense_is_named(whole, copied, header):
+    file = copied(whole) / ONE_FILE
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    assert sentence_about(file.parent).startswith(str(file))
+
+
+def test_pickles_are_never_read(whole, copied):
+    folder = copied(whole)
+    (folder / ONE_FILE).unlink()
+    assert f"{folder} has neither model.safetensors nor" in sentence_about(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    assert "pytorch_model.bin is a pickle, which is never read: save the model as safetensors" in sentence_about(folder)
+
+
+def test_weights_obey_the_roots_of_data(whole, copied, tmp_path):
+    folder = copied(whole)
+    spec = spec_of(folder)
+    DataRoots((tmp_path,)).check(spec)
+    (problem,) = DataRoots((tmp_path / "other",)).problems(spec)
+    assert problem.path == "model.from"
+    outside = tmp_path / "secret"
+    (folder / ONE_FILE).rename(outside)
+    (folder / ONE_FILE).symlink_to(outside)
+    with pytest.raises(DataError, match="leads elsewhere"):
+        DataRoots((folder,)).check(spec)

@@ -1,0 +1,41 @@
+"""The tokenizer `bytes` as a tokenizer.json: one token a byte, whose id is the byte. Pure Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """What Hugging Face's library `tokenizers` reads: byte-pair encoding over bytes, without any pair."""
+    by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": by_bytes,
+        "post_processor": None,
+        "decoder": by_bytes,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {_letter(byte): byte for byte in range(256)},
+            "merges": [],
+        },
+    }
+
+
+def _letter(byte: int) -> str:
+    """The character that stands for a byte in byte-level encodings (Radford et al. 2019, `bytes_to_unicode` of GPT-2's
+    code): itself where it is printed, else the next one from 256 on."""
+    return chr(byte) if byte in _PRINTED else chr(256 + sum(1 for other in range(byte) if other not in _PRINTED))
+
+
+_PRINTED = frozenset([*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)])

@@ -1,0 +1,248 @@
+"""config.json -> the section `model` of a JobSpec. Pure Python.
+
+What is missing has the value that the class of transformers has for it (`LlamaConfig` and so on), since config.json
+leaves out what does not differ. What no family of ours computes is an error that names the key: nothing is trained
+with another model than the one whose weights these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from workers.errors import WeightsError
+from workers.weights.config_keys import Keys
+
+Section = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a config.json says of a model."""
+
+    section: Section
+    """Keys of `model`, sequence_length aside."""
+    their_names: dict[str, str]
+    """What config.json calls them."""
+    positions: int
+    """Tokens in the longest sequence that the model is meant for."""
+    positions_name: str
+    """What config.json calls that."""
+
+
+def shape_of(config: Keys) -> Shape:
+    """The model that `config` describes. Raises WeightsError."""
+    kind = config.get("model_type")
+    if kind not in READERS:
+        others = "" if kind != "qwen2" else " (Qwen 2 has biases on queries, keys and values alone)"
+        raise config.wrong("model_type", f"what can be read: {', '.join(READERS)}{others}")
+    for key, why in _NEVER.items():
+        if config.get(key):
+            raise WeightsError(f"{config.where}: {key}: {why}")
+    return READERS[kind](config)
+
+
+_NEVER = {
+    "quantization_config": "quantised weights cannot be trained; take those that they were made from",
+    "vision_config": "parts for images are not built",
+    "text_config": "a model of several parts is not built; take the text model's own folder",
+    "auto_map": "the model needs code from its folder, which is never run",
+}
+
+
+def _gpt2(config: Keys) -> Shape:
+    names = {
+        "layers": "n_layer", "hidden_size": "n_embd", "heads": "n_head", "ffn_hidden_size": "n_inner",
+        "vocabulary_size": "vocab_size", "tie_embeddings": "tie_word_embeddings", "norm_epsilon": "layer_norm_epsilon",
+        "activation": "activation_function", "family": "model_type",
+    }  # fmt: skip
+    hidden = config.whole("n_embd", 768)
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in _GELUS:
+        raise config.wrong("activation_function", f"what can be computed: {', '.join(_GELUS)}")
+    for key, needed in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("add_cross_attention", False),
+    ):
+        if config.flag(key, needed) is not needed:
+            raise config.wrong(key, f"only {str(needed).lower()} can be computed")
+    section = {
+        "family": "gpt",
+        "layers": config.whole("n_layer", 12),
+        "hidden_size": hidden,
+        "heads": config.whole("n_head", 12),
+        "ffn_hidden_size": config.whole("n_inner", 4 * hidden),
+        "vocabulary_size": config.whole("vocab_size", 50257),
+        "bias": True,
+        "tie_embeddings": config.flag("tie_word_embeddings", True),
+        "norm_epsilon": config.number("layer_norm_epsilon", 1e-5),
+        "activation": _GELUS[activation],
+    }
+    return Shape(section, names, config.whole("n_positions", 1024), "n_positions")
+
+
+_GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    """Of a class of transformers."""
+
+    kv_heads: int | None
+    """None: as many as heads."""
+    head_dim: int | None
+    """None: hidden_size / heads."""
+    positions: int
+
+
+_DEFAULTS = {
+    "llama": _Defaults(None, None, 2048),
+    "mistral": _Defaults(8, None, 131072),
+    "qwen3": _Defaults(32, 128, 32768),
+}
+
+
+def _llama_like(config: Keys) -> Shape:
+    kind = config.values["model_type"]
+    defaults = _DEFAULTS[kind]
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise config.wrong("hidden_act", "only silu can be computed")
+    heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
+    section = {
+        "family": "qwen" if kind == "qwen3" else "llama",
+        "layers": config.whole("num_hidden_layers"),
+        "hidden_size": hidden,
+        "heads": heads,
+        "kv_heads": config.whole("num_key_value_heads", defaults.kv_heads or heads),
+        "head_dim": config.whole("head_dim", defaults.head_dim or max(1, hidden // heads)),
+        "ffn_hidden_size": config.whole("intermediate_size"),
+        "vocabulary_size": config.whole("vocab_size"),
+        "bias": _bias(config),
+        "tie_embeddings": config.flag("tie_word_embeddings", False),
+        "norm_epsilon": config.number("rms_norm_eps", 1e-6),
+        "rope": _rope(config, defaults.positions),
+        **_windows(config, kind),
+    }
+    return Shape(
+        section, _NAMES, config.whole("max_position_embeddings", defaults.positions), "max_position_embeddings"
+    )
+
+
+_NAMES = {
+    "layers": "num_hidden_layers", "hidden_size": "hidden_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn_hidden_size": "intermediate_size",
+    "vocabulary_size": "vocab_size", "bias": "attention_bias", "tie_embeddings": "tie_word_embeddings",
+    "norm_epsilon": "rms_norm_eps", "rope": "rope_scaling", "sliding_window": "sliding_window",
+    "full_attention_every": "layer_types", "family": "model_type",
+}  # fmt: skip
+
+READERS: dict[str, Callable[[Keys], Shape]] = {
+    "gpt2": _gpt2,
+    "llama": _llama_like,
+    "mistral": _llama_like,
+    "qwen3": _llama_like,
+}
+"""By `model_type`."""
+
+
+def _bias(config: Keys) -> bool:
+    attention = config.flag("attention_bias", False)
+    mlp = config.flag("mlp_bias", False)
+    if attention and config.values["model_type"] != "llama":
+        raise config.wrong("attention_bias", "biases in attention alone cannot be expressed")
+    if attention != mlp:
+        raise config.wrong("attention_bias", f"model.bias is for all linear layers, but mlp_bias is {str(mlp).lower()}")
+    return attention
+
+
+def _windows(config: Keys, kind: str) -> Section:
+    """`sliding_window` and `full_attention_every`."""
+    none: Section = {"sliding_window": None, "full_attention_every": None}
+    has_windows = kind == "mistral" or (kind == "qwen3" and config.flag("use_sliding_window", False))
+    if not has_windows or ("sliding_window" in config.values and config.values["sliding_window"] is None):
+        return none
+    window = config.whole("sliding_window", 4096)
+    if kind == "mistral":
+        return none | {"sliding_window": window}
+    sliding = [entry == "sliding_attention" for entry in _layer_types(config)]
+    if not any(sliding):
+        return none
+    if all(sliding):
+        return none | {"sliding_window": window}
+    every = sliding.index(False) + 1
+    if any((number % every != 0) != here for number, here in enumerate(sliding, start=1)):
+        key = "layer_types" if config.get("layer_types") is not None else "max_window_layers"
+        raise WeightsError(
+            f"{config.where}: {key}: windows in all layers but every n-th can be expressed, no other pattern"
+        )
+    return {"sliding_window": window, "full_attention_every": every}
+
+
+def _layer_types(config: Keys) -> list[str]:
+    """What Qwen 3's layers attend to, of which the first ones see everything where the list is not there."""
+    layers = config.whole("num_hidden_layers")
+    types = config.get("layer_types")
+    if types is None:
+        first = config.get("max_window_layers", 28)
+        return ["full_attention" if n < first else "sliding_attention" for n in range(layers)]
+    if not isinstance(types, list) or len(types) != layers:
+        raise WeightsError(f"{config.where}: layer_types must be a list with one entry for each of {layers} layers")
+    unknown = next((entry for entry in types if entry not in ("full_attention", "sliding_attention")), None)
+    if unknown is not None:
+        known = "full_attention and sliding_attention are what there is"
+        raise WeightsError(f"{config.where}: layer_types has {unknown!r}: {known}")
+    return types
+
+
+def _rope(config: Keys, positions: int) -> Section:
+    """`rope`, as transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters) writes it."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    inner = config.inner(key) or Keys({}, config.where)
+    if config.get("partial_rotary_factor", 1.0) != 1.0 or inner.get("partial_rotary_factor", 1.0) != 1.0:
+        raise WeightsError(f"{config.where}: partial_rotary_factor: only 1.0, turning whole heads, can be computed")
+    theta = inner.number("rope_theta", config.number("rope_theta", 10_000.0))
+    kind = inner.get("rope_type", inner.get("type", "default"))
+    if kind == "default":
+        return {"theta": theta, "scaling": None}
+    if kind not in _SCALINGS:
+        name = "rope_type" if "rope_type" in inner.values else "type"
+        raise inner.wrong(name, f"what can be computed: default, {', '.join(_SCALINGS)}")
+    factor = inner.number("factor")
+    if factor < 1:
+        raise inner.wrong("factor", "must be at least 1")
+    length = config.whole("max_position_embeddings", positions)
+    return {"theta": theta, "scaling": {"type": kind, "factor": factor, **_SCALINGS[kind](inner, length)}}
+
+
+def _llama3(inner: Keys, positions: int) -> Section:
+    return {
+        "original_length": inner.whole("original_max_position_embeddings"),
+        "low_frequency_factor": inner.number("low_freq_factor"),
+        "high_frequency_factor": inner.number("high_freq_factor"),
+    }
+
+
+def _yarn(inner: Keys, positions: int) -> Section:
+    for key, needed in (("truncate", True), ("mscale", None), ("mscale_all_dim", None)):
+        if inner.get(key, needed) != needed:
+            raise inner.wrong(key, "this variant of yarn cannot be computed")
+    section = {
+        "original_length": inner.whole("original_max_position_embeddings", positions),
+        "beta_fast": inner.number("beta_fast", 32.0),
+        "beta_slow": inner.number("beta_slow", 1.0),
+    }
+    return section | dict(_given(inner, "attention_factor"))
+
+
+def _given(inner: Keys, key: str) -> Iterator[tuple[str, float]]:
+    if inner.get(key) is not None:
+        yield key, inner.number(key)
+
+
+_SCALINGS: dict[str, Callable[[Keys, int], Section]] = {
+    "linear": lambda inner, positions: {},
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

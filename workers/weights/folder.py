@@ -1,0 +1,164 @@
+"""A folder of safetensors: which tensor lies in which file, with shape and dtype, as the files' headers say. Pure
+Python: the service looks before a job is placed, and a rank before it reads.
+
+The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, little endian; the header, JSON;
+the tensors' bytes without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workers.config import JobSpec
+from workers.errors import WeightsError
+from workers.weights.mapping import TheirTensor, their_tensors
+
+ONE_FILE = "model.safetensors"
+INDEX = f"{ONE_FILE}.index.json"
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Of a number, by the dtypes that are read."""
+_ALL_BYTES = {**BYTES, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_MOST_HEADER_BYTES = 100_000_000
+"""What the library allows too."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a file."""
+
+    file: Path
+    name: str
+    """As the file calls it."""
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def check_weights(spec: JobSpec) -> None:
+    """Raise WeightsError unless the job's weights, where it begins with some, are all there as the model needs them."""
+    if spec.model.from_ is not None:
+        tensors_of(spec)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights in `folder`. Raises WeightsError."""
+    index = folder / INDEX
+    if index.exists():
+        return sorted(set(_weight_map(index).values()))
+    if (folder / ONE_FILE).exists():
+        return [folder / ONE_FILE]
+    pickles = next((path for pattern in ("*.bin", "*.pt", "*.pth") for path in _listed(folder, pattern)), None)
+    if pickles is not None:
+        raise WeightsError(f"{pickles} is a pickle, which is never read: save the model as safetensors")
+    raise WeightsError(f"{folder} has neither {ONE_FILE} nor {INDEX}")
+
+
+def _listed(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError as error:
+        raise WeightsError(f"{folder} cannot be read: {error.strerror}") from error
+
+
+def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
+    """Where each of `their_tensors(spec)` lies in the folder `spec.model.from_`, by its name there. Raises WeightsError
+    where one is missing, has another shape or a dtype that cannot be read, or nobody knows what it is for."""
+    folder = Path(spec.model.from_ or "")
+    found = read_headers(folder)
+    wanted = their_tensors(spec)
+    at, used = {}, set()
+    for tensor in wanted:
+        here = next((found[name] for name in _spellings(tensor.name) if name in found), None)
+        if here is None:
+            raise WeightsError(f"{folder} has no tensor {tensor.name}, which the model of its config.json has")
+        _check(tensor, here)
+        at[tensor.name] = here
+        used.add(here.name)
+    tied = {"lm_head.weight"} if spec.model.tie_embeddings else set()
+    for name in found.keys() - used - tied:
+        if not name.endswith(_BUFFERS):
+            file = found[name].file
+            raise WeightsError(f"{file}: nothing in the model of config.json is called {name}")
+    return at
+
+
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Ends of names of tensors that older releases of transformers saved and none needs."""
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """A model that was saved without its output layer has no name in front."""
+    return name, name.removeprefix("model.").removeprefix("transformer.")
+
+
+def _check(tensor: TheirTensor, here: FileTensor) -> None:
+    where = f"{here.file}: {here.name}"
+    if here.dtype not in BYTES:
+        raise WeightsError(f"{where} has dtype {here.dtype}: what can be read is {', '.join(BYTES)}")
+    longer = tensor.may_be_longer and here.shape[1:] == tensor.shape[1:] and here.shape[0] >= tensor.shape[0]
+    if here.shape != tensor.shape and not longer:
+        raise WeightsError(f"{where} has shape {list(here.shape)}, but config.json asks for {list(tensor.shape)}")
+
+
+def read_headers(folder: Path) -> dict[str, FileTensor]:
+    """All tensors of `folder`, by name. Raises WeightsError where a file is cut or no safetensors file, or the index
+    names what is not there."""
+    tensors: dict[str, FileTensor] = {}
+    for file in weight_files(folder):
+        for tensor in _header(file):
+            if tensor.name in tensors:
+                raise WeightsError(f"{tensor.name} is in {tensors[tensor.name].file.name} and in {file}")
+            tensors[tensor.name] = tensor
+    index = folder / INDEX
+    for name, file in _weight_map(index).items() if index.exists() else ():
+        if name not in tensors or tensors[name].file != file:
+            raise WeightsError(f"{file} does not hold {name}, which {index} says")
+    return tensors
+
+
+def _weight_map(index: Path) -> dict[str, Path]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: index.parent / file for name, file in names.items()}
+        inside = all(Path(file).name == file and file not in ("", "..") for file in names.values())
+    except OSError as error:
+        raise WeightsError(f"{index} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{index} is no index of safetensors files: it needs an object weight_map") from error
+    if not inside:
+        raise WeightsError(f"{index} names a file outside of its folder")
+    return files
+
+
+def _header(file: Path) -> Iterator[FileTensor]:
+    try:
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+                raise WeightsError(f"{file} is cut off, or no safetensors file: its header does not end in it")
+            header = json.loads(stream.read(length))
+            entries = [_entry(file, name, entry) for name, entry in header.items() if name != "__metadata__"]
+    except OSError as error:
+        raise WeightsError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{file} is no safetensors file: its header makes no sense") from error
+    for tensor, end in entries:
+        if 8 + length + end > size:
+            missing = f"{8 + length + max(end for _, end in entries) - size} bytes are missing"
+            raise WeightsError(f"{file} is cut off: {tensor.name} goes beyond its end ({missing})")
+        yield tensor
+
+
+def _entry(file: Path, name: str, entry: dict[str, Any]) -> tuple[FileTensor, int]:
+    """The tensor, and its end in bytes behind the header. Raises ValueError and the like."""
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(size) for size in entry["shape"])
+    wide = _ALL_BYTES.get(entry["dtype"])
+    if begin < 0 or min(shape, default=0) < 0 or (wide is not None and end - begin != math.prod(shape) * wide):
+        raise WeightsError(f"{file}: {name} does not have as many bytes as its shape and dtype ask for")
+    return FileTensor(file, name, shape, str(entry["dtype"])), end

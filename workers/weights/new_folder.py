@@ -1,0 +1,87 @@
+"""A folder that is there as a whole or not at all: made under another name beside its place, and renamed at the end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from workers.errors import WeightsError
+
+_END = ".unfinished"
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `target` when the block ends without an error. Nothing may be there yet but
+    an empty folder. What attempts that were killed have left beside it is removed; those that go on are not.
+
+    Raises WeightsError where something is there, OSError.
+    """
+    _check(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left_over(target)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_END, dir=target.parent))
+    try:
+        lock = _locked(folder)
+        assert lock is not None, "nobody else knows the folder"
+        try:
+            yield folder
+            folder.chmod(0o777 & ~_umask())
+            _sync(folder)
+            _check(target)
+            folder.rename(target)  # takes the place of an empty folder, of nothing else
+            _sync(target.parent)
+        finally:
+            os.close(lock)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(target: Path) -> None:
+    if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
+        raise WeightsError(f"there is something at {target} already: name another place, or remove it")
+
+
+def _remove_left_over(target: Path) -> None:
+    for folder in target.parent.glob(f".{_escaped(target.name)}.*{_END}"):
+        lock = None
+        with suppress(OSError):
+            lock = _locked(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"[{each}]" if each in "*?[" else each for each in name)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor that holds the folder's lock, which ends with the process; None where another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _umask() -> int:
+    """Of this process; there is no way to read it but to set it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,101 @@
+"""A rank's parameters from a folder of Hugging Face weights, of which it reads the rows and columns that it holds.
+
+Beside the rank's own state there are never more than one of its parameters, as fp32, and one block of a tensor's rows
+as the file has them. The files are mapped into memory by the library `safetensors`, a tensor at a time; nothing of
+them is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from workers.config import JobSpec
+from workers.errors import WeightsError
+from workers.parallel.tensor.shards import NamedShard
+from workers.weights.folder import FileTensor, tensors_of
+from workers.weights.mapping import Piece, TheirTensor, their_tensors
+
+BLOCK_BYTES = 64 * 2**20
+"""Most of a tensor that is read at a time, unless a row is larger."""
+
+
+class Weights:
+    """The weights that a job begins with."""
+
+    def __init__(self, spec: JobSpec, moved: Callable[[], object] = lambda: None):
+        """`moved` is called whenever some of them has been read. Raises WeightsError where they are not what the model
+        needs."""
+        self._at = tensors_of(spec)
+        self._moved = moved
+        self._parts: dict[str, list[tuple[TheirTensor, Piece]]] = {}
+        """By our names."""
+        for tensor in their_tensors(spec):
+            for piece in tensor.pieces:
+                self._parts.setdefault(piece.ours, []).append((tensor, piece))
+
+    def fill(self, entry: NamedShard, local: torch.Tensor) -> None:
+        """Put what the rank holds of a parameter into `local`, zeros of its shape. Raises WeightsError."""
+        rows, columns = entry.shard.rows_and_columns(tuple(local.shape))
+        for tensor, piece in self._parts[entry.name]:
+            self._read(tensor, piece, rows, columns, local.view(local.shape[0], -1))
+
+    def _read(
+        self,
+        tensor: TheirTensor,
+        piece: Piece,
+        rows: tuple[int, int],
+        columns: tuple[int, int],
+        local: torch.Tensor,
+    ) -> None:
+        """The piece's part of our [rows, columns), which is `local`."""
+        here = self._at[tensor.name]
+        try:
+            with safe_open(here.file, framework="pt") as file:
+                whole = file.get_slice(here.name)
+                for runs in _blocks(piece.runs(*rows), _rows_in_a_block(tensor)):
+                    first, end = runs[0][1], runs[-1][1] + runs[-1][2]
+                    block = _cut(whole, tensor, (first, end), columns)
+                    for row, theirs, count in runs:
+                        at = row - rows[0]
+                        local[at : at + count, : block.shape[1]].copy_(block[theirs - first : theirs - first + count])
+                    self._moved()
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(here, error) from error
+
+
+def _rows_in_a_block(tensor: TheirTensor) -> int:
+    columns = 1 if len(tensor.shape) == 1 else tensor.rows_first[1]
+    return max(1, BLOCK_BYTES // (4 * columns))
+
+
+def _blocks(runs: Iterator[tuple[int, int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
+    """The runs, cut where they are longer than `most` rows, in groups that lie one after the other in their tensor and
+    have about `most` rows."""
+    group: list[tuple[int, int, int]] = []
+    for row, theirs, count in runs:
+        for start in range(0, count, most):
+            run = row + start, theirs + start, min(most, count - start)
+            if group and (run[1] + run[2] - group[0][1] > most or run[1] != group[-1][1] + group[-1][2]):
+                yield group
+                group = []
+            group.append(run)
+    if group:
+        yield group
+
+
+def _cut(whole: object, tensor: TheirTensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
+    """Rows and columns, as ours count them, of a slice of their tensor: [rows, columns]."""
+    a, b, c, d = *rows, *columns
+    if len(tensor.shape) == 1:
+        part = whole[a:b]  # type: ignore[index]
+        return part.view(-1, 1)
+    if tensor.transposed:
+        return whole[c:d, a:b].t()  # type: ignore[index]
+    return whole[a:b, c:d]  # type: ignore[index]
+
+
+def _unreadable(here: FileTensor, error: Exception) -> WeightsError:
+    return WeightsError(f"{here.file}: {here.name} cannot be read: {' '.join(str(error).split())}")

@@ -1,0 +1,79 @@
+"""`model: {from: FOLDER}` of a submitted JobSpec: the shape that the folder's config.json names, filled in once, so
+that whoever reads the spec later knows the whole model without the folder. Pure Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from workers.config import ModelConfig
+from workers.data.roots import ANYWHERE, DataRoots
+from workers.errors import WeightsError
+from workers.spec.problems import Problem, SpecError
+from workers.weights.config_in import Shape, shape_of
+from workers.weights.config_keys import CONFIG, read_config
+
+
+def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
+    """`document`, a JobSpec as it was submitted, with the whole section `model` where that names a folder of weights;
+    any other as it is. Nothing but config.json is read, which has to lie below the `roots`.
+
+    Raises SpecError: the folder may not be read, holds a model that cannot be trained, or another one than the keys
+    beside it say.
+    """
+    model = document.get("model") if isinstance(document, dict) else None
+    folder = model.get("from") if isinstance(model, dict) else None
+    if model is None or not isinstance(folder, str) or not folder:
+        return document
+    if "://" in folder:
+        raise SpecError([Problem("model.from", f"{folder} is no folder of this machine; copy the weights here first")])
+    problem = roots.problem("model.from", folder) or roots.problem("model.from", f"{folder}/{CONFIG}")
+    if problem is not None:
+        raise SpecError([problem])
+    try:
+        config = read_config(Path(folder))
+        shape = shape_of(config)
+    except WeightsError as error:
+        raise SpecError([Problem("model.from", str(error))]) from error
+    problems = list(_differences(model, shape, config.where))
+    if problems:
+        raise SpecError(problems)
+    return {**document, "model": {"sequence_length": shape.positions, **model, **shape.section}}
+
+
+_SHAPE = frozenset(ModelConfig.model_fields) - {"from_", "dropout", "sequence_length"}
+"""Keys that say what the weights are."""
+
+
+def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Problem]:
+    """Keys beside `from` that are not what config.json says."""
+    length = model.get("sequence_length")
+    if isinstance(length, int) and length > shape.positions:
+        rule = f"{length} tokens are more than the model has positions for: {where} says {shape.positions_name} "
+        yield Problem("model.sequence_length", f"{rule}{shape.positions}", str(shape.positions))
+    said = _read(shape.section, shape.positions)
+    for key in _SHAPE & model.keys():
+        given = model[key]
+        if given is None and ModelConfig.model_fields[key].default is None:
+            continue  # as if it were left out
+        expected = said.get(key)
+        if _read({**shape.section, key: given}, shape.positions).get(key) != expected:
+            name = shape.their_names.get(key, "nothing")
+            found = f"{name} {_shown(expected)}" if key in shape.section else f"a {shape.section['family']} without it"
+            yield Problem(f"model.{key}", f"{_shown(given)} is not what {where} says: {found}", _shown(expected))
+
+
+def _read(section: dict[str, Any], positions: int) -> dict[str, Any]:
+    """The section with all defaults, as JSON; as it is where it cannot be read, which is found later."""
+    try:
+        return ModelConfig.model_validate({"sequence_length": positions, **section}).model_dump(mode="json")
+    except ValidationError:
+        return section
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
