@@ -186,6 +186,9 @@ class DataConfig(Section):
     """Files and directories of the corpus, in order; a directory stands for its text files, sorted by path."""
     weights: tuple[PositiveFloat, ...] | None = None
     """Sampling weight of each path."""
+    documents: Literal["together", "apart"] = "together"
+    """Whether attention looks across documents that share a sample. apart: each token sees its own document alone, and
+    nothing is predicted across a boundary. Needs a token that ends documents."""
     tokenizer: str = "bytes"
     """bytes (one token a byte, 256 ids), bpe, or a tokenizer file. Built: bytes."""
     validation_fraction: Fraction = 0.05

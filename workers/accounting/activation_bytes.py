@@ -72,7 +72,12 @@ def _core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
     model, width = spec.model, _width(spec)
     heads = spec.train.micro_batch_size * model.heads // spec.layout.tensor
     if not spec.attention_is_explicit:
-        return {} if recompute else {"log_sums": heads * model.sequence_length * WIDE}
+        if recompute:
+            return {}
+        kept = {"log_sums": heads * model.sequence_length * WIDE}
+        if spec.data.documents == "apart":  # each document's result beside all of them in a row
+            kept["context_by_document"] = _tokens(spec)[0] * model.attention_width // spec.layout.tensor * width
+        return kept
     terms = {"dropout_keys": heads * 4} if model.dropout > 0 else {}
     if recompute:
         return terms

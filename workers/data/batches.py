@@ -6,7 +6,7 @@ Shapes: s sequence, b micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from workers.data.corpus import ByteCorpus
 from workers.data.corpus_record import as_recorded
 from workers.data.held_out import HeldOut, validation_sets
 from workers.data.order import SampleOrder
+from workers.data.packed_documents import Documents
 from workers.data.skipped_samples import SkippedSamples
 from workers.data.sources import corpus_files, split_corpus
 from workers.storage.places import Place
@@ -35,6 +36,17 @@ class MicroBatch:
     """Tokens, int64 [s, b]; None on stages that do not read them."""
     targets_sb: torch.Tensor | None = None
     """The tokens that follow them, int64 [s, b], or NO_TARGET."""
+    documents: Documents | None = None
+    """Where attention stays within documents: those of the samples, on all stages."""
+
+
+def with_documents_apart(batch: MicroBatch, end: int) -> MicroBatch:
+    """The same micro-batch, in which each document, the last token of which is `end`, is by itself: nothing follows
+    there that its own document could tell."""
+    inputs_sb, targets_sb = batch.inputs_sb, batch.targets_sb
+    assert inputs_sb is not None and targets_sb is not None
+    documents = Documents.of(inputs_sb.t().cpu().numpy(), end)
+    return replace(batch, targets_sb=targets_sb.masked_fill(inputs_sb == end, NO_TARGET), documents=documents)
 
 
 class Batches:

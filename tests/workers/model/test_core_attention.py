@@ -53,11 +53,14 @@ def test_result_and_gradients_are_those_of_the_formula(comm, groups, recompute):
     inputs, grad = drawn(groups)
     expected = with_gradients(formula, inputs, grad)
     torch.testing.assert_close(
-        with_gradients(lambda q, k, v: explicit_attention(q, k, v, ALL, recompute, 0.0, None, comm), inputs, grad),
+        with_gradients(
+            lambda q, k, v: explicit_attention(q, k, v, ALL, None, recompute, 0.0, None, comm), inputs, grad
+        ),
         expected,
     )
     torch.testing.assert_close(
-        with_gradients(lambda q, k, v: fused_attention(q, k, v, ALL, False, recompute, comm), inputs, grad), expected
+        with_gradients(lambda q, k, v: fused_attention(q, k, v, ALL, None, False, recompute, comm), inputs, grad),
+        expected,
     )
 
 
@@ -69,7 +72,9 @@ def test_weights_are_dropped_by_sample_and_head(comm, recompute):
     masks = kept(derived_keys(keys_ba.reshape(-1, 1), positions), S, rate).view(B, A, S, S)
     assert 0 < masks.float().mean() < 1
     torch.testing.assert_close(
-        with_gradients(lambda q, k, v: explicit_attention(q, k, v, ALL, recompute, rate, keys_ba, comm), inputs, grad),
+        with_gradients(
+            lambda q, k, v: explicit_attention(q, k, v, ALL, None, recompute, rate, keys_ba, comm), inputs, grad
+        ),
         with_gradients(lambda q, k, v: formula(q, k, v, masks, rate), inputs, grad),
     )
 
@@ -77,5 +82,5 @@ def test_weights_are_dropped_by_sample_and_head(comm, recompute):
 def test_batches_may_come_first(comm):
     inputs, _ = drawn(2)
     turned = [x.transpose(0, 1) for x in inputs]
-    result = fused_attention(*turned, ALL, True, False, comm)
+    result = fused_attention(*turned, ALL, None, True, False, comm)
     torch.testing.assert_close(result.transpose(0, 1), formula(*inputs))
