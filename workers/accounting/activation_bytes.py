@@ -58,6 +58,9 @@ def layer_terms(spec: JobSpec, modules: Collection[str] = ()) -> dict[str, int]:
     if model.parts.query_key_norm:
         terms["normed_queries_keys"] = tokens * _heads(spec) * model.head_size * width
         terms["query_key_norm_statistics"] = tokens * _heads(spec) * WIDE
+        if spec.data.documents == "apart" and not spec.attention_is_explicit:
+            # A copy whose tokens lie in a row, sample after sample; elsewhere it takes the place of the original.
+            terms["values_by_document"] = tokens * _value_heads(spec) * model.head_size * width
     if "norm" not in modules:
         terms |= {"attention_norm_output": outside * h * width, "mlp_norm_output": outside * h * width}
     if "mlp_activation" not in modules:

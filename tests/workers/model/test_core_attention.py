@@ -11,6 +11,7 @@ import torch
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
+from workers.data.packed_documents import Documents
 from workers.model.core_attention import Visible, explicit_attention, fused_attention
 from workers.parallel.tensor.dropout import derived_keys, kept
 
@@ -84,3 +85,29 @@ def test_batches_may_come_first(comm):
     turned = [x.transpose(0, 1) for x in inputs]
     result = fused_attention(*turned, ALL, None, True, False, comm)
     torch.testing.assert_close(result.transpose(0, 1), formula(*inputs))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_documents_that_are_apart_are_as_if_each_were_alone(comm, groups, window, recompute):
+    inputs, grad = drawn(groups)
+    documents, visible = Documents(((0, 3, 4), (0, 5)), S), Visible(window)
+    pieces = [(0, 0, 3), (0, 3, 4), (0, 4, S), (1, 0, 5), (1, 5, S)]
+
+    def alone(q, k, v):
+        result = torch.zeros(S, B, A, D, dtype=torch.float64)
+        for sample, first, end in pieces:
+            part = [x[first:end, sample : sample + 1] for x in (q, k, v)]
+            result[first:end, sample : sample + 1] = fused_attention(*part, visible, None, False, False, comm)
+        return result
+
+    expected = with_gradients(alone, inputs, grad)
+    for attend in (
+        lambda q, k, v: fused_attention(q, k, v, visible, documents, False, recompute, comm),
+        lambda q, k, v: explicit_attention(q, k, v, visible, documents, recompute, 0.0, None, comm),
+        lambda *turned: fused_attention(
+            *(x.transpose(0, 1) for x in turned), visible, documents, True, recompute, comm
+        ).transpose(0, 1),
+    ):
+        torch.testing.assert_close(with_gradients(attend, inputs, grad), expected)
