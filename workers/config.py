@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from workers.spec.families import FAMILIES, Family
 
@@ -50,6 +50,13 @@ class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values never change after parsing."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Options(dict[str, bool | int | float | str]):
+    """A mapping that nobody changes, so that specs can be told apart by their hashes."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
 
 class RopeScaling(Section):
@@ -96,7 +103,7 @@ class ModelConfig(Section):
     of an installed package, docs/custom_models.md)."""
     entrypoint: Annotated[str, Field(max_length=500, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
     """custom: where the model is, `package.module:function`."""
-    options: dict[str, bool | int | float | str] = {}
+    options: Annotated[dict[str, bool | int | float | str], AfterValidator(Options)] = Options()
     """custom: what the model is told beside the keys that all have."""
     layers: Layers
     """Number of transformer layers (L in the papers)."""
@@ -211,6 +218,9 @@ class DataConfig(Section):
     """Files and directories of the corpus, in order; a directory stands for its files of that kind, sorted by path."""
     weights: tuple[PositiveFloat, ...] | None = None
     """Shares of the paths in the samples, in any unit; default: all paths are one row of tokens."""
+    documents: Literal["together", "apart"] = "together"
+    """Whether attention looks across documents that share a sample. apart: each token sees its own document alone, and
+    nothing is predicted across a boundary. Needs a token that ends documents."""
     tokenizer: str = "bytes"
     """bytes (one token a byte, 256 ids), bpe (byte-level byte-pair encoding, trained on this corpus), or the path of a
     tokenizer.json as Hugging Face's library `tokenizers` writes it."""

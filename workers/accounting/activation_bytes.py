@@ -58,6 +58,9 @@ def layer_terms(spec: JobSpec, modules: Collection[str] = ()) -> dict[str, int]:
     if model.parts.query_key_norm:
         terms["normed_queries_keys"] = tokens * _heads(spec) * model.head_size * width
         terms["query_key_norm_statistics"] = tokens * _heads(spec) * WIDE
+        if spec.data.documents == "apart" and not spec.attention_is_explicit:
+            # A copy whose tokens lie in a row, sample after sample; elsewhere it takes the place of the original.
+            terms["values_by_document"] = tokens * _value_heads(spec) * model.head_size * width
     if "norm" not in modules:
         terms |= {"attention_norm_output": outside * h * width, "mlp_norm_output": outside * h * width}
     if "mlp_activation" not in modules:
@@ -72,7 +75,12 @@ def _core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
     model, width = spec.model, _width(spec)
     heads = spec.train.micro_batch_size * model.heads // spec.layout.tensor
     if not spec.attention_is_explicit:
-        return {} if recompute else {"log_sums": heads * model.sequence_length * WIDE}
+        if recompute:
+            return {}
+        kept = {"log_sums": heads * model.sequence_length * WIDE}
+        if spec.data.documents == "apart":  # each document's result beside all of them in a row
+            kept["context_by_document"] = _tokens(spec)[0] * model.attention_width // spec.layout.tensor * width
+        return kept
     terms = {"dropout_keys": heads * 4} if model.dropout > 0 else {}
     if recompute:
         return terms

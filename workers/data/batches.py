@@ -6,7 +6,7 @@ Shapes: s sequence, b micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,12 @@ from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan, replica_micro_batches
 from workers.data.blend import blended, whole_shares
 from workers.data.held_out import BlendedHeldOut, HeldOut, validation_sets
+from workers.data.packed_documents import Documents
 from workers.data.prepare import Row, open_corpus
 from workers.data.skipped_samples import SkippedSamples
 from workers.data.sources import parts_of, split_tokens
 from workers.data.token_cache import SILENT, Watcher
+from workers.errors import DataError
 from workers.storage.places import Place
 
 # Target of a position that has none: it adds nothing to the loss and does not count as a token.
@@ -36,6 +38,17 @@ class MicroBatch:
     """Tokens, int64 [s, b]; None on stages that do not read them."""
     targets_sb: torch.Tensor | None = None
     """The tokens that follow them, int64 [s, b], or NO_TARGET."""
+    documents: Documents | None = None
+    """Where attention stays within documents: those of the samples, on all stages."""
+
+
+def with_documents_apart(batch: MicroBatch, end: int) -> MicroBatch:
+    """The same micro-batch, in which each document, the last token of which is `end`, is by itself: nothing follows
+    there that its own document could tell."""
+    inputs_sb, targets_sb = batch.inputs_sb, batch.targets_sb
+    assert inputs_sb is not None and targets_sb is not None
+    documents = Documents.of(inputs_sb.t().cpu().numpy(), end)
+    return replace(batch, targets_sb=targets_sb.masked_fill(inputs_sb == end, NO_TARGET), documents=documents)
 
 
 class Batches:
@@ -52,12 +65,20 @@ class Batches:
         cache: Path | None = None,
         watcher: Watcher = SILENT,
     ):
-        """`reads_tokens`: whether this rank's stage is the first or the last; `record`: file that says what the corpus
+        """`reads_tokens`: whether this rank's stage is the first or the last, else it reads them only to see where
+        documents end; `record`: file that says what the corpus
         was when the job began; `records`: whether this rank makes it; `cache`: folder for tokens; `watcher`: is told
         what goes on while they are made."""
-        self.spec, self.replica, self.device, self.reads_tokens = spec, replica, device, reads_tokens
+        self.spec, self.replica, self.device = spec, replica, device
+        self._apart = spec.data.documents == "apart"
+        self.reads_tokens = reads_tokens or self._apart
         self.plan = BatchPlan(spec.train)
         self.corpus = open_corpus(spec, cache, record, records, watcher)
+        if self._apart and self.corpus.end_of_document is None:
+            raise DataError(
+                "data.documents: apart needs to know the token that ends documents: set data.end_of_document, or the "
+                "tokenizer that a megatron dataset was made with"
+            )
         splits = [
             split_tokens(spec, part, len(row)) for part, row in zip(parts_of(spec.data), self.corpus.parts, strict=True)
         ]
@@ -114,4 +135,6 @@ class Batches:
         length = self.spec.model.sequence_length
         windows_bs = np.stack([corpus.read(start, length + 1) for start in starts])
         tokens_sb = torch.from_numpy(windows_bs).t().contiguous().to(self.device)
-        return MicroBatch(samples, tokens_sb[:-1], tokens_sb[1:])
+        batch = MicroBatch(samples, tokens_sb[:-1], tokens_sb[1:])
+        end = self.corpus.end_of_document if self._apart else None
+        return batch if end is None else with_documents_apart(batch, end)

@@ -59,9 +59,10 @@ class Row(Protocol):
 class Corpus:
     """The rows of the corpus's parts, end to end. No read goes across two of them."""
 
-    def __init__(self, parts: Sequence[Row], digest: str = ""):
-        """`digest`: names the tokens; empty where they are read in place."""
-        self.parts, self.digest = list(parts), digest
+    def __init__(self, parts: Sequence[Row], digest: str = "", end_of_document: int | None = None):
+        """`digest`: names the tokens; empty where they are read in place; `end_of_document`: the token that follows
+        each document, where that is known."""
+        self.parts, self.digest, self.end_of_document = list(parts), digest, end_of_document
         self._ends = list(accumulate(map(len, self.parts)))
         self.begins = [end - len(part) for end, part in zip(self._ends, self.parts, strict=True)]
         """First token of each part."""
@@ -116,11 +117,14 @@ def open_corpus(
     if data.is_read_in_place:
         return Corpus([ByteCorpus(each) for each in files])
     if data.source == "megatron":
+        end = None
+        if data.tokenizer_file is not None:
+            end = open_tokenizer(data).end_of_document
         if data is spec.data and data.tokenizer_file is not None:
             file = tokenizer_path(data.tokenizer_file)
             digest = {f"the tokenizer {data.tokenizer}": open_tokenizer(data).digest}
             _pin(record, records, digest, file)
-        return Corpus([row for each in files for row in _datasets(spec, each, cache, watcher)])
+        return Corpus([row for each in files for row in _datasets(spec, each, cache, watcher)], end_of_document=end)
     if cache is None:
         raise ValueError("tokens need a folder to be kept in")
     return _Tokenized(spec, data, cache, record, records, watcher).corpus(list(zip(parts, files, strict=True)))
@@ -160,7 +164,8 @@ class _Tokenized:
         if any(one.is_new for one in made) or (noted and were_there):
             self._tell(made, sum(len(files) for _, files in parts), time.monotonic() - began)
         whole = "".join([tokenizer.digest, *(one.info.digest for one in made)])
-        return Corpus([one.row for one in made], hashlib.sha256(whole.encode()).hexdigest())
+        digest_of_all = hashlib.sha256(whole.encode()).hexdigest()
+        return Corpus([one.row for one in made], digest_of_all, tokenizer.end_of_document)
 
     def _are_there(self, parts: Parts) -> bool:
         """Whether nothing has to be made. Raises DataError."""

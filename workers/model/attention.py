@@ -67,7 +67,9 @@ class Attention(nn.Module):
         elif self.explicit:
             context = self._explicit(q, k, v, run, recompute)
         else:
-            context = fused_attention(q, k, v, self.visible, run.batch_first, recompute, self.region.comm)
+            context = fused_attention(
+                q, k, v, self.visible, run.documents, run.batch_first, recompute, self.region.comm
+            )
         return self.output(context.flatten(2), residual)
 
     def _projections(self, x: torch.Tensor, norm_again: Again | None, run: ForwardPass) -> tuple[torch.Tensor, ...]:
@@ -109,5 +111,7 @@ class Attention(nn.Module):
             first = self.region.comm.index("tensor") * self.heads
             heads = torch.arange(first, first + self.heads, dtype=torch.int32, device=q.device)
             keys_ba = derived_keys(derived_keys(run.keys_b, self.place).unsqueeze(1), heads)
-        context = explicit_attention(q, k, v, self.visible, recompute, self.rate, keys_ba, self.region.comm)
+        context = explicit_attention(
+            q, k, v, self.visible, run.documents, recompute, self.rate, keys_ba, self.region.comm
+        )
         return context.transpose(0, 1) if run.batch_first else context

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from workers.comm.comm import Comm
+from workers.data.packed_documents import Documents
 from workers.parallel.recompute.modules import checkpointed, in_backward
 from workers.parallel.tensor.dropout import derived_keys, kept
 
@@ -37,7 +38,7 @@ class Visible:
         return self._bands[key]
 
     def hidden(self, length: int, device: torch.device) -> torch.Tensor:
-        """bool [s, s], true where a row's token does not attend to a column's."""
+        """bool [s, s], true where a row's token does not attend to a column's, documents aside."""
         later = torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
         return later if self.window is None else later.logical_or_(torch.ones_like(later).tril_(-self.window))
 
@@ -47,6 +48,7 @@ def fused_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     visible: Visible,
+    documents: Documents | None,
     batch_first: bool,
     recompute: bool,
     comm: Comm,
@@ -57,6 +59,8 @@ def fused_attention(
     Its kernels keep no s x s tensor for backward, and their result is the next product's input, so recomputing it
     saves no more than the log-sums of the softmax: one fp32 number a token and head.
     """
+    if documents is not None:
+        return _within_documents(q, k, v, visible, documents, batch_first, recompute, comm)
     order, back = ((0, 2, 1, 3), (0, 2, 1, 3)) if batch_first else ((1, 2, 0, 3), (2, 0, 1, 3))
     q, k, v = q.permute(order), k.permute(order), v.permute(order)
     grouped, band = q.shape[1] != k.shape[1], visible.band(q.shape[2], q)
@@ -66,6 +70,35 @@ def fused_attention(
 
     context = checkpointed(comm, attend, q, k, v) if recompute else attend(q, k, v)
     return context.permute(back)
+
+
+def _within_documents(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: Visible,
+    documents: Documents,
+    batch_first: bool,
+    recompute: bool,
+    comm: Comm,
+) -> torch.Tensor:
+    """The same with each document by itself: the tokens of all samples lie in a row, which is cut where one begins."""
+    shape = q.shape if batch_first else (q.shape[1], q.shape[0], *q.shape[2:])
+    q, k, v = ((x if batch_first else x.transpose(0, 1)).reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    grouped, band = q.shape[1] != k.shape[1], visible.band(documents.length, q)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        parts = zip(*(x.transpose(0, 1).split(documents.lengths, 1) for x in (q, k, v)), strict=True)
+        return torch.cat([attend_one(*(x.unsqueeze(0) for x in part)) for part in parts])
+
+    def attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        count = q.shape[2]
+        mask = None if band is None or count <= (visible.window or count) else band[:count, :count]
+        context = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+        return context[0].transpose(0, 1)
+
+    context = (checkpointed(comm, attend, q, k, v) if recompute else attend(q, k, v)).view(shape)
+    return context if batch_first else context.transpose(0, 1)
 
 
 def cached_attention(
@@ -87,6 +120,7 @@ def explicit_attention(
     k_sbgd: torch.Tensor,
     v_sbgd: torch.Tensor,
     visible: Visible,
+    documents: Documents | None,
     recompute: bool,
     rate: float,
     head_keys_ba: torch.Tensor | None,
@@ -103,7 +137,7 @@ def explicit_attention(
     q = q_sbad.reshape(s, n, -1, d).permute(1, 2, 0, 3).reshape(n, -1, d)
     k, v = (x.reshape(s, n, d).transpose(0, 1) for x in (k_sbgd, v_sbgd))
     keys_n = head_keys_ba.reshape(-1) if head_keys_ba is not None else None
-    context = _ExplicitAttention.apply(q, k, v, visible, rate, keys_n, recompute, comm)
+    context = _ExplicitAttention.apply(q, k, v, (visible, documents), rate, keys_n, recompute, comm)
     return context.view(b, a, s, d).permute(2, 0, 1, 3)
 
 
@@ -114,14 +148,14 @@ class _ExplicitAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        visible: Visible,
+        sees: tuple[Visible, Documents | None],
         rate: float,
         keys_n: torch.Tensor | None,
         recompute: bool,
         comm: Comm,
     ) -> torch.Tensor:
-        softmax, mask, weights = _attention_weights(q, k, visible, rate, keys_n)
-        ctx.visible, ctx.rate, ctx.recompute, ctx.comm = visible, rate, recompute, comm
+        softmax, mask, weights = _attention_weights(q, k, sees, rate, keys_n)
+        ctx.sees, ctx.rate, ctx.recompute, ctx.comm = sees, rate, recompute, comm
         if recompute:
             ctx.save_for_backward(q, k, v, keys_n, None, None, None)
         else:
@@ -132,7 +166,7 @@ class _ExplicitAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, keys_n, softmax, mask, weights = ctx.saved_tensors
         if ctx.recompute:
-            inputs = (q, k, ctx.visible, ctx.rate, keys_n)
+            inputs = (q, k, ctx.sees, ctx.rate, keys_n)
             softmax, mask, weights = in_backward(lambda: _attention_weights(*inputs), ctx.comm)
         rows = (*q.shape[:2], k.shape[1])
         grad_v = torch.bmm(weights.view(rows).transpose(1, 2), grads[0])
@@ -151,12 +185,22 @@ def _scaled_product(left: torch.Tensor, right: torch.Tensor, scale: float) -> to
 
 
 def _attention_weights(
-    q: torch.Tensor, k: torch.Tensor, visible: Visible, rate: float, keys_n: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    sees: tuple[Visible, Documents | None],
+    rate: float,
+    keys_n: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(softmax, mask of dropout, softmax after dropout), [b a, s, s] each; without dropout the last is the first."""
     s = k.shape[1]
     scores = _scaled_product(q, k.transpose(1, 2), 1.0 / math.sqrt(q.shape[-1])).view(-1, s, s)
-    softmax = torch.softmax(scores.masked_fill_(visible.hidden(s, q.device), float("-inf")), -1)
+    (visible, documents), minus_infinity = sees, float("-inf")
+    scores.masked_fill_(visible.hidden(s, q.device), minus_infinity)
+    if documents is not None:
+        earlier_bss = torch.arange(s) < documents.first_tokens().unsqueeze(-1)
+        by_sample = scores.view(len(earlier_bss), -1, s, s)
+        by_sample.masked_fill_(earlier_bss.unsqueeze(1).to(q.device), minus_infinity)
+    softmax = torch.softmax(scores, -1)
     del scores  # its memory is wanted for the mask
     if keys_n is None:
         return softmax, None, softmax

@@ -125,6 +125,17 @@ def _activation_fits(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("model.activation", f"{model.family} has SwiGLU; the choice of a GELU is gpt's", "gelu")
 
 
+def _documents_end(spec: JobSpec) -> Iterator[Problem]:
+    data = spec.data
+    if data.documents == "together":
+        return
+    if data.end_of_document == NO_TOKEN or data.is_read_in_place:
+        problem = "with documents apart a token must say where each ends"
+        yield Problem("data.end_of_document", problem, END_OF_TEXT if data.tokenizer == "bytes" else "null")
+    if spec.train.compile:
+        yield Problem("train.compile", "with documents apart each micro-batch would be compiled anew", "false")
+
+
 def _windows_fit(spec: JobSpec) -> Iterator[Problem]:
     model = spec.model
     if model.full_attention_every is not None and model.sliding_window is None:
@@ -485,6 +496,7 @@ FITTING: tuple[Rule, ...] = (
     _positions_fit,
     _activation_fits,
     _windows_fit,
+    _documents_end,
     _custom_models_are_named,
     _tensor_divides,
     _sequence_parallel_fits,

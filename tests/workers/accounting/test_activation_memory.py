@@ -13,6 +13,7 @@ from one_layer import held_by_layer, held_bytes, lone_rank
 
 from workers.accounting.activation_bytes import chunk_bytes, layer_bytes, layer_input_bytes
 from workers.config import JobSpec
+from workers.data.packed_documents import Documents
 from workers.engine import Engine
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.recompute.policy import Recompute
@@ -125,6 +126,19 @@ def test_a_band_keeps_no_more_than_a_triangle(groups, attention):
     model = {"family": "llama", "kv_heads": groups, "sliding_window": 5}
     job_spec = job(attention=attention, model=model)
     assert held_by_layer(job_spec) == layer_bytes(job_spec)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("attention", ["explicit", "sdpa"])
+@pytest.mark.parametrize(("family", "tensor", "groups"), [("gpt", 1, 8), ("qwen", 2, 2)])
+def test_documents_that_are_apart_keep_what_the_arithmetic_says(family, tensor, groups, attention, recompute):
+    job_spec = job(
+        tensor, tensor > 1, attention, model={"family": family, "kv_heads": groups}, parallel={"recompute": recompute}
+    )
+    job_spec = job_spec.model_copy(update={"data": job_spec.data.model_copy(update={"documents": "apart"})})
+    documents = Documents(((0, 7, 8), (0,), (0, 13)), 20)
+    modules = ("core_attention",) if recompute == "selective" else ()
+    assert held_by_layer(job_spec, documents) == layer_bytes(job_spec, modules)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

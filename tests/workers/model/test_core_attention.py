@@ -11,6 +11,7 @@ import torch
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
 from workers.config import ParallelConfig
+from workers.data.packed_documents import Documents
 from workers.model.core_attention import Visible, explicit_attention, fused_attention
 from workers.parallel.tensor.dropout import derived_keys, kept
 
@@ -53,11 +54,14 @@ def test_result_and_gradients_are_those_of_the_formula(comm, groups, recompute):
     inputs, grad = drawn(groups)
     expected = with_gradients(formula, inputs, grad)
     torch.testing.assert_close(
-        with_gradients(lambda q, k, v: explicit_attention(q, k, v, ALL, recompute, 0.0, None, comm), inputs, grad),
+        with_gradients(
+            lambda q, k, v: explicit_attention(q, k, v, ALL, None, recompute, 0.0, None, comm), inputs, grad
+        ),
         expected,
     )
     torch.testing.assert_close(
-        with_gradients(lambda q, k, v: fused_attention(q, k, v, ALL, False, recompute, comm), inputs, grad), expected
+        with_gradients(lambda q, k, v: fused_attention(q, k, v, ALL, None, False, recompute, comm), inputs, grad),
+        expected,
     )
 
 
@@ -69,7 +73,9 @@ def test_weights_are_dropped_by_sample_and_head(comm, recompute):
     masks = kept(derived_keys(keys_ba.reshape(-1, 1), positions), S, rate).view(B, A, S, S)
     assert 0 < masks.float().mean() < 1
     torch.testing.assert_close(
-        with_gradients(lambda q, k, v: explicit_attention(q, k, v, ALL, recompute, rate, keys_ba, comm), inputs, grad),
+        with_gradients(
+            lambda q, k, v: explicit_attention(q, k, v, ALL, None, recompute, rate, keys_ba, comm), inputs, grad
+        ),
         with_gradients(lambda q, k, v: formula(q, k, v, masks, rate), inputs, grad),
     )
 
@@ -77,5 +83,31 @@ def test_weights_are_dropped_by_sample_and_head(comm, recompute):
 def test_batches_may_come_first(comm):
     inputs, _ = drawn(2)
     turned = [x.transpose(0, 1) for x in inputs]
-    result = fused_attention(*turned, ALL, True, False, comm)
+    result = fused_attention(*turned, ALL, None, True, False, comm)
     torch.testing.assert_close(result.transpose(0, 1), formula(*inputs))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_documents_that_are_apart_are_as_if_each_were_alone(comm, groups, window, recompute):
+    inputs, grad = drawn(groups)
+    documents, visible = Documents(((0, 3, 4), (0, 5)), S), Visible(window)
+    pieces = [(0, 0, 3), (0, 3, 4), (0, 4, S), (1, 0, 5), (1, 5, S)]
+
+    def alone(q, k, v):
+        result = torch.zeros(S, B, A, D, dtype=torch.float64)
+        for sample, first, end in pieces:
+            part = [x[first:end, sample : sample + 1] for x in (q, k, v)]
+            result[first:end, sample : sample + 1] = fused_attention(*part, visible, None, False, False, comm)
+        return result
+
+    expected = with_gradients(alone, inputs, grad)
+    for attend in (
+        lambda q, k, v: fused_attention(q, k, v, visible, documents, False, recompute, comm),
+        lambda q, k, v: explicit_attention(q, k, v, visible, documents, recompute, 0.0, None, comm),
+        lambda *turned: fused_attention(
+            *(x.transpose(0, 1) for x in turned), visible, documents, True, recompute, comm
+        ).transpose(0, 1),
+    ):
+        torch.testing.assert_close(with_gradients(attend, inputs, grad), expected)

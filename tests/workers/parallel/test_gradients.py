@@ -17,7 +17,7 @@ import torch
 from engine_specs import document
 from plain_gpt import NO_TARGET, random_weights
 from plain_llama import plain_model
-from rank_programs import Steps, assemble, light, run_steps
+from rank_programs import END, Steps, assemble, light, run_steps
 
 from workers.config import RecomputeModule
 from workers.spec.reading import parse_job_spec
@@ -58,6 +58,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "head_dim": (None, 6),
     # Every layer; every other one; none.
     "sliding_window": ((3, None), (5, 2), (None, None)),
+    "documents": ("together", "apart"),
 }
 # Of these every three choices occur together, of the others every two.
 LAYOUT = ("schedule", "tensor", "pipeline", "data", "sequence_parallel", "recompute", "zero")
@@ -189,6 +190,8 @@ def job(row: Row) -> dict[str, Any]:
             "head_dim": row["head_dim"],
             **dict(zip(("sliding_window", "full_attention_every"), row["sliding_window"], strict=True)),
         },
+        # Of such a corpus nothing says which token ends documents, and how many there are.
+        data={"documents": row["documents"], **({"source": "megatron"} if row["documents"] == "apart" else {})},
         train={
             "steps": 1,
             "global_batch_size": sequences(row),
@@ -218,6 +221,7 @@ def windows(row: Row) -> torch.Tensor:
     last = row["vocabulary_size"] - 1
     tokens = torch.randint(last, (sequences(row), 9), generator=generator)
     tokens[0, 0], tokens[0, 4], tokens[1, 8] = 0, last, last
+    tokens[:, 2], tokens[1, 5], tokens[0, 7] = END, END, END
     without = torch.randperm(8, generator=generator)
     for number in range(row["positions_without_target"]):  # most of them in the first sequence
         tokens[number // 5, 1 + without[number % 5]] = NO_TARGET
@@ -236,7 +240,7 @@ def reference(row: Row) -> tuple[dict[str, torch.Tensor], float, dict[str, torch
     model = plain_model(spec).double()
     weights = random_weights(spec, spread=SPREAD, model=model)
     model.load(weights)
-    loss = model.loss(windows(row))
+    loss = model.loss(windows(row), end=END if row["documents"] == "apart" else None)
     loss.backward()
     return weights, loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 

@@ -63,6 +63,21 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "model.rope.scaling.beta_slow", "must be below beta_fast (0.5)", "0.015625",
     ),
     (
+        "documents without an end",
+        {"data": {"documents": "apart"}},
+        "data.end_of_document", "with documents apart a token must say where each ends", "<|endoftext|>",
+    ),
+    (
+        "documents whose end is none",
+        {"data": {"documents": "apart", "tokenizer": "bpe", "end_of_document": "none"}},
+        "data.end_of_document", "with documents apart a token must say where each ends", "null",
+    ),
+    (
+        "documents apart in compiled blocks",
+        {"data": {"documents": "apart", "end_of_document": "<|endoftext|>"}, "train": {"compile": True}},
+        "train.compile", "with documents apart each micro-batch would be compiled anew", "false",
+    ),
+    (
         "layers without a window",
         {"model": {"full_attention_every": 2}},
         "model.full_attention_every", "without sliding_window all layers attend to all tokens before", "null",

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from benchmarks.support.faked_comm import FakedComm
 from workers.comm.grid import RankGrid
 from workers.config import JobSpec
+from workers.data.packed_documents import Documents
 from workers.model.families import parts_of
 from workers.model.shared import Shared
 from workers.parallel.data.flat import FlatParameters
@@ -81,9 +82,9 @@ class OneLayer:
         shape = (model.sequence_length // split, self.spec.train.micro_batch_size, model.hidden_size)
         return torch.randn(shape, dtype=self.dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """The layer under the layout's policy, as a chunk runs it."""
-        run = ForwardPass(self.keys, Recompute.of(self.spec.layout))
+        run = ForwardPass(self.keys, Recompute.of(self.spec.layout), documents=documents)
         return checkpointed(self.comm, self.layer, x, run) if run.recompute.whole_layer(0) else self.layer(x, run)
 
 
@@ -117,12 +118,12 @@ def held_bytes(forward: Callable[[], torch.Tensor]) -> tuple[int, GradientEdge]:
     return sum(size for storage, size in births.storages.values() if not storage.expired()), edge
 
 
-def held_by_layer(spec: JobSpec) -> int:
+def held_by_layer(spec: JobSpec, documents: Documents | None = None) -> int:
     """Bytes that autograd holds for one layer. Its input counts: it is nobody's but this layer's to keep."""
     layer = OneLayer(spec)
     source = layer.input().requires_grad_()
-    layer.forward(source * 1.0)  # makes the tables that all layers share
-    return held_bytes(lambda: layer.forward(source * 1.0))[0]
+    layer.forward(source * 1.0, documents)  # makes the tables that all layers share
+    return held_bytes(lambda: layer.forward(source * 1.0, documents))[0]
 
 
 def flop_counter() -> FlopCounterMode:

@@ -45,6 +45,8 @@ class PlainAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.size = heads, kv_heads or heads, head_dim or hidden // heads
         self.window, width = window, heads * self.size
+        self.document: torch.Tensor | None = None
+        """[b, s], the number of each token's document, where attention stays within."""
         if self.kv_heads == heads:
             self.qkv = nn.Linear(hidden, 3 * width, bias=bias)
         else:
@@ -69,7 +71,9 @@ class PlainAttention(nn.Module):
         q, k, v = self.projections(x)
         scores = torch.einsum("bqad,bkad->baqk", q, k) / math.sqrt(self.size)
         before = torch.arange(s)[:, None] - torch.arange(s)
-        hidden = (before < 0) | (before >= (self.window or s))
+        hidden = ((before < 0) | (before >= (self.window or s))).expand(b, 1, s, s)
+        if self.document is not None:
+            hidden = hidden | (self.document[:, None, :, None] != self.document[:, None, None, :])
         weights = drop(scores.masked_fill(hidden, float("-inf")).softmax(-1), place)
         return self.output(torch.einsum("baqk,bkad->bqad", weights, v).reshape(b, s, -1))
 
@@ -141,11 +145,17 @@ class PlainGPT(nn.Module):
             x = layer(x, drop, index)
         return self.output(self.final_norm(x))
 
-    def loss(self, windows: torch.Tensor, drop: Drop = keep_all) -> torch.Tensor:
+    def loss(self, windows: torch.Tensor, drop: Drop = keep_all, end: int | None = None) -> torch.Tensor:
         """Mean loss of windows [b, s + 1] in nats a token. Where a window holds NO_TARGET there is nothing to predict,
-        and the model reads token 1."""
-        logits = self(windows[:, :-1].abs(), drop)
-        return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), ignore_index=NO_TARGET)
+        and the model reads token 1. With `end`, documents that end with this token are apart."""
+        tokens, targets = windows[:, :-1].abs(), windows[:, 1:]
+        if end is not None:
+            ends = tokens == end
+            for layer in self.layers:
+                layer.attention.document = ends.cumsum(1) - ends.long()
+            targets = targets.masked_fill(ends, NO_TARGET)
+        logits = self(tokens, drop)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
 
     def load(self, weights: dict[str, torch.Tensor]) -> PlainGPT:
         """Take `weights` by name; every parameter must be there."""

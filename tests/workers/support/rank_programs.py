@@ -21,7 +21,7 @@ from workers.checkpoint.rectangles import Rectangle, rectangles_of
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batch_plan import replica_micro_batches
-from workers.data.batches import MicroBatch
+from workers.data.batches import MicroBatch, with_documents_apart
 from workers.engine import Engine
 from workers.learning_rate import learning_rate
 from workers.parallel.data.step_statistics import StepStatistics
@@ -32,6 +32,8 @@ from workers.spec.reading import parse_job_spec
 from workers.trainer import Places, Trainer
 
 START = Resume()
+END = 3
+"""The token that ends documents, where a job has them apart."""
 Weights = dict[str, torch.Tensor]  # or arrays, which travel faster
 Placed = tuple[str, tuple[int, ...], torch.Tensor]
 """A rectangle of a global tensor: name, offsets, values."""
@@ -84,7 +86,8 @@ def micro_batches(spec: JobSpec, replica: int, windows: torch.Tensor, step: int 
     samples = range(first, first + len(windows))
     mine = replica_micro_batches(samples, spec, replica)
     parts = [(part, windows[part.start - first : part.stop - first]) for part in mine]
-    return [MicroBatch(part, tokens[:, :-1].abs().t(), tokens[:, 1:].t()) for part, tokens in parts]
+    batches = [MicroBatch(part, tokens[:, :-1].abs().t(), tokens[:, 1:].t()) for part, tokens in parts]
+    return batches if spec.data.documents == "together" else [with_documents_apart(each, END) for each in batches]
 
 
 def run_steps(comm: Comm, jobs: list[dict[str, Any]], weights: list[Weights], windows: list[Any], dtype: Any) -> list:

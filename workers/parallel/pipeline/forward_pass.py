@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.data.packed_documents import Documents
 from workers.parallel.recompute.policy import NOTHING, Recompute
 from workers.parallel.tensor.key_value_cache import KeyValueCache
 
@@ -20,6 +21,8 @@ class ForwardPass:
     """What is dropped, and recomputed in backward."""
     batch_first: bool = False
     """Whether the residual stream is [b, s, h]: then attention finds the tokens of a sample side by side."""
+    documents: Documents | None = None
+    """Documents that attention stays within; None: it looks across."""
     cache: KeyValueCache | None = None
     """What the model has read before, where it goes on with it; only where one rank has the whole model, and without
     gradients. Then there are logits of the last token alone."""

@@ -206,9 +206,10 @@ class Pipeline:
     def _forward_pass(self, action: Action, held: _Step) -> ForwardPass:
         training, rate = torch.is_grad_enabled(), self.spec.model.dropout
         keys = held.dropout_keys[action.micro_batch] if training and rate > 0.0 else None
+        documents = held.batch[action.micro_batch].documents
         if (action.micro_batch, action.chunk) not in held.recomputed:
-            return ForwardPass(keys)
-        return ForwardPass(keys, Recompute.of(self.spec.layout))
+            return ForwardPass(keys, documents=documents)
+        return ForwardPass(keys, Recompute.of(self.spec.layout), documents=documents)
 
     def _loss(self, logits: torch.Tensor, micro_batch: int, held: _Step) -> torch.Tensor:
         """Sum of the micro-batch's losses, z-loss included, for backward; also counts both."""
