@@ -69,8 +69,8 @@ class Engine:
     def initialise(self, seed: int) -> None:
         """Give the parameters their first values, which depend on the seed and their names alone, and forget whatever
         was learned before: a process that lost its peers may have to begin anew."""
-        values = torch.zeros(self.flat.size, dtype=torch.float32, device=self.comm.device)
-        for slot in self.flat.slots:
+        values = torch.zeros(self.flat.whole, dtype=torch.float32, device=self.comm.device)
+        for slot in (*self.flat.slots, *self.flat.frozen):
             part = values[slot.start : slot.end].view(slot.entry.parameter.shape)
             fill_initial(slot.entry, part, seed)
         self.optimizer.load_parameters(values)
@@ -118,5 +118,9 @@ class Engine:
         self.optimizer.updating = False
 
     def state(self) -> list[torch.Tensor]:
-        """Everything that a snapshot of this rank keeps, as 1-D tensors."""
+        """Everything that a step may change and a snapshot of this rank keeps, as 1-D tensors."""
         return [*self.optimizer.state(), self.loss_scale.state]
+
+    def frozen_state(self) -> list[torch.Tensor]:
+        """What a snapshot keeps beside that and no step changes."""
+        return [self.optimizer.frozen] if len(self.optimizer.frozen) else []
