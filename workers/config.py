@@ -341,6 +341,9 @@ class TrainConfig(Section):
     """Whether each transformer block is compiled by torch.compile."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate."""
+    frozen: Annotated[tuple[str, ...], Field(max_length=1000)] = ()
+    """Parameters that are not trained, as patterns of their names: `embedding`, `layers.0-3`, `*.mlp`
+    (docs/training.md). They have no gradient and no moments, and backward ends where nothing before it is trained."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of log(Z)^2 of each token, Z being the sum of exponentials of its logits, in what is minimised: it keeps
     the logits from drifting away (arXiv:2204.02311, section 5, with 1.0e-4). 0: none. `loss` stays the cross-entropy

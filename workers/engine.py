@@ -75,7 +75,7 @@ class Engine:
         """Give the parameters the first values, which `fill` puts into zeros (fp32, shaped as the parameter) that it is
         given for each, one after the other: beside the state there is never more than one of them."""
         self.optimizer.clear_parameters()
-        for slot in self.flat.slots:
+        for slot in (*self.flat.slots, *self.flat.frozen):
             part = torch.zeros(slot.entry.parameter.shape, dtype=torch.float32, device=self.comm.device)
             fill(slot.entry, part)
             self.optimizer.load_range(slot.start, part.view(-1))
@@ -123,5 +123,9 @@ class Engine:
         self.optimizer.updating = False
 
     def state(self) -> list[torch.Tensor]:
-        """Everything that a snapshot of this rank keeps, as 1-D tensors."""
+        """Everything that a step may change and a snapshot of this rank keeps, as 1-D tensors."""
         return [*self.optimizer.state(), self.loss_scale.state]
+
+    def frozen_state(self) -> list[torch.Tensor]:
+        """What a snapshot keeps beside that and no step changes."""
+        return [self.optimizer.frozen] if len(self.optimizer.frozen) else []

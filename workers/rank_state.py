@@ -103,6 +103,7 @@ class RankState:
         note, history = (b"", None) if stays else self._load(resume)
         if resume.source != "start":
             self.engine.optimizer.publish_parameters()
+            self.engine.optimizer.publish_frozen()
         self.engine.optimizer.set_step(resume.step)
         self._settle(resume.step)
         rows, noted = read_note(note)
@@ -207,9 +208,13 @@ class RankState:
         return self.snapshots.stall_seconds if self.snapshots is not None else 0.0
 
     def kept_parameters(self) -> list[torch.Tensor] | None:
-        """This rank's weights of the last committed step as its snapshot has them; None where there is none."""
+        """This rank's weights of the last committed step as its snapshot has them, frozen ones last; None where there
+        is none."""
         kept = self.snapshots.kept(self.step) if self.snapshots is not None else None
-        return None if kept is None else kept[: len(self.engine.optimizer.parameters)]
+        if kept is None:
+            return None
+        changing = len(self.engine.state())
+        return [*kept[: len(self.engine.optimizer.parameters)], *kept[changing:]]
 
     def snapshot_figures(self) -> dict[str, float]:
         """For the row of metrics: the interval between snapshots in force, in steps, and for how long the last one held
@@ -318,4 +323,5 @@ def open_snapshots(spec: JobSpec, engine: Engine, comm: Comm, places: Places) ->
     document = spec.model_dump(mode="json")
     table = describe(places.job, document["parallel"], engine, comm)
     identity, layout = fingerprint(document, state_peers(spec.layout, comm.rank)[0]), layout_tag(document)
-    return Snapshots(places.snapshots, comm.rank, engine.state(), identity, layout, table)
+    constant = engine.frozen_state()
+    return Snapshots(places.snapshots, comm.rank, engine.state(), identity, layout, table, constant)

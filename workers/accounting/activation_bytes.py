@@ -17,6 +17,7 @@ from workers.config import JobSpec, ModelConfig
 from workers.parallel.pipeline.schedules import schedule
 from workers.parallel.pipeline.stages import stage_layers, virtual_stage
 from workers.parallel.recompute.policy import recomputed
+from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, parameter_names
 
 WIDE = 4
 """Bytes of an element of what kernels keep in fp32 beside 16-bit activations: statistics of norms, log-sums of
@@ -106,6 +107,24 @@ def _heads(spec: JobSpec) -> int:
     return spec.model.heads // spec.layout.tensor + _value_heads(spec)
 
 
+def not_kept(spec: JobSpec, layer: int) -> set[str]:
+    """Names of `layer_terms` that are not kept since only the gradients of frozen weights need them."""
+    frozen = frozen_names(spec)
+
+    def all_frozen(*names: str) -> bool:
+        known = [f"layers.{layer}.{name}.weight" for name in names]
+        return all(name in frozen for name in known if name in parameter_names(spec.model))
+
+    terms = {
+        "attention_norm_output": all_frozen("attention.qkv", "attention.q", "attention.kv"),
+        "mlp_norm_output": all_frozen("mlp.up", "mlp.gate"),
+        "mlp_activation": all_frozen("mlp.down"),
+        # The fused kernels keep it themselves.
+        "context": spec.attention_is_explicit and all_frozen("attention.output"),
+    }
+    return {name for name, frozen in terms.items() if frozen}
+
+
 def layer_bytes(spec: JobSpec, modules: Collection[str] = ()) -> int:
     """Bytes that one layer keeps of one full micro-batch, of which `modules` are recomputed."""
     return sum(layer_terms(spec, modules).values())
@@ -122,12 +141,16 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     model, layout = spec.model, spec.layout
     policy = layout.recompute if recompute else "none"
     modules = layout.recompute_modules if policy == "selective" else ()
-    count = layout.pipeline * layout.virtual_stages
+    count, first = layout.pipeline * layout.virtual_stages, first_trained_layer(model, spec.train.frozen)
     total = 0
     for layer in stage_layers(model.layers, count, index):
+        if layer < first:
+            continue  # no backward comes there
         whole = policy == "full" and layer % layout.recompute_every == 0
-        total += layer_input_bytes(spec) if whole else layer_bytes(spec, modules)
-    if index == 0:
+        terms, dropped = layer_terms(spec, modules), not_kept(spec, layer)
+        kept = sum(size for name, size in terms.items() if name not in dropped)
+        total += layer_input_bytes(spec) if whole else kept
+    if index == 0 and first < 0:
         total += _embedding_bytes(spec)
     if index == count - 1:
         total += _output_bytes(spec)
@@ -144,8 +167,14 @@ def _output_bytes(spec: JobSpec) -> int:
     """Inputs of the final norm and of the output layer, and the logits; the cross-entropy also keeps a few numbers a
     token, which are left out. The paper has 4 s b v / t for the logits, which it keeps in fp32 (section 4.3); here
     they have the activations' precision."""
-    tokens, outside = _tokens(spec)
-    inputs = outside * (2 * spec.model.hidden_size * _width(spec) + _statistics(spec.model) * WIDE)
+    (tokens, outside), frozen, model = _tokens(spec), frozen_names(spec), spec.model
+    vector = outside * model.hidden_size * _width(spec)
+    reached = first_trained_layer(model, spec.train.frozen) < model.layers
+    inputs = 0
+    if reached or not {name for name in parameter_names(model) if name.startswith("final_norm.")} <= frozen:
+        inputs += vector + outside * _statistics(model) * WIDE
+    if (TOKEN_EMBEDDING if model.tie_embeddings else "output.weight") not in frozen:
+        inputs += vector
     return inputs + tokens * padded_vocabulary(spec) // spec.layout.tensor * _width(spec)
 
 

@@ -9,6 +9,10 @@ Model FLOPs are what the mathematics needs, hardware FLOPs what the ranks comput
 of key-value heads and the padding of the vocabulary. What a fused attention kernel does again inside of its backward
 (q k^T once more) is its own affair and counts as neither.
 
+Of parameters that are not trained (`train.frozen`) there are no gradients, and in front of the first layer that has a
+trained one no backward at all: what that saves is counted in all figures. Within that layer, and behind it, the
+gradients of all inputs are computed, and count.
+
 Recomputing core attention by itself costs one product of its forward where it is written out, 2 s^2 h FLOPs a sequence
 and layer: of q k^T and the weights times v, backward needs the softmax, and not the other product's result. Fused
 kernels only run as a whole: 4 s^2 h. The paper's own hardware FLOPs, `hardware_paper`, have 1 + s/(3h) in place of
@@ -30,6 +34,7 @@ from workers.parallel.data.tree_sum import buffers
 from workers.parallel.pipeline.schedules import schedule
 from workers.parallel.pipeline.stages import stage_layers, virtual_stage
 from workers.parallel.recompute.policy import recomputed
+from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,9 @@ class StepFlops:
 
 
 def parameter_count(spec: JobSpec) -> int:
-    """Trainable parameters of the whole model, without padding: for multi-head attention, f = 4 h, biases and tied
-    embeddings of GPT 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2) and the final norm's 2 h."""
+    """Parameters of the whole model, frozen ones included, without padding: for multi-head attention, f = 4 h, biases
+    and tied embeddings of GPT 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2) and the final norm's
+    2 h."""
     model, h = spec.model, spec.model.hidden_size
     tables = spec.vocabulary_size * (1 if model.tie_embeddings else 2) + _learned_positions(model)
     return model.layers * _layer_parameters(model, 1) + tables * h + _norm_parameters(model)
@@ -62,13 +68,59 @@ def rank_parameters(spec: JobSpec) -> tuple[int, ...]:
     return tuple(_stage_parameters(spec, rank) for rank in range(spec.layout.pipeline))
 
 
-def _stage_parameters(spec: JobSpec, rank: int) -> int:
-    model, layout, h = spec.model, spec.layout, spec.model.hidden_size
-    count = layout.pipeline * layout.virtual_stages
-    indices = [
+def frozen_parameters(spec: JobSpec) -> tuple[int, ...]:
+    """Those of `rank_parameters` that are not trained."""
+    return tuple(_frozen_parameters(spec, rank) for rank in range(spec.layout.pipeline))
+
+
+def _frozen_parameters(spec: JobSpec, rank: int) -> int:
+    frozen, model = frozen_names(spec), spec.model
+    if not frozen:
+        return 0
+    indices, count = _virtual_stages(spec, rank), spec.layout.pipeline * spec.layout.virtual_stages
+    layers = [layer for index in indices for layer in stage_layers(model.layers, count, index)]
+    first, last = 0 in indices, count - 1 in indices
+    sizes = _layer_sizes(model, spec.layout.tensor)
+    total = sum(size for layer in layers for name, size in sizes.items() if f"layers.{layer}.{name}" in frozen)
+    table = padded_vocabulary(spec) // spec.layout.tensor * model.hidden_size
+    output = TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
+    tables = ([TOKEN_EMBEDDING] if first else []) + ([output] if last else [])
+    if model.tie_embeddings and first and last:
+        tables = [TOKEN_EMBEDDING]
+    total += table * sum(name in frozen for name in tables)
+    if first and "embedding.position.weight" in frozen:
+        total += model.sequence_length * model.hidden_size
+    return total + last * model.hidden_size * sum(f"final_norm.{part}" in frozen for part in ("weight", "bias"))
+
+
+def _virtual_stages(spec: JobSpec, rank: int) -> list[int]:
+    """Virtual stages of a pipeline rank."""
+    layout = spec.layout
+    return [
         virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, rank, chunk)
         for chunk in range(layout.virtual_stages)
     ]
+
+
+def _layer_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
+    """Elements of each parameter of a layer on one of `tensor` ranks, by its name in the layer; of those that a model
+    may have."""
+    h, width = model.hidden_size, model.attention_width
+    kv_width = 2 * model.key_value_heads * model.head_size * key_value_copies(model, tensor)
+    columns = {"qkv": width + kv_width, "q": width, "kv": kv_width}
+    sizes = {f"attention.{name}.weight": wide // tensor * h for name, wide in columns.items()}
+    sizes |= {f"attention.{name}.bias": wide // tensor for name, wide in columns.items()}
+    sizes |= {f"mlp.{name}.weight": model.ffn_size // tensor * h for name in ("up", "gate", "down")}
+    sizes |= {f"mlp.{name}.bias": model.ffn_size // tensor for name in ("up", "gate")}
+    sizes |= {"attention.output.weight": width // tensor * h, "attention.output.bias": h, "mlp.down.bias": h}
+    sizes |= {f"attention.{name}_norm.weight": model.head_size for name in "qk"}
+    return sizes | {f"{block}_norm.{part}": h for block in ("attention", "mlp") for part in ("weight", "bias")}
+
+
+def _stage_parameters(spec: JobSpec, rank: int) -> int:
+    model, layout, h = spec.model, spec.layout, spec.model.hidden_size
+    count = layout.pipeline * layout.virtual_stages
+    indices = _virtual_stages(spec, rank)
     layers = sum(len(stage_layers(model.layers, count, index)) for index in indices)
     first, last = 0 in indices, count - 1 in indices
     rows = int(first) + int(last) - int(first and last and model.tie_embeddings)
@@ -143,9 +195,35 @@ def forward_flops(spec: JobSpec) -> tuple[int, int]:
 
 def _layer_products(model: ModelConfig, copies: int) -> int:
     """Forward FLOPs of one sequence in one layer but for core attention, every key-value head `copies` times."""
-    key_values = 2 * model.key_value_heads * model.head_size * copies
-    columns = 2 * model.attention_width + key_values + (_mlp_inputs(model) + 1) * model.ffn_size
-    return 2 * model.sequence_length * model.hidden_size * columns
+    return sum(_products(model, copies).values())
+
+
+def _products(model: ModelConfig, copies: int) -> dict[str, int]:
+    """The same, by the name of the weight in the layer."""
+    width, key_values = model.attention_width, 2 * model.key_value_heads * model.head_size * copies
+    columns = {"q": width, "kv": key_values} if model.key_value_heads != model.heads else {"qkv": width + key_values}
+    by_name = {f"attention.{name}.weight": wide for name, wide in (columns | {"output": width}).items()}
+    inner = ("gate", "up", "down") if model.parts.gated_mlp else ("up", "down")
+    by_name |= {f"mlp.{name}.weight": model.ffn_size for name in inner}
+    return {name: 2 * model.sequence_length * model.hidden_size * wide for name, wide in by_name.items()}
+
+
+def _backward(spec: JobSpec, copies: int, vocabulary: int) -> int:
+    """Backward FLOPs of one sequence but for core attention: the gradients of inputs from the first layer that they
+    reach on, and of the weights that are trained."""
+    model, frozen = spec.model, frozen_names(spec)
+    products, reached = _products(model, copies), _reached_layers(spec)
+    inputs = len(reached) * sum(products.values()) + _logits(model, vocabulary)
+    output = TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
+    if not frozen:
+        return 2 * inputs
+    weights = [size for layer in reached for name, size in products.items() if f"layers.{layer}.{name}" not in frozen]
+    return inputs + sum(weights) + (0 if output in frozen else _logits(model, vocabulary))
+
+
+def _reached_layers(spec: JobSpec) -> range:
+    """The layers in which there is a backward."""
+    return range(max(0, first_trained_layer(spec.model, spec.train.frozen)), spec.model.layers)
 
 
 def _logits(model: ModelConfig, vocabulary: int) -> int:
@@ -159,9 +237,12 @@ def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
     dense, attention = forward_flops(spec)
     copied = _layer_products(model, key_value_copies(model, layout.tensor))
     computed = model.layers * copied + _logits(model, padded_vocabulary(spec))
-    passes = recomputed_layer_passes(spec, batch)
+    passes, reached = recomputed_layer_passes(spec, batch), _reached_layers(spec)
     core = core_attention_forward(model)
-    computed_attention = model.layers * core
+    computed_attention = (model.layers + 2 * len(reached)) * core
+    attention += 2 * sum(core_attention_forward(model, model.window(layer)) for layer in reached)
+    dense += _backward(spec, 1, spec.vocabulary_size)
+    computed += _backward(spec, key_value_copies(model, layout.tensor), padded_vocabulary(spec))
     again_dense = again_attention = again_paper = 0
     if layout.recompute == "full":
         again_dense, again_attention = passes * copied, passes * core
@@ -170,23 +251,24 @@ def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
         again_attention = passes * (core // 2 if spec.attention_is_explicit else core)
         again_paper = passes * 3 * core
     return StepFlops(
-        model_full=3 * batch * (dense + attention),
-        model_causal=3 * batch * (dense + attention // 2),
-        hardware_full=3 * batch * (computed + computed_attention) + again_dense + again_attention,
-        hardware_causal=3 * batch * (computed + computed_attention // 2) + again_dense + again_attention // 2,
-        hardware_paper=3 * batch * (dense + attention) + again_paper,
+        model_full=batch * (dense + attention),
+        model_causal=batch * (dense + attention // 2),
+        hardware_full=batch * (computed + computed_attention) + again_dense + again_attention,
+        hardware_causal=batch * (computed + computed_attention // 2) + again_dense + again_attention // 2,
+        hardware_paper=batch * (dense + attention) + again_paper,
     )
 
 
 def recomputed_layer_passes(spec: JobSpec, sequences: int) -> int:
     """In how many (layer, sequence) pairs of a step over `sequences` the layer, or modules of it, are recomputed."""
-    layout, layers = spec.layout, spec.model.layers
+    layout, layers, first = spec.layout, spec.model.layers, _reached_layers(spec).start
     if layout.recompute == "none":
         return 0
     if not layout.recompute_keep:
-        return sequences * len(range(0, layers, _every(layout)))
+        return sequences * sum(layer >= first for layer in range(0, layers, _every(layout)))
     shares = [replica_micro_batches(range(sequences), spec, replica) for replica in range(layout.data)]
-    return sum(_passes_of_replica(layout, layers, tuple(len(part) for part in share)) for share in shares if share)
+    sizes = [tuple(len(part) for part in share) for share in shares if share]
+    return sum(_passes_of_replica(layout, layers, first, each) for each in sizes)
 
 
 def _every(layout: ParallelConfig) -> int:
@@ -194,13 +276,14 @@ def _every(layout: ParallelConfig) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _passes_of_replica(layout: ParallelConfig, layers: int, sizes: tuple[int, ...]) -> int:
-    """The same for one replica's micro-batches of `sizes`, by going through what its pipeline ranks recompute."""
+def _passes_of_replica(layout: ParallelConfig, layers: int, first: int, sizes: tuple[int, ...]) -> int:
+    """The same for one replica's micro-batches of `sizes`, by going through what its pipeline ranks recompute; backward
+    ends in layer `first`."""
     kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
     passes = 0
     for rank, actions in enumerate(schedule(kind, stages, virtual_stages, len(sizes))):
         for micro_batch, chunk in recomputed(actions, layout):
             index = virtual_stage(kind, stages, virtual_stages, rank, chunk)
             held = stage_layers(layers, stages * virtual_stages, index)
-            passes += sizes[micro_batch] * sum(layer % _every(layout) == 0 for layer in held)
+            passes += sizes[micro_batch] * sum(layer >= first and layer % _every(layout) == 0 for layer in held)
     return passes

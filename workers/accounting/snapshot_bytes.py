@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.accounting.flops import rank_parameters
+from workers.accounting.flops import frozen_parameters, rank_parameters
 from workers.config import JobSpec
 
 STATE_BYTES = 12
@@ -15,9 +15,12 @@ def snapshot_bytes(spec: JobSpec) -> int:
     """Bytes that the snapshots of all ranks take together, less than 1 MiB a rank for notes and sums aside. With
     `zero: 1` each replica keeps its own part of the state, else all of it."""
     replicas = 1 if spec.layout.zero else spec.layout.data
-    return SLOTS * STATE_BYTES * spec.layout.tensor * sum(rank_parameters(spec)) * replicas
+    return SLOTS * checkpoint_bytes(spec) * replicas
 
 
 def checkpoint_bytes(spec: JobSpec) -> int:
-    """Bytes of one durable checkpoint: each element of the state once."""
-    return STATE_BYTES * spec.layout.tensor * sum(rank_parameters(spec))
+    """Bytes of one durable checkpoint: each element of the state once. Frozen parameters have no moments, and the
+    precision of compute."""
+    frozen = sum(frozen_parameters(spec))
+    trained = sum(rank_parameters(spec)) - frozen
+    return spec.layout.tensor * (STATE_BYTES * trained + (4 if spec.train.precision == "fp32" else 2) * frozen)

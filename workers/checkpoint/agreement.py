@@ -47,10 +47,12 @@ def _first(problems: list[_Problem | None]) -> list[_Problem | None]:
 
 
 def take_over(engine: Engine, parts: dict[str, torch.Tensor], loss_scale: list[float] | None) -> None:
-    """Make `parts` (by durable.KINDS, of the held ranges one after the other) the state of this rank."""
+    """Make `parts` (by durable.KINDS, of the held ranges one after the other, and durable.FROZEN) the state of this
+    rank."""
     optimizer = engine.optimizer
     model = parts["model"].split([len(part) for part in optimizer.parameters])
     for live, read in zip(optimizer.state(), [*model, parts["exp_avg"], parts["exp_avg_sq"]], strict=True):
         live.copy_(read)
+    optimizer.frozen.copy_(parts["frozen"])
     if engine.loss_scale.dynamic and loss_scale is not None:
         engine.loss_scale.state.copy_(torch.tensor(loss_scale))

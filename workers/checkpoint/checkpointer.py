@@ -51,8 +51,14 @@ class Checkpointer:
         self.comm, self.event = comm, event
         optimizer = engine.optimizer
         flat, held, tensor_index = optimizer.flat, optimizer.held, comm.index("tensor")
-        self._owned = rectangles_of(flat, held, optimizer.owned, owned_only=True, tensor_index=tensor_index)
-        self._needed = rectangles_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
+        owned = rectangles_of(flat, held, optimizer.owned, owned_only=True, tensor_index=tensor_index)
+        needed = rectangles_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
+        self._owned = dict.fromkeys(durable.KINDS, owned)
+        self._needed = dict.fromkeys(durable.KINDS, needed)
+        self._lengths = dict.fromkeys(durable.KINDS, len(optimizer.exp_avg)) | {durable.FROZEN: len(optimizer.frozen)}
+        held, mine = [optimizer.frozen_held], [optimizer.frozen_owned]
+        self._owned[durable.FROZEN] = rectangles_of(flat, held, mine, owned_only=True, tensor_index=tensor_index)
+        self._needed[durable.FROZEN] = rectangles_of(flat, held, held, owned_only=False, tensor_index=tensor_index)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
         self._aside: SharedRoom | None = None
@@ -212,7 +218,7 @@ class Checkpointer:
         """
         problem: CheckpointError | None = None
         try:
-            manifest, parts = durable.load(path, self._needed, len(self.optimizer.exp_avg))
+            manifest, parts = durable.load(path, self._needed, self._lengths)
         except CheckpointError as error:
             problem = error
         agree(self.comm.shared_work, problem)
@@ -241,7 +247,8 @@ class Checkpointer:
             room, optimizer = self._room(), self.optimizer
             weights = room[0].split([len(each) for each in optimizer.parameters])
             copy_tensors([*weights, room[1], room[2]], optimizer.state(), ready)
-            return dict(zip(durable.KINDS, room, strict=True))
+            # No step changes what is frozen, so it may lie where it is.
+            return dict(zip(durable.KINDS, room, strict=True)) | {durable.FROZEN: optimizer.frozen.cpu()}
         finally:
             self._copied.set()
 

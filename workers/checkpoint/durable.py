@@ -9,7 +9,7 @@ which we read, and in `.metadata`, a pickle, which torch's readers want.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import IO, cast
@@ -37,6 +37,11 @@ from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, Place, place_of
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
+FROZEN = "frozen"
+"""Parameters that are not trained, which have no moments. In a checkpoint they are called `model.NAME` as well."""
+
+Rectangles = Mapping[str, Sequence[Rectangle]]
+"""By KINDS and FROZEN, within the part of that kind."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,14 @@ class Written:
 
 def save(
     path: str,
-    rectangles: list[Rectangle],
+    rectangles: Rectangles,
     parts: Callable[[], dict[str, torch.Tensor]],
     ranks: SharedWork,
     wrote: Callable[[], object] = lambda: None,
     uploads: Uploads | None = None,
 ) -> dict[str, FileSums]:
-    """Write this rank's `rectangles` of each of the `parts` (by KINDS, CPU tensors; called once) below `path`, together
-    with all `ranks`. On rank 0 what comes back are the sums of all files of all ranks. `wrote` is called whenever some
+    """Write this rank's `rectangles` of each of the `parts` (CPU tensors; called once) below `path`, together with all
+    `ranks`. On rank 0 what comes back are the sums of all files of all ranks. `wrote` is called whenever some
     of it is written. Where `path` is in an object store, `uploads` brings the rectangles there.
 
     Raises what the file system raised or, where there are several ranks, SharedWorkFailed on each of them.
@@ -88,20 +93,23 @@ def save(
     return ranks.together(write, finish, (Written, dict[str, FileSums]))
 
 
-def _write_rectangles(
-    stream: IO[bytes], file: str, rectangles: list[Rectangle], parts: dict[str, torch.Tensor]
-) -> Contents:
+def _write_rectangles(stream: IO[bytes], file: str, rectangles: Rectangles, parts: dict[str, torch.Tensor]) -> Contents:
     """Append each rectangle of each part to the new `file` as an archive of its own, and say where they lie."""
     tensors: dict[str, tuple[tuple[int, ...], str, list[StoredRectangle]]] = {}
     for kind, part in parts.items():
         dtype = str(part.dtype).removeprefix("torch.")
-        for each in rectangles:
+        for each in rectangles[kind]:
             at = stream.tell()
             with _without_sums():
                 torch.save(_alone(each.view(part)), stream)
             stored = StoredRectangle(each.offsets, each.sizes, file, at, stream.tell() - at)
-            tensors.setdefault(f"{kind}.{each.name}", (each.shape, dtype, []))[2].append(stored)
+            tensors.setdefault(_name(kind, each), (each.shape, dtype, []))[2].append(stored)
     return Contents({name: StoredTensor(shape, kind, tuple(r)) for name, (shape, kind, r) in tensors.items()})
+
+
+def _name(kind: str, rectangle: Rectangle) -> str:
+    """Of the tensor in a checkpoint."""
+    return f"{KINDS[0] if kind == FROZEN else kind}.{rectangle.name}"
 
 
 @contextmanager
@@ -118,16 +126,15 @@ def _without_sums() -> Iterator[None]:
 def _alone(view: torch.Tensor) -> torch.Tensor:
     """`view`, of a CPU tensor, with a storage that holds nothing else, since all of that is saved with it: the same
     memory where it lies there in one piece."""
-    if not view.is_contiguous():
+    if not view.is_contiguous() or view.dtype == torch.bfloat16:  # which numpy does not know
         return view.clone(memory_format=torch.contiguous_format)
     return torch.from_numpy(view.detach().numpy())
 
 
-def load(
-    path: str, rectangles: list[Rectangle], length: int, kinds: Collection[str] = KINDS
-) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """What the checkpoint at `path` holds of `rectangles`, in new parts of `length` elements (by `kinds`, on the CPU;
-    zero where no rectangle lies), and its manifest. Each rank reads what it needs by itself.
+def load(path: str, rectangles: Rectangles, lengths: Mapping[str, int]) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """What the checkpoint at `path` holds of `rectangles`, in new parts of so many elements (by the same kinds, on the
+    CPU; zero where no rectangle lies), and its manifest. Each rank reads what it needs by itself. A parameter that the
+    checkpoint's job did not train has no moments there; they are zero then.
 
     Every byte that is used is checked as it is read: the manifest, the contents, and of the data files those blocks
     (4 MiB) in which something lies that the rank needs. That costs a CRC-32 of them, 0.3 s a GB, and no reading of
@@ -136,14 +143,15 @@ def load(
     Raises DamagedCheckpoint naming file and byte, CheckpointError when it holds another model or cannot be read.
     """
     manifest = manifest_of(place_of(path))
-    parts = {kind: torch.zeros(length) for kind in kinds}
+    parts = {kind: torch.zeros(lengths[kind]) for kind in rectangles}
     try:
         contents = read_contents(path, manifest)
         reads = [
             read
             for kind, part in parts.items()
-            for rectangle in rectangles
-            for read in _reads(path, contents, f"{kind}.{rectangle.name}", rectangle, rectangle.view(part))
+            for rectangle in rectangles[kind]
+            if not _was_frozen(contents, kind, rectangle)
+            for read in _reads(path, contents, _name(kind, rectangle), rectangle, rectangle.view(part))
         ]
         _read(path, manifest, reads)
     except CheckpointError:
@@ -152,6 +160,12 @@ def load(
         kind = DamagedCheckpoint if manifest.blocks is None else CheckpointError
         raise kind(f"the checkpoint at {path} cannot be read: {_sentence(error)}") from error
     return manifest, parts
+
+
+def _was_frozen(contents: Contents, kind: str, rectangle: Rectangle) -> bool:
+    """Whether these are moments of a parameter that has none, since it was not trained."""
+    names = [f"{each}.{rectangle.name}" in contents.tensors for each in KINDS]
+    return kind in KINDS[1:] and names == [True, False, False]
 
 
 def read_contents(path: str, manifest: Manifest) -> Contents:

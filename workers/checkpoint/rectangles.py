@@ -52,7 +52,7 @@ def rectangles_of(
         starts.append(position - start)
         position += end - start
     rectangles: list[Rectangle] = []
-    for slot in flat.slots:
+    for slot in (*flat.slots, *flat.frozen):
         if owned_only and not answers_for(slot.entry, tensor_index):
             continue
         for wish in wanted:

@@ -47,7 +47,7 @@ class LoadedModel:
         for shard in shards:
             rectangles.append(_whole(shard, length))
             length += shard.parameter.numel()
-        manifest, parts = load(str(checkpoint), rectangles, length, ["model"])
+        manifest, parts = load(str(checkpoint), {"model": rectangles}, {"model": length})
         for shard, rectangle in zip(shards, rectangles, strict=True):
             shard.parameter.data = rectangle.view(parts["model"]).to(device, dtype)
         model.tie()

@@ -48,10 +48,19 @@ class Chunk(nn.Module):
             x = self.embedding(x, run)
         self.shared.prepare(x)
         for name, layer in self.layers.items():
+            x = _gradient_begins(x, layer)
             whole = run.recompute.whole_layer(int(name))
             x = checkpointed(self.region.comm, layer, x, run) if whole else layer(x, run)
         if run.cache is not None:
             x = x[:, -1:]
         if self.final_norm is not None and self.output is not None:
-            x = self.output(self.final_norm(x))
+            x = self.output(_gradient_begins(self.final_norm(x), self.output))
         return x.transpose(0, 1) if run.batch_first else x
+
+
+def _gradient_begins(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    """The module's input, which has a gradient where nothing before the module is trained and the module is: its
+    products take theirs from it (workers/parallel/tensor/linear_autograd.py)."""
+    if not torch.is_grad_enabled() or x.requires_grad or not any(each.requires_grad for each in module.parameters()):
+        return x
+    return x.detach().requires_grad_()

@@ -21,9 +21,7 @@ from workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLine
 from workers.parallel.tensor.products import Products, TorchProducts
 from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.shards import NamedShard, named_shards
-
-TOKEN_EMBEDDING = "embedding.token.weight"
-"""Layout-free name of the weight that the output layer may share."""
+from workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
 
 class ModelStage(nn.Module):
@@ -44,6 +42,9 @@ class ModelStage(nn.Module):
         self.chunks = nn.ModuleList(chunks)
         self.used_twice = tie_embeddings(chunks) if spec.model.tie_embeddings else None
         """The weight of the token embedding where it is the output layer's too, on this rank."""
+        frozen = frozen_names(spec)
+        for entry in self.named_shards():
+            entry.parameter.requires_grad_(entry.name not in frozen)
 
     @property
     def reads_tokens(self) -> bool:

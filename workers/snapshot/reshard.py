@@ -17,7 +17,7 @@ import torch
 
 from workers.checkpoint.agreement import agree, take_over
 from workers.checkpoint.checksums import BLOCK_BYTES
-from workers.checkpoint.durable import KINDS
+from workers.checkpoint.durable import FROZEN, KINDS
 from workers.checkpoint.rectangles import Rectangle, rectangles_of
 from workers.comm.comm import Comm
 from workers.comm.grid import state_peers
@@ -34,12 +34,14 @@ def describe(job: str, layout: dict[str, Any], engine: Engine, comm: Comm) -> di
 
     `rank` is the first of those that hold the same state: they may take each other's files.
 
-    The payload is one part for each kind, the held ranges one after the other, and then the loss scale. A rectangle
-    lies in each of the parts, from element `start` on, its rows `stride` elements apart.
+    The payload is one part for each kind, the held ranges one after the other, then the loss scale, and the frozen
+    parameters. A rectangle lies in each of the parts, from element `start` on, its rows `stride` elements apart; one of
+    frozen parameters in theirs.
     """
     optimizer, parts, at = engine.optimizer, {}, 0
-    tensors = (optimizer.parameters, [optimizer.exp_avg], [optimizer.exp_avg_sq], [engine.loss_scale.state])
-    for kind, whole in zip((*KINDS, "loss_scale"), tensors, strict=True):
+    tensors = [optimizer.parameters, [optimizer.exp_avg], [optimizer.exp_avg_sq], [engine.loss_scale.state]]
+    tensors += [engine.frozen_state()] if engine.frozen_state() else []
+    for kind, whole in zip((*KINDS, "loss_scale", FROZEN), tensors, strict=False):
         length, dtype = sum(len(tensor) for tensor in whole), whole[0].dtype
         parts[kind] = {"at": at, "length": length, "dtype": str(dtype).removeprefix("torch.")}
         at += length * dtype.itemsize
@@ -50,12 +52,19 @@ def describe(job: str, layout: dict[str, Any], engine: Engine, comm: Comm) -> di
         "layout": layout,
         "parts": parts,
         "pieces": [astuple(rectangle) for rectangle in needed_rectangles(engine, comm)],
+        "frozen": [astuple(rectangle) for rectangle in frozen_rectangles(engine, comm)],
     }
 
 
 def needed_rectangles(engine: Engine, comm: Comm) -> list[Rectangle]:
-    """The rectangles of all that a rank keeps."""
+    """The rectangles of all that a rank keeps of parameters that are trained."""
     held = engine.optimizer.held
+    return rectangles_of(engine.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
+
+
+def frozen_rectangles(engine: Engine, comm: Comm) -> list[Rectangle]:
+    """The same of frozen parameters."""
+    held = [engine.optimizer.frozen_held]
     return rectangles_of(engine.flat, held, held, owned_only=False, tensor_index=comm.index("tensor"))
 
 
@@ -64,35 +73,43 @@ class ReshardedState:
     """A rank's state as it is read from the snapshots of another layout."""
 
     parts: dict[str, torch.Tensor]
-    """By KINDS, on the CPU; zero where no rectangle lies."""
+    """By KINDS and FROZEN, on the CPU; zero where no rectangle lies."""
     loss_scale: list[float]
     note: bytes
     """That of rank 0."""
 
 
 def load_from_snapshots(
-    paths: Sequence[str | Path], step: int, rectangles: Iterable[Rectangle], length: int
+    paths: Sequence[str | Path],
+    step: int,
+    rectangles: Iterable[Rectangle],
+    length: int,
+    frozen: Iterable[Rectangle] = (),
+    frozen_length: int = 0,
 ) -> ReshardedState:
     """What the snapshot files at `paths`, of any ranks of one layout, hold of `rectangles` at `step`, in new parts of
-    `length` elements.
+    `length` elements, and of those of `frozen` parameters.
 
     Raises DamagedCheckpoint naming file and byte, CheckpointError when they do not hold the step, are of another
     model, or lack something, which it names.
     """
     parts = {kind: torch.zeros(length) for kind in KINDS}
+    frozen_part = {FROZEN: torch.zeros(frozen_length)}
     with ExitStack() as stack:
         sources = [_Source(stack, Path(path), step) for path in paths]
         if not sources:
             raise CheckpointError(f"no snapshot files to read step {step} from")
-        for rectangle in rectangles:
-            for source, stored, box in _cover(rectangle, sources, step):
-                for kind, part in parts.items():
-                    _within(rectangle, rectangle.view(part), box).copy_(_within(stored, source.view(kind, stored), box))
+        for wanted, into in ((rectangles, parts), (frozen, frozen_part)):
+            for rectangle in wanted:
+                for source, stored, box in _cover(rectangle, sources, step):
+                    for kind, part in into.items():
+                        there = _within(stored, source.view(kind, stored), box)
+                        _within(rectangle, rectangle.view(part), box).copy_(there)
         first = min(sources, key=lambda source: source.rank)
         scale, note = first.tensor("loss_scale").tolist(), first.note() if first.rank == 0 else b""
         for source in sources:
             source.check_unchanged()
-    return ReshardedState(parts, scale, note)
+    return ReshardedState(parts | frozen_part, scale, note)
 
 
 class _Source:
@@ -109,7 +126,7 @@ class _Source:
             self.rank: int = table["rank"]
             self._parts: dict[str, dict[str, Any]] = table["parts"]
             self.rectangles: dict[str, list[Rectangle]] = {}
-            for name, shape, offsets, sizes, start, stride in table["pieces"]:
+            for name, shape, offsets, sizes, start, stride in (*table["pieces"], *table.get("frozen", ())):
                 rectangle = Rectangle(name, tuple(shape), tuple(offsets), tuple(sizes), start, stride)
                 self.rectangles.setdefault(name, []).append(rectangle)
         except (KeyError, ValueError, TypeError) as error:
@@ -213,7 +230,9 @@ def restore_from_snapshots(engine: Engine, comm: Comm, paths: Sequence[str], ste
     """
     problem: CheckpointError | None = None
     try:
-        state = load_from_snapshots(paths, step, needed_rectangles(engine, comm), len(engine.optimizer.exp_avg))
+        trained, frozen = needed_rectangles(engine, comm), frozen_rectangles(engine, comm)
+        lengths = len(engine.optimizer.exp_avg), len(engine.optimizer.frozen)
+        state = load_from_snapshots(paths, step, trained, lengths[0], frozen, lengths[1])
     except CheckpointError as error:
         problem = error
     agree(comm.shared_work, problem)

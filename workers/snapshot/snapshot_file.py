@@ -21,7 +21,7 @@ import shutil
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +41,7 @@ _WORD = struct.Struct("<Q")
 _SEAL = struct.Struct("<QQ")  # marker, CRC-32 of marker and sums
 _MARKERS_AT, _SEALS_AT, _TABLE_AT = 128, 256, 4096
 _STEP_BITS = 40
+NOTHING_KNOWN: Mapping[int, int] = {}
 
 
 def damaged_at(path: Path, at: int, problem: str) -> DamagedCheckpoint:
@@ -280,10 +281,13 @@ class SnapshotFile:
         start = self.form.payload_at(slot) + block * BLOCK_BYTES
         return start, min(start + BLOCK_BYTES, self.form.note_at(slot))
 
-    def sums(self, slot: int) -> Iterator[int]:
-        """CRC-32 of each block of the slot as it is now."""
+    def sums(self, slot: int, known: Mapping[int, int] = NOTHING_KNOWN) -> Iterator[int]:
+        """CRC-32 of each block of the slot as it is now; of `known` blocks it is what is given."""
         with memoryview(self.memory) as memory:
             for block in range(self.form.blocks):
+                if block in known:
+                    yield known[block]
+                    continue
                 start, end = self._range(slot, block)
                 with memory[start:end] as content:
                     block_sum = zlib.crc32(content)

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,42 @@ from typing import Any
 
 import torch
 
-from workers.checkpoint.checksums import DamagedCheckpoint
+from workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from workers.errors import CheckpointError
 from workers.snapshot.files import snapshot_path
 from workers.snapshot.notification import notification_path, notify
 from workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile
 from workers.snapshot.state_copy import StateCopier, copy_tensors
+
+
+class _Constants:
+    """What of the state no step changes, at the end of each slot: which slots have it, and the sums of the blocks that
+    hold nothing else. These are taken once, so that what changes them later by itself is found."""
+
+    def __init__(self, changing: int, state: Sequence[torch.Tensor]):
+        """The first `changing` tensors of the state do change."""
+        sizes = [tensor.numel() * tensor.element_size() for tensor in state]
+        first = -(-sum(sizes[:changing]) // BLOCK_BYTES)
+        self._changing, self._count = changing, len(state)
+        self._blocks = range(first, -(-sum(sizes) // BLOCK_BYTES)) if changing < len(state) else range(0)
+        self._there = [False] * SLOTS
+        self.sums: list[dict[int, int]] = [{} for _ in range(SLOTS)]
+        """For each slot, those that are known."""
+
+    def to_copy(self, slot: int) -> int:
+        """How many tensors of the state the slot has to be given, which then has them all."""
+        there, self._there[slot] = self._there[slot], True
+        return self._changing if there else self._count
+
+    def keep_sums(self, slot: int, sums: Sequence[int]) -> None:
+        """The slot has these sums."""
+        if self._there[slot]:
+            self.sums[slot] = {block: sums[block] for block in self._blocks}
+
+    def forget(self) -> None:
+        """No slot has what is constant now."""
+        self._there = [False] * SLOTS
+        self.sums = [{} for _ in range(SLOTS)]
 
 
 class Snapshots:
@@ -43,15 +73,18 @@ class Snapshots:
         identity: bytes,
         layout: str = "",
         table: dict[str, Any] | None = None,
+        constant: Sequence[torch.Tensor] = (),
     ):
-        """Open the rank's file, or make it. `table` says what `state` consists of (`reshard.describe`). Raises
-        SharedMemoryError when there is no room for both slots.
+        """Open the rank's file, or make it. `table` says what the state consists of (`reshard.describe`). `constant`:
+        what belongs to the state too and changes with `load` and before `clear` alone, so that each slot is given it
+        once. Raises SharedMemoryError when there is no room for both slots.
 
         Each slot also holds a note: up to NOTE_BYTES that belong to the same step.
         """
-        self.path, self.state = snapshot_path(folder, rank, layout), state
+        self.path, self.state = snapshot_path(folder, rank, layout), [*state, *constant]
+        self._constants = _Constants(len(state), self.state)
         self._notification = notification_path(folder, rank)
-        payload = sum(tensor.numel() * tensor.element_size() for tensor in state)
+        payload = sum(tensor.numel() * tensor.element_size() for tensor in self.state)
         form = Form(identity, payload, json.dumps(table or {}, separators=(",", ":"), sort_keys=True).encode())
         self._unusable: CheckpointError | None = None
         """Why the file that was there is not used."""
@@ -123,7 +156,8 @@ class Snapshots:
     def _copy(self, step: int, note: bytes, then: Callable[[], object] | None, ready: torch.cuda.Event | None) -> None:
         began, slot = time.perf_counter(), self._file.oldest()
         turn = self._begin(slot)
-        copy_tensors(self._slots[slot], self.state, ready)
+        count = self._constants.to_copy(slot)
+        copy_tensors(self._slots[slot][:count], self.state[:count], ready)
         self._file.write_note(slot, note)
         self._file.commit(slot, step)
         self.copy_seconds = time.perf_counter() - began
@@ -139,7 +173,7 @@ class Snapshots:
 
     def _seal(self, slot: int, step: int, turn: int) -> None:
         began, sums = time.perf_counter(), []
-        for block_sum in self._file.sums(slot):
+        for block_sum in self._file.sums(slot, self._constants.sums[slot]):
             if self._turns[slot] != turn:
                 return
             sums.append(block_sum)
@@ -147,6 +181,7 @@ class Snapshots:
             if self._turns[slot] != turn:
                 return
             self._file.seal(slot, step, sums)
+            self._constants.keep_sums(slot, sums)
         self.sum_seconds = time.perf_counter() - began
         notify(self._notification)
 
@@ -166,8 +201,10 @@ class Snapshots:
             sealed = self._file.check(slot)
         except DamagedCheckpoint:
             self._begin(slot)
+            self._constants.forget()
             raise
         copy_tensors(self.state, self._slots[slot], None)
+        self._constants.forget()
         self.forget_after(step)
         if not sealed:
             self._summing = self._summer.submit(self._seal, slot, step, self._turns[slot])
@@ -205,6 +242,7 @@ class Snapshots:
 
     def _go_on_in(self, file: SnapshotFile) -> None:
         self.wait_for_sums()
+        self._constants.forget()
         before, self._file = self._file, file
         self._slots = [self._views(slot) for slot in range(SLOTS)]
         before.close()
@@ -220,6 +258,7 @@ class Snapshots:
         self.finish()
         if not self._is_at_its_path():
             self._go_on_in(SnapshotFile.create(self.path, self._file.form))
+        self._constants.forget()
         for slot in range(SLOTS):
             self._begin(slot)
 

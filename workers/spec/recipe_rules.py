@@ -5,11 +5,14 @@ Each rule is a function of the spec that yields problems, as in `rules.py`.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterator
 
 from workers.config import JobSpec
 from workers.learning_rate import decay_steps
+from workers.spec.families import FAMILIES
+from workers.spec.parameters import frozen_names, matching, parameter_names
 from workers.spec.problems import Problem
 
 SECTION = "train.optimizer"
@@ -74,6 +77,24 @@ def _decayed_once(spec: JobSpec) -> Iterator[Problem]:
         yield Problem(f"{SECTION}.weight_decay_groups", "a group is named twice", once)
 
 
+def _frozen_parts_are_there(spec: JobSpec) -> Iterator[Problem]:
+    patterns = spec.train.frozen
+    if not patterns or spec.model.family not in FAMILIES:
+        return  # the family is wrong first
+    if not spec.model.is_counted:
+        problem = "what a user's model is made of is not known; only all of it is trained"
+        yield Problem("train.frozen", problem, "[]", unsupported=True)
+        return
+    names = parameter_names(spec.model)
+    for at, pattern in enumerate(patterns):
+        if not matching(pattern, names):
+            parts = sorted({".".join(name.split(".")[:end]) for name in names for end in range(1, name.count(".") + 2)})
+            nearest = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)[0]
+            yield Problem(f"train.frozen.{at}", f"the model has no parameter {pattern}", nearest)
+    if len(frozen_names(spec)) == len(names):
+        yield Problem("train.frozen", "nothing would be left to train", "[embedding]")
+
+
 def _validation_has_data(spec: JobSpec) -> Iterator[Problem]:
     train, data = spec.train, spec.data
     if train.validate_every and not data.validation_fraction and not data.validation:
@@ -94,5 +115,6 @@ RECIPE_RULES = (
     _warmup_fits,
     _decay_fits,
     _decayed_once,
+    _frozen_parts_are_there,
     _validation_has_data,
 )

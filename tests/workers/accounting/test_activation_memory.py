@@ -209,6 +209,27 @@ def test_every_chunk_keeps_what_the_arithmetic_says(layout, recompute):
             assert 0 <= more <= (16 * 32 if ends else 0)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ["embedding", "layers.0-2"],
+        ["embedding", "layers.0-1", "*.qkv", "layers.4.mlp.down"],
+        ["*.mlp", "*.output", "output"],
+        ["embedding", "layers", "final_norm"],
+        ["embedding", "layers"],
+    ],
+    ids=str,
+)
+def test_what_is_kept_for_the_gradients_of_weights_is_not_kept_for_frozen_ones(frozen, attention):
+    job_spec = spec(
+        model={"layers": 5, "tie_embeddings": False, "vocabulary_size": 301},
+        train={"micro_batch_size": 2, "frozen": frozen, "attention": attention},
+    )
+    more = held_by_chunk(job_spec, 0, 0, ForwardPass()) - chunk_bytes(job_spec, 0, False)
+    assert 0 <= more <= 16 * 32
+
+
 def test_a_whole_layer_keeps_its_input():
     job_spec = job(parallel={"recompute": "full"})
     assert held_by_layer(job_spec) == layer_input_bytes(job_spec) == 20 * 3 * 48 * 4

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from workers.accounting.flops import (
     core_attention_forward,
     forward_flops,
+    frozen_parameters,
     parameter_count,
     rank_parameters,
     recomputed_layer_passes,
@@ -106,6 +107,23 @@ def test_parameters_of_each_rank_are_those_that_it_holds(groups, tied, bias, fam
         assert parameter_count(job_spec) == held[0]
 
 
+FROZEN = (["embedding", "layers.0-2", "layers.5.mlp"], ["*.up", "*norm", "output", "layers.6"])
+
+
+@pytest.mark.parametrize("frozen", FROZEN, ids=str)
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+@pytest.mark.parametrize(("groups", "family"), [(None, "gpt"), (2, "gpt"), (2, "qwen")])
+def test_frozen_parameters_of_each_rank_are_those_that_it_holds_and_does_not_train(groups, family, layout, frozen):
+    whole = uneven(groups, False, family == "gpt", family, **layout)
+    job_spec = whole.model_copy(update={"train": whole.train.model_copy(update={"frozen": tuple(frozen)})})
+    held = []
+    for stage in range(job_spec.layout.pipeline):
+        model = ModelStage(job_spec, lone_rank(job_spec, stage * job_spec.layout.tensor))
+        held.append(sum(each.numel() for each in model.parameters() if not each.requires_grad))
+    assert frozen_parameters(job_spec) == tuple(held)
+    assert sum(held) > 0
+
+
 def test_state_in_16_bits_takes_18_bytes_a_parameter():
     """What figure 1 of arXiv:2205.05198 counts: weight 2, gradient 4, master weight and moments 12."""
     job_spec = spec(train={"precision": "bf16"})
@@ -146,6 +164,28 @@ POLICIES = [
 def test_hardware_flops_are_those_that_torch_counts_on_the_engine(groups, family, policy):
     job_spec = uneven(groups, family=family, **policy)
     assert step_flops(job_spec).hardware_full == counted(job_spec, 6)
+
+
+@pytest.mark.parametrize(
+    "policy", [{}, {"recompute": "full", "recompute_every": 3}, {"recompute": "selective"}], ids=str
+)
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ["embedding", "layers.0-2", "layers.5.mlp"],
+        ["embedding.token", "*.up"],
+        ["embedding", "layers"],
+        ["*.qkv", "layers.6"],
+    ],
+    ids=str,
+)
+def test_what_is_not_trained_saves_the_flops_that_torch_does_not_count(frozen, policy):
+    """Also under a pipeline, whose first stages may have no backward."""
+    for layout in ({}, {"pipeline": 3, "tensor": 2}):
+        whole = uneven(tied=False, **policy, **layout)
+        job_spec = whole.model_copy(update={"train": whole.train.model_copy(update={"frozen": tuple(frozen)})})
+        assert step_flops(job_spec).hardware_full == counted(job_spec, 6)
+        assert step_flops(job_spec).model_full < step_flops(whole).model_full
 
 
 @pytest.mark.parametrize("layout", layouts()[1:], ids=str)

@@ -14,11 +14,12 @@ from workers.snapshot.files import snapshot_files
 from workers.trainer import Places, Trainer
 
 
+@pytest.mark.parametrize("frozen", [[], ["embedding", "layers.0-2"]], ids=["all trained", "most frozen"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_ranks_file_is_as_large_as_is_said(tmp_path, monkeypatch, precision):
+def test_a_ranks_file_is_as_large_as_is_said(tmp_path, monkeypatch, precision, frozen):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("to be or not to be, that is the question. " * 40, encoding="utf-8")
-    job = spec(train={"steps": 2, "precision": precision}, checkpoint={"every_steps": 2})
+    job = spec(train={"steps": 2, "precision": precision, "frozen": frozen}, checkpoint={"every_steps": 2})
     places = Places(snapshots=str(tmp_path / "shared"), checkpoints=str(tmp_path / "durable"))
     trainer = Trainer(job, Comm(RankGrid(job.layout), 0, torch.device("cpu")), Reporter(lambda _: None), 1e9, places)
     trainer.restore(Resume())

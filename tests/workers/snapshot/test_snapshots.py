@@ -91,6 +91,59 @@ class _Slow:
         self._held.copy(self._real, other)
 
 
+def test_what_is_constant_is_copied_into_each_slot_once_and_comes_back(tmp_path):
+    """Whole blocks of it are summed once, too."""
+    constant = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.float32)
+    first = constant.clone()
+
+    def with_constant():
+        return Snapshots(tmp_path, 3, state_at(0), IDENTITY, constant=[constant])
+
+    snapshots = with_constant()
+    for step in (1, 2):
+        for tensor, value in zip(snapshots.state, state_at(step), strict=False):
+            tensor.copy_(value)
+        snapshots.save(step)
+    constant.zero_()  # nobody does: if it is copied again it shows
+    for step in (3, 4):
+        for tensor, value in zip(snapshots.state, state_at(step), strict=False):
+            tensor.copy_(value)
+        snapshots.save(step)
+        snapshots.wait_for_sums()
+    fresh = with_constant()
+    fresh.load(4)
+    assert torch.equal(constant, first)
+    assert all(torch.equal(a, b) for a, b in zip(fresh.state, [*state_at(4), first], strict=True))
+    constant.fill_(5.0)
+    fresh.clear()  # the job begins from another state
+    for step in (7, 8):
+        fresh.save(step)
+    fresh.wait_for_sums()
+    constant.zero_()
+    with_constant().load(8)
+    assert (constant == 5.0).all()
+
+
+def test_what_is_constant_and_changes_in_the_file_is_found_though_the_slot_was_summed_again_since(tmp_path):
+    constant = torch.arange(3 * BLOCK_BYTES // 4, dtype=torch.float32)
+    snapshots = Snapshots(tmp_path, 3, state_at(0), IDENTITY, constant=[constant])
+    for step in (1, 2):
+        snapshots.save(step)
+        snapshots.wait_for_sums()
+    at = snapshots._file.form.payload_at(0) + 2 * BLOCK_BYTES
+    snapshots._file.memory[at] ^= 1
+    snapshots.save(3)
+    snapshots.wait_for_sums()
+    assert snapshots._file.step(0) == 3
+    fresh = Snapshots(tmp_path, 3, state_at(0), IDENTITY, constant=[constant])
+    with pytest.raises(DamagedCheckpoint, match=f"damaged at byte {at}: these {BLOCK_BYTES} bytes of step 3"):
+        fresh.load(3)
+    fresh.save(4)
+    fresh.save(5)
+    fresh.wait_for_sums()
+    assert Snapshots(tmp_path, 3, state_at(0), IDENTITY, constant=[constant]).load(5) == b"", "it is written anew"
+
+
 def test_the_last_two_steps_are_kept(tmp_path):
     snapshots = opened(tmp_path)
     path = snapshot_path(tmp_path, 3)
@@ -197,8 +250,8 @@ def test_a_slot_that_is_overwritten_before_its_sums_are_done_is_not_sealed_with_
     snapshots = opened(tmp_path)
     real, reached, released = SnapshotFile.sums, threading.Event(), threading.Event()
 
-    def slow(file, slot):
-        sums = list(real(file, slot))
+    def slow(file, slot, known):
+        sums = list(real(file, slot, known))
         reached.set()
         assert released.wait(30)
         yield from sums
@@ -220,8 +273,8 @@ def test_a_slot_that_is_overwritten_right_after_its_last_sum_is_not_sealed(tmp_p
     snapshots = opened(tmp_path)
     real, sealed = SnapshotFile.sums, []
 
-    def then_overwritten(file, slot):
-        yield from real(file, slot)
+    def then_overwritten(file, slot, known):
+        yield from real(file, slot, known)
         snapshots._begin(slot)
 
     monkeypatch.setattr(SnapshotFile, "sums", then_overwritten)

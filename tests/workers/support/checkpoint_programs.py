@@ -123,7 +123,8 @@ def _look(trainer: Trainer) -> Found:
         for kind, part in zip(durable.KINDS, parts, strict=True)
         for each in placed(engine, kind, part, optimizer.held)
     ]
-    computing = placed(engine, "model", engine.flat.parameters, [(0, engine.flat.size)])
+    loaded += placed(engine, "model", optimizer.frozen, [optimizer.frozen_held])
+    computing = placed(engine, "model", engine.flat.parameters, [(0, engine.flat.whole)])
     return Found(loaded, computing, engine.loss_scale.state.tolist(), [])
 
 

@@ -110,7 +110,8 @@ def flip(comm: Comm, document: dict[str, Any], culprit: int, name: str, at_step:
             trainer.guard.finish()
             if trainer.state.snapshots is not None:
                 trainer.state.snapshots.finish()
-            start = next(slot.start for slot in trainer.engine.flat.slots if slot.entry.name == name)
+            slots = (*trainer.engine.flat.slots, *trainer.engine.flat.frozen)
+            start = next(slot.start for slot in slots if slot.entry.name == name)
             bits = trainer.engine.flat.parameters.view(torch.uint8)
             bits[start * trainer.engine.flat.parameters.element_size()] ^= 1
         return usual(*arguments)

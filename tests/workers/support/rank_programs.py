@@ -103,9 +103,9 @@ def run_steps(comm: Comm, jobs: list[dict[str, Any]], weights: list[Weights], wi
 def _loaded(comm: Comm, spec: JobSpec, weights: Weights, dtype: torch.dtype | None) -> tuple[Engine, list[Rectangle]]:
     """An engine with the given weights, and its parameters as rectangles of its flat buffer."""
     engine = Engine(spec, comm, dtype)
-    whole = [(0, engine.flat.size)]
+    whole = [(0, engine.flat.whole)]
     everything = rectangles_of(engine.flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
-    start = torch.zeros(engine.flat.size, dtype=torch.float64)
+    start = torch.zeros(engine.flat.whole, dtype=torch.float64)
     for rectangle in everything:
         where = tuple(slice(a, a + n) for a, n in zip(rectangle.offsets, rectangle.sizes, strict=True))
         rectangle.view(start).copy_(torch.as_tensor(weights[rectangle.name][where]))

@@ -123,7 +123,7 @@ class ElasticNorm:
             rows[start // ALIGNMENT : end // ALIGNMENT] = 0.0
         # Without the padding, whose length depends on the number of replicas.
         used = [rows[start // ALIGNMENT : end // ALIGNMENT] for start, end in merged(self._flat.slots)]
-        return sum_of_halves(torch.cat(used).double())
+        return sum_of_halves(torch.cat([rows[:0], *used]).double())
 
 
 class ElasticStepSums(StepSums):

@@ -11,6 +11,9 @@ the pipeline), so it is one bucket, reduced last. Within each bucket, replica r 
 parts. Within each kind what is decayed comes first, so that it lies in a few ranges. Every parameter starts at a
 multiple of ALIGNMENT elements, and so does every part, so that an element meets the same vector instructions on every
 rank and layout.
+
+Parameters that are not trained (`train.frozen`) lie behind all others, where there are no gradients. Of these too,
+replica r of d answers for the r-th of d equal parts.
 """
 
 from __future__ import annotations
@@ -59,14 +62,16 @@ class FlatParameters:
     ):
         """`replicas`: data-parallel size (d); `decayed_groups`: groups of parameters to which weight decay applies."""
         self.replicas = replicas
+        trained = [entry for entry in shards if entry.parameter.requires_grad]
 
         def order(entry: NamedShard) -> tuple[int, bool]:  # stable: else the model's order
             return self._class_of(entry), entry.shard.group not in decayed_groups
 
         self.slots: list[Slot] = []
+        """Parameters that are trained."""
         unit = ALIGNMENT * replicas
         position, head_end = 0, None
-        for entry in sorted(shards, key=order):
+        for entry in sorted(trained, key=order):
             if self._class_of(entry) > 0 and head_end is None:
                 head_end = position = _aligned(position, unit)
             size = entry.parameter.numel()
@@ -75,18 +80,30 @@ class FlatParameters:
         self.size = _aligned(max(position, ALIGNMENT), unit)
         self.decayed = self._decayed(decayed_groups)
         """Ranges to which weight decay applies, in order."""
-        self.parameters = torch.zeros(self.size, dtype=dtype, device=device)
+        self.frozen, self.whole = self._behind([entry for entry in shards if not entry.parameter.requires_grad])
+        """Parameters that are not trained, and the elements of all parameters: the first `size` are trained."""
+        self.parameters = torch.zeros(self.whole, dtype=dtype, device=device)
         self.gradients = torch.zeros(self.size, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.buckets = [(0, self.size)]
         """Ranges that are reduced as one; the last one holds the tail."""
         if replicas > 1 and head_end is not None:
             self.buckets = _buckets(head_end, self.size, unit, int(bucket_bytes / self.gradients.element_size()))
+        for slot in (*self.slots, *self.frozen):
+            parameter = slot.entry.parameter
+            parameter.data = self.parameters[slot.start : slot.end].view(parameter.shape)
         for slot in self.slots:
-            self._move(slot)
+            self._give_gradient(slot)
 
-    def _move(self, slot: Slot) -> None:
+    def _behind(self, frozen: list[NamedShard]) -> tuple[list[Slot], int]:
+        """Slots behind the trained parameters, and where they end."""
+        slots, position = [], self.size
+        for entry in frozen:
+            slots.append(Slot(entry, position, position + entry.parameter.numel()))
+            position = _aligned(slots[-1].end, ALIGNMENT)
+        return slots, _aligned(position, ALIGNMENT * self.replicas)
+
+    def _give_gradient(self, slot: Slot) -> None:
         parameter = slot.entry.parameter
-        parameter.data = self.parameters[slot.start : slot.end].view(parameter.shape)
         gradient = self.gradients[slot.start : slot.end].view(parameter.shape)
         parameter.main_grad = gradient  # type: ignore[attr-defined]
         parameter.holds_gradient = True  # type: ignore[attr-defined]
@@ -108,8 +125,9 @@ class FlatParameters:
     def _decayed(self, groups: Collection[ParameterGroup]) -> list[Range]:
         """Runs of decayed parameters, each up to where the next parameter begins."""
         ranges: list[Range] = []
-        starts = [*(slot.start for slot in self.slots[1:]), self.size]
-        for slot, end in zip(self.slots, starts, strict=True):
+        following = [*self.slots[1:], None]
+        for slot, after in zip(self.slots, following, strict=False):
+            end = self.size if after is None else after.start
             if slot.entry.shard.group not in groups:
                 continue
             if ranges and ranges[-1][1] == slot.start:
@@ -148,6 +166,19 @@ class FlatParameters:
             (start + replica * (end - start) // count, start + (replica + 1) * (end - start) // count)
             for start, end in self.buckets
         ]
+
+    def frozen_part(self, replica: int) -> Range:
+        """The part of the frozen parameters that `replica` answers for."""
+        share = (self.whole - self.size) // self.replicas
+        return self.size + replica * share, self.size + (replica + 1) * share
+
+    def same_on_tensor_ranks(self) -> list[Range]:
+        """Ranges of parameters, frozen or not, of which every tensor rank holds all."""
+        return merged([slot for slot in (*self.slots, *self.frozen) if slot.entry.shard.split_dim is None])
+
+    def same_on_both_ends(self) -> list[Range]:
+        """Ranges of the token embedding, frozen or not, where another stage holds it too."""
+        return merged([slot for slot in (*self.slots, *self.frozen) if slot.entry.shard.tied_across_stages])
 
 
 def answers_for(entry: NamedShard, tensor_index: int) -> bool:

@@ -120,7 +120,7 @@ def leaf_sums(
     by_autograd = {slot.entry.parameter for slot in flat.slots if slot.entry.by_autograd}
     passes: dict[nn.Parameter, set[Pass]] = {slot.entry.parameter: set() for slot in flat.slots}
     for number, chunk in enumerate(chunks):
-        for parameter in chunk.parameters():
+        for parameter in (each for each in chunk.parameters() if each in passes):
             kind = "backward"
             if split_backward:
                 kind = "backward_input" if parameter in by_autograd else "backward_weight"

@@ -47,7 +47,8 @@ class GradientReduction:
         the global batch."""
         self._started.clear()
         forget(self._written_over)
-        torch._foreach_zero_(self._added_to)
+        if self._added_to:
+            torch._foreach_zero_(self._added_to)
         self._awaited = {parameter: uses * micro_batches for parameter, uses in self.uses.items()}
         self._incomplete = [0] * len(self.flat.buckets)
         for parameter in self._awaited:

@@ -14,7 +14,7 @@ import torch
 
 from workers.comm.comm import Comm
 from workers.comm.grid import Axis
-from workers.parallel.data.flat import Range, merged
+from workers.parallel.data.flat import Range
 from workers.parallel.data.zero import ZeroOptimizer
 
 BLOCK_WORDS = 2**17
@@ -69,8 +69,8 @@ class ReplicaCheck:
         self.optimizer, self.flat, self.comm = optimizer, optimizer.flat, comm
         self._weights: torch.Tensor | None = None
         self._shared: dict[Axis, list[Range]] = {
-            "tensor": merged(self.flat.replicated()),
-            "embedding": merged(self.flat.tied()),
+            "tensor": self.flat.same_on_tensor_ranks(),
+            "embedding": self.flat.same_on_both_ends(),
         }
 
     def differing(self, kept: Sequence[torch.Tensor] | None) -> tuple[list[int], bool]:
@@ -108,7 +108,8 @@ class ReplicaCheck:
         size = self.comm.size("data")
         if size == 1:
             return set(), True
-        hashes = [self._hash(self.flat.parts(replica)) for replica in range(size)]
+        parts = [[*self.flat.parts(replica), self.flat.frozen_part(replica)] for replica in range(size)]
+        hashes = [self._hash(ranges) for ranges in parts]
         mine = torch.stack([*hashes, hashes[0].new_tensor(sound)])
         gathered = self.comm.all_gather("data", mine).view(size, size + 1).tolist()
         ranks = self.comm.grid.group("data", self.comm.rank)
@@ -127,9 +128,10 @@ class ReplicaCheck:
         held = [part.to(self.flat.parameters.dtype) for part in self.optimizer.parameters]
         if any(not same_bits(a, b) for a, b in zip(published, held, strict=True)):
             return UNSOUND
+        frozen = [self.optimizer.frozen] if len(self.optimizer.frozen) else []
         if kept is None:  # without masters the parameters are the state: nothing to compare them with
-            return SOUND if self.optimizer.has_masters else UNKNOWN
-        pairs = zip(self.optimizer.parameters, kept, strict=True)
+            return SOUND if self.optimizer.has_masters and not frozen else UNKNOWN
+        pairs = zip([*self.optimizer.parameters, *frozen], kept, strict=True)
         return SOUND if all(same_bits(part, old) for part, old in pairs) else UNSOUND
 
 

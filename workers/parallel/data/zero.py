@@ -55,6 +55,12 @@ class ZeroOptimizer:
         """Ranges of the flat buffer that this replica saves; between them the replicas save each element once."""
         self.held = self.owned if stage == 1 and comm.size("data") > 1 else [(0, flat.size)]
         """Ranges of the flat buffer whose state this rank keeps: all that follow speak of them one after the other."""
+        everything = self.held != self.owned
+        self.frozen_owned = flat.frozen_part(comm.index("data"))
+        self.frozen_held = (flat.size, flat.whole) if everything else self.frozen_owned
+        """The same of the frozen parameters: one range each, perhaps an empty one."""
+        self.frozen = flat.parameters[slice(*self.frozen_held)]
+        """Frozen parameters whose values this rank keeps, in the precision of compute."""
         length = sum(end - start for start, end in self.held)
         self.parameters = [flat.parameters[start:end] for start, end in self.held]
         """The fp32 weights of the held ranges: views of the parameters, or of the master weights."""
@@ -160,7 +166,7 @@ class ZeroOptimizer:
             )
 
     def load_parameters(self, values: torch.Tensor) -> None:
-        """Take over the flat parameters `values`, fp32 [flat.size]."""
+        """Take over the flat parameters `values`, fp32 [flat.whole]."""
         for part, (start, end) in zip(self.parameters, self.held, strict=True):
             part.copy_(values[start:end])
         self.flat.parameters.copy_(values)
@@ -184,11 +190,17 @@ class ZeroOptimizer:
         self.exp_avg.zero_()
         self.exp_avg_sq.zero_()
 
+    def publish_frozen(self) -> None:
+        """Bring the frozen parameters that are held, of all replicas, into the parameters. Raises PeerLost."""
+        if self.frozen_held != (self.flat.size, self.flat.whole):
+            into = self.flat.parameters[self.flat.size :]
+            self.comm.start_all_gather("data", self.frozen.clone(), into)[1].wait()
+
     def publish_parameters(self) -> None:
-        """Bring the held weights, of all replicas, into the parameters."""
+        """Bring the held weights, of all replicas, into the parameters. Frozen ones stay as they are."""
         everything = len(self.held) == 1 and self.held[0] == (0, self.flat.size)
         if everything and self.has_masters:
-            self.flat.parameters.copy_(self.parameters[0])
+            self.flat.parameters[: self.flat.size].copy_(self.parameters[0])
         elif not everything:
             # A copy also where no rounding is needed: the parts lie inside of what is gathered into.
             parts = [part.to(self.flat.parameters.dtype, copy=True) for part in self.parameters]

@@ -23,11 +23,12 @@ from workers.parallel.data.step_statistics import Loss
 from workers.parallel.pipeline.forward_pass import ForwardPass
 from workers.parallel.pipeline.schedules import forward_only, schedule
 from workers.parallel.pipeline.schedules.action import Action
-from workers.parallel.pipeline.stages import neighbours
+from workers.parallel.pipeline.stages import neighbours, virtual_stage
 from workers.parallel.recompute.policy import Recompute, recomputed
 from workers.parallel.tensor.cross_entropy import cross_entropy_and_log_z, vocabulary_parallel_cross_entropy
 from workers.parallel.tensor.dropout import sample_keys
 from workers.parallel.tensor.weight_gradients import Task, WeightGradients
+from workers.spec.parameters import takes_gradient
 
 Key = tuple[int, int]
 """(chunk, micro-batch)."""
@@ -107,6 +108,15 @@ class Pipeline:
             neighbours(layout.schedule, layout.pipeline, layout.virtual_stages, self.rank, chunk)
             for chunk in range(layout.virtual_stages)
         ]
+        takes = takes_gradient(spec)
+        indices = [
+            virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, self.rank, chunk)
+            for chunk in range(layout.virtual_stages)
+        ]
+        self.takes_gradient = [takes[index] for index in indices]
+        """Of each chunk: whether backward has anything to do in it. Where nothing up to it is trained, it has not."""
+        self.passes_gradient = [index > 0 and takes[index - 1] for index in indices]
+        """Of each chunk: whether the one before it takes a gradient."""
         self.dtype = next(model.parameters()).dtype
         self._when_done, self._when_added = when_done, when_added
         self._known: dict[tuple[bool, int], _Plan] = {}
@@ -182,13 +192,14 @@ class Pipeline:
         if chunk.is_last:
             y = self._loss(y, action.micro_batch, held)
         _, behind = self.places[action.chunk]
+        takes = torch.is_grad_enabled() and self.takes_gradient[action.chunk]
         if behind is not None and behind[0] == self.rank:
-            held.inputs[behind[1], action.micro_batch] = y.detach().requires_grad_(torch.is_grad_enabled())
+            held.inputs[behind[1], action.micro_batch] = y.detach().requires_grad_(takes)
         elif behind is not None:
             held.outputs[key] = y.detach()
-        if torch.is_grad_enabled():
+        if takes:
             held.edges[key] = get_gradient_edge(y)
-        else:
+        if not (takes and self.passes_gradient[action.chunk]):
             held.inputs.pop(key, None)
 
     def _input(self, action: Action, held: _Step) -> torch.Tensor:
@@ -200,7 +211,7 @@ class Pipeline:
             return tokens
         if before[0] != self.rank:
             x = self._arrived("forward", key, held)
-            held.inputs[key] = x.requires_grad_(torch.is_grad_enabled())
+            held.inputs[key] = x.requires_grad_(torch.is_grad_enabled() and self.passes_gradient[action.chunk])
         return held.inputs[key]
 
     def _forward_pass(self, action: Action, held: _Step) -> ForwardPass:
@@ -234,6 +245,8 @@ class Pipeline:
         return total
 
     def _backward(self, action: Action, held: _Step) -> None:
+        if not self.takes_gradient[action.chunk]:
+            return
         key = (action.chunk, action.micro_batch)
         before, behind = self.places[action.chunk]
         if behind is None:
@@ -243,7 +256,7 @@ class Pipeline:
         else:
             grad = self._arrived("backward", key, held)
         torch.autograd.backward([held.edges.pop(key)], [grad])
-        if before is None:
+        if before is None or not self.passes_gradient[action.chunk]:
             return
         grad_x = held.inputs.pop(key).grad
         assert grad_x is not None
@@ -273,6 +286,8 @@ class Pipeline:
         self._send(behind[0], held.outputs.pop((action.chunk, action.micro_batch)), held)
 
     def _send_backward(self, action: Action, held: _Step) -> None:
+        if not self.passes_gradient[action.chunk]:
+            return
         before, _ = self.places[action.chunk]
         assert before is not None
         self._send(before[0], held.input_gradients.pop((action.chunk, action.micro_batch)), held)
@@ -291,6 +306,8 @@ class Pipeline:
         self._receive("forward", before[0], action, held)
 
     def _receive_backward(self, action: Action, held: _Step) -> None:
+        if not self.takes_gradient[action.chunk]:
+            return
         _, behind = self.places[action.chunk]
         assert behind is not None
         self._receive("backward", behind[0], action, held)

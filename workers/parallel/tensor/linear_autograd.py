@@ -32,14 +32,20 @@ def column_forward(
     return tuple([output(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)])
 
 
+def _trained(weights: Sequence[nn.Parameter | None]) -> bool:
+    """Whether any of these is trained."""
+    return any(weight is not None and weight.requires_grad for weight in weights)
+
+
 def column_backward(
     grads: Sequence[torch.Tensor],
-    x: torch.Tensor,
+    x: torch.Tensor | None,
     weights: Weights,
     biases: Biases,
     region: Region,
 ) -> torch.Tensor:
-    """The gradient of x; those of weights and biases go to `region.weight_gradients`.
+    """The gradient of x; those of weights and biases that are trained go to `region.weight_gradients`. x may be None
+    where no weight is.
 
     Under sequence parallelism the gathered input was not kept: it is gathered again while the input's gradient is
     computed, whose reduction in turn runs while the weights' gradients are.
@@ -48,21 +54,26 @@ def column_backward(
     if region.tensor_size == 1 and len(weights) == 1:
         return _backward_alone(grads[0], x, weights[0], biases[0], region)
     grads_no = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-    gathered = None if store.keeping else start_gather(x, region)
+    # Nobody needs the input of frozen weights.
+    needed = x if _trained(weights) else None
+    gathered = None if store.keeping or needed is None else start_gather(needed, region)
     grad_x = region.products.input_gradient(grads_no, weights).view(*grads[0].shape[:-1], -1)
     if gathered is not None and gathered[1] is not None:
         gathered[1].wait()
     grad_x, reducing = start_sum(grad_x, region)
 
     def add_weight_gradients() -> None:
-        whole = gathered[0] if gathered is not None else gather(x, region)
-        whole_ni = whole.reshape(-1, whole.shape[-1])
+        if needed is not None:
+            whole = gathered[0] if gathered is not None else gather(needed, region)
+            whole_ni = whole.reshape(-1, whole.shape[-1])
         for grad_no, weight, bias in zip(grads_no, weights, biases, strict=True):
-            store.add_product(weight, grad_no, whole_ni)
-            if bias is not None:
+            if weight.requires_grad:
+                store.add_product(weight, grad_no, whole_ni)
+            if bias is not None and bias.requires_grad:
                 store.add_sum(bias, grad_no)
 
-    store.submit(add_weight_gradients)
+    if needed is not None or _trained(biases):
+        store.submit(add_weight_gradients)
     if reducing is not None:
         reducing.wait()
     return grad_x
@@ -94,38 +105,42 @@ def row_backward(
     bias: nn.Parameter | None,
     region: Region,
 ) -> torch.Tensor:
-    """The gradient of the input, which `input_of` gives (it may have to be computed again, beside the gathering of
-    the gradient); those of weight and bias go to `region.weight_gradients`."""
+    """The gradient of the input, which `input_of` gives where the weight is trained (it may have to be computed again,
+    beside the gathering of the gradient); those of weight and bias, where trained, go to `region.weight_gradients`."""
     store = region.weight_gradients
     if region.tensor_size == 1:
-        return _backward_alone(local_grad, input_of(), weight, bias, region)
+        return _backward_alone(local_grad, input_of() if weight.requires_grad else None, weight, bias, region)
     grad, gathering = start_gather(local_grad, region)
-    x = input_of()
+    x = input_of() if weight.requires_grad else None
     if gathering is not None:
         gathering.wait()
     grad_no = grad.view(-1, weight.shape[0])
     grad_x = region.products.input_gradient([grad_no], [weight]).view(*grad.shape[:-1], weight.shape[1])
 
     def add_weight_gradient() -> None:
-        store.add_product(weight, grad_no, x.reshape(-1, weight.shape[1]))
-        if bias is not None:
+        if x is not None:
+            store.add_product(weight, grad_no, x.reshape(-1, weight.shape[1]))
+        if bias is not None and bias.requires_grad:
             store.add_sum(bias, local_grad.view(-1, weight.shape[0]))
 
-    store.submit(add_weight_gradient)
+    if _trained((weight, bias)):
+        store.submit(add_weight_gradient)
     return grad_x
 
 
 def _backward_alone(
-    grad: torch.Tensor, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, region: Region
+    grad: torch.Tensor, x: torch.Tensor | None, weight: nn.Parameter, bias: nn.Parameter | None, region: Region
 ) -> torch.Tensor:
     """The gradient of the input of a whole product, with nobody to talk to. A product of matrices leaves the caches
     without a trace of the interpreter, so as much as possible is done before the first one."""
-    store, grad_no, x_ni = region.weight_gradients, grad.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
-    if bias is not None:
+    store, grad_no = region.weight_gradients, grad.reshape(-1, weight.shape[0])
+    x_ni = x.reshape(-1, weight.shape[1]) if x is not None and weight.requires_grad else None
+    if bias is not None and bias.requires_grad:
         store.submit(lambda: store.add_sum(bias, grad_no))
     grad_ni = region.products.input_gradient([grad_no], [weight])
-    store.submit(lambda: store.add_product(weight, grad_no, x_ni))
-    return grad_ni.view(x.shape)
+    if x_ni is not None:
+        store.submit(lambda: store.add_product(weight, grad_no, x_ni))
+    return grad_ni.view(*grad.shape[:-1], weight.shape[1])
 
 
 # Autograd does not see the parameters of these products, which are hidden in tuples: it would only pass on that they
@@ -139,13 +154,14 @@ class _ColumnParallel(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         # Parameters stay attributes: within a recomputed layer, saved tensors come back as others.
         ctx.region, ctx.again, ctx.weights, ctx.biases = region, again, weights, biases
-        ctx.save_for_backward(x if again is None else None)
+        ctx.save_for_backward(x if again is None and _trained(weights) else None)
         return column_forward(x, weights, biases, region)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         again, ctx.again = ctx.again, None  # it holds what nobody needs any more
-        x = ctx.saved_tensors[0] if again is None else in_backward(again, ctx.region.comm)
+        computes_again = again is not None and _trained(ctx.weights)
+        x = in_backward(again, ctx.region.comm) if computes_again else ctx.saved_tensors[0]
         grad_x = column_backward(grads, x, ctx.weights, ctx.biases, ctx.region)
         return grad_x, None, None, None, None
 
@@ -160,7 +176,7 @@ class _RowParallel(torch.autograd.Function):
         region: Region,
     ) -> torch.Tensor:
         ctx.region, ctx.parameters, ctx.added = region, parameters, residual is not None
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if parameters[0].requires_grad else None)
         return row_forward(x, *parameters, region, residual)
 
     @staticmethod
@@ -186,7 +202,7 @@ class _GeluRowParallel(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.region, ctx.parameters, ctx.added, ctx.kind = region, parameters, residual is not None, kind
         active = region.products.gelu(x, kind)
-        ctx.save_for_backward(x, None if recompute else active)
+        ctx.save_for_backward(x, active if parameters[0].requires_grad and not recompute else None)
         return row_forward(active, *parameters, region, residual)
 
     @staticmethod
@@ -217,7 +233,7 @@ class _GatedRowParallel(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.region, ctx.parameters, ctx.added = region, parameters, residual is not None
         active = region.products.swiglu(gate, up)
-        ctx.save_for_backward(gate, up, None if recompute else active)
+        ctx.save_for_backward(gate, up, active if parameters[0].requires_grad and not recompute else None)
         return row_forward(active, *parameters, region, residual)
 
     @staticmethod

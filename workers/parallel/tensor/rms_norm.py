@@ -41,10 +41,10 @@ class _RMSNorm(torch.autograd.Function):
         return _normed(x, inverse_n1).mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, inverse_n1 = ctx.saved_tensors
         grad, normed = grads[0], _normed(x, inverse_n1)
-        grad_weight = (grad * normed).reshape(-1, x.shape[-1]).sum(0)
+        grad_weight = (grad * normed).reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         wide_grad, wide = (grad * weight).to(inverse_n1.dtype), x * inverse_n1
         along = (wide_grad * wide).mean(-1, keepdim=True)
         grad_x = wide_grad.addcmul_(wide, along, value=-1.0).mul_(inverse_n1)

@@ -72,6 +72,31 @@ def test_what_is_decayed_lies_together_within_each_kind(groups, order, decayed):
     assert flat.decayed == [tuple(starts[name] for name in each.split("..")) for each in decayed]
 
 
+def test_frozen_parameters_lie_behind_all_others_and_have_no_gradient():
+    entries = [entry(name, shard) for name, shard in (("a", SPLIT), ("table", TABLE), ("norm", NORM), ("b", SPLIT))]
+    for each in entries[1:3]:
+        each.parameter.requires_grad_(False)
+    flat = FlatParameters(entries, 3, CPU)
+    assert (names(flat.slots), names(flat.frozen)) == (["a", "b"], ["table", "norm"])
+    assert (len(flat.parameters), len(flat.gradients)) == (flat.whole, flat.size)
+    assert flat.frozen[0].start == flat.size
+    assert not any(hasattr(slot.entry.parameter, "main_grad") for slot in flat.frozen)
+    parts = [flat.frozen_part(replica) for replica in range(3)]
+    assert [start for start, _ in parts] == [flat.size, *(end for _, end in parts[:-1])]
+    assert parts[-1][1] == flat.whole
+    assert all((end - start) % ALIGNMENT == 0 for start, end in parts)
+    assert flat.replicated() == [], "nothing of it is summed"
+    assert flat.same_on_tensor_ranks() == [(flat.frozen[1].start, flat.frozen[1].start + 2 * ALIGNMENT)]
+
+
+def test_a_stage_may_have_nothing_to_train():
+    only = entry("a", SPLIT)
+    only.parameter.requires_grad_(False)
+    flat = FlatParameters([only], 2, CPU)
+    assert (flat.slots, names(flat.frozen), flat.decayed) == ([], ["a"], [])
+    assert flat.size == 2 * ALIGNMENT
+
+
 def test_parameters_and_their_gradients_are_views_of_the_buffers():
     flat = flat_of(first=SPLIT, norm=NORM)
     for slot in flat.slots:

@@ -112,6 +112,25 @@ def test_rank_with_a_flipped_bit_is_named(ranks, corpus, tmp_path, layout, preci
         assert (step, settled) == (STEP - 1, STEP - 1), "the step was given up before it changed anything"
 
 
+FROZEN_FLIPS = [
+    ((1, 1, 2), "fp32", True, 0, [0], True),
+    ((1, 1, 2), "bf16", True, 1, [1], True),
+    ((1, 1, 2), "bf16", False, 0, [0, 1], False),  # there are no master weights of what is frozen
+    ((2, 1, 1), "fp32", True, 1, [1], True),
+]
+
+
+@pytest.mark.parametrize(("layout", "precision", "kept", "culprit", "named", "certain"), FROZEN_FLIPS)
+def test_a_flipped_bit_of_what_is_frozen_is_found_too(
+    ranks, corpus, tmp_path, layout, precision, kept, culprit, named, certain
+):
+    spec = job(corpus, layout, precision=precision, global_batch_size=12, frozen=["final_norm"])
+    snapshots = str(tmp_path) if kept else None
+    by_rank = ranks.run(ParallelConfig(**axes(layout)), flip, spec, culprit, "final_norm.weight", STEP, snapshots)
+    (event,) = by_rank[0][1]
+    assert (event["type"], event["ranks"], event["certain"]) == ("replica_differs", named, certain)
+
+
 def test_between_comparisons_nobody_looks(ranks, corpus):
     spec = job(corpus, (1, 1, 2), every=2)
     by_rank = ranks.run(ParallelConfig(data=2), flip, spec, 1, "final_norm.weight", STEP, None)

@@ -117,6 +117,35 @@ def test_the_record_follows_each_action_with_its_micro_batch():
     assert of_actions == [(name, number) for name in ("forward", "backward") for number in range(4)]
 
 
+@pytest.mark.parametrize(
+    ("frozen", "rank", "messages"),
+    [
+        ([], 0, ["send", "receive"]),
+        ([], 1, ["receive", "send"]),
+        (["embedding"], 0, ["send", "receive"]),
+        (["embedding", "layers.0"], 0, ["send"]),
+        (["embedding", "layers.0"], 1, ["receive"]),
+    ],
+    ids=str,
+)
+def test_no_gradient_is_sent_to_a_stage_that_takes_none(frozen, rank, messages):
+    model = {"layers": 2, "hidden_size": 16, "tie_embeddings": False}
+    job = spec(model=model, train={"micro_batch_size": 8, "frozen": frozen}, parallel={"pipeline": 2})
+    engine, seen = Engine(job, lone_rank(job, rank)), []
+    engine.initialise(1)
+    for name in ("send", "receive"):
+        usual = getattr(engine.comm, name)
+
+        def noted(*arguments, name=name, usual=usual):
+            seen.append(name)
+            return usual(*arguments)
+
+        setattr(engine.comm, name, noted)
+    engine.reduction.begin(1, 8)
+    engine.pipeline.train(micro_batches(job, 0, WINDOWS), 1.0)
+    assert sorted(seen) == sorted(messages)
+
+
 class Sent:
     """A message that is on its way, or has left."""
 

@@ -1,0 +1,120 @@
+"""Names of parameters by arithmetic, and what patterns of them mean."""
+
+from __future__ import annotations
+
+import pytest
+from engine_specs import document, spec
+from one_layer import lone_rank
+
+from workers.model.parallelize import ModelStage
+from workers.spec.parameters import first_trained_layer, frozen_names, matching, parameter_names, takes_gradient
+from workers.spec.problems import SpecError
+from workers.spec.reading import parse_job_spec
+
+GPT = {"layers": 12, "tie_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"tie_embeddings": False, "kv_heads": 2, "bias": False},
+        {"family": "llama"},
+        {"family": "llama", "kv_heads": 1, "bias": True, "tie_embeddings": True},
+        {"family": "qwen", "kv_heads": 2},
+    ],
+    ids=str,
+)
+def test_they_are_those_of_the_engine(model):
+    job = spec(model=model)
+    names = [entry.name for entry in ModelStage(job, lone_rank(job)).named_shards()]
+    assert sorted(parameter_names(job.model)) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("embedding", ["embedding.token.weight", "embedding.position.weight"]),
+        ("output", ["output.weight"]),
+        ("layers.1.mlp.up", ["layers.1.mlp.up.weight", "layers.1.mlp.up.bias"]),
+        ("layers.9-10.mlp.down.bias", ["layers.9.mlp.down.bias", "layers.10.mlp.down.bias"]),
+        ("final_norm.weight", ["final_norm.weight"]),
+        ("layers.1*.attention.qkv.bias", [f"layers.{layer}.attention.qkv.bias" for layer in (1, 10, 11)]),
+        ("embed", []),
+        ("layers.12-15", []),
+        ("mlp", []),
+        ("", []),
+        ("layers.[1]", []),
+    ],
+)
+def test_a_pattern_means_a_parameter_or_all_below_a_part(pattern, meant):
+    assert matching(pattern, parameter_names(spec(model=GPT).model)) == meant
+
+
+def test_a_star_stands_for_any_part_and_a_range_for_layers():
+    names = parameter_names(spec(model=GPT).model)
+    mlp = matching("*.mlp", names)
+    assert len(mlp) == 12 * 4 and all(".mlp." in name for name in mlp)
+    some = matching("layers.2-3", names)
+    assert {name.split(".")[1] for name in some} == {"2", "3"}
+    assert len(some) == 2 * len([name for name in names if name.startswith("layers.0.")])
+    assert set(matching("*", names)) == set(names)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "first"),
+    [
+        ([], -1),
+        (["embedding.token"], -1),
+        (["embedding"], 0),
+        (["embedding", "layers.0-4"], 5),
+        (["layers.0-4"], -1),
+        (["embedding", "layers.0-4", "layers.5.attention"], 5),
+        (["embedding", "layers"], 12),
+    ],
+)
+def test_backward_ends_in_the_first_layer_that_is_trained(frozen, first):
+    job = spec(model=GPT, train={"frozen": frozen})
+    assert first_trained_layer(job.model, job.train.frozen) == first
+
+
+def test_virtual_stages_in_front_of_it_take_no_gradient():
+    """Four stages of three layers."""
+
+    def takes(*frozen: str, **parallel) -> tuple[bool, ...]:
+        return takes_gradient(spec(model=GPT, train={"frozen": frozen}, parallel={"pipeline": 4, **parallel}))
+
+    assert takes() == (True,) * 4
+    assert takes("layers") == (True,) * 4, "the embedding is trained"
+    assert takes("embedding", "layers.0-4") == (False, True, True, True)
+    assert takes("embedding", "layers.0-5") == (False, False, True, True)
+    assert takes("embedding", "layers") == (False, False, False, True)
+    assert takes("embedding", "layers.0-10", "output", "final_norm") == (False, False, False, True)
+    two = {"virtual_stages": 2, "schedule": "zb-v", "pipeline": 2}
+    assert takes("embedding", "layers.0-6", **two) == (False, False, True, True)
+
+
+def problem_of(frozen: list[str], **model):
+    with pytest.raises(SpecError) as error:
+        parse_job_spec(document(model=model, train={"frozen": frozen}))
+    (problem,) = error.value.problems
+    return problem
+
+
+def test_what_is_not_there_is_named_with_the_nearest_part():
+    problem = problem_of(["embedding", "layer.0"])
+    assert (problem.path, problem.rule) == ("train.frozen.1", "the model has no parameter layer.0")
+    assert problem.suggestion == "layers.0"
+    tied = problem_of(["output"])
+    assert (tied.path, tied.suggestion is not None) == ("train.frozen.0", True), "it is the embedding"
+
+
+def test_of_a_users_model_nothing_can_be_frozen():
+    problem = problem_of(["embedding"], family="custom", entrypoint="mine:build")
+    assert (problem.path, problem.unsupported, problem.suggestion) == ("train.frozen", True, "[]")
+
+
+def test_something_is_left_to_train():
+    problem = problem_of(["*"])
+    assert (problem.path, problem.rule) == ("train.frozen", "nothing would be left to train")
+    assert frozen_names(parse_job_spec(document(train={"frozen": ["embedding"]})))

@@ -1,0 +1,131 @@
+"""The parameters of a model by their layout-free names, and which of them a job trains. Pure Python.
+
+`train.frozen` holds patterns of names: of a parameter, or of all below a part of the model. `*` stands for any
+characters, and `first-last` in the place of a layer's number for these layers: `embedding`, `layers.0-3`, `*.mlp`,
+`layers.7.attention.*norm`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from workers.config import JobSpec, ModelConfig
+from workers.parallel.pipeline.stages import stage_layers
+from workers.spec.families import Family
+
+TOKEN_EMBEDDING = "embedding.token.weight"
+"""Layout-free name of the weight that the output layer may share."""
+_PLACES = re.compile(r"(\d+)-(\d+)")
+
+
+class _Shape(NamedTuple):
+    """What the names depend on."""
+
+    layers: int
+    family: Family
+    fused: bool
+    """Whether queries, keys and values are one product."""
+    bias: bool
+    tied: bool
+
+
+def _shape_of(model: ModelConfig) -> _Shape:
+    fused = model.key_value_heads == model.heads
+    return _Shape(model.layers, model.parts, fused, bool(model.bias), bool(model.tie_embeddings))
+
+
+def parameter_names(model: ModelConfig) -> tuple[str, ...]:
+    """All parameters, in the model's order; not of a user's model, whose parameters nobody knows."""
+    return _names(_shape_of(model))
+
+
+@lru_cache(maxsize=64)
+def _names(shape: _Shape) -> tuple[str, ...]:
+    names = [TOKEN_EMBEDDING] + ([] if shape.family.rotary else ["embedding.position.weight"])
+    for layer in range(shape.layers):
+        names += (f"layers.{layer}.{name}" for name in _layer_names(shape))
+    names += _norm_names(shape, "final_norm")
+    return (*names, *(() if shape.tied else ("output.weight",)))
+
+
+def _layer_names(shape: _Shape) -> Iterator[str]:
+    """Of one layer."""
+    products = [f"attention.{name}" for name in (*(["qkv"] if shape.fused else ["q", "kv"]), "output")]
+    products += [f"mlp.{name}" for name in (["gate"] if shape.family.gated_mlp else []) + ["up", "down"]]
+    for product in products:
+        yield f"{product}.weight"
+        if shape.bias:
+            yield f"{product}.bias"
+    if shape.family.query_key_norm:
+        yield from ("attention.q_norm.weight", "attention.k_norm.weight")
+    for norm in ("attention_norm", "mlp_norm"):
+        yield from _norm_names(shape, norm)
+
+
+def _norm_names(shape: _Shape, norm: str) -> list[str]:
+    return [f"{norm}.weight"] + ([f"{norm}.bias"] if shape.bias and not shape.family.rms_norm else [])
+
+
+def matching(pattern: str, names: tuple[str, ...]) -> list[str]:
+    """Those of `names` that the pattern means."""
+    expression = _expression(pattern)
+    return [name for name in names if _matches(expression, name)]
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    parts = []
+    for part in pattern.split("."):
+        places = _PLACES.fullmatch(part)
+        if places is None:
+            parts.append(".*".join(map(re.escape, part.split("*"))))
+        else:
+            parts.append(f"(?P<place{len(parts)}_{places[1]}_{places[2]}>\\d+)")
+    return re.compile(r"\.".join(parts) + r"(\..*)?")
+
+
+def _matches(expression: re.Pattern[str], name: str) -> bool:
+    found = expression.fullmatch(name)
+    if found is None:
+        return False
+    for group in expression.groupindex:
+        _, first, last = group.split("_")
+        if not int(first) <= int(found[group]) <= int(last):
+            return False
+    return True
+
+
+def frozen_names(spec: JobSpec) -> frozenset[str]:
+    """The parameters that the job does not train."""
+    return _frozen(_shape_of(spec.model), spec.train.frozen) if spec.train.frozen else frozenset()
+
+
+@lru_cache(maxsize=64)
+def _frozen(shape: _Shape, patterns: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(name for pattern in patterns for name in matching(pattern, _names(shape)))
+
+
+def first_trained_layer(model: ModelConfig, patterns: tuple[str, ...]) -> int:
+    """The first layer that a gradient reaches: all before it, and the embedding, are frozen. `model.layers` where that
+    is the final norm or the output layer; -1 where it is the embedding."""
+    return _first_trained(_shape_of(model), patterns) if patterns else -1
+
+
+@lru_cache(maxsize=64)
+def _first_trained(shape: _Shape, patterns: tuple[str, ...]) -> int:
+    frozen = _frozen(shape, patterns)
+    places = [name.split(".") for name in _names(shape) if name not in frozen]
+    if any(parts[0] == "embedding" for parts in places):
+        return -1
+    return min((int(parts[1]) for parts in places if parts[0] == "layers"), default=shape.layers)
+
+
+def takes_gradient(spec: JobSpec) -> tuple[bool, ...]:
+    """For each virtual stage, in model order, whether backward has anything to do there: it, or one before it, has
+    parameters that are trained. The last one always has, since some are."""
+    layout, model = spec.layout, spec.model
+    first, count = first_trained_layer(model, spec.train.frozen), layout.pipeline * layout.virtual_stages
+    ends = [stage_layers(model.layers, count, index).stop for index in range(count)]
+    return (*(first < end for end in ends[:-1]), True)
