@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -128,8 +129,8 @@ class _Reader:
 
     def expect(self, tensors: list[TheirTensor]) -> None:
         """These are going to be asked for, in this order."""
-        names = dict.fromkeys(piece.ours for tensor in tensors for piece in tensor.pieces)
-        self._to_come = list(names)
+        names = (piece.ours for tensor in tensors for piece in tensor.pieces)
+        self._to_come = [name for name, _ in groupby(names)]
         self._read_ahead()
 
     def close(self) -> None:

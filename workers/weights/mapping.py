@@ -167,8 +167,8 @@ def _projections(model: ModelConfig, ours: str, them: str) -> Iterator[TheirTens
     else:
         parts = [_piece(f"{ours}q", heads * size)]
         parts += [Piece(0, f"{ours}kv", part * size, size, 2 * size, groups) for part in range(2)]
-    for kind, part in zip("qkv", parts, strict=True):
-        rows = part.length * part.count
-        yield TheirTensor(f"{them}{kind}_proj.weight", (rows, model.hidden_size), _named([part], ".weight"))
-        if model.bias:
-            yield TheirTensor(f"{them}{kind}_proj.bias", (rows,), _named([part], ".bias"))
+    # All weights before all biases, so that ours are read once each.
+    for end in (".weight", ".bias") if model.bias else (".weight",):
+        for kind, part in zip("qkv", parts, strict=True):
+            shape = (part.length * part.count, model.hidden_size)[: 2 if end == ".weight" else 1]
+            yield TheirTensor(f"{them}{kind}_proj{end}", shape, _named([part], end))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -62,9 +62,7 @@ def write_files(
         with (folder / name).open("xb") as stream:
             stream.write(_header(tensors, dtype))
             for tensor in tensors:
-                for piece in _bytes_of(values(tensor.name), tensor, dtype):
-                    stream.write(piece)
-                    wrote(len(piece))
+                _write(stream, values(tensor.name), tensor, dtype, wrote)
             put_on_disk(stream)
     if len(files) > 1:
         sizes = [math.prod(tensor.shape) for tensors in files.values() for tensor in tensors]
@@ -89,12 +87,21 @@ def _header(tensors: Iterable[NewTensor], dtype: torch.dtype) -> bytes:
 _PIECE_BYTES = 16 * 2**20
 
 
-def _bytes_of(values: torch.Tensor, tensor: NewTensor, dtype: torch.dtype) -> Iterator[memoryview]:
+def _write(
+    stream: IO[bytes],
+    values: torch.Tensor,
+    tensor: NewTensor,
+    dtype: torch.dtype,
+    wrote: Callable[[int], object],
+) -> None:
+    """A function of its own, at whose end nothing holds the values' memory any more."""
     if tuple(values.shape) != tensor.shape or values.dtype != dtype:
         raise ValueError(f"{tensor.name} is {values.dtype}{tuple(values.shape)}, not {dtype}{tensor.shape}")
     flat = values.contiguous().view(-1).view(torch.uint8).numpy().data
     for start in range(0, len(flat), _PIECE_BYTES):
-        yield flat[start : start + _PIECE_BYTES]
+        piece = flat[start : start + _PIECE_BYTES]
+        stream.write(piece)
+        wrote(len(piece))
 
 
 def write_text(path: Path, text: str) -> None:

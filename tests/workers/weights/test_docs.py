@@ -24,6 +24,7 @@ def test_the_examples_of_families_are_specs(block):
     assert spec.model.family in block
 
 
+@pytest.mark.soak
 def test_weights_go_in_and_out_as_the_page_says(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "bin").mkdir()
