@@ -169,7 +169,7 @@ def _save(engine: Engine, spec: JobSpec, comm: Comm, folder: str) -> None:
     path, held = checkpoint_path(folder, 1, 1), engine.optimizer.held
     rectangles = rectangles_of(engine.flat, held, held, owned_only=True, tensor_index=comm.index("tensor"))
     (masters,) = engine.optimizer.parameters
-    sums = durable.save(str(path), rectangles, lambda: {"model": masters}, comm.shared_work)
+    sums = durable.save(str(path), {"model": rectangles}, lambda: {"model": masters}, comm.shared_work)
     if comm.rank == 0:
         files, blocks = {n: s.size for n, s in sums.items()}, {n: list(s.blocks or ()) for n, s in sums.items()}
         seal(path, Manifest("benchmark", 1, 1, files, spec.model_dump(mode="json"), blocks=blocks))

@@ -72,13 +72,15 @@ class Engine:
         self.begin_with(lambda entry, part: fill_initial(entry, part, seed))
 
     def begin_with(self, fill: Callable[[NamedShard, torch.Tensor], None]) -> None:
-        """Give the parameters the first values, which `fill` puts into zeros (fp32, shaped as the parameter) that it is
-        given for each, one after the other: beside the state there is never more than one of them."""
-        self.optimizer.clear_parameters()
-        for slot in (*self.flat.slots, *self.flat.frozen):
-            part = torch.zeros(slot.entry.parameter.shape, dtype=torch.float32, device=self.comm.device)
-            fill(slot.entry, part)
-            self.optimizer.load_range(slot.start, part.view(-1))
+        """Give the parameters the first values, which `fill` puts into memory (fp32, shaped as the parameter) that it
+        is given for each, one after the other: beside the state there is never more than one of them."""
+        slots, device = (*self.flat.slots, *self.flat.frozen), self.comm.device
+        memory = torch.empty(max(slot.end - slot.start for slot in slots), dtype=torch.float32, device=device)
+        for slot, end in zip(slots, [*(following.start for following in slots[1:]), self.flat.whole], strict=True):
+            part = memory[: slot.end - slot.start]
+            fill(slot.entry, part.view(slot.entry.parameter.shape))
+            self.optimizer.load_range(slot.start, part)
+            self.optimizer.load_range(slot.end, torch.zeros(end - slot.end, device=device))
         self.optimizer.forget()
         self.loss_scale.forget()
 

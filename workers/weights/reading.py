@@ -37,8 +37,9 @@ class Weights:
                 self._parts.setdefault(piece.ours, []).append((tensor, piece))
 
     def fill(self, entry: NamedShard, local: torch.Tensor) -> None:
-        """Put what the rank holds of a parameter into `local`, zeros of its shape. Raises WeightsError."""
+        """Put what the rank holds of a parameter into `local`, of its shape. Raises WeightsError."""
         rows, columns = entry.shard.rows_and_columns(tuple(local.shape))
+        local[max(0, rows[1] - rows[0]) :].zero_()  # rows of a padded vocabulary
         for tensor, piece in self._parts[entry.name]:
             self._read(tensor, piece, rows, columns, local.view(local.shape[0], -1))
 

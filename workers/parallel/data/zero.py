@@ -179,12 +179,6 @@ class ZeroOptimizer:
             low, high = overlap((start, end), (first, last))
             part[low - first : high - first].copy_(values[low - start : high - start])
 
-    def clear_parameters(self) -> None:
-        """All parameters zero, also what lies between them."""
-        self.flat.parameters.zero_()
-        for part in self.parameters:
-            part.zero_()
-
     def forget(self) -> None:
         """Moments as before the first step."""
         self.exp_avg.zero_()
