@@ -63,6 +63,36 @@ def test_a_rank_that_dies_finds_the_tokens_again(manta, documents):
     assert len([event for event in manta.events(job, "data_prepared") if event.data["made"]]) == 1
 
 
+def packed(manta, documents, replicas):
+    """Documents of a blend, apart from each other, whose bits do not depend on the number of replicas."""
+    data = {**data_of(documents, weights=[1, 2]), "documents": "apart"}
+    train = {"deterministic": "elastic", "micro_batch_size": 2}
+    elastic = {"min_data": 1, "max_data": 3}
+    return manta.submit(manta.spec(100_000, (1, 1, replicas), train=train, elastic=elastic, data=data))
+
+
+def test_a_kill_a_resize_and_a_pause_in_the_middle_of_a_packed_blend_change_no_bit(manta, documents):
+    job = packed(manta, documents, 2)
+    manta.until_step(job, 5)
+    os.kill(manta.client.ranks(job).items[1].pid, signal.SIGKILL)
+    manta.until("the recovery", lambda: manta.events(job, "recovered"))
+    manta.client.resize(job, 3)
+    manta.until("three replicas", lambda: manta.client.job(job).parallel["data"] == 3)
+    manta.client.pause(job)
+    manta.until_state(job, "PAUSED")
+    manta.client.resume(job)
+    manta.until_step(job, manta.client.job(job).step + 5)
+    manta.client.cancel(job)
+    manta.until_state(job, "CANCELLED")
+    curve = manta.curve(job)
+    clean = packed(manta, documents, 1)
+    manta.until_step(clean, len(curve))
+    manta.client.cancel(clean)
+    manta.until_state(clean, "CANCELLED")
+    assert [step for step, _, _ in curve] == list(range(1, len(curve) + 1))
+    assert curve == manta.curve(clean)[: len(curve)]
+
+
 def test_a_broken_document_ends_the_job_with_its_place(manta, documents):
     with (documents / "b.jsonl").open("a") as file:
         file.write('{"text": "cut')
