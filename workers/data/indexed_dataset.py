@@ -26,6 +26,10 @@ MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")
 _TYPES: dict[int, npt.DTypeLike] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """By Megatron's number; those of floating-point numbers hold no tokens."""
+MOST_RESIDENT_BYTES = 2**26
+"""Of a mapping that may count as memory of the process, which would grow with all that it ever reads."""
+_FAULT_BYTES = 2**16
+"""What the kernel maps around a byte that is read."""
 _NUMBERS = {np.dtype(name): number for number, name in _TYPES.items()}
 
 
@@ -74,16 +78,21 @@ def read_index(prefix: str | Path) -> Index:
 
 def tokens_in(prefix: str | Path) -> int:
     """Number of tokens of the dataset. Raises DataError where its two files do not fit each other."""
-    index, path = read_index(prefix), f"{prefix}.bin"
+    index = read_index(prefix)
+    _check_size(prefix, index.dtype, index.tokens)
+    return index.tokens
+
+
+def _check_size(prefix: str | Path, dtype: np.dtype, tokens: int) -> None:
+    path = f"{prefix}.bin"
     try:
         size = Path(path).stat().st_size
     except OSError as error:
         raise DataError(f"cannot be read: {path} ({error.strerror})") from error
-    needed = index.tokens * index.dtype.itemsize
+    needed = tokens * dtype.itemsize
     if size != needed:
         kind = "cut short" if size < needed else "longer than its index says"
-        raise DataError(f"{path} is {kind}: {size} bytes, where {index.tokens} tokens take {needed}")
-    return index.tokens
+        raise DataError(f"{path} is {kind}: {size} bytes, where {tokens} tokens take {needed}")
 
 
 def write_index(
@@ -110,12 +119,18 @@ def _begins(lengths: npt.NDArray[np.int32], dtype: np.dtype) -> npt.NDArray[np.i
 class IndexedTokens:
     """The tokens of a dataset as one row, mapped into memory. Stays readable when its files are deleted."""
 
-    def __init__(self, prefix: str | Path):
-        """Raises DataError where the files cannot be read, or do not fit each other."""
+    def __init__(self, prefix: str | Path, known: tuple[str, int] | None = None):
+        """`known`: type and number of the tokens, where the index need not be read for them. Raises DataError where the
+        files cannot be read, or do not fit each other."""
         self.prefix = str(prefix)
-        self._length = tokens_in(prefix)
-        self._dtype = read_index(prefix).dtype
+        if known is None:
+            index = read_index(prefix)
+            self._dtype, self._length = index.dtype, index.tokens
+        else:
+            self._dtype, self._length = np.dtype(known[0]), known[1]
+        _check_size(prefix, self._dtype, self._length)
         self._memory: mmap.mmap | None = None
+        self._resident = 0
         if self._length:
             try:
                 with Path(f"{prefix}.bin").open("rb") as file:
@@ -132,6 +147,11 @@ class IndexedTokens:
         """Tokens [start, start + length) as int64. Raises IndexError outside the row."""
         if start < 0 or start + length > self._length:
             raise IndexError(f"tokens {start} to {start + length} of a row of {self._length}")
+        self._resident += max(length * self._dtype.itemsize, _FAULT_BYTES)
+        if self._resident > MOST_RESIDENT_BYTES and self._memory is not None:
+            # The file stays in the system's cache; only this process no longer counts what it has seen of it.
+            self._memory.madvise(mmap.MADV_DONTNEED)
+            self._resident = 0
         return self._tokens[start : start + length].astype(np.int64)
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:

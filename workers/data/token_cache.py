@@ -142,7 +142,7 @@ def cached_tokens(
     folder = root / key_of(description)
     info = read_info(folder)
     if info is not None:
-        return IndexedTokens(folder / TOKENS), info, False
+        return IndexedTokens(folder / TOKENS, (info.dtype, info.tokens)), info, False
     with locked(folder, watcher):
         info, made = read_info(folder), False
         if info is None:
@@ -150,7 +150,7 @@ def cached_tokens(
                 info, made = _make(folder, description, files, data, tokenizer, trained, watcher), True
             except OSError as error:
                 raise DataError(f"the tokens cannot be kept in {folder} ({error.strerror or error})") from error
-        return IndexedTokens(folder / TOKENS), info, made
+        return IndexedTokens(folder / TOKENS, (info.dtype, info.tokens)), info, made
 
 
 def read_info(folder: Path) -> TokenInfo | None:

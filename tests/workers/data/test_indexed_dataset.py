@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import numpy as np
 import pytest
 from megatron_files import DOCUMENTS, megatron_dataset
 
+from workers.data import indexed_dataset as module
 from workers.data.indexed_dataset import IndexedTokens, boundaries, read_index, tokens_in, write_index
 from workers.errors import DataError
 
@@ -38,6 +42,17 @@ def test_files_that_are_deleted_stay_readable(tmp_path):
     for file in tmp_path.iterdir():
         file.unlink()
     assert row.read(0, 10).tolist() == list(range(1, 11))
+
+
+def test_what_was_read_does_not_stay_memory_of_the_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MOST_RESIDENT_BYTES", 2**20)
+    np.arange(2**24, dtype="<i4").tofile(tmp_path / "a.bin")  # 64 MiB
+    module.write_index(tmp_path / "a", "<i4", np.array([2**24], np.int32), np.array([0, 1]))
+    row, pages = IndexedTokens(tmp_path / "a"), resource.getpagesize()
+    before = int(Path("/proc/self/statm").read_text().split()[2]) * pages
+    for start in range(0, 2**24, 2**12):
+        assert row.read(start, 3).tolist() == [start, start + 1, start + 2]
+    assert int(Path("/proc/self/statm").read_text().split()[2]) * pages - before < 16 * 2**20
 
 
 def test_a_dataset_may_be_empty(tmp_path):

@@ -48,6 +48,7 @@ def test_node_that_shares_nothing_keeps_snapshots_where_it_looks_for_them_and_re
     agent = AgentOnNode("job-1", 0, "/home/of/the/service", ID)
     given(agent, "/dev/shm/manta-of-the-service/job-1")
     assert [order.snapshot_folder for order in orders] == [str(own.snapshot_folder("job-1"))] * 2
+    assert [order.token_cache for order in orders] == [str(own.token_cache)] * 2
     assert (agent._slot._home, agent._slot._runtime_folder) == (None, str(own.runtime_folder))
     given(agent, None)
     assert orders[-1].snapshot_folder is None, "this generation is to make none"
