@@ -11,7 +11,7 @@ from pathlib import Path
 from workers.config import DataConfig
 from workers.data.sources import CorpusFile, is_compressed
 
-SHARD_BYTES = 8 * 2**20
+SHARD_BYTES = 2 * 2**20
 MOST_SHARDS = 4096
 PIECE_BYTES = 2**20
 """Of a text that is encoded at once, where it may be cut."""

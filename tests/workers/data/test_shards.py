@@ -59,7 +59,7 @@ def test_lines_of_jsonl_stay_whole_and_files_that_must_not_be_cut_too(small, tmp
 
 
 def test_many_small_files_share_a_shard(tmp_path):
-    files = [CorpusFile(f"{n}.txt", 3 * 2**20) for n in range(10)]
+    files = [CorpusFile(f"{n}.txt", 750_000) for n in range(10)]
     made = shards_of(files, DataConfig(source="text", paths=["a"]), False)
     assert [len(shard) for shard in made] == [3, 3, 3, 1]
 
