@@ -59,8 +59,8 @@ def gpt2_with(weights: dict[str, torch.Tensor], job) -> torch.nn.Module:
     model, heads, size = job.model, job.model.heads, job.model.head_size
     config = transformers.GPT2Config(
         vocab_size=job.vocabulary_size, n_positions=model.sequence_length, n_embd=model.hidden_size,
-        n_layer=model.layers, n_head=heads, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, tie_word_embeddings=True, attn_implementation="eager",
+        n_layer=model.layers, n_head=heads, activation_function={"gelu_tanh": "gelu_new"}.get(model.activation, "gelu"),
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=True, attn_implementation="eager",
     )  # fmt: skip
     gpt2 = transformers.GPT2LMHeadModel(config).double().eval()
 
@@ -90,9 +90,18 @@ def gpt2_with(weights: dict[str, torch.Tensor], job) -> torch.nn.Module:
     return gpt2
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1)], ids=str)
-def test_loss_and_gradient_norm_are_those_of_hugging_faces_gpt2(ranks, layout):
-    job = document(train={"steps": 1}, parallel=axes(layout))
+@pytest.mark.parametrize(
+    ("layout", "model", "recompute"),
+    [
+        ((1, 1, 1), {}, {}),
+        ((2, 2, 1), {}, {}),
+        ((2, 2, 1), {"activation": "gelu_tanh"}, {}),
+        ((2, 1, 1), {"activation": "gelu_tanh"}, {"recompute": "selective", "recompute_modules": ["mlp_activation"]}),
+    ],
+    ids=str,
+)
+def test_loss_and_gradient_norm_are_those_of_hugging_faces_gpt2(ranks, layout, model, recompute):
+    job = document(model=model, train={"steps": 1}, parallel=axes(layout) | recompute)
     parsed = parse_job_spec(job)
     weights = random_weights(parsed)
     gpt2 = gpt2_with(weights, parsed)

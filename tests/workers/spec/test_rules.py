@@ -28,6 +28,11 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "model.rope", "gpt learns its positions; rotary ones are llama's and qwen's", "null",
     ),
     (
+        "an activation that is gpt's",
+        {"model": {"family": "llama", "activation": "gelu_tanh"}},
+        "model.activation", "llama has SwiGLU; the choice of a GELU is gpt's", "gelu",
+    ),
+    (
         "pairs that turn",
         {"model": {"family": "llama", "head_dim": 7}},
         "model.head_dim", "rotary positions turn pairs of elements, but heads are 7 wide", "8",
