@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,9 @@ def read_config(folder: Path) -> Keys:
     try:
         if not folder.is_dir():
             raise WeightsError(f"there is no folder {folder}")
-        if path.stat().st_size > _MOST_BYTES:
-            raise WeightsError(f"{path} is {path.stat().st_size} bytes long, which no config.json is")
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
+            raise WeightsError(f"{path} is no regular file of at most {_MOST_BYTES} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WeightsError(

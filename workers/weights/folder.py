@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,14 +48,18 @@ def check_weights(spec: JobSpec) -> None:
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights in `folder`. Raises WeightsError."""
     index = folder / INDEX
-    if index.exists():
+    if _is_there(index):
         return sorted(set(_weight_map(index).values()))
-    if (folder / ONE_FILE).exists():
+    if _is_there(folder / ONE_FILE):
         return [folder / ONE_FILE]
     pickles = next((path for pattern in ("*.bin", "*.pt", "*.pth") for path in _listed(folder, pattern)), None)
     if pickles is not None:
         raise WeightsError(f"{pickles} is a pickle, which is never read: save the model as safetensors")
     raise WeightsError(f"{folder} has neither {ONE_FILE} nor {INDEX}")
+
+
+def _is_there(path: Path) -> bool:
+    return os.path.exists(path)  # noqa: PTH110 - False too where the folder may not be entered, as pathlib's is not
 
 
 def _listed(folder: Path, pattern: str) -> list[Path]:
@@ -114,7 +119,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
                 raise WeightsError(f"{tensor.name} is in {tensors[tensor.name].file.name} and in {file}")
             tensors[tensor.name] = tensor
     index = folder / INDEX
-    for name, file in _weight_map(index).items() if index.exists() else ():
+    for name, file in _weight_map(index).items() if _is_there(index) else ():
         if name not in tensors or tensors[name].file != file:
             raise WeightsError(f"{file} does not hold {name}, which {index} says")
     return tensors
@@ -135,6 +140,8 @@ def _weight_map(index: Path) -> dict[str, Path]:
 
 
 def _header(file: Path) -> Iterator[FileTensor]:
+    if not file.is_file() and _is_there(file):
+        raise WeightsError(f"{file} is no regular file")  # reading others may never end
     try:
         with file.open("rb") as stream:
             size = file.stat().st_size

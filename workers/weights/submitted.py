@@ -29,6 +29,8 @@ def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
     folder = model.get("from") if isinstance(model, dict) else None
     if model is None or not isinstance(folder, str) or not folder:
         return document
+    if "\0" in folder:
+        raise SpecError([Problem("model.from", "a folder's name has no zero byte")])
     if "://" in folder:
         raise SpecError([Problem("model.from", f"{folder} is no folder of this machine; copy the weights here first")])
     problem = roots.problem("model.from", folder) or roots.problem("model.from", f"{folder}/{CONFIG}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from their_models import saved
 
 from workers.data.roots import DataRoots
 from workers.errors import DataError, WeightsError
+from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
 from workers.weights.folder import INDEX, ONE_FILE, check_weights, tensors_of
 from workers.weights.submitted import with_shape_of_weights
@@ -156,6 +158,17 @@ def test_a_header_that_makes_no_sense_is_named(whole, copied, header):
     file = copied(whole) / ONE_FILE
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     assert sentence_about(file.parent).startswith(str(file))
+
+
+def test_what_is_no_regular_file_is_not_opened(whole, copied):
+    file = copied(whole) / ONE_FILE
+    file.unlink()
+    os.mkfifo(file)
+    assert f"{file} is no regular file" in sentence_about(file.parent)
+    (file.parent / "config.json").unlink()
+    os.mkfifo(file.parent / "config.json")
+    with pytest.raises(SpecError, match=r"config\.json is no regular file"):
+        spec_of(file.parent)
 
 
 def test_pickles_are_never_read(whole, copied):
