@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from workers.config import JobSpec
+from workers.data.tokenizer import FILE_NAME as TOKENIZER
+from workers.data.tokenizer import tokenizer_path
 from workers.errors import WeightsError
+from workers.storage.files import files_of
+from workers.storage.places import Place
 from workers.weights.byte_tokenizer import byte_tokenizer
 from workers.weights.config_in import shape_of
 from workers.weights.config_keys import CONFIG, Keys, read_config
 from workers.weights.config_out import TOKENS, their_config
 
 GENERATION = "generation_config.json"
-TOKENIZER = "tokenizer.json"
-_TOKENIZER_FILES = (
-    TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", "chat_template.json",
+_SETTINGS = "tokenizer_config.json"
+_BESIDE_TOKENIZER = (
+    _SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+    "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 
 
@@ -59,26 +64,33 @@ def _of_source(source: Keys | None) -> tuple[int | None, dict[str, Any]]:
     return positions, {name: source.values[name] for name in TOKENS if name in source.values}
 
 
-def add_tokenizer(spec: JobSpec, folder: Path) -> None:
-    """Bring the tokenizer with which the job reads its text into `folder`, where it is one of files, or of bytes.
-    Raises OSError."""
-    tokenizer = spec.data.tokenizer
-    if tokenizer == "bytes":
-        (folder / TOKENIZER).write_text(_json(byte_tokenizer()), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(_json(_FAST), encoding="utf-8")
+def add_tokenizer(spec: JobSpec, checkpoint: Place, folder: Path) -> None:
+    """Bring the tokenizer that the job was trained with into `folder`: the one of bytes; that which was kept beside the
+    record of its corpus, from the `checkpoint` up; or the file that its spec names, whose other files come along. Where
+    none is known, as for tokens that others have made, there is none. Raises OSError."""
+    data = spec.data
+    named = None if data.tokenizer_file is None else tokenizer_path(data.tokenizer_file)
+    content = _kept(checkpoint)
+    if content is None and data.tokenizer == "bytes" and data.source != "megatron":
+        content = _json(byte_tokenizer()).encode()
+    if content is None and named is not None and named.is_file():
+        content = named.read_bytes()
+    if content is None:
         return
-    named = Path(tokenizer)
-    if named.is_dir():
-        for name in _TOKENIZER_FILES:
-            if (named / name).is_file():
-                shutil.copyfile(named / name, folder / name)
-    elif named.is_file():
-        shutil.copyfile(named, folder / TOKENIZER)
-        for name in _TOKENIZER_FILES[1:]:
-            if (named.parent / name).is_file():
-                shutil.copyfile(named.parent / name, folder / name)
-        if not (folder / "tokenizer_config.json").exists():
-            (folder / "tokenizer_config.json").write_text(_json(_FAST), encoding="utf-8")
+    (folder / TOKENIZER).write_bytes(content)
+    if named is not None:
+        for beside in (named.parent / name for name in _BESIDE_TOKENIZER):
+            if beside.is_file():
+                shutil.copyfile(beside, folder / beside.name)
+    if not (folder / _SETTINGS).exists():
+        (folder / _SETTINGS).write_text(_json(_FAST), encoding="utf-8")
+
+
+def _kept(checkpoint: Place) -> bytes | None:
+    for folder in (checkpoint.parent, checkpoint.parent.parent):  # of the engine alone; of a job of the service
+        with contextlib.suppress(OSError):
+            return files_of(folder).read(folder / TOKENIZER)
+    return None
 
 
 _FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}

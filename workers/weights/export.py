@@ -97,7 +97,7 @@ def export(
         for name, text in texts.items():
             write_text(folder / name, text)
         if to == "hf":
-            add_tokenizer(spec, folder)
+            add_tokenizer(spec, place_of(checkpoint), folder)
     return Exported(manifest, len(files), size, name_of_dtype)
 
 

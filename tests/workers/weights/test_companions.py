@@ -1,0 +1,52 @@
+"""The tokenizer beside exported weights is the one that the job was trained with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from engine_specs import document
+
+from workers.config import JobSpec
+from workers.weights.byte_tokenizer import byte_tokenizer
+from workers.weights.companions import add_tokenizer
+
+
+def added(folder: Path, **data: str) -> dict[str, str]:
+    """Names and texts of the files that are added for a checkpoint of a job with such data."""
+    (folder / "out").mkdir(parents=True)
+    (folder / "checkpoints" / "step").mkdir(parents=True)
+    add_tokenizer(JobSpec.model_validate(document(data=data)), folder / "checkpoints" / "step", folder / "out")
+    return {path.name: path.read_text() for path in (folder / "out").iterdir()}
+
+
+def test_that_of_bytes_is_made(tmp_path):
+    made = added(tmp_path)
+    assert json.loads(made["tokenizer.json"]) == byte_tokenizer()
+    assert json.loads(made["tokenizer_config.json"]) == {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "."])
+@pytest.mark.parametrize("tokenizer", ["bpe", "a file that is gone"])
+def test_one_that_was_kept_beside_the_corpus_is_taken(tmp_path, folder, tokenizer):
+    (tmp_path / "checkpoints" / "step").mkdir(parents=True)
+    (tmp_path / folder / "tokenizer.json").write_text("kept")
+    (tmp_path / "out").mkdir()
+    spec = JobSpec.model_validate(document(data={"tokenizer": tokenizer}))
+    add_tokenizer(spec, tmp_path / "checkpoints" / "step", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "kept"
+
+
+def test_files_beside_a_named_one_come_along(tmp_path):
+    source = tmp_path / "llama"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
+        (source / name).write_text(name)
+    made = added(tmp_path, tokenizer=str(source))
+    assert made == {name: name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")}
+
+
+def test_of_tokens_that_others_made_none_is_known(tmp_path):
+    assert added(tmp_path, source="megatron") == {}
+    assert added(tmp_path / "other", tokenizer=str(tmp_path / "nowhere")) == {}
