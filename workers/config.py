@@ -103,7 +103,7 @@ class ModelConfig(Section):
     of an installed package, docs/custom_models.md)."""
     entrypoint: Annotated[str, Field(max_length=500, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
     """custom: where the model is, `package.module:function`."""
-    options: Annotated[dict[str, bool | int | float | str], AfterValidator(Options)] = Options()
+    options: Annotated[dict[str, bool | int | float | str], AfterValidator(Options), Field(default_factory=Options)]
     """custom: what the model is told beside the keys that all have."""
     layers: Layers
     """Number of transformer layers (L in the papers)."""
