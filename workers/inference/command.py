@@ -42,7 +42,7 @@ def loaded(options: argparse.Namespace) -> tuple[LoadedModel, TextTokens]:
         torch.set_num_threads(max(1, options.threads))
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = DTYPES[options.dtype] if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
-    checkpoint = _checkpoint(options.checkpoint)
+    checkpoint = checkpoint_at(options.checkpoint)
     model, _ = LoadedModel.of_checkpoint(checkpoint, device, dtype)
     return model, text_tokens_of(model.spec, checkpoint)
 
@@ -57,7 +57,8 @@ def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespa
     return 0
 
 
-def _checkpoint(place: Place) -> Place:
+def checkpoint_at(place: Place) -> Place:
+    """The checkpoint at `place`, or the newest whole one of those in it. Raises CheckpointError."""
     if files_of(place).is_there(place / MANIFEST):
         return place
     newest, skipped = newest_usable(place, lambda path, step: manifest_of(path))

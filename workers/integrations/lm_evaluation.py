@@ -1,0 +1,79 @@
+"""A trained model in EleutherAI's lm-evaluation-harness (`pip install lm-eval`), for its tasks:
+
+    from workers.integrations.lm_evaluation import MantaModel
+
+    lm_eval.simple_evaluate(MantaModel("checkpoints"), tasks=["lambada_openai"])
+
+Nothing else of Manta needs that library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.model import LM
+
+from workers.inference.command import checkpoint_at
+from workers.inference.generation import generate
+from workers.inference.loaded_model import LoadedModel
+from workers.inference.sampling import Sampling
+from workers.inference.scoring import score, text_log_likelihood
+from workers.inference.text_tokens import TextTokens, text_tokens_of
+from workers.storage.places import place_of
+
+TOKENS = 256
+"""Most tokens that are written where a task does not say."""
+
+
+class MantaModel(LM):
+    """What the harness asks of a model, answered by a checkpoint of any layout."""
+
+    def __init__(self, checkpoint: str, device: str = "cpu", dtype: torch.dtype = torch.float32, batch_size: int = 8):
+        """`checkpoint`: a checkpoint, or the folder or URL of several, whose newest whole one counts. Raises
+        CheckpointError."""
+        super().__init__()
+        place = checkpoint_at(place_of(checkpoint))
+        self._model, _ = LoadedModel.of_checkpoint(place, torch.device(device), dtype)
+        self._tokens: TextTokens = text_tokens_of(self._model.spec, place)
+        self._batch_size = batch_size
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-likelihood, whether it is the greedy one) of each (context, continuation)."""
+        pairs = [self._pair(*request.args) for request in requests]
+        return [(each.log_likelihood, each.is_greedy) for each in score(self._model, pairs, self._batch_size)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each whole text."""
+        texts = [self._start() + self._tokens.encode(request.args[0]) for request in requests]
+        return [text_log_likelihood(self._model, text, batch_size=self._batch_size)[0] for text in texts]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """What follows each context, up to the first of the texts that end it."""
+        return [self._written(*request.args) for request in requests]
+
+    def _start(self) -> list[int]:
+        """What stands before a text that begins: the end of the document before."""
+        return [] if self._tokens.end is None else [self._tokens.end]
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Token ids of both. Words may go on across the border, so both are encoded together."""
+        if not context:
+            return self._start(), self._tokens.encode(continuation)
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        before, whole = self._tokens.encode(context), self._tokens.encode(context + continuation)
+        return whole[: len(before)], whole[len(before) :]
+
+    def _written(self, context: str, options: dict[str, Any]) -> str:
+        until = options.get("until", [])
+        ends = [until] if isinstance(until, str) else list(until)
+        sampled = bool(options.get("do_sample")) and options.get("temperature", 1.0) > 0
+        sampling = Sampling(options.get("temperature", 1.0) if sampled else 0.0, top_p=options.get("top_p", 1.0))
+        most = min(int(options.get("max_gen_toks", TOKENS)), self._model.longest - 1)
+        prompt = (self._start() + self._tokens.encode(context))[-(self._model.longest - most) :]
+        (written,) = generate(self._model, [prompt], most, sampling, self._tokens.end)
+        text = self._tokens.decode(written.tokens)
+        return text[: min((text.find(end) for end in ends if end and end in text), default=len(text))]
