@@ -15,7 +15,7 @@ from workers.data.shards import pieces_of, shards_of
 from workers.data.sources import CorpusFile, corpus_files
 from workers.data.tokenizer import FileTokenizer
 
-WIKITEXT = Path("/work/shared/data/wikitext2-valid.txt")
+WIKITEXT = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "wikitext2-valid.txt"
 
 
 @pytest.fixture
