@@ -20,6 +20,18 @@ class Installation(Manta):
         """A worker on which ranks of the job run: containers have their names as host names."""
         return str(self.client.ranks(job).items[0].node)
 
+    def trains_on_without_its_worker(self, job: str, saved_every: int, steps: int) -> None:
+        """Kill a worker of a job once it has saved something, start it again, and see the job end with every step."""
+        self.until_step(job, 1)
+        lost = self.worker_of(job)
+        self.until_step(job, saved_every)
+        self.engine.kill(lost)
+        self.until("the recovery", lambda: self.events(job, "recovered"), 3 * SECONDS)
+        self.engine.start(lost)
+        self.until_state(job, "SUCCEEDED")
+        assert [step for step, _, _ in self.curve(job)] == list(range(1, steps + 1))
+        self.until_healthy(lost)
+
     def until_healthy(self, name: str) -> None:
         """Return when a container's health check succeeds."""
         self.until(f"{name} being healthy", lambda: self.engine.is_done(name), 3 * SECONDS)

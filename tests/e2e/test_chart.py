@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.deploy import chart
-from tests.e2e.conftest import PAIR, SECONDS
+from tests.e2e.conftest import PAIR
 from tests.e2e.containers import Containers
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.images import missing_programs
@@ -70,17 +70,9 @@ def installation(engine, manifests):
 
 def test_job_survives_the_end_of_a_pod(installation, engine):
     job = installation.submit(installation.spec(STEPS, PAIR, checkpoint={"every_steps": SAVED_EVERY}))
-    installation.until_step(job, 1)
-    lost = installation.worker_of(job)
-    installation.until_step(job, SAVED_EVERY)
-    engine.kill(lost)
-    installation.until("the recovery", lambda: installation.events(job, "recovered"), 3 * SECONDS)
-    engine.start(lost)
-    installation.until_state(job, "SUCCEEDED")
-    assert [step for step, _, _ in installation.curve(job)] == list(range(1, STEPS + 1))
+    installation.trains_on_without_its_worker(job, SAVED_EVERY, STEPS)
     *_, newest = installation.client.checkpoints(job).items
     assert newest.path.startswith(f"/checkpoints/{job}/")
-    installation.until_healthy(lost)
 
 
 def test_pod_that_is_to_go_is_left_before_it_ends(installation, engine):

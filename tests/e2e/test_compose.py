@@ -11,7 +11,7 @@ import pytest
 
 from api.client import MantaClient
 from tests.deploy import compose_file
-from tests.e2e.conftest import PAIR, SECONDS
+from tests.e2e.conftest import PAIR
 from tests.e2e.containers import Containers
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.images import missing_programs
@@ -71,17 +71,9 @@ def test_job_is_submitted_with_the_command_and_survives_the_end_of_a_worker(inst
     submitted = engine.once("manta", "submit", "-", "--json", text=json.dumps(spec))
     assert submitted.returncode == 0, submitted.stderr
     job = json.loads(submitted.stdout)["id"]
-    installation.until_step(job, 1)
-    lost = installation.worker_of(job)
-    installation.until_step(job, SAVED_EVERY)
-    engine.kill(lost)
-    installation.until("the recovery", lambda: installation.events(job, "recovered"), 3 * SECONDS)
-    engine.start(lost)
-    installation.until_state(job, "SUCCEEDED")
-    assert [step for step, _, _ in installation.curve(job)] == list(range(1, STEPS + 1))
+    installation.trains_on_without_its_worker(job, SAVED_EVERY, STEPS)
     *_, newest = installation.client.checkpoints(job).items
     assert newest.path.startswith(f"s3://manta/checkpoints/{job}/")
-    installation.until_healthy(lost)
 
 
 def test_each_container_has_the_rights_that_the_file_gives_it_and_no_others(engine):
