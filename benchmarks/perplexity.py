@@ -3,8 +3,8 @@ same order: perplexity of each on a text that none of them has seen.
 
 All begin with the same random weights, a folder in Hugging Face's format. The tokens are those of a byte-pair encoding
 trained on the training text. In fp32 each layout is started as a user would, by torchrun, and the engine measures its
-perplexity itself; the weights of one of them are exported too, for `transformers` to measure. A smaller model is trained
-in fp64, where only rounding is left between layouts.
+perplexity itself; the weights of one of them are exported too, for `transformers` to measure. A smaller model is
+trained in fp64, where only rounding is left between layouts.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from workers.weights.submitted import with_shape_of_weights
 
 TEXTS = ROOT.parent / "shared" / "data"
 VOCABULARY = 8192
+HEADS = {"layers": 8, "heads": 8, "kv_heads": 4}
 SHAPES: dict[str, dict[str, Any]] = {
-    "10m": {"layers": 8, "hidden_size": 256, "heads": 8, "kv_heads": 4, "ffn_hidden_size": 704, "tie_embeddings": False},
-    "1m": {"layers": 8, "hidden_size": 64, "heads": 8, "kv_heads": 4, "ffn_hidden_size": 256, "tie_embeddings": True},
-}  # fmt: skip
+    "10m": {**HEADS, "hidden_size": 256, "ffn_hidden_size": 704, "tie_embeddings": False},
+    "1m": {**HEADS, "hidden_size": 64, "ffn_hidden_size": 256, "tie_embeddings": True},
+}
 """10.1 and 1.0 million parameters."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -80,10 +81,9 @@ def measure(options: argparse.Namespace) -> Report:
         _in_fp32(report, runs)
         _in_fp64(report, runs)
     report.settings = {
-        **{"shapes": SHAPES, "layouts": LAYOUTS, "vocabulary": VOCABULARY, "steps": options.steps},
-        **{"sequence_length": SEQUENCE, "global_batch_size": BATCH},
-        **{"train": options.train.name, "test": options.test.name},
-    }
+        "shapes": SHAPES, "layouts": LAYOUTS, "vocabulary": VOCABULARY, "steps": options.steps,
+        "sequence_length": SEQUENCE, "global_batch_size": BATCH, "train": options.train.name, "test": options.test.name,
+    }  # fmt: skip
     return report
 
 
@@ -133,9 +133,9 @@ class Runs:
         # More batches than there are: all that the text gives, once.
         test = {"batches": 10**6, "name": "test", "source": "text", "paths": [str(self.options.test.absolute())]}
         data = {
-            **{"source": "text", "paths": [str(self.options.train.absolute())], "validation_fraction": 0.0},
-            **{"tokenizer": "bpe", "tokenizer_vocabulary": VOCABULARY, "validation": [test]},
-        }
+            "source": "text", "paths": [str(self.options.train.absolute())], "validation_fraction": 0.0,
+            "tokenizer": "bpe", "tokenizer_vocabulary": VOCABULARY, "validation": [test],
+        }  # fmt: skip
         return {"model": model, "data": data, "train": {**train, "validate_every": steps}}
 
     def document(self, size: str, layout: str) -> dict[str, Any]:
