@@ -1,11 +1,18 @@
 """A random Llama in Hugging Face's format in and out: how long that takes beside copying the same files, and how much
 memory it takes beside what a rank keeps anyway.
 
-In: four ranks (tensor 2, pipeline 2) in bf16 begin with the weights, all at the same time. Out: their master weights,
-as a checkpoint holds them, become the same files again, by the process that `manta export` starts: that loads torch,
-reads fp32, twice the bytes that it writes, and checks its sums. What is copied for comparison, by one process, is on
-the disk at the end; what is read is in the page cache. Processor seconds, of all processes together, say what either
-way costs where others keep the machine busy.
+In: four ranks (tensor 2, pipeline 2) in bf16 begin with the weights, all at the same time. So that 1 billion parameters
+fit on a small machine, all of them but the last norm are frozen, in bf16 and without a gradient: 2 bytes each.
+`--whole-state` trains them all, so that master weights and moments are filled as well: 18 bytes each.
+
+Out: a checkpoint, by the checkpointer's own writer and in fp32, as that of a job that trains all parameters, but
+without the moments (no export reads them), becomes the same files again, by the process that
+`python -m workers.weights.export` is: its start included, which is measured by itself as well. It reads twice the bytes
+that it writes, and checks their sums.
+
+What is copied for comparison in each turn, by one process, is on the disk at the end, like what is exported; what is
+read is in the page cache. Processor seconds, of all processes together, say what either way costs where others keep
+the machine busy.
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -38,10 +46,11 @@ from workers.engine import Engine
 from workers.errors import MantaError
 from workers.spec.reading import parse_job_spec
 from workers.weights.companions import files_beside
-from workers.weights.folder import tensors_of
+from workers.weights.config_keys import CONFIG
+from workers.weights.folder import INDEX, tensors_of
 from workers.weights.mapping import their_tensors
 from workers.weights.reading import Weights
-from workers.weights.safetensors_files import NewTensor, plan_files, write_files
+from workers.weights.safetensors_files import NewFiles, NewTensor, index_of, plan_files
 from workers.weights.submitted import with_shape_of_weights
 
 BEYOND = 300 * 10**6
@@ -53,6 +62,8 @@ SHAPE = {
 }  # fmt: skip
 PER_LAYER = 2048 * (2 * 2048 + 2 * 512 + 3 * 5632)
 OUTSIDE = 2 * 32000 * 2048
+DTYPE = "bfloat16"
+ALL_BUT_LAST_NORM = ["embedding", "layers", "output"]
 SECONDS = 1800.0
 
 
@@ -61,7 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser("weights", __doc__)
     options.add_argument("--billions", type=float, default=1.0, help="parameters in 10^9 (default: 1)")
     options.add_argument("--shard-megabytes", type=float, default=500.0, help="size of the files (default: 500)")
-    options.add_argument("--repeats", type=int, default=3, help="of each measurement (default: 3)")
+    options.add_argument("--repeats", type=int, default=5, help="turns of each measurement (default: 5)")
+    options.add_argument("--whole-state", action="store_true", help="train all parameters, which takes 9 x the memory")
     options.add_argument("--folder", type=Path, help="where the files go; default: the folder for temporary files")
     return deliver(measure, options.parse_args(arguments))
 
@@ -86,7 +98,7 @@ def measure(options: argparse.Namespace) -> Report:
     report = Report("weights", options.seed)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="weights-") as name:
         folder = Path(name)
-        document = _job(options.billions, options.seed)
+        document = _job(options.billions, options.seed, options.whole_state)
         _write_random(folder / "in", parse_job_spec(document), options)
         document = with_shape_of_weights({**document, "model": {"from": str(folder / "in")}})
         spec = parse_job_spec(document)
@@ -95,17 +107,18 @@ def measure(options: argparse.Namespace) -> Report:
         report.settings = {k: v for k, v in report.settings.items() if k not in ("json", "out", "folder", "seed")}
         report.add("weights", 2 * sum(sizes), "bytes")
         _measure_in(report, document, folder, options.repeats, 2 * max(sizes))
-        _measure_out(report, folder, options, max(sizes))
+        _measure_out(report, folder, options, 2 * max(sizes))
         report.add("same_bytes", _same_tensors(spec, folder), "bool", True)
     return report
 
 
-def _job(billions: float, seed: int) -> dict[str, Any]:
+def _job(billions: float, seed: int, whole_state: bool) -> dict[str, Any]:
     layers = max(2, round((billions * 1e9 - OUTSIDE) / PER_LAYER))
+    frozen = [] if whole_state else ALL_BUT_LAST_NORM
     return {
         "model": {**SHAPE, "layers": layers},
         "data": {"source": "python-stdlib"},
-        "train": {"steps": 1, "global_batch_size": 1, "seed": seed, "precision": "bf16"},
+        "train": {"steps": 1, "global_batch_size": 1, "seed": seed, "precision": "bf16", "frozen": frozen},
         "parallel": {"tensor": 2, "pipeline": 2},
     }
 
@@ -113,16 +126,15 @@ def _job(billions: float, seed: int) -> dict[str, Any]:
 def _write_random(folder: Path, spec: JobSpec, options: argparse.Namespace) -> None:
     folder.mkdir()
     generator = torch.Generator().manual_seed(options.seed)
-    shapes = {tensor.name: tensor.shape for tensor in their_tensors(spec)}
-    files = plan_files(
-        [NewTensor(*each) for each in shapes.items()], torch.bfloat16, int(options.shard_megabytes * 1e6)
-    )
-
-    def values(name: str) -> torch.Tensor:
-        return torch.empty(shapes[name], dtype=torch.bfloat16).uniform_(-1.0, 1.0, generator=generator)
-
-    write_files(folder, files, torch.bfloat16, values, lambda count: None)
-    (folder / "config.json").write_text(files_beside(spec, "bfloat16")["config.json"])
+    tensors = [NewTensor(tensor.name, tensor.shape) for tensor in their_tensors(spec)]
+    files = plan_files(tensors, DTYPE, int(options.shard_megabytes * 1e6))
+    with NewFiles(folder, files, DTYPE) as new:
+        for tensor in tensors:
+            values = torch.empty(tensor.shape, dtype=torch.bfloat16).uniform_(-1.0, 1.0, generator=generator)
+            new.write(tensor.name, 0, values.view(torch.uint8).numpy().data)
+    if len(files) > 1:
+        (folder / INDEX).write_text(index_of(files, DTYPE))
+    (folder / CONFIG).write_text(files_beside(spec, DTYPE)[CONFIG])
 
 
 def _measure_in(report: Report, document: dict[str, Any], folder: Path, repeats: int, largest: int) -> None:
@@ -136,27 +148,29 @@ def _measure_in(report: Report, document: dict[str, Any], folder: Path, repeats:
         costs.append(sum(each.processor for each in began) / copying)
         report.samples.setdefault("in_seconds", []).append([round(each.seconds, 2) for each in began])
         report.samples.setdefault("in_copy_seconds", []).append(round(copied, 2))
+        report.samples.setdefault("in_load", []).append(round(os.getloadavg()[0], 1))
     report.add("in_slowest_rank", _median(slowest), "s")
     report.add("in_to_copying", _median(ratios), "ratio", MOST_TIMES_COPYING)
     report.add("in_to_copying_processor", _median(costs), "ratio")
     report.add("largest_tensor", largest, "bytes")
     report.samples["own_bytes_by_rank"] = [each.own for each in began]
     report.samples["added_bytes_by_rank"] = [each.peak - each.before for each in began]
-    # The state itself lies in memory before, all of it written to.
     most = max(each.peak - each.before for each in began)
     report.add("in_most_memory_beside_own_part", most, "bytes", largest + BEYOND)
 
 
 def _begin(comm: Comm, spec: JobSpec, checkpoint: str | None) -> Began:
-    """Begin with the weights; then save the masters to `checkpoint`, if it is given."""
+    """Begin with the weights; then save them to `checkpoint`, if it is given."""
     engine = Engine(spec, comm)
+    optimizer = engine.optimizer
+    state = [engine.flat.parameters, *optimizer.parameters, optimizer.exp_avg, optimizer.exp_avg_sq]
+    for tensor in state:
+        tensor.zero_()  # all of it lies in memory before
     comm.barrier()
     with _peak() as memory:
         began, processor = time.perf_counter(), time.process_time()
         engine.begin_with(Weights(spec).fill)
         seconds, processor = time.perf_counter() - began, time.process_time() - processor
-    optimizer = engine.optimizer
-    state = [engine.flat.parameters, *optimizer.parameters, optimizer.exp_avg, optimizer.exp_avg_sq]
     own = sum(tensor.numel() * tensor.element_size() for tensor in state)
     if checkpoint is not None:
         _save(engine, spec, comm, checkpoint)
@@ -165,11 +179,11 @@ def _begin(comm: Comm, spec: JobSpec, checkpoint: str | None) -> Began:
 
 
 def _save(engine: Engine, spec: JobSpec, comm: Comm, folder: str) -> None:
-    """A checkpoint of the parameters without the moments, which take twice as much and no export reads."""
-    path, held = checkpoint_path(folder, 1, 1), engine.optimizer.held
-    rectangles = rectangles_of(engine.flat, held, held, owned_only=True, tensor_index=comm.index("tensor"))
-    (masters,) = engine.optimizer.parameters
-    sums = durable.save(str(path), {"model": rectangles}, lambda: {"model": masters}, comm.shared_work)
+    """A checkpoint of all parameters in fp32, without moments."""
+    path, everything = checkpoint_path(folder, 1, 1), [(0, engine.flat.whole)]
+    rectangles = rectangles_of(engine.flat, everything, everything, owned_only=True, tensor_index=comm.index("tensor"))
+    values = {"model": engine.flat.parameters.float()}
+    sums = durable.save(str(path), {"model": rectangles}, lambda: values, comm.shared_work)
     if comm.rank == 0:
         files, blocks = {n: s.size for n, s in sums.items()}, {n: list(s.blocks or ()) for n, s in sums.items()}
         seal(path, Manifest("benchmark", 1, 1, files, spec.model_dump(mode="json"), blocks=blocks))
@@ -185,8 +199,11 @@ def _peak() -> Iterator[list[int]]:
 
 
 def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return _bytes_of(Path("/proc/self/status").read_text(), name)
+
+
+def _bytes_of(status: str, name: str) -> int:
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{name}:"))
 
 
 def _measure_out(report: Report, folder: Path, options: argparse.Namespace, largest: int) -> None:
@@ -196,9 +213,9 @@ def _measure_out(report: Report, folder: Path, options: argparse.Namespace, larg
     for _ in range(options.repeats):
         copied, copying = _copied(folder / "in", folder / "copy")
         shutil.rmtree(folder / "out", ignore_errors=True)
-        command = [sys.executable, "-m", "workers.weights.export", str(checkpoint), "--to", str(folder / "out")]
-        peak, taken, processor = _run([*command, "--shard-bytes", shard])
-        imports, start, loading = _run([sys.executable, "-c", "import workers.weights.export"])
+        where = [str(checkpoint), "--to", str(folder / "out"), "--shard-bytes", shard]
+        peak, taken, processor = _run("from workers.weights.export import main; assert main() == 0", *where)
+        imports, start, loading = _run("import workers.weights.export")
         peaks.append(peak)
         idle.append(imports)
         seconds.append(taken)
@@ -208,28 +225,35 @@ def _measure_out(report: Report, folder: Path, options: argparse.Namespace, larg
         report.samples.setdefault("out_seconds", []).append(round(taken, 2))
         report.samples.setdefault("out_start_seconds", []).append(round(start, 2))
         report.samples.setdefault("out_copy_seconds", []).append(round(copied, 2))
+        report.samples.setdefault("out_load", []).append(round(os.getloadavg()[0], 1))
     report.add("out", _median(seconds), "s")
     report.add("out_start", _median(starts), "s")
     report.add("out_to_copying", _median(ratios), "ratio", MOST_TIMES_COPYING)
     report.add("out_without_start_to_copying_processor", _median(costs), "ratio")
     report.add("out_most_memory", max(peaks), "bytes")
-    # Two tensors in fp32 and one in bf16.
-    report.add("out_most_memory_beside_imports", max(peaks) - min(idle), "bytes", (2 * 4 + 2) * largest + BEYOND)
+    report.add("out_most_memory_beside_imports", max(peaks) - min(idle), "bytes", largest + BEYOND)
 
 
 def _median(values: list[float]) -> float:
     return round(statistics.median(values), 3)
 
 
-def _run(command: list[str]) -> tuple[int, float, float]:
-    """Run it to its end: its most resident bytes, the seconds it took, and the processor seconds."""
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise MantaError(f"{command[2]} ended with exit code {process.returncode}")
-    return usage.ru_maxrss * 1024, time.perf_counter() - began, usage.ru_utime + usage.ru_stime
+def _run(program: str, *arguments: str) -> tuple[int, float, float]:
+    """Run a Python program to its end: its most resident bytes, the seconds it took, and the processor seconds."""
+    began, before = time.perf_counter(), _children()
+    # What the kernel counts for a child that has ended is at least what its parent had.
+    command = [sys.executable, "-c", f"{program}\nprint(open('/proc/self/status').read())", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        raise MantaError(f"{program!r} ended with exit code {done.returncode}")
+    return _bytes_of(done.stdout, "VmHWM"), seconds, _children() - before
+
+
+def _children() -> float:
+    """Processor seconds of all processes that this one has started and that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _copied(source: Path, target: Path) -> tuple[float, float]:

@@ -1,15 +1,13 @@
-"""`manta export --format hf | safetensors`: the weights of a checkpoint, written by a process that has torch."""
+"""`manta export --format hf | safetensors`: the weights of a checkpoint, written by this process, without torch."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
-import tempfile
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -17,7 +15,11 @@ from rich.progress import Progress
 
 from api.cli.main import EXIT_BAD_INPUT, fail
 from api.cli.render import size
+from workers.errors import MantaError
 from workers.storage.places import Place
+
+if TYPE_CHECKING:
+    from workers.weights.export import Exported
 
 
 class Format(StrEnum):
@@ -50,36 +52,33 @@ def export_weights(
     """Write the weights of `checkpoint` to the folder `to`. Ends the command where that cannot be done."""
     if "://" in to:
         raise fail(f"{to_format} is written to a folder of this machine; copy it to {to} from there", EXIT_BAD_INPUT)
-    command = [sys.executable, "-m", "workers.weights.export", str(checkpoint), "--to", str(Path(to).absolute())]
-    command += ["--format", to_format.value, "--shard-bytes", str(_bytes(shard_size or SHARD_SIZE)), "--json"]
-    command += ["--dtype", dtype.value] if dtype is not None else []
-    about = _run(command, as_json)
+    target = Path(to).absolute()
+    done = _export(str(checkpoint), target, to_format, dtype, _bytes(shard_size or SHARD_SIZE), as_json)
     if as_json:
-        typer.echo(json.dumps(about))
+        typer.echo(json.dumps(done.to_json(target)))
     else:
-        what = f"{about['files']} files, {size(about['bytes'])}, {about['dtype']}"
-        typer.echo(f"{about['path']} has the weights of {checkpoint}: step {about['step']}, {what}")
+        what = f"{done.files} files, {size(done.bytes)}, {done.dtype}"
+        typer.echo(f"{target} has the weights of {checkpoint}: step {done.manifest.step}, {what}")
 
 
-def _run(command: list[str], as_json: bool) -> dict[str, Any]:
-    """What the process says at its end, with its progress shown meanwhile."""
-    about: dict[str, Any] = {}
-    with tempfile.TemporaryFile("w+") as errors:
-        with Progress(transient=True, disable=as_json or not Console().is_terminal) as bar:
-            task = bar.add_task("writing", total=None)
-            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    said = json.loads(line)
-                    if "done" in said:
-                        bar.update(task, completed=said["done"], total=said["of"])
-                    else:
-                        about = said
-        if process.returncode == 0:
-            return about
-        errors.seek(0)
-        lines = errors.read().strip().splitlines()
-    raise fail(lines[-1] if lines else f"the export ended with exit code {process.returncode}", EXIT_BAD_INPUT)
+def _export(
+    checkpoint: str, target: Path, to_format: Format, dtype: Dtype | None, shard_bytes: int, quiet: bool
+) -> Exported:
+    """With its progress shown meanwhile."""
+    from workers.weights.export import export  # other commands need no arrays
+
+    with Progress(transient=True, disable=quiet or not Console().is_terminal) as bar:
+        task = bar.add_task("writing", total=None)
+        tell: Callable[[int, int], None] = lambda done, of: bar.update(task, completed=done, total=of)  # noqa: E731
+        try:
+            kind: Any = dtype and dtype.value
+            return export(
+                checkpoint, target, "hf" if to_format is Format.hf else "safetensors", kind, shard_bytes, tell
+            )
+        except MantaError as error:
+            raise fail(str(error), EXIT_BAD_INPUT) from error
+        except OSError as error:
+            raise fail(f"{target} cannot be written: {error.strerror or error}", EXIT_BAD_INPUT) from error
 
 
 def _bytes(text: str) -> int:

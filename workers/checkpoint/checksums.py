@@ -134,6 +134,16 @@ class CheckedFile(io.RawIOBase):
         # The last two blocks, newest last: readers of archives go from their ends to their beginnings and back.
         self._blocks = [(-1, memoryview(bytearray(min(sums.block_bytes, sums.size)))) for _ in range(2)]
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._sums.size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of each block but the last."""
+        return self._sums.block_bytes
+
     def readable(self) -> bool:
         return True
 
@@ -182,11 +192,12 @@ class CheckedFile(io.RawIOBase):
         elif number != self._blocks[1][0]:
             _, buffer = self._blocks.pop(0)
             self._blocks.append((-1, buffer))
-            self._read(number, buffer)
+            self.read_block(number, buffer)
             self._blocks[1] = (number, buffer)
         return self._blocks[1][1][: self._sums.size - number * self._sums.block_bytes]
 
-    def _read(self, number: int, buffer: memoryview) -> None:
+    def read_block(self, number: int, buffer: memoryview) -> None:
+        """Fill the beginning of `buffer` with block `number`. Raises DamagedCheckpoint, UnreadableCheckpoint."""
         at = number * self._sums.block_bytes
         block = buffer[: self._sums.size - at]
         try:

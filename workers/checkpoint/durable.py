@@ -18,17 +18,11 @@ import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from workers.checkpoint.catalog import Manifest, manifest_of
-from workers.checkpoint.checksums import (
-    CheckedFile,
-    DamagedCheckpoint,
-    FileSums,
-    SummedFiles,
-    Window,
-    checked,
-    damaged,
-)
+from workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint, FileSums, SummedFiles, Window
 from workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, StoredTensor, merged
-from workers.checkpoint.dcp_metadata import METADATA, metadata_file, read_metadata
+from workers.checkpoint.dcp_metadata import metadata_file
+from workers.checkpoint.old_metadata import METADATA
+from workers.checkpoint.opening import opened, read_contents, sentence
 from workers.checkpoint.rectangles import Rectangle
 from workers.checkpoint.uploads import Uploads
 from workers.comm.shared_work import SharedWork
@@ -158,7 +152,7 @@ def load(path: str, rectangles: Rectangles, lengths: Mapping[str, int]) -> tuple
         raise
     except Exception as error:
         kind = DamagedCheckpoint if manifest.blocks is None else CheckpointError
-        raise kind(f"the checkpoint at {path} cannot be read: {_sentence(error)}") from error
+        raise kind(f"the checkpoint at {path} cannot be read: {sentence(error)}") from error
     return manifest, parts
 
 
@@ -166,32 +160,6 @@ def _was_frozen(contents: Contents, kind: str, rectangle: Rectangle) -> bool:
     """Whether these are moments of a parameter that has none, since it was not trained."""
     names = [f"{each}.{rectangle.name}" in contents.tensors for each in KINDS]
     return kind in KINDS[1:] and names == [True, False, False]
-
-
-def read_contents(path: str, manifest: Manifest) -> Contents:
-    """What the checkpoint at `path`, of that `manifest`, contains. One of before there was `contents.json` has to say
-    so in `.metadata`. Raises CheckpointError."""
-    name = CONTENTS if CONTENTS in manifest.files else METADATA
-    with _opened(place_of(path) / name, manifest) as stream:
-        contents = Contents.from_bytes(stream.read()) if name == CONTENTS else read_metadata(stream)
-        contents.check(manifest)
-    return contents
-
-
-def read_tensor(path: str, manifest: Manifest, contents: Contents, name: str) -> torch.Tensor:
-    """One whole tensor (`model.NAME` and so on), in its own dtype, of the checkpoint at `path` with that `manifest` and
-    those `contents`. Beside it there is never more in memory than the largest of its rectangles. What of its files is
-    read is checked as in `load`. Raises CheckpointError."""
-    stored = contents.tensors[name]
-    whole = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
-    everything = Rectangle(name, stored.shape, (0,) * len(stored.shape), stored.shape, 0, 1)
-    try:
-        _read(path, manifest, list(_reads(path, contents, name, everything, whole)))
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"the checkpoint at {path} cannot be read: {_sentence(error)}") from error
-    return whole
 
 
 @dataclass(frozen=True)
@@ -248,26 +216,7 @@ def _read(path: str, manifest: Manifest, reads: list[_Read]) -> None:
         by_file.setdefault(each.source.file, []).append(each)
     for name, here in sorted(by_file.items()):
         in_order = sorted(here, key=lambda each: each.source.at)
-        with _opened(place_of(path) / name, manifest) as stream:
+        with opened(place_of(path) / name, manifest) as stream:
             stream.expect((each.source.at, each.source.bytes) for each in in_order)
             for each in in_order:
                 each.read(stream)
-
-
-@contextmanager
-def _opened(file: Place, manifest: Manifest) -> Iterator[CheckedFile]:
-    """A file of a checkpoint, checked while it is read. What goes wrong with its content names it."""
-    with checked(file, manifest.sums(file)) as stream:
-        try:
-            yield stream
-        except CheckpointError:
-            raise
-        except Exception as error:
-            if manifest.blocks is None:  # nobody has looked at these bytes before
-                raise damaged(file, f"makes no sense at byte {stream.tell()} ({_sentence(error)})") from None
-            raise CheckpointError(f"{file} is as it was written, but cannot be read: {_sentence(error)}") from error
-
-
-def _sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,4 +1,5 @@
-"""Writes tensors as safetensors files, one tensor in memory at a time, with an index where there are several files.
+"""New safetensors files, whose tensors' bytes may come in any order and from several threads, with an index where there
+are several files. Pure Python.
 
 Format: workers/weights/folder.py. Names of files and index are those that transformers looks for.
 """
@@ -8,17 +9,24 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from types import TracebackType
+from typing import IO, TYPE_CHECKING
 
-import torch
+from workers.weights.folder import BYTES, ONE_FILE
 
-from workers.weights.folder import INDEX, ONE_FILE
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
-NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""Of the dtypes that are written."""
+NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Of the dtypes that are written, in a file's header, by what torch calls them."""
+FLUSH_BYTES = 64 * 2**20
+"""Of a file, after which those so far are sent to the disk, beside the writing: else it would stand still meanwhile."""
 _ALIGNMENT = 8
 
 
@@ -30,13 +38,13 @@ class NewTensor:
     shape: tuple[int, ...]
 
 
-def plan_files(tensors: Sequence[NewTensor], dtype: torch.dtype, most_bytes: int) -> dict[str, list[NewTensor]]:
+def plan_files(tensors: Sequence[NewTensor], dtype: str, most_bytes: int) -> dict[str, list[NewTensor]]:
     """Which file holds which tensors, in their order: as few files as hold at most `most_bytes` each, or one tensor
     that has more."""
     shards: list[list[NewTensor]] = [[]]
     room = most_bytes
     for tensor in tensors:
-        size = math.prod(tensor.shape) * dtype.itemsize
+        size = math.prod(tensor.shape) * BYTES[NAMES[dtype]]
         if shards[-1] and size > room:
             shards.append([])
             room = most_bytes
@@ -48,60 +56,99 @@ def plan_files(tensors: Sequence[NewTensor], dtype: torch.dtype, most_bytes: int
     return {f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
-def write_files(
-    folder: Path,
-    files: dict[str, list[NewTensor]],
-    dtype: torch.dtype,
-    values: Callable[[str], torch.Tensor],
-    wrote: Callable[[int], object],
-) -> None:
-    """Write `files` (by `plan_files`) into `folder`, and the index where there are several. `values` gives a tensor by
-    its name, asked for in their order; `wrote` is told the bytes of each piece. Everything is on the disk when this
-    returns. Raises OSError, and what `values` raises."""
-    for name, tensors in files.items():
-        with (folder / name).open("xb") as stream:
-            stream.write(_header(tensors, dtype))
-            for tensor in tensors:
-                _write(stream, values(tensor.name), tensor, dtype, wrote)
-            put_on_disk(stream)
-    if len(files) > 1:
-        sizes = [math.prod(tensor.shape) for tensors in files.values() for tensor in tensors]
-        index = {
-            "metadata": {"total_size": sum(sizes) * dtype.itemsize, "total_parameters": sum(sizes)},
-            "weight_map": {tensor.name: file for file, tensors in files.items() for tensor in tensors},
-        }
-        write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+def index_of(files: dict[str, list[NewTensor]], dtype: str) -> str:
+    """The text of the index of `files`."""
+    sizes = [math.prod(tensor.shape) for tensors in files.values() for tensor in tensors]
+    index = {
+        "metadata": {"total_size": sum(sizes) * BYTES[NAMES[dtype]], "total_parameters": sum(sizes)},
+        "weight_map": {tensor.name: file for file, tensors in files.items() for tensor in tensors},
+    }
+    return json.dumps(index, indent=2) + "\n"
 
 
-def _header(tensors: Iterable[NewTensor], dtype: torch.dtype) -> bytes:
-    at, header = 0, {"__metadata__": {"format": "pt"}}
+class NewFiles:
+    """Files (by `plan_files`) that are made in a folder, as long as a `with` block lasts. What is not written is zero.
+    Everything is on the disk when the block has ended without an error; with one nobody should use the files."""
+
+    def __init__(
+        self,
+        folder: Path,
+        files: dict[str, list[NewTensor]],
+        dtype: str,
+        wrote: Callable[[int], object] = lambda count: None,
+    ):
+        """`wrote` is told the bytes of each piece, never by two threads at once."""
+        self._folder, self._files, self._dtype, self._wrote = folder, files, dtype, wrote
+        self._at: dict[str, tuple[IO[bytes], int, int]] = {}
+        """File, first byte in it and number of bytes, by tensor."""
+        self._unflushed: dict[IO[bytes], int] = {}
+        self._flushes: list[Future[None]] = []
+        self._lock = threading.Lock()
+        self._open = ExitStack()
+        self._flusher = ThreadPoolExecutor(1, "flush")
+
+    def __enter__(self) -> NewFiles:
+        """Make the files. Raises OSError."""
+        with ExitStack() as stack:
+            stack.callback(self._flusher.shutdown, cancel_futures=True)
+            for name, tensors in self._files.items():
+                stream = stack.enter_context((self._folder / name).open("xb", buffering=0))
+                self._make(stream, tensors)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raises OSError."""
+        with self._open:
+            if kind is None:
+                for stream in self._unflushed:
+                    put_on_disk(stream)
+                for flush in self._flushes:
+                    flush.result()
+
+    def _make(self, stream: IO[bytes], tensors: Iterable[NewTensor]) -> None:
+        header, places, end = _header(tensors, self._dtype)
+        _write_at(stream.fileno(), header, 0)
+        os.truncate(stream.fileno(), len(header) + end)
+        self._unflushed[stream] = 0
+        for name, (first, last) in places.items():
+            self._at[name] = stream, len(header) + first, last - first
+
+    def write(self, name: str, at: int, content: ReadableBuffer) -> None:
+        """Write `content`, C-contiguous, from byte `at` of the tensor `name` on. Raises OSError."""
+        stream, first, size = self._at[name]
+        view = memoryview(content).cast("B")
+        if at < 0 or at + len(view) > size:
+            raise ValueError(f"{name} has {size} bytes, not {at + len(view)}")
+        _write_at(stream.fileno(), view, first + at)
+        with self._lock:
+            self._unflushed[stream] += len(view)
+            if self._unflushed[stream] >= FLUSH_BYTES:
+                self._unflushed[stream] = 0
+                self._flushes.append(self._flusher.submit(os.fdatasync, stream.fileno()))
+            self._wrote(len(view))
+
+
+def _write_at(descriptor: int, content: bytes | memoryview, at: int) -> None:
+    view = memoryview(content)
+    while view:
+        count = os.pwrite(descriptor, view, at)
+        view, at = view[count:], at + count
+
+
+def _header(tensors: Iterable[NewTensor], dtype: str) -> tuple[bytes, dict[str, tuple[int, int]], int]:
+    """The beginning of a file; each tensor's first byte behind it, and the one behind its last; the end of all."""
+    at, header, places = 0, {"__metadata__": {"format": "pt"}}, {}
     for tensor in tensors:
-        end = at + math.prod(tensor.shape) * dtype.itemsize
+        end = at + math.prod(tensor.shape) * BYTES[NAMES[dtype]]
+        places[tensor.name] = at, end
         header[tensor.name] = {"dtype": NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}  # type: ignore[dict-item]
         at = end
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % _ALIGNMENT)
-    return len(content).to_bytes(8, "little") + content
-
-
-_PIECE_BYTES = 16 * 2**20
-
-
-def _write(
-    stream: IO[bytes],
-    values: torch.Tensor,
-    tensor: NewTensor,
-    dtype: torch.dtype,
-    wrote: Callable[[int], object],
-) -> None:
-    """A function of its own, at whose end nothing holds the values' memory any more."""
-    if tuple(values.shape) != tensor.shape or values.dtype != dtype:
-        raise ValueError(f"{tensor.name} is {values.dtype}{tuple(values.shape)}, not {dtype}{tensor.shape}")
-    flat = values.contiguous().view(-1).view(torch.uint8).numpy().data
-    for start in range(0, len(flat), _PIECE_BYTES):
-        piece = flat[start : start + _PIECE_BYTES]
-        stream.write(piece)
-        wrote(len(piece))
+    return len(content).to_bytes(8, "little") + content, places, at
 
 
 def write_text(path: Path, text: str) -> None:

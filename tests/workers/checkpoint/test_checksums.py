@@ -210,8 +210,8 @@ def test_of_the_two_blocks_read_last_none_is_read_again(tmp_path, monkeypatch):
         file.write(b"0123456789ab")
     read: list[int] = []
     with checked(tmp_path / "file", file.sums) as file:
-        once = file._read
-        monkeypatch.setattr(file, "_read", lambda number, buffer: (read.append(number), once(number, buffer)))
+        once = file.read_block
+        monkeypatch.setattr(file, "read_block", lambda number, buffer: (read.append(number), once(number, buffer)))
 
         def byte_of(block: int) -> bytes:
             file.seek(4 * block)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.checkpoint.contents import CONTENTS
-from workers.checkpoint.dcp_metadata import METADATA
+from workers.checkpoint.old_metadata import METADATA
 from workers.errors import CheckpointError
 from workers.protocol.messages import Resume
 from workers.trainer import Trainer

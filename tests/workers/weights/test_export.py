@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from checkpoint_programs import job, lone, save
@@ -21,6 +21,7 @@ from workers.checkpoint.catalog import whole_checkpoints
 from workers.errors import CheckpointError, WeightsError
 from workers.protocol.messages import Resume
 from workers.weights import export as module
+from workers.weights import stream_out
 from workers.weights.export import export, main
 from workers.weights.new_folder import new_folder
 
@@ -75,11 +76,9 @@ def test_the_tokenizer_of_bytes_is_one_of_theirs(checkpoint, tmp_path):
 
 def test_dtype_and_size_of_files_are_as_asked_for(checkpoint, tmp_path):
     whole, shards = tmp_path / "whole", tmp_path / "shards"
-    export(checkpoint, whole, dtype=torch.float32)
+    export(checkpoint, whole, dtype="fp32")
     told: list[tuple[int, int]] = []
-    done = export(
-        checkpoint, shards, dtype=torch.bfloat16, shard_bytes=10_000, progress=lambda *bytes: told.append(bytes)
-    )
+    done = export(checkpoint, shards, dtype="bf16", shard_bytes=10_000, progress=lambda *bytes: told.append(bytes))
     files = sorted(shards.glob("model-*.safetensors"))
     assert done.files == len(files) > 3
     assert told[-1] == (done.bytes, done.bytes)
@@ -124,7 +123,7 @@ def test_numbers_that_fp16_cannot_hold_are_named_and_nothing_is_left(corpus, tmp
     trainer.close()
     path = str(whole_checkpoints(tmp_path / "checkpoints")[-1][0])
     with pytest.raises(WeightsError, match=r"has a value of 1e\+06, which fp16 cannot hold: use bf16 or fp32"):
-        export(path, tmp_path / "out", dtype=torch.float16)
+        export(path, tmp_path / "out", dtype="fp16")
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]
 
 
@@ -161,23 +160,43 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_left(corpus, tmp_path, cap
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoints"]
 
 
-def test_never_more_than_two_of_our_tensors_are_held(checkpoint, tmp_path, monkeypatch):
-    alive: set[int] = set()
-    counts = []
+def test_memory_is_for_a_few_rows_however_large_a_tensor_is(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream_out, "BAND_BYTES", 1)
+    bands: list[int] = []
+    cast = stream_out.cast
 
-    def read(*args):
-        counts.append(len(alive) + 1)
-        memory = read_tensor(*args).numpy().copy()
-        alive.add(len(counts))
-        weakref.finalize(memory, alive.discard, len(counts))  # views of it count too
-        return torch.from_numpy(memory)
+    def noting(values: numpy.ndarray, dtype: str, into: numpy.ndarray, to: str) -> None:
+        bands.append(len(into))
+        cast(values, dtype, into, to)
 
-    read_tensor = module.read_tensor
-    monkeypatch.setattr(module, "read_tensor", read)
-    export(checkpoint, tmp_path / "out", dtype=torch.float32)
-    assert len(counts) == 4 * 8 + 3, "each of ours is read once"
-    assert max(counts) <= 2
-    assert not alive
+    monkeypatch.setattr(stream_out, "cast", noting)
+    export(checkpoint, tmp_path / "rows", dtype="bf16")
+    assert set(bands) == {1}, "a row at a time"
+    monkeypatch.undo()
+    export(checkpoint, tmp_path / "whole", dtype="bf16")
+    name = "model.safetensors"
+    assert (tmp_path / "rows" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("processors", [1, 2, 7])
+def test_the_bytes_do_not_depend_on_the_number_of_threads(processors, checkpoint, tmp_path, monkeypatch):
+    export(checkpoint, tmp_path / "expected")
+    monkeypatch.setattr(stream_out, "MOST_THREADS", processors)
+    monkeypatch.setattr(stream_out, "MEMORY_BYTES", 2**40)
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda process: set(range(processors)))
+    export(checkpoint, tmp_path / "out")
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+
+
+def test_no_torch_is_loaded(checkpoint, tmp_path):
+    program = (
+        "import sys; from workers.weights.export import main\n"
+        "assert main(sys.argv[1:]) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", program, checkpoint, "--to", str(tmp_path / "out")]
+    subprocess.run(command, check=True, timeout=60)
 
 
 def test_the_command_says_what_it_wrote(checkpoint, tmp_path, capsys):

@@ -1,0 +1,89 @@
+"""Where the elements lie in an archive of torch.save: found without torch, whatever tensor it is; nothing is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from workers.checkpoint import archives
+from workers.checkpoint.archives import elements_of
+from workers.checkpoint.stored_rows import RAW
+
+
+def archive_of(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def found_in(content: bytes) -> archives.Elements:
+    return elements_of(lambda at, count: numpy.frombuffer(content[at : at + count], numpy.uint8), len(content))
+
+
+def values_in(content: bytes) -> numpy.ndarray:
+    found = found_in(content)
+    count = int(numpy.prod(found.sizes))
+    return numpy.frombuffer(content, RAW[found.dtype], count, found.at).reshape(found.sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (7,), (1, 5), (300, 17)])
+def test_the_elements_are_those_of_the_tensor(dtype, shape):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = found_in(archive_of(tensor))
+    assert (found.dtype, found.sizes) == (str(dtype).removeprefix("torch."), shape)
+    same = tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor
+    assert numpy.array_equal(values_in(archive_of(tensor)), same.numpy())
+
+
+def test_a_part_of_a_larger_storage_begins_where_it_does():
+    tensor = torch.arange(12.0)[5:9]
+    assert values_in(archive_of(tensor)).tolist() == [5.0, 6.0, 7.0, 8.0]
+
+
+def test_what_does_not_lie_in_the_beginning_is_found_by_the_directory(monkeypatch):
+    content = archive_of(torch.arange(6.0).view(2, 3))
+    for size in (0, 64, 300, 500):
+        monkeypatch.setattr(archives, "BEGINNING_BYTES", size)
+        assert values_in(content).tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(3, 4).t(), torch.zeros(4, 6)[:, ::2]])
+def test_a_tensor_in_several_pieces_is_refused(tensor):
+    with pytest.raises(pickle.UnpicklingError, match="do not lie one after the other"):
+        found_in(archive_of(tensor))
+
+
+def test_what_is_no_tensor_is_refused():
+    for value, problem in (([1, 2], "it holds a list"), (torch.zeros(2, dtype=torch.int64), "torch.LongStorage")):
+        with pytest.raises(pickle.UnpicklingError, match=problem):
+            found_in(archive_of(value))
+    with pytest.raises(zipfile.BadZipFile):
+        found_in(b"no archive at all" * 100)
+
+
+def test_nothing_that_a_pickle_names_is_run(tmp_path):
+    class Call:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "it ran"),)
+
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Call()))
+        archive.writestr("archive/data/0", bytes(16))
+    with pytest.raises(pickle.UnpicklingError, match="which no tensor needs, and was refused"):
+        found_in(stream.getvalue())
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_bytes_in_the_order_of_another_machine_are_refused():
+    content = archive_of(torch.zeros(2)).replace(b"little", b"bigger")
+    with pytest.raises(ValueError, match="order of another machine"):
+        found_in(content)

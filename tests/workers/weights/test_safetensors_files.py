@@ -1,0 +1,47 @@
+"""New safetensors files: tensors in any order and from several threads are what the library reads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy
+import pytest
+from safetensors.numpy import load_file
+
+from workers.weights import safetensors_files
+from workers.weights.safetensors_files import NewFiles, NewTensor, plan_files
+
+TENSORS = [NewTensor("a", (3, 4)), NewTensor("b", (5,)), NewTensor("c", (2, 2))]
+
+
+def test_pieces_may_come_in_any_order_and_what_is_not_written_is_zero(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_files, "FLUSH_BYTES", 8)
+    told: list[int] = []
+    values = numpy.arange(12, dtype=numpy.float32)
+    pieces = [("c", 0, values[:4]), *(("a", 4 * n, values[n : n + 3]) for n in (9, 0, 6, 3))]
+    planned = plan_files(TENSORS, "float32", 60)
+    with NewFiles(tmp_path, planned, "float32", told.append) as files, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda piece: files.write(*piece), pieces))
+    assert sum(told) == 16 + 48
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    first, second = (load_file(tmp_path / name) for name in names)
+    assert first["a"].tolist() == values.reshape(3, 4).tolist()
+    assert second["b"].tolist() == [0.0] * 5
+    assert second["c"].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_no_tensor_is_written_over_another_one(tmp_path):
+    planned, problem = plan_files(TENSORS, "float32", 1000), "a has 48 bytes, not 52"
+    with NewFiles(tmp_path, planned, "float32") as files, pytest.raises(ValueError, match=problem):
+        files.write("a", 40, bytes(12))
+
+
+def test_a_flush_that_fails_is_an_error_of_the_whole(tmp_path, monkeypatch):
+    def fail(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(safetensors_files, "FLUSH_BYTES", 8)
+    monkeypatch.setattr(safetensors_files.os, "fdatasync", fail)
+    with pytest.raises(OSError, match="Input/output error"), NewFiles(tmp_path, {"file": TENSORS}, "float32") as files:
+        files.write("a", 0, bytes(8))

@@ -1,0 +1,208 @@
+"""Where in an archive of torch.save the elements of its one tensor lie, found without torch, so that they can be used
+as they are.
+
+Such an archive is a zip file of stored records: `data.pkl`, a pickle of how the tensor is made of a storage, and
+`data/KEY`, the storage's bytes. torch writes both, and what is between, within the first kilobytes, where they are
+looked for, so that a file of many archives is read from its beginning to its end; the zip file's directory, which comes
+last, is asked where they are not. The pickle is read with stand-ins in place of the few names that a tensor needs; no
+other name is resolved, so nothing in it can run.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Of an element, by the dtypes that a checkpoint holds, as torch calls them."""
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+}
+BEGINNING_BYTES = 4096
+"""Of an archive, in which the elements should begin."""
+ORDER = b"little"
+_HEADER, _HEADER_BYTES = b"PK\x03\x04", 30
+"""Of a record in a zip file: its beginning; without name and extra field, whose lengths are its last two numbers."""
+
+Read = Callable[[int, int], numpy.ndarray]
+"""Bytes of an archive: from where, how many; [bytes] uint8, valid until the next call."""
+
+
+@dataclass(frozen=True)
+class Elements:
+    """The elements of a tensor that lie in one piece, row after row."""
+
+    at: int
+    """First byte, from the archive's beginning."""
+    dtype: str
+    sizes: tuple[int, ...]
+
+
+def elements_of(read: Read, size: int) -> Elements:
+    """Where the tensor lies in the archive of `size` bytes that `read` reads. Raises ValueError, KeyError,
+    zipfile.BadZipFile and pickle.UnpicklingError where it is no archive of a tensor that lies in one piece."""
+    records = _Beginning(read(0, min(size, BEGINNING_BYTES)).tobytes())
+    found = records.elements()
+    return _by_directory(read, size) if found is None else found
+
+
+class _Beginning:
+    """The first bytes of an archive, with records that follow one another."""
+
+    def __init__(self, content: bytes):
+        self._content = content
+        name = content[_HEADER_BYTES : _HEADER_BYTES + int.from_bytes(content[26:28], "little")]
+        self._folder = name.removesuffix(b"data.pkl")
+
+    def elements(self) -> Elements | None:
+        """The tensor's, if all that they depend on is there."""
+        pickled, order = self._begin("data.pkl"), self._begin("byteorder")
+        if pickled is None:
+            return None
+        try:
+            tensor = _tensor(self._content[pickled:])
+        except EOFError:
+            return None
+        at = self._begin(f"data/{tensor.key}")
+        if at is None:
+            return None
+        return tensor.elements(at, None, None if order is None else self._content[order : order + len(ORDER)])
+
+    def _begin(self, record: str) -> int | None:
+        """First byte of the record, if it begins here."""
+        name = self._folder + record.encode()
+        at = self._content.find(name) - _HEADER_BYTES
+        header = self._content[max(0, at) : max(0, at) + _HEADER_BYTES]
+        stored, of_name, extra = header[8:10] == b"\0\0", header[26:28], int.from_bytes(header[28:30], "little")
+        if at < 0 or not header.startswith(_HEADER) or not stored or int.from_bytes(of_name, "little") != len(name):
+            return None
+        return at + _HEADER_BYTES + len(name) + extra
+
+
+def _by_directory(read: Read, size: int) -> Elements:
+    with zipfile.ZipFile(_Archive(read, size)) as archive:
+        records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    tensor = _tensor(_content(read, records["data.pkl"]))
+    order = _content(read, records["byteorder"]) if "byteorder" in records else None
+    return tensor.elements(*_place(read, records[f"data/{tensor.key}"]), order)
+
+
+def _content(read: Read, record: zipfile.ZipInfo) -> bytes:
+    return read(*_place(read, record)).tobytes()
+
+
+def _place(read: Read, record: zipfile.ZipInfo) -> tuple[int, int]:
+    """First byte of a record, and how many it has."""
+    header = read(record.header_offset, _HEADER_BYTES).tobytes()
+    if not header.startswith(_HEADER) or record.compress_type != zipfile.ZIP_STORED:
+        raise zipfile.BadZipFile(f"{record.filename} is no stored record")
+    beside = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    return record.header_offset + _HEADER_BYTES + beside, record.file_size
+
+
+class _Archive(io.RawIOBase):
+    """The bytes that `read` reads, as a file."""
+
+    def __init__(self, read: Read, size: int):
+        self._read, self._size, self._position = read, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if position < 0:
+            raise OSError(f"there is no byte {position}")
+        self._position = position
+        return position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        wanted = memoryview(buffer).cast("B")
+        count = max(0, min(len(wanted), self._size - self._position))
+        wanted[:count] = self._read(self._position, count).data
+        self._position += count
+        return count
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: str
+    key: str
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    dtype: str
+    key: str
+    """Of its storage."""
+    offset: int
+    sizes: tuple[int, ...]
+
+    def elements(self, at: int, storage_bytes: int | None, order: bytes | None) -> Elements:
+        """Its elements, in a storage that begins at `at`. Raises ValueError."""
+        item = ITEM_BYTES[self.dtype]
+        if order not in (None, ORDER):
+            raise ValueError("its bytes are in the order of another machine")
+        if storage_bytes is not None and (self.offset + math.prod(self.sizes)) * item > storage_bytes:
+            raise ValueError("its storage is too small")
+        return Elements(at + self.offset * item, self.dtype, self.sizes)
+
+
+def _tensor(pickled: bytes) -> _Tensor:
+    """What the pickle that `pickled` begins with says. Raises pickle.UnpicklingError, EOFError."""
+    tensor = _Unpickler(io.BytesIO(pickled)).load()
+    if not isinstance(tensor, _Tensor):
+        raise pickle.UnpicklingError(f"it holds a {type(tensor).__name__}, not a tensor")
+    return tensor
+
+
+def _rebuilt(storage: Any, offset: Any, sizes: Any, strides: Any, *_: Any) -> _Tensor:
+    """What torch's `_rebuild_tensor_v2` is called with."""
+    if not isinstance(storage, _Storage) or not all(isinstance(n, int) and n >= 0 for n in (offset, *sizes, *strides)):
+        raise pickle.UnpicklingError("it is no tensor of a storage")
+    expected = 1
+    for length, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if length > 1 and stride != expected:
+            raise pickle.UnpicklingError(f"its rows do not lie one after the other: {sizes} with strides {strides}")
+        expected *= length
+    return _Tensor(storage.dtype, storage.key, offset, tuple(sizes))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names in the pickle of a tensor only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in. Raises pickle.UnpicklingError for any other name."""
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _rebuilt
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no tensor needs, and was refused")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        """A storage: ("storage", kind, key, device, elements)."""
+        kind, dtype, key, *_ = pid
+        if kind != "storage" or dtype not in ITEM_BYTES or not isinstance(key, str):
+            raise pickle.UnpicklingError("it asks for something that is no storage")
+        return _Storage(dtype, key)

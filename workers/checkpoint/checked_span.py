@@ -1,0 +1,58 @@
+"""A moving span of a checked file that lies in memory in one piece, so that what is in it can be used where it lies."""
+
+from __future__ import annotations
+
+import numpy
+
+from workers.checkpoint.checksums import CheckedFile
+
+ALIGNMENT = 64
+"""Of the address, in bytes, of a piece for which room is made; others lie where their block does."""
+
+
+SPAN_BYTES = 12 * 2**20
+"""Memory of a span, unless a piece needs more: little, so that it stays in the processor's cache."""
+
+
+class CheckedSpan:
+    """The blocks of one file that were read last. What is asked for from the file's beginning to its end is read and
+    checked once: blocks that the next piece needs as well are kept."""
+
+    def __init__(self, file: CheckedFile):
+        self._file = file
+        self._memory = numpy.empty(0, numpy.uint8)
+        self._start = 0
+        """Of the first block in the memory."""
+        self._first, self._end = 0, 0
+        """Blocks that are there: [first, end)."""
+
+    def piece(self, at: int, count: int) -> numpy.ndarray:
+        """Bytes [at, at + count) of the file, [count] uint8, valid until the next call. Raises DamagedCheckpoint,
+        UnreadableCheckpoint, ValueError where the file is shorter."""
+        if at < 0 or count < 0 or at + count > self._file.size:
+            raise ValueError(f"there are no bytes {at} to {at + count}")
+        size = self._file.block_bytes
+        first, end = at // size, max(at // size + 1, -(-(at + count) // size))
+        if not self._first <= first <= self._end or self._start + (end - self._first) * size > len(self._memory):
+            self._make_room(first, end, -(at - first * size) % ALIGNMENT)
+        for number in range(self._end, end):
+            begin = self._start + (number - self._first) * size
+            self._file.read_block(number, self._memory[begin : begin + size].data)
+            self._end = number + 1
+        begin = self._start + at - self._first * size
+        return self._memory[begin : begin + count]
+
+    def _make_room(self, first: int, end: int, start: int) -> None:
+        """Keep of the blocks that are there those from `first` on, and have room up to `end`; the first one is to lie
+        `start` bytes behind an aligned address."""
+        size = self._file.block_bytes
+        kept = self._end - first if self._first <= first < self._end else 0
+        held = self._start + (first - self._first) * size
+        memory, room = self._memory, 2 * ALIGNMENT + (end - first) * size
+        if len(memory) < room:
+            memory = numpy.empty(max(room, min(SPAN_BYTES, 2 * ALIGNMENT + self._file.size)), numpy.uint8)
+        start += -memory.ctypes.data % ALIGNMENT
+        count = min(kept * size, self._file.size - first * size)
+        if kept:
+            memory[start : start + count] = self._memory[held : held + count]  # numpy minds where they overlap
+        self._memory, self._start, self._first, self._end = memory, start, first, first + kept

@@ -1,0 +1,86 @@
+"""The `.metadata` of torch.distributed.checkpoint, read without torch. Checkpoints of before there was `contents.json`
+have nothing else.
+
+It is a pickle, which can run anything when it is loaded as torch does it. Here it is unpickled with stand-ins of our
+own in place of the few names that a Metadata needs. No other name is resolved, and nothing of torch is made or touched.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
+from workers.protocol.json_codec import from_json, to_json
+
+METADATA = ".metadata"
+
+DTYPES = {"float64", "float32", "float16", "bfloat16"}
+"""Of tensors in a checkpoint, as torch calls them."""
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex", "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}  # fmt: skip
+"""All names in the pickle of a Metadata but torch.Size and the dtypes, by module."""
+
+
+def read_metadata(stream: io.RawIOBase) -> Contents:
+    """What a `.metadata` says. Raises pickle.UnpicklingError where it names anything that a Metadata does not need,
+    which is then not run, and whatever else may go wrong with bytes that make no sense."""
+    document = _Unpickler(stream).load()
+    if not isinstance(document, _Record):
+        raise TypeError(f"it holds a {type(document).__name__}")
+    places = {
+        (key.fields["fqn"], tuple(key.fields["offset"])): place.fields
+        for key, place in document.fields["storage_data"].items()
+    }
+    tensors = {}
+    for name, entry in document.fields["state_dict_metadata"].items():
+        chunks = [(tuple(each.fields["offsets"]), tuple(each.fields["sizes"])) for each in entry.fields["chunks"]]
+        rectangles = tuple(
+            StoredRectangle(offsets, sizes, place["relative_path"], place["offset"], place["length"])
+            for offsets, sizes in chunks
+            for place in [places[name, offsets]]
+        )
+        dtype = entry.fields["properties"].state[0]
+        tensors[name] = StoredTensor(tuple(entry.fields["size"]), dtype, rectangles)
+    return from_json(Contents, to_json(Contents(tensors)))  # which looks at all types
+
+
+class _Record:
+    """Stands in for an instance of one of the classes of a Metadata."""
+
+    def __init__(self, *arguments: Any):
+        self.state: Any = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """By name."""
+        if not isinstance(self.state, dict):
+            raise TypeError("a record of it has no fields")
+        return self.state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows a Metadata's names only, as stand-ins."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in. Raises pickle.UnpicklingError for any other name."""
+        if name in _RECORDS.get(module, ()):
+            return type(name, (_Record,), {})  # its own, so that the pickle can change nobody else's
+        if module == "torch" and name == "Size":
+            return tuple
+        if module == "torch" and name in DTYPES:
+            return name
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no {METADATA} needs, and was refused")

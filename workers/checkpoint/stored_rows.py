@@ -1,0 +1,149 @@
+"""Rows of a checkpoint's tensors, whatever layout wrote them, as arrays and without torch.
+
+Every block of the files in which something lies that is asked for is checked as it is read, and is read once where rows
+and tensors are asked for in the files' order (`in_file_order`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy
+
+from workers.checkpoint.archives import ITEM_BYTES, Elements, elements_of
+from workers.checkpoint.catalog import Manifest
+from workers.checkpoint.checked_span import SPAN_BYTES, CheckedSpan
+from workers.checkpoint.checksums import BLOCK_BYTES, CheckedFile
+from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
+from workers.checkpoint.opening import explained, opened
+from workers.errors import CheckpointError
+from workers.storage.places import Place
+
+MOST_OPEN = 4
+"""Files that stay open when others are read, since they are likely to be needed again."""
+RAW = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+"""Of arrays that hold elements, by dtype as torch calls it; numpy has no bfloat16, whose bits are a number here."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the rows that were asked for, or some columns of them."""
+
+    rows: slice
+    """From the first row that was asked for."""
+    columns: slice
+    values: numpy.ndarray
+    """[rows, columns], as `RAW` says; valid until the next part."""
+
+
+def rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Of a tensor as a matrix; a vector is one of a single column. Raises ValueError for what is neither."""
+    if len(shape) not in (1, 2):
+        raise ValueError(f"{shape} is neither a vector nor a matrix")
+    return shape[0], (shape[1] if len(shape) == 2 else 1)
+
+
+def in_file_order(tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
+    """The names, in the order in which the tensors begin in their files."""
+
+    def begin(entry: tuple[str, StoredTensor]) -> tuple[str, int]:
+        return min(((each.file, each.at) for each in entry[1].rectangles), default=("", 0))
+
+    return [name for name, _ in sorted(tensors, key=begin)]
+
+
+def most_memory(tensors: Iterable[StoredTensor], rows_bytes: int) -> int:
+    """Bytes that a `StoredRows` takes at most for these tensors, of which `rows_bytes` are read at a time."""
+    files = max((len(_side_by_side(tensor)) for tensor in tensors), default=1)
+    return max(files, MOST_OPEN) * max(SPAN_BYTES, rows_bytes + 2 * BLOCK_BYTES) + 2 * BLOCK_BYTES
+
+
+def _side_by_side(tensor: StoredTensor) -> set[str]:
+    """The files of the most that lies in any one row."""
+    firsts = {each.offsets[0] for each in tensor.rectangles}
+    rows = ({each.file for each in _holding(tensor, row, row + 1)} for row in firsts)
+    return max(rows, key=len, default=set())
+
+
+def _holding(tensor: StoredTensor, first: int, end: int) -> list[StoredRectangle]:
+    return [each for each in tensor.rectangles if each.offsets[0] < end and each.offsets[0] + each.sizes[0] > first]
+
+
+class StoredRows:
+    """Reads rows of one checkpoint's tensors. For one thread, and as long as the `with` block lasts."""
+
+    def __init__(self, place: Place, manifest: Manifest, contents: Contents):
+        self._place, self._manifest, self._contents = place, manifest, contents
+        self._open: dict[str, tuple[ExitStack, CheckedFile, CheckedSpan]] = {}
+        """By name; the files that the last rows were in, that which was used last at the end."""
+        self._found: dict[StoredRectangle, Elements] = {}
+        """Of the last tensor."""
+        self._name = ""
+        self._expected: set[str] = set()
+        """Files that know what of that tensor they will be asked for."""
+
+    def __enter__(self) -> StoredRows:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(list(self._open))
+
+    def read(self, name: str, first: int, end: int) -> Iterator[Part]:
+        """Rows [first, end) of the tensor `name`, in parts that together are all of them. Raises CheckpointError."""
+        tensor = self._contents.tensors[name]
+        here = _holding(tensor, first, end)
+        self._prepare(name, tensor, {each.file for each in here})
+        count = 0
+        for each in here:
+            part = self._part(tensor, each, first, end)
+            count += part.values.size
+            yield part
+        if count != (end - first) * rows_and_columns(tensor.shape)[1]:
+            raise CheckpointError(f"the checkpoint at {self._place} does not hold all of {name}")
+
+    def _prepare(self, name: str, tensor: StoredTensor, files: set[str]) -> None:
+        """Have these `files` open, which know what they will be asked for; of others those that were used last."""
+        if name != self._name:
+            self._name, self._found, self._expected = name, {}, set()
+        others = [file for file in self._open if file not in files]
+        self._close(others[: max(0, len(others) + len(files) - MOST_OPEN)])
+        for file in sorted(files):
+            if file not in self._open:
+                stack = ExitStack()
+                stream = stack.enter_context(opened(self._place / file, self._manifest))
+                self._open[file] = stack, stream, CheckedSpan(stream)
+            self._open[file] = self._open.pop(file)
+            if file not in self._expected:
+                self._expected.add(file)
+                here = ((each.at, each.bytes) for each in tensor.rectangles if each.file == file)
+                self._open[file][1].expect(sorted(here))
+
+    def _close(self, files: list[str]) -> None:
+        for file in files:
+            self._open.pop(file)[0].close()
+
+    def _part(self, tensor: StoredTensor, each: StoredRectangle, first: int, end: int) -> Part:
+        low, high = max(first, each.offsets[0]), min(end, each.offsets[0] + each.sizes[0])
+        _, width = rows_and_columns(each.sizes)
+        column = each.offsets[1] if len(each.offsets) == 2 else 0
+        _, stream, span = self._open[each.file]
+        with explained(self._place / each.file, self._manifest, stream):
+            row_bytes = width * ITEM_BYTES[tensor.dtype]
+            at = each.at + self._elements(span, tensor, each).at + (low - each.offsets[0]) * row_bytes
+            content = span.piece(at, (high - low) * row_bytes)
+        values = content.view(RAW[tensor.dtype]).reshape(high - low, width)
+        return Part(slice(low - first, high - first), slice(column, column + width), values)
+
+    def _elements(self, span: CheckedSpan, tensor: StoredTensor, each: StoredRectangle) -> Elements:
+        """Where in its archive the rectangle's elements lie."""
+        if each not in self._found:
+            found = elements_of(lambda at, count: span.piece(each.at + at, count), each.bytes)
+            if found.sizes != each.sizes or found.dtype != tensor.dtype:
+                raise ValueError(f"no {tensor.dtype}{each.sizes} begins at byte {each.at}")
+            self._found[each] = found
+        return self._found[each]

@@ -1,0 +1,154 @@
+"""Brings rows of a checkpoint's tensors into new files, cast and in their order, band by band and on several threads.
+
+Reading, checking, casting and writing of one band are done by one thread, so that none waits for another; each has its
+own part of the checkpoint, from beginning to end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy
+
+from workers.checkpoint.archives import ITEM_BYTES
+from workers.checkpoint.catalog import Manifest
+from workers.checkpoint.contents import Contents, StoredTensor
+from workers.checkpoint.stored_rows import RAW, StoredRows, in_file_order, most_memory, rows_and_columns
+from workers.errors import CheckpointError, WeightsError
+from workers.storage.places import Place
+from workers.weights.casting import TooLarge, cast
+from workers.weights.mapping import Piece, TheirTensor
+from workers.weights.safetensors_files import NewFiles
+
+BAND_BYTES = 2 * 2**20
+"""Of a tensor's rows as the checkpoint has them, that are cast and written at a time, unless a row is larger."""
+MEMORY_BYTES = 240 * 10**6
+"""That all threads together may take, beside what one takes anyway."""
+MOST_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint whose tensors are wanted."""
+
+    place: Place
+    manifest: Manifest
+    contents: Contents
+
+    def stored(self, name: str) -> StoredTensor:
+        """Our parameter of that name. Raises CheckpointError."""
+        if f"model.{name}" not in self.contents.tensors:
+            raise CheckpointError(f"the checkpoint at {self.place} has no {name}")
+        return self.contents.tensors[f"model.{name}"]
+
+
+Uses = dict[str, list[tuple[TheirTensor, Piece]]]
+"""By our names, what is made of each."""
+
+
+def write_tensors(source: Source, tensors: Sequence[TheirTensor], dtype: str, files: NewFiles, processors: int) -> None:
+    """Write `tensors`, made of the checkpoint's parameters and cast to `dtype` (as torch calls it), into `files`.
+
+    `processors`: how many there are. Raises CheckpointError, WeightsError, OSError."""
+    uses: Uses = {}
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            uses.setdefault(piece.ours, []).append((tensor, piece))
+    for name, parts in uses.items():
+        _check(source, name, parts)
+    stored = {name: source.stored(name) for name in uses}
+    names = in_file_order(stored.items())
+    taken = most_memory(stored.values(), BAND_BYTES) + 2 * BAND_BYTES
+    threads = max(1, min(processors, MOST_THREADS, MEMORY_BYTES // taken))
+    stop = threading.Event()
+
+    def work(part: Sequence[str]) -> None:
+        try:
+            with StoredRows(source.place, source.manifest, source.contents) as rows:
+                for name in part:
+                    _write(rows, name, stored[name], uses[name], dtype, files, stop)
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(threads, "export") as pool:
+        try:
+            for done in [pool.submit(work, part) for part in _shares(names, stored, threads)]:
+                done.result()
+        except BaseException:
+            stop.set()  # also where somebody interrupts the wait
+            raise
+
+
+def _check(source: Source, name: str, parts: list[tuple[TheirTensor, Piece]]) -> None:
+    """Raise CheckpointError unless just the rows and columns that the parameter has are made into theirs."""
+    found = source.stored(name).shape
+    rows, columns = rows_and_columns(found)
+    for tensor, _ in parts:
+        wide = tensor.rows_first[1] if len(tensor.shape) == 2 else 1
+        if wide != columns or sum(piece.count * piece.length for _, piece in parts) != rows:
+            raise CheckpointError(
+                f"{source.place}: {tensor.name} should be {tensor.rows_first}, found {found} as {name}"
+            )
+
+
+def _shares(names: Sequence[str], stored: Mapping[str, StoredTensor], threads: int) -> list[list[str]]:
+    """The names in so many runs, of about as many bytes each."""
+    sizes = [sum(each.bytes for each in stored[name].rectangles) for name in names]
+    shares: list[list[str]] = [[] for _ in range(threads)]
+    before, total = 0, max(1, sum(sizes))
+    for name, size in zip(names, sizes, strict=True):
+        shares[min(threads - 1, (before + size // 2) * threads // total)].append(name)
+        before += size
+    return shares
+
+
+def _write(
+    rows: StoredRows,
+    name: str,
+    stored: StoredTensor,
+    parts: list[tuple[TheirTensor, Piece]],
+    dtype: str,
+    files: NewFiles,
+    stop: threading.Event,
+) -> None:
+    """All that is made of one parameter."""
+    height, columns = rows_and_columns(stored.shape)
+    step = max(1, BAND_BYTES // (columns * ITEM_BYTES[stored.dtype]))
+    if any(tensor.transposed for tensor, _ in parts):
+        step = height  # of theirs each row has something of each of ours
+    band = numpy.empty((min(step, height), columns), RAW[dtype])
+    for first in range(0, height, step):
+        if stop.is_set():
+            return
+        end = min(first + step, height)
+        for part in rows.read(f"model.{name}", first, end):
+            try:
+                cast(part.values, stored.dtype, band[part.rows, part.columns], dtype)
+            except TooLarge as error:
+                names = " or ".join(tensor.name for tensor, _ in parts)
+                raise WeightsError(f"{names} has {error}, which fp16 cannot hold: use bf16 or fp32") from error
+        for tensor, piece in parts:
+            if not tensor.transposed:
+                _write_rows(band, first, end, tensor, piece, files)
+    for tensor in dict.fromkeys(tensor for tensor, _ in parts if tensor.transposed):
+        _write_turned(band, tensor, files)
+
+
+def _write_rows(band: numpy.ndarray, first: int, end: int, tensor: TheirTensor, piece: Piece, files: NewFiles) -> None:
+    """What of our rows [first, end), which are `band`, lies in the piece of theirs."""
+    row_bytes = band.shape[1] * band.itemsize
+    for row, theirs, count in piece.runs(first, end):
+        files.write(tensor.name, theirs * row_bytes, band[row - first : row - first + count].data)
+
+
+def _write_turned(band: numpy.ndarray, tensor: TheirTensor, files: NewFiles) -> None:
+    """A tensor whose file has all our rows, which are `band`, as columns."""
+    turned = numpy.empty(tensor.shape, band.dtype)
+    for piece in tensor.pieces:
+        for row, theirs, count in piece.runs(0, len(band)):
+            turned[:, theirs : theirs + count] = band[row : row + count].T
+    files.write(tensor.name, 0, turned.data)
