@@ -103,24 +103,40 @@ def _edges(looks: Sequence[Look], group: Group) -> dict[int, int]:
     known = {look.rank: look.waits_for for look in looks if look.waits_for is not None and not look.stopped}
     if known:
         return known
-    return {look.rank: to for look in looks if look.overdue and (to := _behind(look, looks, group)) is not None}
+    last = {axis: _last_of_groups(axis, looks, group) for axis in AXES}
+    return {look.rank: to for look in looks if look.overdue and (to := _behind(look, looks, last)) is not None}
 
 
-def _behind(look: Look, looks: Sequence[Look], group: Group) -> int | None:
+def _last_of_groups(axis: str, looks: Sequence[Look], group: Group) -> dict[int, int]:
+    """By rank, who of its group along `axis` has entered the fewest collectives there; each group is gone through once,
+    since along `world` there are as many members as ranks."""
+    last: dict[int, int] = {}
+    for look in looks:
+        if look.rank not in last:
+            members = group(axis, look.rank)
+            counted = [(counts[axis], peer) for peer in members if (counts := looks[peer].counts) is not None]
+            last |= dict.fromkeys([look.rank, *members], min(counted)[1] if counted else look.rank)
+    return last
+
+
+def _behind(look: Look, looks: Sequence[Look], last: Mapping[str, Mapping[int, int]]) -> int | None:
     """The peer that is furthest behind `look` in the collectives that they share."""
-    lag: dict[int, int] = {}
+    if look.counts is None or look.stopped:
+        return None
+    lags = []
     for axis in AXES:
-        for peer in group(axis, look.rank):
-            mine, its = look.counts, looks[peer].counts
-            if mine is not None and its is not None and its[axis] < mine[axis] and not look.stopped:
-                lag[peer] = max(lag.get(peer, 0), mine[axis] - its[axis])
-    return max(lag, key=lambda peer: (lag[peer], -peer)) if lag else None
+        peer = last[axis][look.rank]
+        its = looks[peer].counts
+        if peer != look.rank and its is not None and its[axis] < look.counts[axis]:
+            lags.append((look.counts[axis] - its[axis], -peer))
+    return -max(lags)[1] if lags else None
 
 
 def _path(start: int, edges: Mapping[int, int]) -> list[int]:
     """From `start` along the edges to their end; the last is one of those before it where they go round."""
-    path = [start]
-    while path[-1] in edges and path[-1] not in path[:-1]:
+    path, passed = [start], set[int]()
+    while path[-1] in edges and path[-1] not in passed:
+        passed.add(path[-1])
         path.append(edges[path[-1]])
     return path
 

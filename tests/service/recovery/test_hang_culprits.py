@@ -208,6 +208,21 @@ def test_who_does_not_say_for_whom_it_waits_waits_for_the_peer_that_is_furthest_
     assert (verdict.kind, verdict.why) == ("nobody", "rank 2 may still go on")
 
 
+def test_the_search_goes_through_each_group_once_however_many_ranks_there_are():
+    grid, seen = grid_of((8, 48, 8)), []
+
+    def group(axis, rank):
+        seen.append(len(grid.group(axis, rank)))
+        return grid.group(axis, rank)
+
+    counts = dict.fromkeys(AXES, 7)
+    looks = [Look(rank, overdue=True, counts=counts) for rank in range(grid.world_size)]
+    looks[2900] = replace(looks[2900], counts={**counts, "tensor": 6, "world": 6})
+    verdict = find_culprits(looks, group)
+    assert (verdict.kind, verdict.ranks) == ("ranks", (2900,))
+    assert sum(seen) == len(AXES) * grid.world_size
+
+
 def test_those_of_whom_the_culprits_are_chosen_are_named_in_order():
     looks = [
         *(Look(rank, overdue=True, step=9) for rank in range(9)),
