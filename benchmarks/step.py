@@ -40,9 +40,10 @@ from workers.model.parallelize import ModelStage
 from workers.model.shared import Shared
 from workers.parallel.data.flat import FlatParameters
 from workers.parallel.pipeline.forward_pass import ForwardPass
+from workers.parallel.tensor.initial_values import fill_initial
 from workers.parallel.tensor.products import TorchProducts
 from workers.parallel.tensor.region import Region
-from workers.parallel.tensor.shards import fill_initial, named_shards
+from workers.parallel.tensor.shards import named_shards
 from workers.spec.reading import parse_job_spec
 from workers.system.host_memory import keep_freed_memory
 

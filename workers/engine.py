@@ -21,8 +21,9 @@ from workers.parallel.data.shared_gradients import SharedGradients
 from workers.parallel.data.step_statistics import StepStatistics
 from workers.parallel.data.zero import ZeroOptimizer
 from workers.parallel.pipeline.runtime import Pipeline
+from workers.parallel.tensor.initial_values import fill_initial
 from workers.parallel.tensor.products import Products
-from workers.parallel.tensor.shards import NamedShard, fill_initial
+from workers.parallel.tensor.shards import NamedShard
 from workers.system.host_memory import keep_freed_memory
 
 

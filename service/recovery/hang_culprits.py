@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from workers.comm.grid import AXES
+from workers.comm.grid import AXES, Axis
 from workers.liveness.trainer_status import TrainerStatus
 
 Group = Callable[[Any, int], Sequence[int]]
@@ -107,7 +107,7 @@ def _edges(looks: Sequence[Look], group: Group) -> dict[int, int]:
     return {look.rank: to for look in looks if look.overdue and (to := _behind(look, looks, last)) is not None}
 
 
-def _last_of_groups(axis: str, looks: Sequence[Look], group: Group) -> dict[int, int]:
+def _last_of_groups(axis: Axis, looks: Sequence[Look], group: Group) -> dict[int, int]:
     """By rank, who of its group along `axis` has entered the fewest collectives there; each group is gone through once,
     since along `world` there are as many members as ranks."""
     last: dict[int, int] = {}
@@ -119,7 +119,7 @@ def _last_of_groups(axis: str, looks: Sequence[Look], group: Group) -> dict[int,
     return last
 
 
-def _behind(look: Look, looks: Sequence[Look], last: Mapping[str, Mapping[int, int]]) -> int | None:
+def _behind(look: Look, looks: Sequence[Look], last: Mapping[Axis, Mapping[int, int]]) -> int | None:
     """The peer that is furthest behind `look` in the collectives that they share."""
     if look.counts is None or look.stopped:
         return None

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from workers.config import ParameterGroup
-
-NORMAL_GROUP = 16
-"""Numbers that torch draws from the normal distribution as one."""
-BLOCK = 2**22
-"""Numbers of a parameter that are drawn at a time."""
 
 
 @dataclass(frozen=True)
@@ -98,51 +90,3 @@ def named_shards(model: nn.Module) -> list[NamedShard]:
                 name = shard.name or (f"{prefix}.{local}" if prefix else local)
                 entries.append(NamedShard(name, module.get_parameter(local), shard, module.by_autograd))
     return entries
-
-
-def fill_initial(entry: NamedShard, local: torch.Tensor, seed: int) -> None:
-    """Fill `local`, shaped as the parameter, as a function of (seed, layout-free name) alone, so that all layouts
-    start equal. Of the whole tensor no more than BLOCK numbers are held at a time."""
-    shard = entry.shard
-    if shard.std is None:
-        local.fill_(shard.constant)
-        return
-    local.zero_()  # rows of a padded vocabulary stay zero
-    (first_row, last_row), (first, last) = shard.rows_and_columns(tuple(local.shape))
-    if first_row >= last_row:
-        return
-    rows, columns = shard.shape[0], math.prod(shard.shape[1:])
-    block_rows = max(1, BLOCK // columns) if rows * columns > BLOCK else rows
-    generator = torch.Generator().manual_seed(_name_seed(seed, entry.name))
-    for start, end, drawn in _normal_rows(rows, columns, block_rows, shard.std, generator):
-        low, high = max(start, first_row), min(end, last_row)
-        if low < high:
-            part = drawn[low - start : high - start, first:last]
-            local[low - first_row : high - first_row].copy_(part.reshape(high - low, *local.shape[1:]))
-        if end >= last_row:
-            return
-
-
-def _normal_rows(
-    rows: int, columns: int, block_rows: int, std: float, generator: torch.Generator
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """The rows of one normal draw of [rows, columns] in order, with the same bits: (first, end, values).
-
-    torch draws normal numbers of a tensor in groups of NORMAL_GROUP, one after the other, and only the last, incomplete
-    group in another way. So draws of whole groups, the last one with all that is left, are the one draw cut into
-    pieces (tests/workers/parallel/tensor/test_shards.py compares them for the torch that is installed).
-    """
-    unit = NORMAL_GROUP // math.gcd(columns, NORMAL_GROUP)  # so many rows are whole groups
-    step = max(unit, block_rows // unit * unit)
-    start = 0
-    while start < rows:
-        end = start + step
-        if rows - end < unit or (rows - end) * columns < NORMAL_GROUP:
-            end = rows  # torch draws fewer numbers than a group one by one
-        yield start, end, torch.empty(end - start, columns).normal_(0.0, std, generator=generator)
-        start = end
-
-
-def _name_seed(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
