@@ -65,7 +65,8 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         if log_z_n is not None:  # zero where there is no target
             of_square_n = 2.0 * log_z_n * grads[1]
             every_n, target_n = grad_n + of_square_n, target_n + of_square_n * (error_n + 1.0)
-        grad_nv.mul_((every_n * factor_n).unsqueeze(1).to(grad_nv.dtype))
+        # In fp32 and rounded once: the scale is the same for all tokens, and so would be its rounding to 16 bits.
+        grad_nv.mul_((every_n * factor_n).unsqueeze(1))
         targets_n = target_n.unsqueeze(1).to(grad_nv.dtype)
         grad_nv.scatter_(1, local_n, torch.where(mine_n.unsqueeze(1), targets_n, grad_nv.gather(1, local_n)))
         return grad_nv, None, None, None, None
