@@ -12,7 +12,7 @@ class DataError(MantaError):
 
 
 class ModelError(MantaError):
-    """A model of the user's own cannot be used; the message names its entry point."""
+    """A model cannot be computed: of the user's own, the message names the entry point; else what no kernel takes."""
 
 
 class WeightsError(DataError):

@@ -36,6 +36,7 @@ from workers.settings import Launcher, read_launcher, read_token_cache
 from workers.spec.problems import SpecError
 from workers.spec.reading import load_job_spec
 from workers.storage.places import BadPlace, Place, place_of
+from workers.system import gpu
 from workers.trainer import Places, Trainer
 
 
@@ -165,7 +166,7 @@ def pick_device(spec: JobSpec, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise MantaError("resources.accelerator is gpu, but this machine has none (try: auto)")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    gpu.use(device)
     return device
 
 

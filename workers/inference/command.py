@@ -16,6 +16,7 @@ from workers.inference.text_tokens import TextTokens, text_tokens_of
 from workers.spec.problems import SpecError
 from workers.storage.files import files_of
 from workers.storage.places import BadPlace, Place, place_of
+from workers.system import gpu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,6 +42,7 @@ def loaded(options: argparse.Namespace) -> tuple[LoadedModel, TextTokens]:
     if options.threads is not None:
         torch.set_num_threads(max(1, options.threads))
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    gpu.use(device)
     dtype = DTYPES[options.dtype] if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
     checkpoint = checkpoint_at(options.checkpoint)
     model, _ = LoadedModel.of_checkpoint(checkpoint, device, dtype)

@@ -41,6 +41,7 @@ from workers.settings import read_token_cache
 from workers.spec.reading import absolute_tokenizer, absolute_weights, parse_job_spec
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, Place, place_of
+from workers.system import gpu
 from workers.trainer import Trainer
 from workers.weights.submitted import with_shape_of_weights
 
@@ -240,6 +241,7 @@ def _device(spec: JobSpec) -> torch.device:
     device = torch.device("cpu") if wanted == "cpu" else ray.train.torch.get_device()
     if wanted == "gpu" and device.type != "cuda":
         raise RayTrainError("resources.accelerator is gpu, but the workers have none: set ScalingConfig(use_gpu=True)")
+    gpu.use(device)
     return device
 
 

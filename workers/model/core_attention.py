@@ -16,6 +16,7 @@ from workers.comm.comm import Comm
 from workers.data.packed_documents import Documents
 from workers.parallel.recompute.modules import checkpointed, in_backward
 from workers.parallel.tensor.dropout import derived_keys, kept
+from workers.system import gpu
 
 
 class Visible:
@@ -66,7 +67,7 @@ def fused_attention(
     grouped, band = q.shape[1] != k.shape[1], visible.band(q.shape[2], q)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, band, is_causal=band is None, enable_gqa=grouped)
+        return _attend(q, k, v, band, band is None, grouped)
 
     context = checkpointed(comm, attend, q, k, v) if recompute else attend(q, k, v)
     return context.permute(back)
@@ -94,8 +95,7 @@ def _within_documents(
     def attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         count = q.shape[2]
         mask = None if band is None or count <= (visible.window or count) else band[:count, :count]
-        context = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
-        return context[0].transpose(0, 1)
+        return _attend(q, k, v, mask, mask is None, grouped)[0].transpose(0, 1)
 
     context = (checkpointed(comm, attend, q, k, v) if recompute else attend(q, k, v)).view(shape)
     return context if batch_first else context.transpose(0, 1)
@@ -111,8 +111,21 @@ def cached_attention(
     mask = None
     if count > 1:
         mask = ~visible.hidden(length, q.device)[-count:, first:]
-    context = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
-    return context.transpose(1, 2)
+    return _attend(q, k, v, mask, False, q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, grouped: bool
+) -> torch.Tensor:
+    """scaled_dot_product_attention [b, a, s, d]. Raises ModelError where no fused kernel of a GPU takes it."""
+    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # The one kernel for masks, and for fp32, wants as many heads of keys as of queries.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        grouped = False
+    try:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+    except RuntimeError as error:
+        raise gpu.named(error) from error
 
 
 def explicit_attention(

@@ -67,6 +67,7 @@ from workers.rank.report_lines import report_lines, reports_of
 from workers.reporter import Reporter
 from workers.spec.reading import parse_job_spec
 from workers.storage.places import place_of
+from workers.system import gpu
 from workers.trainer import Places, Trainer
 
 EXIT_FAILED, EXIT_PEER_LOST = 1, 75
@@ -302,8 +303,7 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
     # One computation thread, so that bits do not depend on the machine's load.
     torch.set_num_threads(1)
     device = torch.device(order.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    gpu.use(device)
     if progress is None and order.snapshot_folder is not None:
         answer_with_stacks(order.snapshot_folder, order.rank)
         progress = Progress.shared(order.snapshot_folder, order.rank)
