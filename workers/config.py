@@ -395,9 +395,10 @@ class ParallelConfig(Section):
     zero: Literal[0, 1, 3] = 1
     """ZeRO stage (arXiv:1910.02054). 0: every replica holds the whole optimizer state; 1: it is split over the data
     group. 3 is not built."""
-    bucket_megabytes: PositiveFloat = 25.0
+    bucket_megabytes: PositiveFloat | Literal["auto"] = "auto"
     """Size of the buckets in which gradients are reduced over the data group while backward still runs, in 10^6
-    bytes."""
+    bytes. auto: 25 on a CPU; on a GPU 160 or 4 times the replicas, whichever is more, so that each part of a bucket
+    keeps a link busy for longer than a message's latency."""
 
     @property
     def world_size(self) -> int:
@@ -409,6 +410,12 @@ class ParallelConfig(Section):
         """What the number of a replica's micro-batches is a multiple of: interleaving takes as many as stages at a
         time."""
         return self.pipeline if self.schedule == "interleaved" else 1
+
+    def bucket_bytes(self, on_gpu: bool) -> float:
+        """Size of the gradient buckets."""
+        if self.bucket_megabytes != "auto":
+            return self.bucket_megabytes * 1e6
+        return max(160e6, 4e6 * self.data) if on_gpu else 25e6
 
     @property
     def sequence_parallel_on(self) -> bool:

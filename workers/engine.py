@@ -40,7 +40,7 @@ class Engine:
         dtype = dtype or getattr(torch, spec.train.dtype)
         with torch.device(comm.device):
             self.model = ModelStage(spec, comm, products)
-        bucket_bytes = layout.bucket_megabytes * 1e6
+        bucket_bytes = layout.bucket_bytes(comm.device.type == "cuda")
         decayed = spec.train.optimizer.weight_decay_groups
         self.flat = FlatParameters(self.model.named_shards(), layout.data, comm.device, dtype, bucket_bytes, decayed)
         shared = SharedGradients(self.flat, comm, layout.sequence_parallel_on)

@@ -112,3 +112,11 @@ def test_buckets_are_as_large_as_the_job_says():
     assert sizes[0.002][0] == 2000 // 4 // 128 * 128
     assert sizes[0.004][0] == 4000 // 4 // 128 * 128
     assert len(sizes[25]) == 1
+
+
+@pytest.mark.parametrize(("replicas", "on_gpu", "megabytes"), [(2, False, 25), (2, True, 160), (384, True, 1536)])
+def test_buckets_of_gpus_keep_a_link_busy(replicas, on_gpu, megabytes):
+    assert (
+        spec(parallel={"data": replicas}, train={"global_batch_size": 384}).layout.bucket_bytes(on_gpu)
+        == megabytes * 1e6
+    )

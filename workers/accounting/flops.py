@@ -34,7 +34,7 @@ from workers.parallel.data.tree_sum import buffers
 from workers.parallel.pipeline.schedules import schedule
 from workers.parallel.pipeline.stages import stage_layers, virtual_stage
 from workers.parallel.recompute.policy import recomputed
-from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names
+from workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, padded_rows
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,7 @@ def key_value_copies(model: ModelConfig, tensor: int) -> int:
 
 def padded_vocabulary(spec: JobSpec) -> int:
     """Rows of the token embedding over all tensor ranks."""
-    tensor = spec.layout.tensor
-    return -(-spec.vocabulary_size // tensor) * tensor
+    return padded_rows(spec.vocabulary_size, spec.layout.tensor)
 
 
 def core_attention_forward(model: ModelConfig, window: int | None = None) -> int:

@@ -29,6 +29,8 @@ class TrainerWatch:
 
     def __init__(self, pid: int, rank: int, folder: str | Path, compiles: bool, report: ReportStatus):
         """`folder`: the job's in shared memory; `compiles`: whether its model is compiled."""
+        self.ranks = 1
+        """Of the generation that it belongs to."""
         self._pid, self._path, self._compiles, self._report = pid, progress_path(folder, rank), compiles, report
         self._reader: ProgressReader | None = None
         self._record: Record | None = None
@@ -89,7 +91,8 @@ class TrainerWatch:
         record, burning = self._record, self._still.burning
         if record is None:
             return hang_timeout("starting", (), self._compiles, burning, waiting=False)
-        return hang_timeout(record.phase, record.step_seconds, self._compiles, burning, record.waits_for is not None)
+        waits = record.waits_for is not None
+        return hang_timeout(record.phase, record.step_seconds, self._compiles, burning, waits, self.ranks)
 
     @property
     def overdue(self) -> bool:

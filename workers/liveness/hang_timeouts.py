@@ -38,14 +38,18 @@ LONG: Mapping[str, float] = {
 }
 """Seconds of phases that are long by nature. Data that is prepared, also by another process, says so all the time. Rest
 has no end of its own: whoever ordered it watches over it."""
+CONNECTING_SECONDS_A_RANK = 0.25
+"""Of "connecting", for each rank but one, beside those in LONG: a large gang's communicators take minutes to set up."""
 FIRST_STEP_SECONDS = 60.0
 """Of each phase of a process's first step, in which everything is done for the first time."""
 COMPILED = frozenset({"forward", "backward", "validation"})
 """Phases in which a compiled model may be compiled, also again."""
 
 
-def hang_timeout(phase: Phase, step_seconds: Collection[float], compiles: bool, burning: bool, waiting: bool) -> float:
-    """Seconds that a rank may stand still in `phase`.
+def hang_timeout(
+    phase: Phase, step_seconds: Collection[float], compiles: bool, burning: bool, waiting: bool, ranks: int = 1
+) -> float:
+    """Seconds that a rank of a gang of `ranks` may stand still in `phase`.
 
     `step_seconds`: durations of the process's last steps, none before its first; `compiles`: the job's model is
     compiled; `burning`: the process uses the processor; `waiting`: it waits for another rank.
@@ -53,7 +57,7 @@ def hang_timeout(phase: Phase, step_seconds: Collection[float], compiles: bool, 
     if compiles and phase in COMPILED and (burning or not step_seconds):
         return LONG["compiling"]
     if phase in LONG:
-        return LONG[phase]
+        return LONG[phase] + (CONNECTING_SECONDS_A_RANK * (ranks - 1) if phase == "connecting" else 0.0)
     allowed = max(LEAST_SECONDS, STEPS * slowest_ordinary(step_seconds)) if step_seconds else FIRST_STEP_SECONDS
     if compiles and phase in COMPILED:
         allowed = max(allowed, FIRST_STEP_SECONDS)  # the compiler's helpers burn, not the process

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from dataclasses import dataclass, replace
 
 from workers.errors import MantaError
@@ -189,6 +190,8 @@ class TrainerSlot:
             )
             occupant.watched_as = self.rank
             occupant.trainer.run_alongside(occupant.watch.run())
+        if occupant.watch is not None:
+            occupant.watch.ranks = math.prod(order.sizes)
         if order.in_place and not occupant.has_successor:
             occupant.has_successor = True
             successor = asyncio.create_task(self._prepare_successor(occupant.trainer), name="successor")

@@ -21,6 +21,19 @@ TOKEN_EMBEDDING = "embedding.token.weight"
 _PLACES = re.compile(r"(\d+)-(\d+)")
 
 
+TILE_ROWS = 128
+"""Rows of an output layer that kernels of GPUs compute at once."""
+_LARGE = 16
+"""A vocabulary is padded to whole tiles where it has at least so many on each tensor rank: else that costs too much."""
+
+
+def padded_rows(vocabulary_size: int, tensor: int) -> int:
+    """Rows of the token embedding, and of the output layer, over `tensor` tensor ranks: a multiple of 128 t for large
+    vocabularies, as Megatron-LM has it (50257 becomes 50304, 51200 with t = 8), else of t."""
+    unit = tensor * TILE_ROWS if vocabulary_size >= tensor * TILE_ROWS * _LARGE else tensor
+    return -(-vocabulary_size // unit) * unit
+
+
 class _Shape(NamedTuple):
     """What the names depend on."""
 

@@ -172,3 +172,10 @@ def test_a_thread_that_had_the_processor_long_ago_may_still_wait_for_it_now():
 def test_half_of_the_time_is_not_yet_most_of_it():
     looks = [ProcessState("S", 0.125 * number, 0.0, 0.0) for number in range(9)]
     assert not stand([(1, process) for process in looks]).burning
+
+
+def test_a_large_gang_has_longer_to_connect():
+    """NCCL's set-up at 512 ranks takes minutes: a rank that was killed in it would be killed again and again."""
+    seconds = [hang_timeout("connecting", (), False, False, False, ranks) for ranks in (1, 8, 512, 3072)]
+    assert seconds == [60.0, 61.75, 187.75, 827.75]
+    assert hang_timeout("backward", [0.02], False, False, False, 3072) == LEAST_SECONDS

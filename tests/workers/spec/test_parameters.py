@@ -7,7 +7,14 @@ from engine_specs import document, spec
 from one_layer import lone_rank
 
 from workers.model.parallelize import ModelStage
-from workers.spec.parameters import first_trained_layer, frozen_names, matching, parameter_names, takes_gradient
+from workers.spec.parameters import (
+    first_trained_layer,
+    frozen_names,
+    matching,
+    padded_rows,
+    parameter_names,
+    takes_gradient,
+)
 from workers.spec.problems import SpecError
 from workers.spec.reading import parse_job_spec
 
@@ -118,3 +125,19 @@ def test_something_is_left_to_train():
     problem = problem_of(["*"])
     assert (problem.path, problem.rule) == ("train.frozen", "nothing would be left to train")
     assert frozen_names(parse_job_spec(document(train={"frozen": ["embedding"]})))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tensor", "rows"),
+    [
+        (50257, 1, 50304),
+        (50257, 8, 51200),
+        (50304, 1, 50304),
+        (50257, 64, 50304),
+        (257, 1, 257),
+        (257, 2, 258),
+        (97, 4, 100),
+    ],
+)
+def test_large_vocabularies_are_padded_to_whole_tiles_of_each_rank(vocabulary, tensor, rows):
+    assert padded_rows(vocabulary, tensor) == rows

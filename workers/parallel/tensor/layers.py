@@ -1,6 +1,6 @@
 """Tensor and sequence parallel layers over plain local tensors (arXiv:1909.08053; arXiv:2205.05198, section 4.2).
 
-Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size, v vocabulary padded to a multiple of t.
+Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size, v padded vocabulary.
 With sequence parallelism, tensors outside the parallel regions are [s/t, b, h].
 """
 
@@ -22,6 +22,7 @@ from workers.parallel.tensor.products import APPROXIMATION, Gelu
 from workers.parallel.tensor.region import Region
 from workers.parallel.tensor.sequence_parallel import first_position, leave
 from workers.parallel.tensor.shards import ParameterShard, ShardedModule
+from workers.spec.parameters import padded_rows
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -111,9 +112,9 @@ class LayerNorm(ShardedModule):
 
 
 def vocabulary_rows(vocabulary_size: int, tensor_size: int) -> int:
-    """Rows of the token embedding on each tensor rank; the last rank's reach past the vocabulary when it does not
-    divide."""
-    return -(-vocabulary_size // tensor_size)
+    """Rows of the token embedding on each tensor rank; those of the last ones reach past the vocabulary where it is
+    padded."""
+    return padded_rows(vocabulary_size, tensor_size) // tensor_size
 
 
 class VocabularyParallelEmbedding(ShardedModule):
