@@ -1,9 +1,14 @@
 """The `.metadata` of torch.distributed.checkpoint, written for torch's own readers; `old_metadata.py` reads it, where
-there is nothing else."""
+there is nothing else.
+
+Checkpoints of very many rectangles are saved without; `python -m workers.checkpoint.dcp_metadata CHECKPOINT` adds it.
+"""
 
 from __future__ import annotations
 
+import argparse
 import io
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +25,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from workers.checkpoint.catalog import manifest_of
 from workers.checkpoint.contents import Contents
-from workers.checkpoint.old_metadata import DTYPES
+from workers.checkpoint.old_metadata import DTYPES, METADATA
+from workers.checkpoint.opening import read_contents
+from workers.errors import MantaError
 from workers.protocol.json_codec import MalformedMessage
+from workers.storage.files import files_of
+from workers.storage.places import place_of
 
 
 def metadata_of(contents: Contents) -> tuple[Metadata, list[list[WriteResult]]]:
@@ -67,3 +77,23 @@ class _Memory(FileSystem):
 
     def rename(self, path: Any, new_path: Any) -> None:
         """It has no name here."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m workers.checkpoint.dcp_metadata", description="Write a checkpoint's .metadata."
+    )
+    parser.add_argument("checkpoint", help="folder or s3:// URL of the checkpoint")
+    place = place_of(parser.parse_args(arguments).checkpoint)
+    try:
+        content = metadata_file(str(place), read_contents(place, manifest_of(place)))
+        files_of(place).write_whole(place / METADATA, content)
+    except (MantaError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

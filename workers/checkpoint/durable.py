@@ -19,7 +19,8 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from workers.checkpoint.catalog import Manifest, manifest_of
 from workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint, FileSums, SummedFiles, Window
-from workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, StoredTensor, merged
+from workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, WrittenRectangles, merged
+from workers.checkpoint.contents import written as of_rank
 from workers.checkpoint.dcp_metadata import metadata_file
 from workers.checkpoint.old_metadata import METADATA
 from workers.checkpoint.opening import opened, read_contents, sentence
@@ -34,6 +35,10 @@ KINDS = ("model", "exp_avg", "exp_avg_sq")
 FROZEN = "frozen"
 """Parameters that are not trained, which have no moments. In a checkpoint they are called `model.NAME` as well."""
 
+MOST_IN_METADATA = 100_000
+"""Rectangles of a checkpoint up to which `.metadata` is written, of which torch makes objects: a million of them take
+minutes and gigabytes, here and for whoever reads them. `python -m workers.checkpoint.dcp_metadata` writes it later."""
+
 Rectangles = Mapping[str, Sequence[Rectangle]]
 """By KINDS and FROZEN, within the part of that kind."""
 
@@ -42,7 +47,9 @@ Rectangles = Mapping[str, Sequence[Rectangle]]
 class Written:
     """What one rank has written."""
 
-    contents: Contents
+    file: str
+    tensors: dict[str, WrittenRectangles]
+    """What it holds."""
     sums: dict[str, FileSums]
     """By file."""
 
@@ -73,12 +80,15 @@ def save(
         files_of(folder).make_folder(folder)
         name = f"__{ranks.rank}_0.distcp"  # as DCP names a rank's file
         with created(folder / name) as stream:
-            contents = _write_rectangles(stream, name, rectangles, state)
-        return Written(contents, files.sums)
+            tensors = _write_rectangles(stream, name, rectangles, state)
+        return Written(name, tensors, files.sums)
 
     def finish(written: list[Written]) -> list[dict[str, FileSums]]:
-        contents = merged(each.contents for each in written)
-        for name, content in ((CONTENTS, contents.to_bytes()), (METADATA, metadata_file(path, contents))):
+        contents = merged((each.file, each.tensors) for each in written)
+        new = {CONTENTS: contents.content}
+        if contents.rectangles <= MOST_IN_METADATA:
+            new[METADATA] = metadata_file(path, Contents.from_bytes(contents.content))
+        for name, content in new.items():
             with files.create(folder / name) as stream:
                 stream.write(content)
         together = {name: each for rank in written for name, each in rank.sums.items()}
@@ -87,7 +97,9 @@ def save(
     return ranks.together(write, finish, (Written, dict[str, FileSums]))
 
 
-def _write_rectangles(stream: IO[bytes], file: str, rectangles: Rectangles, parts: dict[str, torch.Tensor]) -> Contents:
+def _write_rectangles(
+    stream: IO[bytes], file: str, rectangles: Rectangles, parts: dict[str, torch.Tensor]
+) -> dict[str, WrittenRectangles]:
     """Append each rectangle of each part to the new `file` as an archive of its own, and say where they lie."""
     tensors: dict[str, tuple[tuple[int, ...], str, list[StoredRectangle]]] = {}
     for kind, part in parts.items():
@@ -98,7 +110,7 @@ def _write_rectangles(stream: IO[bytes], file: str, rectangles: Rectangles, part
                 torch.save(_alone(each.view(part)), stream)
             stored = StoredRectangle(each.offsets, each.sizes, file, at, stream.tell() - at)
             tensors.setdefault(_name(kind, each), (each.shape, dtype, []))[2].append(stored)
-    return Contents({name: StoredTensor(shape, kind, tuple(r)) for name, (shape, kind, r) in tensors.items()})
+    return {name: of_rank(*tensor) for name, tensor in tensors.items()}
 
 
 def _name(kind: str, rectangle: Rectangle) -> str:
@@ -194,7 +206,8 @@ def _reads(path: str, contents: Contents, name: str, wanted: Rectangle, view: to
             f"the checkpoint at {path} is of another model: {name} should be {wanted.shape}, found {shape}"
         )
     count = 0
-    for each in stored.rectangles:
+    first, end = wanted.offsets[0], wanted.offsets[0] + wanted.sizes[0]
+    for each in stored.overlapping(first, end):
         low = [max(a, b) for a, b in zip(wanted.offsets, each.offsets, strict=True)]
         ends = zip(low, wanted.offsets, wanted.sizes, each.offsets, each.sizes, strict=True)
         lengths = [min(a + m, b + n) - at for at, a, m, b, n in ends]

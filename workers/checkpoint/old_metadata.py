@@ -12,8 +12,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
-from workers.protocol.json_codec import from_json, to_json
+from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor, checked_types
 
 METADATA = ".metadata"
 
@@ -52,7 +51,7 @@ def read_metadata(stream: io.RawIOBase) -> Contents:
         )
         dtype = entry.fields["properties"].state[0]
         tensors[name] = StoredTensor(tuple(entry.fields["size"]), dtype, rectangles)
-    return from_json(Contents, to_json(Contents(tensors)))  # which looks at all types
+    return checked_types(tensors)
 
 
 class _Record:

@@ -64,12 +64,8 @@ def most_memory(tensors: Iterable[StoredTensor], rows_bytes: int) -> int:
 def _side_by_side(tensor: StoredTensor) -> set[str]:
     """The files of the most that lies in any one row."""
     firsts = {each.offsets[0] for each in tensor.rectangles}
-    rows = ({each.file for each in _holding(tensor, row, row + 1)} for row in firsts)
+    rows = ({each.file for each in tensor.overlapping(row, row + 1)} for row in firsts)
     return max(rows, key=len, default=set())
-
-
-def _holding(tensor: StoredTensor, first: int, end: int) -> list[StoredRectangle]:
-    return [each for each in tensor.rectangles if each.offsets[0] < end and each.offsets[0] + each.sizes[0] > first]
 
 
 class StoredRows:
@@ -96,7 +92,7 @@ class StoredRows:
     def read(self, name: str, first: int, end: int) -> Iterator[Part]:
         """Rows [first, end) of the tensor `name`, in parts that together are all of them. Raises CheckpointError."""
         tensor = self._contents.tensors[name]
-        here = _holding(tensor, first, end)
+        here = tensor.overlapping(first, end)
         self._prepare(name, tensor, {each.file for each in here})
         count = 0
         for each in here:

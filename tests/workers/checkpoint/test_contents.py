@@ -1,0 +1,88 @@
+"""What lies where in a checkpoint: ranks' texts are joined as they are, and read where they are asked for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.checkpoint.catalog import Manifest
+from workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor, merged, written
+from workers.protocol.json_codec import MalformedMessage
+
+MANIFEST = Manifest("job", 1, 1, {"a": 1000, "b": 1000}, {})
+
+
+def rows_of(file: str, *rows: tuple[int, int]) -> list[StoredRectangle]:
+    """Whole rows of a matrix of three columns."""
+    return [StoredRectangle((first, 0), (count, 3), file, 10 * first, 10 * count) for first, count in rows]
+
+
+def of_two_ranks() -> bytes:
+    one, other = rows_of("a", (0, 2), (5, 1)), rows_of("b", (2, 3))
+    parts = [(file, {"it": written((6, 3), "float32", those)}) for file, those in (("a", one), ("b", other))]
+    whole = merged(parts)
+    assert whole.rectangles == 3
+    return whole.content
+
+
+def test_what_ranks_say_of_a_tensor_is_joined_in_their_order():
+    contents = Contents.from_bytes(of_two_ranks())
+    contents.check(MANIFEST)
+    assert list(contents.tensors) == ["it"]
+    whole = (*rows_of("a", (0, 2), (5, 1)), *rows_of("b", (2, 3)))
+    assert contents.tensors["it"] == StoredTensor((6, 3), "float32", whole)
+    assert Contents.from_bytes(contents.to_bytes()).tensors["it"] == contents.tensors["it"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ("[[0,0,1,3,5]]", "no list of rectangles"),
+        ("[[0,0,1,3,5,6],7]", "no list of rectangles"),
+        ("[[0,0,1,3,5,6]", "no list of rectangles"),
+        ("7", "no list of rectangles"),
+        ("[[0,0,1,3,999,6]]", "goes beyond the end of a"),
+        ("[[0,0,7,3,5,6]]", "lies outside of its shape"),
+    ],
+)
+def test_a_text_that_makes_no_sense_is_named_when_its_tensor_is_read(rows, problem):
+    document = json.loads(of_two_ranks())
+    document["tensors"]["bad"] = {"shape": [6, 3], "dtype": "float32", "rows": {"a": rows}}
+    contents = Contents.from_bytes(json.dumps(document).encode())
+    contents.check(MANIFEST)
+    assert len(contents.tensors["it"].rectangles) == 3
+    with pytest.raises(MalformedMessage, match=problem):
+        contents.tensors["bad"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"dtype": "float16"}, "for one rank and"),
+        ({"shape": (6, 4)}, "for one rank and"),
+        ({"rows": "{}"}, "list of num"),
+    ],
+)
+def test_ranks_that_disagree_or_say_something_else_are_found_out(change, problem):
+    said = written((6, 3), "float32", rows_of("a", (0, 2)))
+    with pytest.raises(MalformedMessage, match=problem):
+        merged([("a", {"it": said}), ("b", {"it": replace(said, **change)})])
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"tensors": []}', b'{"tensors": {"a": 1}}', b"{"])
+def test_another_file_is_not_taken_for_it(content):
+    with pytest.raises((MalformedMessage, ValueError)):
+        Contents.from_bytes(content)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12)), max_size=20), st.integers(0, 40), st.integers(1, 40))
+def test_the_rectangles_that_hold_some_rows_are_those_that_looking_at_all_finds(rows, first, count):
+    tensor = StoredTensor((50, 3), "float32", tuple(rows_of("a", *rows)))
+    end = first + count
+    found = [each for each in tensor.rectangles if each.offsets[0] < end and each.offsets[0] + each.sizes[0] > first]
+    key = lambda each: (each.offsets, each.sizes)  # noqa: E731
+    assert sorted(tensor.overlapping(first, end), key=key) == sorted(found, key=key)
