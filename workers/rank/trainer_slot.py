@@ -12,7 +12,7 @@ from workers.errors import MantaError
 from workers.liveness.hang_detection import TrainerWatch
 from workers.liveness.stacks import stacks_path, take_stacks
 from workers.liveness.trainer_status import TrainerStatus
-from workers.node.host import this_host
+from workers.node.host import this_host, visible
 from workers.paths import Paths, zygote_socket
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Fault, Launched, LaunchOrder, TrainerArgument
@@ -172,11 +172,10 @@ class TrainerSlot:
 
     async def _fork(self, order: LaunchOrder, prepared: bool = False) -> _Occupant:
         host = this_host()
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(host.devices)} if host.devices else {}
         socket_path = zygote_socket(self._runtime_folder, host.node)
         argument = to_json(TrainerArgument(order, prepare=prepared))
         wait = PREPARE_WAIT_SECONDS if prepared else ZYGOTE_WAIT_SECONDS
-        process = await fork(socket_path, "trainer", argument, environment, timeout=wait)
+        process = await fork(socket_path, "trainer", argument, visible(host.devices), timeout=wait)
         self._occupant = _Occupant(TrainerHandle(order, process, self._reports, self._log, prepared, self._struck))
         return self._occupant
 
