@@ -560,6 +560,18 @@ def test_a_rank_is_built_with_its_places_and_the_record_that_its_agent_reads(bui
     reader.close()
 
 
+def test_a_rank_with_a_gpu_computes_on_the_cpu_where_a_test_says_so_over_what_it_would_use_on_the_gpu(
+    build, monkeypatch, capsys
+):
+    monkeypatch.setenv("MANTA_COMPUTE_ON_CPU_FOR_TESTS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    comm, ((_, _, _, peak, _),) = build(device="cuda:0")
+    assert (comm.device.type, comm._kind, peak > 0) == ("cpu", "process_groups", True)
+    assert capsys.readouterr().out == "rank 1 computes on the CPU, as if on GPU 3\n"
+    comm, _ = build(device="cpu")
+    assert (comm._kind, capsys.readouterr().out) == ("links", "")
+
+
 def test_one_that_goes_on_keeps_its_record_and_one_without_shared_memory_has_a_private_one(build, tmp_path):
     shared, own = str(tmp_path / "shared"), Progress()
     comm, made = build(own, snapshot_folder=shared)
