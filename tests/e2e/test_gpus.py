@@ -9,16 +9,22 @@ from api.cli.service import stop_service
 from tests.e2e.conftest import EVERY_STEP, Manta
 
 GPUS, SLOTS = 3, 4
-ON_GPUS = {"RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": GPUS}), "MANTA_COMPUTE_ON_CPU_FOR_TESTS": "1"}
+ON_CPU = {"MANTA_COMPUTE_ON_CPU_FOR_TESTS": "1"}
+"""Environment of nodes whose trainers are to compute there, whatever Ray was told."""
 STEPS, HELD_AT, ENDLESS = 20, 5, 10**5
 PAIR, ALONE = (2, 1, 1), (1, 1, 1)
 CPU = {"accelerator": "cpu"}
 
 
+def on_gpus(count):
+    """Environment of a service whose own node seems to have so many GPUs."""
+    return {**ON_CPU, "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": count})}
+
+
 @pytest.fixture(scope="module")
 def manta(tmp_path_factory, corpus):
     """A service whose node has three GPUs, and slots beside them."""
-    running = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS, environment=ON_GPUS)
+    running = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS, environment=on_gpus(GPUS))
     yield running
     stop_service(running.home)
 
@@ -123,3 +129,16 @@ def test_rank_whose_agent_is_lost_gets_a_gpu_again_and_no_second_one(manta, clea
     assert {rank: gpus[-1] for rank, gpus in seen(manta, job).items()} == dict(enumerate(held))
     manta.until_state(job, "SUCCEEDED")
     assert manta.curve(job) == clean
+
+
+def test_resized_job_gives_gpus_back_and_takes_some_again_and_keeps_its_processes(manta):
+    job = running(manta, (1, 1, 3), elastic={"min_data": 1, "max_data": 3}, train={"global_batch_size": 12})
+    before = manta.pids(job)
+    manta.client.resize(job, 1)
+    manta.until("the smaller size", lambda: len(manta.events(job, "first_step")) == 2)
+    assert manta.pids(job) == before[:1]
+    manta.until("what was given back", lambda: manta.client.cluster().totals["free"] == 2)
+    manta.client.resize(job, 2)
+    manta.until("the larger size", lambda: len(manta.events(job, "first_step")) == 3)
+    assert manta.pids(job)[0] == before[0] and len(set(devices(manta, job))) == 2
+    assert (manta.events(job, "rank_lost"), manta.client.job(job).restarts) == ([], 0)

@@ -137,7 +137,8 @@ class LaunchOrder:
     """Data of the job's `rolled_back` events so far (`workers.numerics.bad_numbers.RollBack`): samples that they
     skipped stay skipped."""
     in_place: bool = False
-    """Whether a trainer that loses a peer comes to rest and waits for the next order, instead of ending."""
+    """Whether a trainer that loses a peer comes to rest and waits for the next order, instead of ending. One that was
+    asked to rest between two steps does so anyway."""
     ports: PortRange | None = None
     """On which the rank listens for its peers; None: any. Its agent fills that in."""
     protocol: int = PROTOCOL

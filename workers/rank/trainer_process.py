@@ -27,6 +27,7 @@ from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import (
+    AskedToRest,
     CheckpointError,
     CheckpointNotSaved,
     DataError,
@@ -130,7 +131,7 @@ class TrainerProcess:
         """Carry out the order, or with `prepare` get ready for one like it and carry that out; returns the exit status.
 
         Whatever goes wrong becomes a `failure` report, except for the loss of a peer where the order is to repair in
-        place: then the process comes to rest and goes on in the next generation.
+        place. Then the process comes to rest and goes on in the next generation, as it does where it was asked to rest.
         """
         try:
             if prepare:
@@ -149,7 +150,7 @@ class TrainerProcess:
         self.order = self._commands.next_order(after=0)
 
     def _train(self) -> bool:
-        """Through the generation of the order to the job's last step; False when a peer was lost before that."""
+        """Through the generation of the order to the job's last step; False when it is to rest before that."""
         try:
             self._join()
             trainer = self._trainer
@@ -161,7 +162,7 @@ class TrainerProcess:
             trainer.train()
             self._print(f"{'ends early, after' if trainer.ends_early else 'is done with'} step {trainer.step}")
         except PeerLost as error:
-            if not self.order.in_place:
+            if not (self.order.in_place or isinstance(error, AskedToRest)):
                 raise
             self._lost_peer = str(error)  # not the error, whose frames hold the broken step's activations
             return False
@@ -240,7 +241,7 @@ class TrainerProcess:
     def _end(self, generation: int, after_step: bool) -> None:
         if after_step:
             if self._comm is not None:
-                self._comm.end_after_step(generation)
+                self._comm.ask_to_rest(generation)
             return
         self._ended_generation = max(self._ended_generation, generation)
         if self._comm is not None:

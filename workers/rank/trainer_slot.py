@@ -83,8 +83,8 @@ class TrainerSlot:
         return occupant.trainer.process.pid if occupant is not None else None
 
     async def launch(self, order: LaunchOrder) -> Launched:
-        """Have a trainer carry out `order`: the one at rest, if it may go on in place, else a new one; any other that
-        runs is killed and reaped first. Raises StaleGeneration unless the order's generation is above every earlier
+        """Have a trainer carry out `order`: the one at rest, if there is one, else a new one; any other that runs is
+        killed and reaped first. Raises StaleGeneration unless the order's generation is above every earlier
         one, ZygoteUnavailable."""
         self._refuse_stale(order)
         self.generation = order.generation  # from here on, older orders that wait for the lock are stale
@@ -93,7 +93,7 @@ class TrainerSlot:
             self._become(order.rank)
             order = replace(order, faults=tuple(self._waiting_faults()))
             occupant, kept = self._occupant, False
-            if occupant is not None and occupant.trainer.at_rest and order.in_place:
+            if occupant is not None and occupant.trainer.at_rest:
                 kept = occupant.trainer.generation > 0  # else it was only prepared
                 occupant.trainer.go(order)
             else:

@@ -151,8 +151,9 @@ def test_a_trainer_at_rest_goes_on_and_any_other_is_replaced(rig):
         assert await rig.slot.launch(order(3)) == Launched(101, kept=False), "it did not rest"
         assert rig.trainers[0].stopped
         assert await rig.slot.rest(3, 1.0)
-        assert await rig.slot.launch(order(4, in_place=False)) == Launched(102, kept=False)
-        assert rig.slot.generation == 4
+        assert await rig.slot.launch(order(4, in_place=False)) == Launched(101, kept=True), "it was asked to rest"
+        assert await rig.slot.launch(order(5, in_place=False)) == Launched(102, kept=False)
+        assert rig.slot.generation == 5
         assert await rig.slot.stop() == Exit(None, 9)
         assert rig.slot.pid is None
 
