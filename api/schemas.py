@@ -374,11 +374,15 @@ class Node(Answer):
     problem: str | None = None
     """Why none is placed there until somebody mends it, in a sentence."""
     accelerator: str
-    """What a rank takes there: gpu or slot, or a device's name."""
+    """What a rank takes there unless its job asks for the other: gpu, or cpu where there is none."""
     total: float
-    """Places for ranks."""
+    """Places for ranks, of that kind."""
     free: float
     """Places that nobody has."""
+    slots_total: float = 0
+    """CPU slots, which a node has beside GPUs too."""
+    slots_free: float = 0
+    """CPU slots that nobody has."""
     ranks: list[RunningRank] = []
     """Who has the others."""
 
@@ -389,7 +393,7 @@ class Cluster(Answer):
     nodes: list[Node]
     """One entry a machine."""
     totals: dict[str, Any] = Field(default_factory=dict)
-    """Sums over living machines."""
+    """Sums over living machines: total and free of GPUs, or of slots where none has any; slots_total, slots_free."""
 
 
 class ClusterCheck(Answer):

@@ -6,14 +6,15 @@ import asyncio
 from typing import Any
 
 from service.cluster.cluster import Cluster
-from service.cluster.placement import unit_of
 from service.store import Store, jobs, ranks
+
+_NOTHING = (0, 0)
 
 
 async def cluster_view(cluster: Cluster, store: Store) -> dict[str, Any]:
     """In the form of `api.schemas.Cluster`. Raises ClusterUnavailable."""
-    gpus = await cluster.nodes.has_gpus()
-    capacity = await cluster.nodes.capacity(unit_of("auto", gpus), all_living=True)
+    gpus = await cluster.nodes.capacity("GPU", all_living=True)
+    slots = await cluster.nodes.capacity("manta_slot", all_living=True)
     known = {node.id: node for node in await cluster.nodes.known()}
     placed = await asyncio.to_thread(_placed_ranks, store)
     nodes = [
@@ -23,15 +24,27 @@ async def cluster_view(cluster: Cluster, store: Store) -> dict[str, Any]:
             "alive": True,
             "draining": node in cluster.nodes.draining,
             "problem": cluster.nodes.problems.get(node),
-            "accelerator": "gpu" if gpus else "cpu",
-            "total": total,
-            "free": free,
+            **_places(gpus.nodes.get(node, _NOTHING), slots.nodes.get(node, _NOTHING)),
             "ranks": placed.get(known[node].host, []),
         }
-        for node, (total, free) in capacity.nodes.items()
-        if node in known  # else it was lost between the two looks
+        for node in {**gpus.nodes, **slots.nodes}
+        if node in known  # else it was lost between the looks
     ]
-    return {"nodes": nodes, "totals": {"total": capacity.total, "free": capacity.free}}
+    of_all = _places((gpus.total, gpus.free), (slots.total, slots.free))
+    return {"nodes": nodes, "totals": {name: value for name, value in of_all.items() if name != "accelerator"}}
+
+
+def _places(gpus: tuple[int, int], slots: tuple[int, int]) -> dict[str, Any]:
+    """What ranks can take of these GPUs and slots, (total, free) each: GPUs where there are any, and the slots beside
+    them for jobs that ask for the CPU."""
+    total, free = gpus if gpus[0] else slots
+    return {
+        "accelerator": "gpu" if gpus[0] else "cpu",
+        "total": total,
+        "free": free,
+        "slots_total": slots[0],
+        "slots_free": slots[1],
+    }
 
 
 def _placed_ranks(store: Store) -> dict[str, list[dict[str, Any]]]:

@@ -1,7 +1,8 @@
 """Admission: looks at queued jobs in order, checks their data, and places the ones that fit.
 
 Strictly first come, first served within a priority: a job that fits the cluster but not now holds back those behind
-it, so that small jobs cannot starve large ones. A job that the cluster could never hold steps aside.
+it that take the same (GPUs, or slots), so that small jobs cannot starve large ones. A job that the cluster could never
+hold steps aside.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from service.cluster.cluster import Cluster
 from service.cluster.errors import ClusterUnavailable
 from service.cluster.node_shapes import Demand, in_words
-from service.cluster.placement import UNITS, Shortage, Unit, missing, unit_of
+from service.cluster.placement import UNITS, Shortage, Unit, insufficient, missing, plural_of, unit_of
 from service.cluster.placement_groups import NotPlaced
 from service.cluster.sizes import fitting, resized, shapes_of, smallest
 from service.job.record import JobRecord
@@ -43,7 +44,7 @@ class Look(Enum):
 
     DONE = "it is placed, or no longer queued"
     STEPS_ASIDE = "it waits, and those behind it do not wait for it"
-    WAITS = "it waits, and so do those behind it"
+    WAITS = "it waits, and so do those behind it that take the same"
 
 
 Placed = Callable[[Job, int], None]
@@ -112,10 +113,15 @@ class Scheduler:
         return waiting
 
     async def _admit(self) -> bool:
-        waiting = behind = False
-        for job in await asyncio.to_thread(self._queued):
+        waiting, behind = False, set[Unit]()
+        queued = await asyncio.to_thread(self._queued)
+        has_gpus = await self._cluster.nodes.has_gpus() if queued else False
+        for job in queued:
+            unit = unit_of(jobs.accelerator_of(job), has_gpus)
+            if unit in behind and (self._demand is None or self._demand.is_over):
+                continue
             try:
-                outcome = await (self._ask_ahead(job) if behind else self._look_at(job))
+                outcome = await (self._ask_ahead(job) if unit in behind else self._look_at(job))
             except Exception as error:  # one job may not keep those behind it waiting
                 if may_pass(error) or isinstance(error, ClusterUnavailable | LeaseLost):
                     raise
@@ -123,9 +129,8 @@ class Scheduler:
                 waiting = True
                 continue
             waiting = waiting or outcome is not Look.DONE
-            behind = behind or outcome is Look.WAITS
-            if behind and (self._demand is None or self._demand.is_over):
-                break
+            if outcome is Look.WAITS:
+                behind.add(unit)
         return waiting
 
     async def _look_at(self, job: Job) -> Look:
@@ -226,11 +231,22 @@ class Scheduler:
         return largest or resized(spec, wanted)
 
     async def _let_wait(self, job: Job, spec: JobSpec, shortage: Shortage) -> None:
-        kind = "gpus" if shortage.unit == "GPU" else "slots"
+        kind = plural_of(shortage.unit).lower()
         waiting_for = {"unit": kind, "needed": shortage.needed, "available": shortage.available}
-        growth = await self._growth_in_words(job, spec, shortage.unit)
+        growth = await self._growth_in_words(job, spec, shortage.unit) or await self._other_unit_in_words(spec)
         why = _why(f"{shortage}{self._closed_in_words()}{growth}", list(self._cluster.nodes.problems.values()))
-        await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, waiting_for, f"insufficient_{kind}", why))
+        reason = insufficient(shortage.unit)
+        await self._store.write_async(lambda s: jobs.set_waiting(s, job.id, waiting_for, reason, why))
+
+    async def _other_unit_in_words(self, spec: JobSpec) -> str:
+        """What a job could do that waits in vain for GPUs; empty for any other."""
+        if await self._unit(spec) != "GPU" or not await self._never_fits(spec):
+            return ""
+        slots = await self._cluster.nodes.at_most("manta_slot")
+        shortage = missing(smallest(spec).layout, slots)
+        if shortage is not None and shortage.possible < shortage.needed:
+            return ""
+        return "; with resources.accelerator: cpu it would take slots, of which there are enough"
 
     async def _try_to_place(self, job: Job, submitted: JobSpec) -> bool:
         spec = await self._sized(job, submitted)
@@ -253,7 +269,7 @@ class Scheduler:
         except Exception as error:  # a job that is STARTING with nobody who starts it would stay so
             if not isinstance(error, NotPlaced | ClusterUnavailable):
                 log.exception("%s could not be placed", job.id)
-            if await self._transition(job, JobState.QUEUED, "insufficient_slots", str(error)):
+            if await self._transition(job, JobState.QUEUED, insufficient(unit), str(error)):
                 if self._leases is not None:
                     await self._leases.release(job.id)
                 return False

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ settings.load_profile("manta")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the whole suite."""
     parser.addoption("--soak", action="store_true", help="run what is exhaustive (marked soak) instead of the rest")
+    parser.addoption(
+        "--cuda-python",
+        default=sys.executable,
+        help="a Python with our requirements and a torch that is built for CUDA",
+    )
     parser.addoption("--record-curves", action="store_true", help="record test_golden_curves.py's curves anew")
     parser.addoption(
         "--allowed-skips",

@@ -42,6 +42,7 @@ LEAST_WINDOW = 5
 PART_OF_A_NAME = r"^[A-Za-z0-9_]+$"
 
 RecomputeModule = Literal["core_attention", "norm", "mlp_activation"]
+Accelerator = Literal["auto", "gpu", "cpu"]
 ParameterGroup = Literal["linear", "embedding", "norm", "bias"]
 Source = Literal["python-stdlib", "text", "jsonl", "parquet", "megatron"]
 
@@ -441,7 +442,7 @@ class ElasticConfig(Section):
 class ResourcesConfig(Section):
     """What a rank runs on."""
 
-    accelerator: Literal["auto", "gpu", "cpu"] = "auto"
+    accelerator: Accelerator = "auto"
     """auto: GPUs where the cluster has any, else CPU slots."""
 
 

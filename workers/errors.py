@@ -35,6 +35,11 @@ class PeerLost(MantaError):
     """A collective failed because another rank is gone. This rank is not the culprit."""
 
 
+class AskedToRest(PeerLost):
+    """All ranks leave the generation between two steps, since one of them was asked to. Nothing has failed: whatever
+    they communicate with, nobody waits for anybody."""
+
+
 class NonFiniteError(MantaError):
     """A step's loss or gradient is not finite; the message names the step and its samples."""
 

@@ -1,6 +1,6 @@
 """What the environment says to the engine when it runs without the service: torchrun's variables; to a node about where
-it runs: Kubernetes' and Slurm's; and where tokens of corpora are kept on a machine. No other module of `workers` takes
-a setting from the environment; `service/settings.py` reads that of the service."""
+it runs: Kubernetes' and Slurm's; where tokens of corpora are kept on a machine; and, in tests, that there are no GPUs.
+No other module of `workers` takes a setting from the environment; `service/settings.py` reads that of the service."""
 
 from __future__ import annotations
 
@@ -74,3 +74,14 @@ def read_slurm_job_end() -> float | None:
     """When the Slurm job that the process belongs to reaches its time limit, in Unix seconds; None outside of Slurm."""
     text = os.environ.get("SLURM_JOB_END_TIME", "")
     return float(text) if text.isdigit() else None
+
+
+def read_computes_on_cpu() -> bool:
+    """Whether a rank that was given a GPU computes on the CPU (MANTA_COMPUTE_ON_CPU_FOR_TESTS=1). For tests of all that
+    is around the computation, on machines without GPUs whose Ray was told that there are some."""
+    return os.environ.get("MANTA_COMPUTE_ON_CPU_FOR_TESTS", "") == "1"
+
+
+def read_visible_gpus() -> str:
+    """The GPUs that the process may use, as CUDA_VISIBLE_DEVICES names them; empty: none, or all where nobody says."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -12,7 +12,7 @@ from workers.data.batches import Batches
 from workers.data.skipped_samples import SkippedSamples
 from workers.data.watch import DataWatch, check_same_tokens
 from workers.engine import Engine
-from workers.errors import PeerLost, ReplicaDiffers
+from workers.errors import AskedToRest, PeerLost, ReplicaDiffers
 from workers.events import announce, named_samples, sample_data
 from workers.learning_rate import learning_rate
 from workers.liveness.stragglers import Stragglers
@@ -75,15 +75,18 @@ class Trainer:
 
     def train(self, stop_after_step: int | None = None) -> None:
         """Run all steps that are left, or those up to `stop_after_step`, or until some rank is asked to end early, and
-        save what the last generation did not get to save. Raises CheckpointNotSaved when the last checkpoint cannot be
-        saved."""
+        save what the last generation did not get to save. Raises AskedToRest between two steps where some rank was
+        asked to leave the generation, CheckpointNotSaved when the last checkpoint cannot be saved."""
         self.clock.restart()
         self.state.save_missing_checkpoint()
         last = self.spec.train.steps if stop_after_step is None else min(stop_after_step, self.spec.train.steps)
-        asked = False
-        while self.step < last and not asked:
-            self.comm.leave_between_steps()
-            asked = self.train_step().asked_to_end
+        ends = False
+        while self.step < last and not ends:
+            statistics = self.train_step()
+            ends = statistics.asked_to_end
+            if statistics.asked_to_rest and not ends and self.step < last:
+                self.comm.settle()
+                raise AskedToRest("was asked to rest after the step")
         if self.step < last:
             self.state.save_before_end()
             self.ends_early = True

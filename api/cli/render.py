@@ -234,11 +234,18 @@ def node_state(node: schemas.Node) -> str:
     return "draining" if node.draining else "alive"
 
 
+def _beside_slots(node: schemas.Node, places: float, slots: float) -> str:
+    """So many places, and the slots that a node with GPUs has beside them."""
+    beside = f" + {figure(slots, 0)} slots" if node.accelerator == "gpu" and node.slots_total else ""
+    return f"{figure(places, 0)}{beside}"
+
+
 def node_table(console: Console, cluster: schemas.Cluster) -> None:
     """The table of `manta nodes`."""
     rows = [
-        (node.id, node.address, node_state(node), node.accelerator, figure(node.free, 0),
-         figure(node.total, 0), ", ".join(sorted({entry.job for entry in node.ranks})) or "-")
+        (node.id, node.address, node_state(node), node.accelerator,
+         _beside_slots(node, node.free, node.slots_free), _beside_slots(node, node.total, node.slots_total),
+         ", ".join(sorted({entry.job for entry in node.ranks})) or "-")
         for node in cluster.nodes
     ]  # fmt: skip
     table(console, ("NODE", "ADDRESS", "STATE", "PLACES", "FREE", "TOTAL", "JOBS"), rows, "the cluster has no nodes")

@@ -164,12 +164,14 @@ def why(job: Job) -> str:
 def cluster_text(cluster: Cluster) -> str:
     """The cluster in one line."""
     alive = [node for node in cluster.nodes if node.alive]
-    total, free = sum(node.total for node in alive), sum(node.free for node in alive)
     nodes = f"{len(alive)} node{'' if len(alive) == 1 else 's'}"
     lost = len(cluster.nodes) - len(alive)
-    kinds = {node.accelerator for node in alive}
-    places = "GPUs" if "gpu" in kinds else "slots"
-    return f"{nodes}{f' ({lost} lost)' if lost else ''}, {free:g} of {total:g} {places} free"
+    gpus = [node for node in alive if node.accelerator == "gpu"]
+    total, free = sum(node.total for node in gpus or alive), sum(node.free for node in gpus or alive)
+    slots, slots_free = sum(node.slots_total for node in alive), sum(node.slots_free for node in alive)
+    places = f"{free:g} of {total:g} {'GPUs' if gpus else 'slots'}"
+    beside = f" and {slots_free:g} of {slots:g} slots" if gpus and slots else ""
+    return f"{nodes}{f' ({lost} lost)' if lost else ''}, {places}{beside} free"
 
 
 def rank_cells(ranks: Sequence[Rank]) -> list[RankCell]:

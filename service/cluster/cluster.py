@@ -37,7 +37,7 @@ class Cluster:
         self.paths, self.nodes, self.groups, self.agents, self.daemons = paths, nodes, groups, agents, daemons
         self.requests = requests
         self.peak_flops: dict[str, float] = {}
-        """Peak FLOP/s of one rank's device by node id, as far as it was measured."""
+        """Peak FLOP/s of one rank on a CPU slot by node id, as far as it was measured."""
         self._epoch: OrderEpoch | None = None
         self.identity = ""
         """Which Ray it is; empty where there is none."""

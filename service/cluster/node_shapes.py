@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from service.cluster.placement import Capacity, Unit
+from service.cluster.placement import Capacity, Unit, plural_of
 from workers.config import ParallelConfig
 from workers.errors import MantaError
 
@@ -39,7 +39,7 @@ class NodeShape:
     """How many of it each node has."""
 
     def __str__(self) -> str:
-        return f"{self.most} {self.type} of {self.units} {'GPUs' if self.unit == 'GPU' else 'slots'}"
+        return f"{self.most} {self.type} of {self.units} {plural_of(self.unit)}"
 
 
 def shapes_in(text: str) -> tuple[NodeShape, ...]:
@@ -115,5 +115,5 @@ class Demand:
 def in_words(shapes: Sequence[NodeShape], unit: Unit) -> str:
     """How far the cluster can grow, as part of a sentence."""
     ours = [str(shape) for shape in shapes if shape.unit == unit]
-    name = "GPUs" if unit == "GPU" else "slots"
-    return f"the autoscaler can have {', '.join(ours)}" if ours else f"the autoscaler has no nodes with {name}"
+    none = f"the autoscaler has no nodes with {plural_of(unit)}"
+    return f"the autoscaler can have {', '.join(ours)}" if ours else none

@@ -137,9 +137,9 @@ class Nodes:
         return {node for node, type in (await self._types()).items() if type in ours}
 
     async def has_gpus(self) -> bool:
-        """Whether any living node has a GPU, or one that can be added."""
+        """Whether any living node has a GPU that is whole, or one that can be added."""
         can_be_added = any(shape.unit == "GPU" for shape in self.shapes)
-        return can_be_added or any(node["Resources"].get("GPU", 0) for node in await self._living())
+        return can_be_added or any(node["Resources"].get("GPU", 0) >= 1 for node in await self._living())
 
     async def until_free(self, expected: Capacity) -> None:
         """Wait until so much is free of what was given back, which Ray shows with some delay; a moment at most, since
@@ -170,4 +170,4 @@ class Nodes:
 
 
 def _holds_ranks(node: dict[str, Any]) -> bool:
-    return any(node["Resources"].get(unit, 0) for unit in UNITS)
+    return any(node["Resources"].get(unit, 0) >= 1 for unit in UNITS)

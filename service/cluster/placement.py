@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from workers.comm.grid import RankGrid
-from workers.config import ParallelConfig
+from workers.config import Accelerator, ParallelConfig
 
 Unit = Literal["GPU", "manta_slot"]
 """The Ray resource of which each rank takes one."""
 UNITS: tuple[Unit, ...] = ("GPU", "manta_slot")
+
+
+def plural_of(unit: Unit) -> str:
+    """What several of `unit` are called in a sentence."""
+    return "GPUs" if unit == "GPU" else "slots"
 
 
 @dataclass(frozen=True)
@@ -45,16 +50,21 @@ class Shortage:
     """Units that must lie on one node."""
 
     def __str__(self) -> str:
-        name = "GPUs" if self.unit == "GPU" else "slots"
         together = f" in groups of {self.group} on one node" if self.group > 1 else ""
-        return f"needs {self.needed} {name}{together}, {self.available} of {self.possible} are free"
+        needed = f"needs {self.needed} {plural_of(self.unit)}{together}"
+        return f"{needed}, {self.available} of {self.possible} are free"
 
 
-def unit_of(accelerator: Literal["auto", "gpu", "cpu"], cluster_has_gpus: bool) -> Unit:
+def unit_of(accelerator: Accelerator, cluster_has_gpus: bool) -> Unit:
     """The resource that ranks of a job with `resources.accelerator` take."""
     if accelerator == "auto":
         return "GPU" if cluster_has_gpus else "manta_slot"
     return "GPU" if accelerator == "gpu" else "manta_slot"
+
+
+def insufficient(unit: Unit) -> str:
+    """Why a job that does not get its ranks' `unit` waits, as a code."""
+    return f"insufficient_{plural_of(unit).lower()}"
 
 
 def replica_bundles(layout: ParallelConfig, unit: Unit) -> list[list[dict[str, float]]]:

@@ -13,7 +13,15 @@ from collections.abc import Collection, Iterable, Sequence
 from service.cluster.agent_client import OrderEpoch
 from service.cluster.connection import RayConnection
 from service.cluster.nodes import Nodes
-from service.cluster.placement import Unit, anywhere_but, avoidable, job_of, placement_group_name, replica_bundles
+from service.cluster.placement import (
+    Unit,
+    anywhere_but,
+    avoidable,
+    job_of,
+    placement_group_name,
+    plural_of,
+    replica_bundles,
+)
 from service.cluster.ray_private import placement_group_states
 from workers.config import ParallelConfig
 from workers.errors import MantaError
@@ -61,9 +69,9 @@ class PlacementGroups:
         }
         if avoided:
             with contextlib.suppress(NotPlaced):
-                await self._acquire(job, wanted, AVOIDING_SECONDS, avoided)
+                await self._acquire(job, unit, wanted, AVOIDING_SECONDS, avoided)
                 return
-        await self._acquire(job, wanted, timeout, set())
+        await self._acquire(job, unit, wanted, timeout, set())
 
     async def states(self) -> dict[str, str]:
         """By name the state of the groups that are not removed; CREATED: its resources are held."""
@@ -79,7 +87,7 @@ class PlacementGroups:
             await self._ray.run(self._remove, names)
 
     async def _acquire(
-        self, job: str, wanted: dict[str, list[dict[str, float]]], timeout: float, avoided: set[str]
+        self, job: str, unit: Unit, wanted: dict[str, list[dict[str, float]]], timeout: float, avoided: set[str]
     ) -> None:
         ready, given_up = False, threading.Event()
         # Of an earlier try that Ray left without an answer; its names would be refused.
@@ -94,7 +102,7 @@ class PlacementGroups:
                 await self.remove(wanted)
         if not ready:
             units = sum(sum(bundle.values()) for bundles in wanted.values() for bundle in bundles)
-            raise NotPlaced(f"{job} did not get {units:g} slots or GPUs within {timeout:g} s; it goes on waiting.")
+            raise NotPlaced(f"{job} did not get {units:g} {plural_of(unit)} within {timeout:g} s; it goes on waiting.")
 
     async def _are_created(self, names: Collection[str], timeout: float) -> bool:
         """Whether these groups hold their resources within `timeout` seconds. No thread waits for that."""

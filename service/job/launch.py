@@ -153,7 +153,8 @@ def order_for(
         resume=resume,
         roll_backs=tuple(roll_backs),
         device="cuda:0" if where.devices else "cpu",
-        peak_flops=job.cluster.peak_flops.get(where.node or ""),
+        # A node's is that of its CPU: a rank with a GPU finds out itself what that one can do.
+        peak_flops=None if where.devices else job.cluster.peak_flops.get(where.node or ""),
         in_place=not where.devices,  # over NCCL a survivor cannot leave a collective
     )
 

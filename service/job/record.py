@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from service.cluster.placement import insufficient, unit_of
 from service.job.incident import Incident
 from service.ledger import StateEntry
 from service.recovery.budgets import avoided_nodes, past_failures
@@ -246,7 +247,7 @@ class JobRecord:
             job = jobs.get(session, self.id, lock=True)
             ranks.set_all(session, self.id, "exited")
             target = _WITHOUT_PLACE.get(JobState(job.state), JobState.QUEUED)
-            reason = "insufficient_slots" if target is JobState.QUEUED else job.reason
+            reason = _lacks(job) if target is JobState.QUEUED else job.reason
             jobs.transition(session, self.id, target, reason=reason, message=message)
 
         await self.write(queue)
@@ -263,6 +264,12 @@ class JobRecord:
     async def write(self, operation: Any) -> Any:
         """Do `operation` with a session that is committed."""
         return await until_done(lambda: self.store.write_async(operation))
+
+
+def _lacks(job: Job) -> str:
+    """Why a job that was placed before waits to be placed again, as a code."""
+    # What auto is was decided then, whatever the cluster has now.
+    return insufficient(unit_of(jobs.accelerator_of(job), cluster_has_gpus=False))
 
 
 def _pause(session: Any, job: Job) -> bool:

@@ -109,19 +109,22 @@ class ElasticityPlanner:
         return room_for(spec.layout, await self._gang.capacity())
 
     async def _others_wait(self) -> bool:
-        """Whether jobs stand in the queue, to whom what is free belongs; not those that the cluster could never hold,
-        who wait for another cluster."""
+        """Whether jobs stand in the queue, to whom what is free belongs; not those that take something else, nor those
+        that the cluster could never hold, who wait for another cluster."""
         waiting: list[Job] = await self._job.record.read(
             lambda s: [job for job in jobs.unfinished(s) if job.state == JobState.QUEUED]
         )
         nodes = self._job.cluster.nodes
         has_gpus = await nodes.has_gpus() if waiting else False
+        own = self._gang.spec.resources.accelerator
         for job in waiting:
             try:
                 spec = stored_spec(job).spec
             except SpecNotUnderstood:
                 continue  # it waits for another release
-            capacity = await nodes.capacity(unit_of(spec.resources.accelerator, has_gpus))
+            if (unit := unit_of(spec.resources.accelerator, has_gpus)) != unit_of(own, has_gpus):
+                continue
+            capacity = await nodes.capacity(unit)
             shortage = missing(smallest(spec).layout, capacity)
             if shortage is None or shortage.possible >= shortage.needed:
                 return True

@@ -19,7 +19,7 @@ from service.store.ids import is_job_id, next_job_id
 from service.store.tables import Job
 from service.store.types import Reader
 from service.stored_specs import as_written, not_default, stored_spec
-from workers.config import JobSpec, ParallelConfig
+from workers.config import Accelerator, JobSpec, ParallelConfig
 
 # Made once: to put these together takes longer than to run them.
 _COLUMNS = Job.__table__.columns
@@ -199,12 +199,20 @@ def set_layout(session: Session, job_id: str, layout: ParallelConfig) -> None:
     job.updated_at = time.time()
 
 
+def accelerator_of(job: Job) -> Accelerator:
+    """What `resources.accelerator` of a job says. Only that of its spec is read, which another release may have stored
+    and this one may not understand: queues may be long."""
+    resources = job.spec.get("resources")
+    said: Accelerator = resources.get("accelerator", "auto") if isinstance(resources, dict) else "auto"
+    return said
+
+
 def decide_accelerator(session: Session, job_id: str, accelerator: str) -> None:
     """Note in the spec of a job that takes what there is (`resources.accelerator: auto`) what that was when it was
     first placed, gpu or cpu: nodes that come later change nothing. Raises JobNotFound."""
     job = get(session, job_id, lock=True)
-    resources = job.spec.get("resources") or {}
-    if resources.get("accelerator", "auto") == "auto":
+    if accelerator_of(job) == "auto":
+        resources = job.spec.get("resources") or {}
         job.spec = {**job.spec, "resources": {**resources, "accelerator": accelerator}}
 
 

@@ -55,18 +55,18 @@ class Network:
 
 
 class Cable:
-    """What connects one namespace with the bridge."""
+    """What connects one namespace with the bridge; `device` is its end there."""
 
     def __init__(self, bridge: str, number: int, subnet: str):
         self.namespace, self.address = f"{bridge}-{number}", f"{subnet}.{number + 1}"
-        self._here, there = f"{bridge}{number}h", f"{bridge}{number}n"
+        self._here, self.device = f"{bridge}{number}h", f"{bridge}{number}n"
         _ip("netns", "add", self.namespace)
-        _ip("link", "add", self._here, "type", "veth", "peer", "name", there, "netns", self.namespace)
+        _ip("link", "add", self._here, "type", "veth", "peer", "name", self.device, "netns", self.namespace)
         _ip("link", "set", self._here, "master", bridge)
         _ip("link", "set", self._here, "up")
         inside = ("-n", self.namespace)
-        _ip(*inside, "addr", "add", f"{self.address}/24", "dev", there)
-        for device in ("lo", there):
+        _ip(*inside, "addr", "add", f"{self.address}/24", "dev", self.device)
+        for device in ("lo", self.device):
             _ip(*inside, "link", "set", device, "up")
         _ip(*inside, "route", "add", "default", "via", f"{subnet}.1")
 

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -25,9 +26,12 @@ ENTRY = f'hostname "$0" && mount -t tmpfs -o size={SHARED_MEMORY_MEGABYTES}m tmp
 class Node:
     """A further Ray node with slots of its own. `registered`, then `started` before anything else."""
 
-    def __init__(self, manta: Manta, network: Network):
+    def __init__(self, manta: Manta, network: Network, gpus: int | None = None, more: Mapping[str, str] | None = None):
+        """`gpus`: how many Ray is told that it has, None: it looks itself; `more`: environment of its processes beside
+        this one's."""
         options = {"address": RayHead(manta.home).record().address, "num-cpus": 3, "object-store-memory": 80 * 2**20,
                    "resources": json.dumps({"manta_slot": SLOTS})}  # fmt: skip
+        options |= {} if gpus is None else {"num-gpus": gpus}
         environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(manta.paths.ray_token),
                        MARK: manta.paths.tag, "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0",
                        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}  # fmt: skip
@@ -44,7 +48,9 @@ class Node:
             "--disable-usage-stats",
             *(f"--{name}={value}" for name, value in options.items()),
         ]
-        self._environment = {**os.environ, **environment}
+        if gpus is not None and self.cable is not None:
+            environment["GLOO_SOCKET_IFNAME"] = self.cable.device  # else gloo goes by the name of the host
+        self._environment = {**os.environ, **environment, **(more or {})}
         self._manta, self.id = manta, ""
         network.plugged_in.append(self)
         self._others = {node.id for node in manta.client.cluster().nodes}
@@ -110,9 +116,13 @@ class Node:
         if self.cable is not None:
             self.cable.put_back()
         else:
-            self._others = {node.id for node in self._manta.client.cluster().nodes}
-            self._start()
-            self.registered().started()
+            self.start_again()
+
+    def start_again(self) -> None:
+        """After `kill`, it comes up as a new node, and can be placed on."""
+        self._others = {node.id for node in self._manta.client.cluster().nodes}
+        self._start()
+        self.registered().started()
 
     def close(self) -> None:
         """Leave nothing of it."""

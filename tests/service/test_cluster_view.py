@@ -28,7 +28,6 @@ def test_each_node_says_what_is_free_who_runs_there_and_whether_it_is_left(store
     ]  # fmt: skip
     store.write(lambda session: ranks.replace(session, started.id, rows))
     seen = view(cluster, store)
-    assert seen["totals"] == {"total": 6, "free": 6}
     one, two = seen["nodes"]
     assert (one["id"], one["total"], one["free"], one["draining"]) == ("one", 2, 2, False)
     assert (two["id"], two["total"], two["draining"], two["alive"]) == ("two", 4, True, True)
@@ -47,19 +46,20 @@ def test_node_that_is_lost_between_two_looks_is_left_out(store, cluster, monkeyp
     assert [node["id"] for node in view(cluster, store)["nodes"]] == ["two"]
 
 
-@pytest.mark.parametrize(("has_gpus", "unit", "accelerator"), [(True, "GPU", "gpu"), (False, "manta_slot", "cpu")])
-def test_nodes_are_counted_in_the_unit_that_jobs_take(store, cluster, monkeypatch, has_gpus, unit, accelerator):
-    asked, capacity = [], cluster.nodes.capacity
+def places(node):
+    return tuple(node.get(name) for name in ("accelerator", "total", "free", "slots_total", "slots_free"))
 
-    async def noted(unit, all_living=False):
-        asked.append((unit, all_living))
-        return await capacity(unit, all_living)
 
-    async def answer():
-        return has_gpus
+def test_nodes_without_gpus_offer_slots(store, cluster):
+    cluster.nodes.accelerated = {}
+    cluster.nodes.used["two"] = 1
+    seen = view(cluster, store)
+    assert [places(node) for node in seen["nodes"]] == [("cpu", 2, 2, 2, 2), ("cpu", 4, 3, 4, 3)]
+    assert seen["totals"] == {"total": 6, "free": 5, "slots_total": 6, "slots_free": 5}
 
-    monkeypatch.setattr(cluster.nodes, "capacity", noted)
-    monkeypatch.setattr(cluster.nodes, "has_gpus", answer)
-    nodes = view(cluster, store)["nodes"]
-    assert asked == [(unit, True)]
-    assert [(node["accelerator"], node["address"]) for node in nodes] == [(accelerator, "127.0.0.1")] * 2
+
+def test_a_node_with_gpus_offers_those_and_slots_beside_them_and_one_without_only_slots(store, cluster):
+    cluster.nodes.accelerated = {"two": (3, 1)}
+    seen = view(cluster, store)
+    assert [places(node) for node in seen["nodes"]] == [("cpu", 2, 2, 2, 2), ("gpu", 3, 1, 4, 4)]
+    assert seen["totals"] == {"total": 3, "free": 1, "slots_total": 6, "slots_free": 6}

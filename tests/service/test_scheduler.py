@@ -334,16 +334,55 @@ def test_failure_to_place_says_why_the_job_waits(store, submit, look, cluster):
     assert (stored.reason, stored.message) == ("insufficient_slots", "not in time")
 
 
-def test_shortage_of_gpus_is_called_one(store, submit, look, nodes, monkeypatch):
-    async def yes():
-        return True
-
-    has(nodes, 8, free=1)
-    monkeypatch.setattr(nodes, "has_gpus", yes)
+def test_shortage_of_gpus_is_called_one(store, submit, look, nodes):
+    nodes.accelerated = {"node": (2, 1)}
     job = submit(parallel={"tensor": 2}, resources={"accelerator": "gpu"})
     assert look() == []
     stored = job_now(store, job)
-    assert (stored.reason, stored.waiting_for["unit"]) == ("insufficient_gpus", "gpus")
+    assert (stored.reason, stored.waiting_for) == ("insufficient_gpus", {"unit": "gpus", "needed": 2, "available": 0})
+    assert stored.message == "needs 2 GPUs in groups of 2 on one node, 0 of 2 are free"
+
+
+def test_failure_to_place_on_gpus_is_called_a_shortage_of_them(store, submit, look, cluster, nodes):
+    def refuse():
+        raise NotPlaced("not in time")
+
+    nodes.accelerated = {"node": (2, 2)}
+    cluster.groups.refuse = refuse
+    job = submit()
+    look()
+    assert job_now(store, job).reason == "insufficient_gpus"
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "gpu"])
+def test_job_for_which_there_will_never_be_gpus_is_told_of_slots_where_there_are_enough(
+    store, submit, look, nodes, accelerator
+):
+    nodes.accelerated = {"node": (3, 3)}
+    resources = {"accelerator": accelerator}
+    slots_would_do = submit(parallel={"tensor": 2, "pipeline": 2}, resources=resources)
+    neither = submit(parallel={"data": 12}, train=LARGE, resources=resources)
+    assert look() == []
+    told = "; with resources.accelerator: cpu it would take slots, of which there are enough"
+    assert job_now(store, slots_would_do).message == f"needs 4 GPUs in groups of 2 on one node, 2 of 2 are free{told}"
+    assert job_now(store, neither).message == "needs 12 GPUs, 3 of 3 are free"
+
+
+def test_job_that_waits_for_gpus_holds_back_those_that_take_gpus_and_no_others(store, submit, look, nodes):
+    nodes.accelerated = {"node": (2, 1)}
+    waits, small = submit(parallel={"tensor": 2}), submit()
+    on_slots = submit(resources={"accelerator": "cpu"})
+    assert look() == [(on_slots.id, 1)]
+    assert [job_now(store, job).state for job in (waits, small)] == ["QUEUED", "QUEUED"]
+
+
+def test_job_that_waits_for_slots_does_not_hold_back_those_that_take_gpus(submit, look, nodes):
+    nodes.accelerated = {"node": (2, 2)}
+    has(nodes, 8, free=1)
+    cpu = {"accelerator": "cpu"}
+    submit(parallel={"tensor": 2}, resources=cpu), submit(resources=cpu)
+    on_gpu = submit()
+    assert look() == [(on_gpu.id, 1)]
 
 
 @pytest.fixture

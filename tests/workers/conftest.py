@@ -5,7 +5,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,16 +50,22 @@ class RunningZygote:
             self.owner = -1
 
 
-def _start(folder: Path, *options: str) -> RunningZygote:
-    """A zygote with the test entries, listening in `folder`."""
+def _start(
+    folder: Path,
+    *options: str,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+    test_entries: bool = True,
+) -> RunningZygote:
+    """A zygote with the test entries, listening in `folder`. `environment`: beside this process's."""
     read, write = os.pipe()
-    entries = [f"--entry={name}=zygote_entries:{name}" for name in ENTRIES]
+    entries = [f"--entry={name}=zygote_entries:{name}" for name in ENTRIES if test_entries]
     path = folder / "zygote.sock"
     process = subprocess.Popen(
-        [sys.executable, "-m", "workers.zygote", "--socket", str(path), "--owner-pipe", str(read), *entries, *options],
+        [python, "-m", "workers.zygote", "--socket", str(path), "--owner-pipe", str(read), *entries, *options],
         pass_fds=[read],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/workers/support"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/workers/support", **(environment or {})},
     )
     os.close(read)
     return RunningZygote(process, path, write)
@@ -70,8 +76,8 @@ def start_zygote() -> Iterator[Callable[..., RunningZygote]]:
     """Starts zygotes with the test entries, and ends them with the test."""
     started: list[RunningZygote] = []
 
-    def start(folder: Path, *options: str) -> RunningZygote:
-        started.append(_start(folder, *options))
+    def start(folder: Path, *options: str, **more: Any) -> RunningZygote:
+        started.append(_start(folder, *options, **more))
         return started[-1]
 
     yield start

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.comm.comm import Comm
 from workers.comm.grid import RankGrid
-from workers.errors import MantaError, NonFiniteError, PeerLost
+from workers.errors import AskedToRest, MantaError, NonFiniteError
 from workers.liveness.progress import Progress, ProgressReader, progress_path
 from workers.liveness.stragglers import Straggler
 from workers.numerics.bad_numbers import BadStep
@@ -323,19 +323,37 @@ def test_ranks_are_compared_with_those_of_their_stage(tmp_path):
 
 
 def test_a_rank_that_is_to_leave_does_so_between_two_steps(tmp_path):
-    trainer, asked = _trainer(_two_step_job(tmp_path), Places()), []
-
-    def leave():
-        asked.append(trainer.step)
-        if trainer.step == 2:
-            raise PeerLost("was ordered to rest")
-
-    trainer.comm.leave_between_steps = leave
+    trainer = _trainer(_two_step_job(tmp_path), Places())
     trainer.restore(Resume())
-    with pytest.raises(PeerLost):
+    trainer.state.commit = _then(trainer.state.commit, lambda step, _: step == 1 and trainer.comm.ask_to_rest(1))
+    with pytest.raises(AskedToRest):
         trainer.train()
-    assert asked == [0, 1, 2]
-    assert trainer.settled_step == 2
+    assert trainer.settled_step == trainer.step == 2, "it was asked after the first step's agreement"
+
+
+def test_a_rank_that_is_to_leave_after_the_last_step_is_done_and_one_that_is_to_end_too_ends(tmp_path):
+    last = _trainer(_two_step_job(tmp_path), Places())
+    last.restore(Resume())
+    last.comm.ask_to_rest(1)
+    last.train(stop_after_step=1)
+    assert (last.step, last.ends_early) == (1, False)
+    both = _trainer(_two_step_job(tmp_path), Places())
+    both.restore(Resume())
+    both.comm.ask_to_rest(1)
+    both.comm.ask_to_end(1)
+    both.train()
+    assert (both.step, both.ends_early) == (1, True)
+
+
+def _then(function, more):
+    """`function`, and `more` of the same arguments after it."""
+
+    def both(*arguments):
+        answer = function(*arguments)
+        more(*arguments)
+        return answer
+
+    return both
 
 
 @pytest.mark.parametrize(("every", "compared"), [(0, []), (1, [1, 2, 3]), (2, [2])])

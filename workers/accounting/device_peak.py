@@ -72,10 +72,9 @@ def _settle(device: str) -> None:
 def run(argument: JsonObject, control: socket.socket) -> int:
     """Entry for the zygote: a PeakRate as one JSON line on `control`. Returns the exit code.
 
-    `argument["device"]` defaults to the first GPU where there is one, else "cpu"; `argument["precision"]` as in
-    `measure_peak_flops`.
+    `argument["device"]` defaults to "cpu"; `argument["precision"]` as in `measure_peak_flops`.
     """
-    device = argument.get("device") or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = argument.get("device") or "cpu"
     peak = measure_peak_flops(device, argument.get("precision"))
     control.sendall(json.dumps(to_json(PeakRate(peak.flops, peak.source))).encode() + b"\n")
     return 0

@@ -64,8 +64,7 @@ class Comm:
         self._backend: Backend | None = None
         self._work_links: Links | None = None
         self._over = -1
-        self._over_after_step = -1
-        self._last_to_save = -1
+        self._last_to_rest = self._last_to_save = -1
         self._cut_until = 0.0
         self._lock = threading.Lock()
 
@@ -102,15 +101,15 @@ class Comm:
             if self._is_over():
                 self._interrupt()
 
-    def end_after_step(self, generation: int) -> None:
-        """Called by another thread: the generations up to this one are over once the step under way is committed. The
-        first rank that gets there leaves; the others cannot commit another step without it, so all end at the same."""
-        self._over_after_step = max(self._over_after_step, generation)
+    def ask_to_rest(self, generation: int) -> None:
+        """Called by another thread: the ranks of the generations up to this one are to leave them after a step, all
+        after the same. One rank that is asked tells the others with the step's agreement."""
+        self._last_to_rest = max(self._last_to_rest, generation)
 
-    def leave_between_steps(self) -> None:
-        """Raises PeerLost between two steps where the generation was to be left then."""
-        if self.generation <= self._over_after_step:
-            raise PeerLost("was asked to rest after the step")
+    @property
+    def asked_to_rest(self) -> bool:
+        """Whether this rank was asked to leave this generation after a step."""
+        return self.generation <= self._last_to_rest
 
     def ask_to_end(self, generation: int) -> None:
         """Called by another thread: the ranks of the generations up to this one are to save their state and end after
@@ -140,6 +139,12 @@ class Comm:
         """Raise PeerLost when the generation is over."""
         if self._is_over():
             raise PeerLost(f"generation {self.generation} is over")
+
+    def settle(self) -> None:
+        """Wait until the device has done what was started: groups that are left may break off what no host waits
+        for."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Leave this generation; peers that are still in it notice at once. `connect` to a later one may follow."""

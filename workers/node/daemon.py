@@ -22,7 +22,7 @@ from workers.node import reachability
 from workers.node.folders import paths_on_node, unshared
 from workers.node.gpus import GpuWatch
 from workers.node.heartbeat import HeartbeatServer
-from workers.node.host import this_host
+from workers.node.host import this_host, visible
 from workers.node.local_drain import drain_socket, serve_drains
 from workers.node.notice_sources import notice_sources
 from workers.node.notice_watch import NoticeWatch
@@ -47,7 +47,7 @@ from workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from workers.zygote.owner import ZygoteOwner
 
 PEAK_SECONDS = 60.0
-"""Bound on measuring the device's peak rate; it includes the zygote's warm-up."""
+"""Bound on measuring the CPU's peak rate; it includes the zygote's warm-up."""
 
 
 class StoreUnavailable(MantaError):
@@ -101,7 +101,7 @@ class NodeDaemon:
         return await serve(self, method, arguments)
 
     async def start(self) -> NodeDescription:
-        """Start the zygote and begin to measure the device. Answers like `describe`. A second call does nothing."""
+        """Start the zygote and begin to measure the CPU. Answers like `describe`. A second call does nothing."""
         if self._peak is None:
             self._paths.make_runtime_folder()
             self._paths.make_snapshot_root()
@@ -242,7 +242,7 @@ class NodeDaemon:
     async def _measure_peak(self) -> PeakRate | None:
         """Best effort: without it MFU is not known, and nothing else is lost."""
         try:
-            process = await fork(self._socket_path, "peak", {})
+            process = await fork(self._socket_path, "peak", {"device": "cpu"}, visible(()))
             try:
                 async with asyncio.timeout(PEAK_SECONDS):
                     line = await process.control.readline()

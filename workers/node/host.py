@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,11 @@ class Host:
     """Ray's id of the node, hexadecimal; None outside of Ray."""
     devices: tuple[str, ...]
     """GPUs that Ray gave to this process, as CUDA_VISIBLE_DEVICES takes them."""
+
+
+def visible(devices: Sequence[str]) -> dict[str, str]:
+    """Environment of a process that is to see these GPUs and no others, whatever it inherits."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
 
 def this_host() -> Host:

@@ -137,7 +137,8 @@ class LaunchOrder:
     """Data of the job's `rolled_back` events so far (`workers.numerics.bad_numbers.RollBack`): samples that they
     skipped stay skipped."""
     in_place: bool = False
-    """Whether a trainer that loses a peer comes to rest and waits for the next order, instead of ending."""
+    """Whether a trainer that loses a peer comes to rest and waits for the next order, instead of ending. One that was
+    asked to rest between two steps does so anyway."""
     ports: PortRange | None = None
     """On which the rank listens for its peers; None: any. Its agent fills that in."""
     protocol: int = PROTOCOL
@@ -292,10 +293,10 @@ class StorePort:
 
 @dataclass(frozen=True)
 class PeakRate:
-    """What the process that measures a node's devices answers."""
+    """What the process that measures a device answers."""
 
     peak_flops: float
-    """FLOP/s of one device."""
+    """FLOP/s of it; of a CPU that of one rank."""
     source: str
     """See `workers.accounting.device_peak.Peak`."""
 
@@ -360,7 +361,7 @@ class NodeDescription:
     shared_memory_bytes: int = 0
     shared_memory_free_bytes: int = 0
     peak_flops: float | None = None
-    """Peak FLOP/s of one rank's device; None until measured, or when that failed."""
+    """Peak FLOP/s of one rank on the CPU; None until measured, or when that failed."""
     unshared: tuple[str, ...] = ()
     """Folders of the service that this node does not share, though it should."""
     code: str = ""

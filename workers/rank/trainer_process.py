@@ -23,10 +23,11 @@ import torch.distributed as dist
 
 from workers.accounting.device_peak import measure_peak_flops
 from workers.checkpoint.checksums import UnreadableCheckpoint
-from workers.comm.comm import Comm
+from workers.comm.comm import BackendKind, Comm
 from workers.comm.grid import RankGrid
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import (
+    AskedToRest,
     CheckpointError,
     CheckpointNotSaved,
     DataError,
@@ -65,6 +66,7 @@ from workers.rank.faults import (
 from workers.rank.priority import give_way
 from workers.rank.report_lines import report_lines, reports_of
 from workers.reporter import Reporter
+from workers.settings import read_computes_on_cpu, read_visible_gpus
 from workers.spec.reading import parse_job_spec
 from workers.storage.places import place_of
 from workers.system import gpu
@@ -129,7 +131,7 @@ class TrainerProcess:
         """Carry out the order, or with `prepare` get ready for one like it and carry that out; returns the exit status.
 
         Whatever goes wrong becomes a `failure` report, except for the loss of a peer where the order is to repair in
-        place: then the process comes to rest and goes on in the next generation.
+        place. Then the process comes to rest and goes on in the next generation, as it does where it was asked to rest.
         """
         try:
             if prepare:
@@ -148,7 +150,7 @@ class TrainerProcess:
         self.order = self._commands.next_order(after=0)
 
     def _train(self) -> bool:
-        """Through the generation of the order to the job's last step; False when a peer was lost before that."""
+        """Through the generation of the order to the job's last step; False when it is to rest before that."""
         try:
             self._join()
             trainer = self._trainer
@@ -160,7 +162,7 @@ class TrainerProcess:
             trainer.train()
             self._print(f"{'ends early, after' if trainer.ends_early else 'is done with'} step {trainer.step}")
         except PeerLost as error:
-            if not self.order.in_place:
+            if not (self.order.in_place or isinstance(error, AskedToRest)):
                 raise
             self._lost_peer = str(error)  # not the error, whose frames hold the broken step's activations
             return False
@@ -239,7 +241,7 @@ class TrainerProcess:
     def _end(self, generation: int, after_step: bool) -> None:
         if after_step:
             if self._comm is not None:
-                self._comm.end_after_step(generation)
+                self._comm.ask_to_rest(generation)
             return
         self._ended_generation = max(self._ended_generation, generation)
         if self._comm is not None:
@@ -302,15 +304,24 @@ def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter
     """Communication and trainer of the order's rank. `progress`: the record that it goes on with; None: a new one."""
     # One computation thread, so that bits do not depend on the machine's load.
     torch.set_num_threads(1)
-    device = torch.device(order.device)
+    device, backend = _device_of(order)
     gpu.use(device)
     if progress is None and order.snapshot_folder is not None:
         answer_with_stacks(order.snapshot_folder, order.rank)
         progress = Progress.shared(order.snapshot_folder, order.rank)
     spec = parse_job_spec(order.spec)
-    comm = Comm(RankGrid(spec.layout), order.rank, device, progress=progress, ports=order.ports)
+    comm = Comm(RankGrid(spec.layout), order.rank, device, backend, progress, order.ports)
     peak = order.peak_flops or measure_peak_flops(device.type).flops
     record = place_of(order.checkpoint_folder).parent / CORPUS_RECORD if order.checkpoint_folder else None
     cache = Path(order.token_cache) if order.token_cache else None
     places = Places(order.job, order.snapshot_folder, order.checkpoint_folder, record, cache)
     return comm, Trainer(spec, comm, reporter, peak, places)
+
+
+def _device_of(order: LaunchOrder) -> tuple[torch.device, BackendKind | None]:
+    """Where the rank computes, and what it communicates with, None: as is usual there."""
+    device = torch.device(order.device)
+    if device.type == "cpu" or not read_computes_on_cpu():
+        return device, None
+    print(f"rank {order.rank} computes on the CPU, as if on GPU {read_visible_gpus()}", flush=True)
+    return torch.device("cpu"), "process_groups"

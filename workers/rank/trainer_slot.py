@@ -12,7 +12,7 @@ from workers.errors import MantaError
 from workers.liveness.hang_detection import TrainerWatch
 from workers.liveness.stacks import stacks_path, take_stacks
 from workers.liveness.trainer_status import TrainerStatus
-from workers.node.host import this_host
+from workers.node.host import this_host, visible
 from workers.paths import Paths, zygote_socket
 from workers.protocol.json_codec import to_json
 from workers.protocol.messages import Fault, Launched, LaunchOrder, TrainerArgument
@@ -83,8 +83,8 @@ class TrainerSlot:
         return occupant.trainer.process.pid if occupant is not None else None
 
     async def launch(self, order: LaunchOrder) -> Launched:
-        """Have a trainer carry out `order`: the one at rest, if it may go on in place, else a new one; any other that
-        runs is killed and reaped first. Raises StaleGeneration unless the order's generation is above every earlier
+        """Have a trainer carry out `order`: the one at rest, if there is one, else a new one; any other that runs is
+        killed and reaped first. Raises StaleGeneration unless the order's generation is above every earlier
         one, ZygoteUnavailable."""
         self._refuse_stale(order)
         self.generation = order.generation  # from here on, older orders that wait for the lock are stale
@@ -93,7 +93,7 @@ class TrainerSlot:
             self._become(order.rank)
             order = replace(order, faults=tuple(self._waiting_faults()))
             occupant, kept = self._occupant, False
-            if occupant is not None and occupant.trainer.at_rest and order.in_place:
+            if occupant is not None and occupant.trainer.at_rest:
                 kept = occupant.trainer.generation > 0  # else it was only prepared
                 occupant.trainer.go(order)
             else:
@@ -172,11 +172,10 @@ class TrainerSlot:
 
     async def _fork(self, order: LaunchOrder, prepared: bool = False) -> _Occupant:
         host = this_host()
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(host.devices)} if host.devices else {}
         socket_path = zygote_socket(self._runtime_folder, host.node)
         argument = to_json(TrainerArgument(order, prepare=prepared))
         wait = PREPARE_WAIT_SECONDS if prepared else ZYGOTE_WAIT_SECONDS
-        process = await fork(socket_path, "trainer", argument, environment, timeout=wait)
+        process = await fork(socket_path, "trainer", argument, visible(host.devices), timeout=wait)
         self._occupant = _Occupant(TrainerHandle(order, process, self._reports, self._log, prepared, self._struck))
         return self._occupant
 

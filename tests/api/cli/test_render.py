@@ -176,6 +176,13 @@ def test_nodes(alive, draining, state):
     assert list(row.values()) == ["n1", "10.0.0.1", state, "slot", "5", "8", "job_1, job_2"]
 
 
+def test_slots_beside_gpus():
+    node = schemas.Node(id="n1", address="10.0.0.1", alive=True, accelerator="gpu", total=8.0, free=5.0,
+                        slots_total=16.0, slots_free=15.0)  # fmt: skip
+    (row,) = rows(render.node_table, schemas.Cluster(nodes=[node]))
+    assert list(row.values()) == ["n1", "10.0.0.1", "alive", "gpu", "5 + 15 slots", "8 + 16 slots", "-"]
+
+
 def test_what_is_wrong_with_a_node_stands_below_the_table():
     node = schemas.Node(
         id="n1", address="10.0.0.1", alive=True, accelerator="slot", total=8.0, free=0.0, problem="it has no Manta"

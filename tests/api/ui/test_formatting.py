@@ -74,6 +74,14 @@ def test_the_cluster_counts_living_nodes():
     assert formatting.cluster_text(gpus) == "2 nodes, 8 of 32 GPUs free"
 
 
+def test_gpus_and_slots_of_a_mixed_cluster_are_counted_apart():
+    node = {"id": "n", "address": "a", "alive": True, "slots_total": 16, "slots_free": 4}
+    with_gpus = {**node, "accelerator": "gpu", "total": 8, "free": 2}
+    without = {**node, "accelerator": "cpu", "total": 16, "free": 4}
+    mixed = Cluster.model_validate({"nodes": [with_gpus, without]})
+    assert formatting.cluster_text(mixed) == "2 nodes, 2 of 8 GPUs and 8 of 32 slots free"
+
+
 def make_rank(number: int, **changes: Any) -> Rank:
     place = {"rank": number, "tensor": number % 2, "pipeline": number // 2 % 2, "data": number // 4, "context": 0}
     return Rank.model_validate({**place, "node": "n1", "device": "cpu", "pid": 7, "generation": 3, "state": "running",

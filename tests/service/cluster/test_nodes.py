@@ -81,6 +81,13 @@ def test_gpus_are_those_of_living_nodes(ray, nodes):
     assert not asyncio.run(nodes.has_gpus())
 
 
+def test_part_of_a_gpu_is_none(ray, nodes):
+    """A rank takes a whole one."""
+    ray.nodes = lambda: [node("a"), node("b", gpus=0.5)]
+    assert not asyncio.run(nodes.has_gpus())
+    assert asyncio.run(nodes.capacity("GPU")).total == 0
+
+
 def test_known_nodes_say_where_they_are_and_whether_they_live(nodes):
     known = {each.id: each for each in asyncio.run(nodes.known())}
     assert (known["a"].raylet, known["a"].host, known["a"].alive) == (("127.0.0.1", 1), "host of a", True)

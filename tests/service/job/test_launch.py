@@ -52,9 +52,11 @@ def test_order_says_where_the_rank_is_and_what_its_device_can_do(job, cluster):
 
 
 def test_rank_with_a_gpu_computes_there_and_does_not_rest_in_place(job):
+    job.cluster.peak_flops["one"] = 1e12
     at = AgentDescription("host", "127.0.0.1", 1, "one")
     order = order_for(job, 0, dataclasses.replace(at, devices=["3"]), job.submitted, 1)
-    assert (order.device, order.in_place, order.peak_flops) == ("cuda:0", False, None)
+    assert (order.device, order.in_place) == ("cuda:0", False)
+    assert order.peak_flops is None, "what its node's CPU can do is nothing to a GPU"
 
 
 def test_launch_writes_who_runs_where(job, cluster):

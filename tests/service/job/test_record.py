@@ -168,6 +168,14 @@ def test_job_that_has_lost_its_places_waits_for_some_unless_its_user_wants_it_to
     assert ranks_of(record) == [("a", None, "exited")]
 
 
+def test_job_that_had_gpus_waits_for_gpus(record):
+    record.store.write(lambda s: jobs.decide_accelerator(s, record.id, "gpu"))
+    walk(record, JobState.STARTING)
+    asyncio.run(record.back_to_queue("no place"))
+    with record.store.read() as session:
+        assert jobs.get(session, record.id).reason == "insufficient_gpus"
+
+
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_job_is_paused_unless_it_was_cancelled_meanwhile(record, cancelled):
     walk(record, JobState.STARTING, JobState.RUNNING, JobState.PAUSING, *([JobState.CANCELLING] if cancelled else []))

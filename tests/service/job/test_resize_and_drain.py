@@ -57,6 +57,12 @@ def test_who_waits_for_another_cluster_holds_nobody_back(may_grow, submit):
     assert may_grow()
 
 
+def test_who_waits_for_gpus_leaves_slots_to_those_on_slots(may_grow, submit):
+    submit(parallel={"tensor": 2}, resources={"accelerator": "gpu"})
+    assert may_grow(resources={"accelerator": "cpu"})
+    assert not may_grow(resources={"accelerator": "gpu"})
+
+
 WHOLE = {"parallel": {"tensor": 2, "pipeline": 2}, "elastic": {"reshape": True}}
 
 

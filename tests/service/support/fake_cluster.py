@@ -43,6 +43,8 @@ class FakeNodes:
         self.problems: dict[str, str] = {}
         self.unswept: set[str] = set()
         self.gpus: dict[str, GpuReadings] = {}
+        self.accelerated: dict[str, tuple[int, int]] | None = None
+        """By node its GPUs, (total, free), of which nobody takes any; None: what is asked for is what there is."""
         self.at_rest: set[str] = set()
         self.shapes: tuple[NodeShape, ...] = ()
         self.types: dict[str, str] = {}
@@ -57,7 +59,7 @@ class FakeNodes:
     drain, drain_no_more = Nodes.drain, Nodes.drain_no_more
 
     async def has_gpus(self):
-        return False
+        return bool(self.accelerated)
 
     async def living(self):
         return [node for node in self.slots if node not in self.lost]
@@ -70,6 +72,11 @@ class FakeNodes:
         if error is not None:
             raise error
         left = [node for node in await self.living() if all_living or node not in self.closed]
+        if unit == "GPU" and self.accelerated is not None:
+            gpus = {node: self.accelerated.get(node, (0, 0)) for node in left}
+            return Capacity(
+                unit, sum(total for total, _ in gpus.values()), sum(free for _, free in gpus.values()), gpus
+            )
         units = {node: (self.slots[node], max(0, self.slots[node] - self.used[node])) for node in left}
         return Capacity(unit, sum(total for total, _ in units.values()), sum(free for _, free in units.values()), units)
 

@@ -195,32 +195,21 @@ def test_a_rank_whose_network_was_cut_gets_through_again_when_the_time_is_up_and
     assert connected_at == [1003.0, 1004.0], "the second time there is nothing to wait for"
 
 
-def test_an_order_to_rest_after_the_step_counts_for_its_generation_and_those_before_it():
+@pytest.mark.parametrize("what", ["end", "rest"])
+def test_a_rank_that_is_asked_to_end_or_to_rest_is_so_in_that_generation_and_those_before_it(what):
     comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
+    ask, asked = getattr(comm, f"ask_to_{what}"), lambda: getattr(comm, f"asked_to_{what}")
+    assert not asked()
     comm.generation = 3
-    comm.leave_between_steps()
-    comm.end_after_step(2)
-    comm.leave_between_steps()
-    comm.end_after_step(3)
-    comm.end_after_step(2)  # an order that comes late takes back no newer one
+    ask(2)
+    assert not asked()
+    ask(3)
+    ask(2)  # an order that comes late takes back no newer one
     for comm.generation in (2, 3):
-        with pytest.raises(PeerLost, match="was asked to rest after the step"):
-            comm.leave_between_steps()
+        assert asked()
     comm.generation = 4
-    comm.leave_between_steps()
-
-
-def test_a_rank_that_is_asked_to_save_and_end_is_so_in_that_generation_only():
-    comm = Comm(RankGrid(ParallelConfig()), 0, CPU)
-    assert not comm.asked_to_end
-    comm.generation = 3
-    comm.ask_to_end(2)
-    assert not comm.asked_to_end
-    comm.ask_to_end(3)
-    comm.ask_to_end(2)
-    assert comm.asked_to_end
-    comm.generation = 4
-    assert not comm.asked_to_end
+    assert not asked()
+    assert not (comm.asked_to_end or comm.asked_to_rest)
 
 
 def test_the_end_of_an_earlier_generation_disturbs_no_later_one():

@@ -227,8 +227,9 @@ def test_a_node_says_where_it_is_what_it_has_and_what_was_measured(go, daemon, h
     async def started(owner):
         return None
 
-    async def measured(socket_path, entry, argument):
-        assert entry == "peak"
+    async def measured(socket_path, entry, argument, environment):
+        assert (entry, argument) == ("peak", {"device": "cpu"})
+        assert environment == {"CUDA_VISIBLE_DEVICES": ""}, "GPUs belong to ranks"
         return Store(json.dumps({"peak_flops": 5e9, "source": "measured"}).encode() + b"\n")
 
     monkeypatch.setattr(module, "on_termination", lambda act: None)
@@ -259,7 +260,7 @@ def test_a_node_says_where_it_is_what_it_has_and_what_was_measured(go, daemon, h
 def test_a_node_whose_devices_cannot_be_measured_is_there_all_the_same(go, daemon, monkeypatch, said):
     made = []
 
-    async def fork(socket_path, entry, argument):
+    async def fork(socket_path, entry, argument, environment):
         made.append(Store(b""))
         if said:
             made[-1].control = asyncio.StreamReader()

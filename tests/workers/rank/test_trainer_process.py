@@ -16,6 +16,7 @@ from engine_specs import document
 from workers.checkpoint.checksums import UnreadableCheckpoint
 from workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from workers.errors import (
+    AskedToRest,
     CheckpointError,
     CheckpointNotSaved,
     DataError,
@@ -58,7 +59,7 @@ class FakeComm:
         self.ended.append(generation)
         self.ends.put(generation)
 
-    def end_after_step(self, generation):
+    def ask_to_rest(self, generation):
         self.after_step.put(generation)
 
     def ask_to_end(self, generation):
@@ -294,6 +295,21 @@ def test_the_end_of_a_generation_reaches_who_computes_and_who_has_not_begun_yet(
     run.hear()
     run.hear()
     assert trainer.comm.ended == [-1, 1, 1], "and what is over stays so when it joins the next generation"
+
+
+def test_one_that_was_asked_to_rest_does_so_where_the_loss_of_a_peer_would_be_its_end(rig):
+    def leave(trainer):
+        raise AskedToRest("was asked to rest after the step")
+
+    run = rig(leave, finish)
+    run.start(order(1, in_place=False))
+    run.hear()
+    assert run.hear().payload == Resting(None, "was asked to rest after the step")
+    run.say(Go(order(2, in_place=False)))
+    run.hear()
+    run.hear()
+    assert run.ended() == 0
+    assert len(run.built) == 1, "its model is that of before"
 
 
 def test_a_late_word_about_an_older_generation_takes_nothing_back(rig):
@@ -558,6 +574,18 @@ def test_a_rank_is_built_with_its_places_and_the_record_that_its_agent_reads(bui
     reader = ProgressReader(progress_path(shared, 1))
     assert reader.read().step == 7
     reader.close()
+
+
+def test_a_rank_with_a_gpu_computes_on_the_cpu_where_a_test_says_so_over_what_it_would_use_on_the_gpu(
+    build, monkeypatch, capsys
+):
+    monkeypatch.setenv("MANTA_COMPUTE_ON_CPU_FOR_TESTS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    comm, ((_, _, _, peak, _),) = build(device="cuda:0")
+    assert (comm.device.type, comm._kind, peak > 0) == ("cpu", "process_groups", True)
+    assert capsys.readouterr().out == "rank 1 computes on the CPU, as if on GPU 3\n"
+    comm, _ = build(device="cpu")
+    assert (comm._kind, capsys.readouterr().out) == ("links", "")
 
 
 def test_one_that_goes_on_keeps_its_record_and_one_without_shared_memory_has_a_private_one(build, tmp_path):

@@ -151,8 +151,9 @@ def test_a_trainer_at_rest_goes_on_and_any_other_is_replaced(rig):
         assert await rig.slot.launch(order(3)) == Launched(101, kept=False), "it did not rest"
         assert rig.trainers[0].stopped
         assert await rig.slot.rest(3, 1.0)
-        assert await rig.slot.launch(order(4, in_place=False)) == Launched(102, kept=False)
-        assert rig.slot.generation == 4
+        assert await rig.slot.launch(order(4, in_place=False)) == Launched(101, kept=True), "it was asked to rest"
+        assert await rig.slot.launch(order(5, in_place=False)) == Launched(102, kept=False)
+        assert rig.slot.generation == 5
         assert await rig.slot.stop() == Exit(None, 9)
         assert rig.slot.pid is None
 
@@ -272,10 +273,10 @@ def test_a_trainer_is_forked_with_its_devices_by_the_zygote_of_its_node(rig, mon
     assert waits == (trainer_slot.PREPARE_WAIT_SECONDS, trainer_slot.ZYGOTE_WAIT_SECONDS)
 
 
-def test_without_devices_of_its_own_a_trainer_sees_what_its_node_has(rig, monkeypatch):
+def test_without_devices_of_its_own_a_trainer_sees_none_whatever_its_node_has(rig, monkeypatch):
     monkeypatch.setattr(trainer_slot, "this_host", lambda: Host("machine", "192.0.2.7", None, ()))
     asyncio.run(rig.slot.launch(order(1)))
-    assert [environment for _, _, environment, _ in rig.forks] == [{}]
+    assert [environment for _, _, environment, _ in rig.forks] == [{"CUDA_VISIBLE_DEVICES": ""}]
 
 
 def test_a_trainer_that_runs_is_all_that_there_is_to_prepare(rig):

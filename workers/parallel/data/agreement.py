@@ -21,11 +21,11 @@ class Agreement:
         with a z-loss."""
         self._comm, world = comm, comm.size("world")
         sizes = (world, world, replica_ranks, micro_batches, z_losses)
-        self._values = torch.zeros(5 + sum(sizes), dtype=torch.float64, device=comm.device)
-        self.loss, self.z_loss, self.tokens, self.square, self.asked_to_end = self._values[:5].unbind()
+        self._values = torch.zeros(6 + sum(sizes), dtype=torch.float64, device=comm.device)
+        self.loss, self.z_loss, self.tokens, self.square, self.asked_to_end, self.asked_to_rest = self._values[:6]
         """Scalars: loss and z-loss summed over tokens, tokens that have a target, squared norm of the summed gradients,
-        how many ranks were asked to end after the step."""
-        slices = self._values[5:].split(sizes)
+        how many ranks were asked to end after the step, and how many to rest."""
+        slices = self._values[6:].split(sizes)
         self.memory_bytes, self.own_seconds, self.rank_squares, self.micro_batch_losses, self.micro_batch_z = slices
         """[world]: each rank's memory in use, and its time of the step that it did not wait for others. [p t]: squared
         norm by rank of a replica. [micro-batches of the global batch]: loss and z-loss of each."""
@@ -59,3 +59,4 @@ class StepSums:
         agreed.memory_bytes[index] = memory_bytes
         agreed.own_seconds[index] = self.comm.own_seconds
         agreed.asked_to_end.fill_(float(self.comm.asked_to_end))
+        agreed.asked_to_rest.fill_(float(self.comm.asked_to_rest))

@@ -38,6 +38,8 @@ class StepStatistics:
     """Whether the step has updated anything: not where its numbers are not finite, or above the limits."""
     asked_to_end: bool = False
     """Whether any rank was asked to save and end; then all do so after the step."""
+    asked_to_rest: bool = False
+    """Whether any rank was asked to leave the generation; then all do so after the step."""
     z_loss: float | None = None
     """Mean z-loss over the same tokens; None without."""
 

@@ -208,8 +208,9 @@ def _read(agreed: Agreement, clipping: Clipping, with_z_loss: bool) -> StepStati
     """Bring a step's numbers to the host: the one place of a step where it waits for the device."""
     refused_or_not = clipping.refused.to(agreed.loss.dtype)
     scalars = torch.stack([agreed.loss, agreed.z_loss, agreed.tokens, clipping.norm, refused_or_not])
-    on_host = torch.cat([scalars, agreed.asked_to_end[None], agreed.memory_bytes, agreed.own_seconds]).tolist()
-    total, z_total, tokens, norm, refused, asked, *each = on_host
+    asked = torch.stack([agreed.asked_to_end, agreed.asked_to_rest])
+    on_host = torch.cat([scalars, asked, agreed.memory_bytes, agreed.own_seconds]).tolist()
+    total, z_total, tokens, norm, refused, to_end, to_rest, *each = on_host
     world = len(agreed.memory_bytes)
     return StepStatistics(
         loss=total / max(tokens, 1.0),
@@ -217,6 +218,7 @@ def _read(agreed: Agreement, clipping: Clipping, with_z_loss: bool) -> StepStati
         memory_bytes=int(max(each[:world])),
         own_seconds=tuple(each[world:]),
         updated=not refused,
-        asked_to_end=asked > 0,
+        asked_to_end=to_end > 0,
+        asked_to_rest=to_rest > 0,
         z_loss=z_total / max(tokens, 1.0) if with_z_loss else None,
     )

@@ -33,9 +33,10 @@ def test_slices_are_views_of_one_vector_and_do_not_overlap():
     sent = []
     comm.all_reduce = lambda axis, tensor: sent.append((axis, tensor.tolist()))  # type: ignore[method-assign]
     agreed = Agreement(comm, replica_ranks=2, micro_batches=5, z_losses=3)
-    slices = [agreed.loss, agreed.z_loss, agreed.tokens, agreed.square, agreed.asked_to_end, agreed.memory_bytes]
-    slices += [agreed.own_seconds, agreed.rank_squares, agreed.micro_batch_losses, agreed.micro_batch_z]
-    assert [each.numel() for each in slices] == [1, 1, 1, 1, 1, 6, 6, 2, 5, 3]
+    slices = [agreed.loss, agreed.z_loss, agreed.tokens, agreed.square, agreed.asked_to_end, agreed.asked_to_rest]
+    slices += [agreed.memory_bytes, agreed.own_seconds]
+    slices += [agreed.rank_squares, agreed.micro_batch_losses, agreed.micro_batch_z]
+    assert [each.numel() for each in slices] == [1, 1, 1, 1, 1, 1, 6, 6, 2, 5, 3]
     for number, each in enumerate(slices):
         each.fill_(number)
     agreed.sum()
@@ -49,13 +50,14 @@ def test_each_rank_tells_of_itself_in_its_own_place(monkeypatch):
     monkeypatch.setattr(comm, "all_reduce", lambda axis, values: None)
     loss = Loss(torch.tensor([6.0, 2.0]), torch.tensor(3.0), 1.0)
     norm = SimpleNamespace(square=lambda gradient: gradient.sum() ** 2)
-    for asked in (0, 1):
+    for asks, asked in ((comm.ask_to_end, (0, 0)), (comm.ask_to_rest, (1, 0)), (None, (1, 1))):
         agreed = StepSums(comm, norm).agree(torch.full((2,), 2.0), loss, memory_bytes=7)
         assert agreed.memory_bytes.tolist() == [0, 0, 0, 0, 7, 0]
         assert [rank for rank, seconds in enumerate(agreed.own_seconds.tolist()) if seconds] == [4]
         assert [each.item() for each in (agreed.loss, agreed.tokens, agreed.square)] == [8.0, 3.0, 16.0]
-        assert agreed.asked_to_end.item() == asked
-        comm.ask_to_end(comm.generation)
+        assert (agreed.asked_to_end.item(), agreed.asked_to_rest.item()) == asked
+        if asks is not None:
+            asks(comm.generation)
 
 
 @pytest.mark.parametrize("rank", [0, 3, 6])

@@ -74,7 +74,10 @@ def test_statistics_tell_each_ranks_own_time_whether_anything_changed_and_whethe
     engine.optimizer.limits = (1.9, 100.0)
     assert not statistics(128.0).updated
     engine.comm.ask_to_end(engine.comm.generation)
-    assert statistics(64.0).asked_to_end
+    last = statistics(64.0)
+    assert last.asked_to_end and not last.asked_to_rest
+    engine.comm.ask_to_rest(engine.comm.generation)
+    assert statistics(64.0).asked_to_rest
 
 
 def test_loaded_weights_are_those_that_are_computed_with_and_those_that_are_updated():

@@ -1,0 +1,146 @@
+"""Several nodes with GPUs, unequally many, and one without, on a machine that has none (see test_gpus.py): who is
+placed where, and what happens when a node is to be left or is lost."""
+
+import uuid
+
+import pytest
+
+from api.cli.service import stop_service
+from tests.e2e.conftest import EVERY_STEP, Manta
+from tests.e2e.network import Network
+from tests.e2e.ray_nodes import SLOTS, Node
+from tests.e2e.test_gpus import CPU, ON_CPU, devices, on_gpus, running
+
+# The decisions: tests/service/test_scheduler.py, tests/service/job; on one node: test_gpus.py.
+pytestmark = pytest.mark.soak
+HEAD_GPUS, NODE_GPUS = 2, 3
+STEPS, HELD_AT = 30, 8
+LAYOUT = (2, 1, 2)
+TO_LEAVE_SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def network():
+    made = Network(uuid.uuid4().hex)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def manta(tmp_path_factory, corpus, network):
+    """A service whose own node has two GPUs."""
+    through = {"GLOO_SOCKET_IFNAME": network.bridge} if network.usable else {}  # else gloo goes by the host's name
+    made = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS, environment={**on_gpus(HEAD_GPUS), **through})
+    yield made
+    for node in network.plugged_in:
+        node.kill()
+    stop_service(made.home)
+
+
+@pytest.fixture(scope="module")
+def nodes(manta, network):
+    """Further nodes: one with three GPUs, one with two, and one without."""
+    return [Node(manta, network, gpus, ON_CPU).registered().started() for gpus in (NODE_GPUS, 2, 0)]
+
+
+@pytest.fixture(scope="module")
+def clean(manta, nodes):
+    """The curve of a job to which nothing happens."""
+    job = manta.submit(spec_of(manta))
+    manta.until_state(job, "SUCCEEDED")
+    return manta.curve(job)
+
+
+def spec_of(manta):
+    return manta.spec(STEPS, LAYOUT, checkpoint=EVERY_STEP)
+
+
+def held(manta):
+    """A job in the middle of its run."""
+    job = manta.submit(spec_of(manta))
+    manta.hold(job, 0, HELD_AT)
+    return job
+
+
+def ranks_on(manta, job, node):
+    pids = {process.pid for process in node.processes()}
+    return [rank for rank, pid in enumerate(manta.pids(job)) if pid in pids]
+
+
+def some_with_ranks(manta, job, nodes):
+    """One of `nodes` that has ranks of `job`, and which."""
+    return next((node, ranks) for node in nodes if (ranks := ranks_on(manta, job, node)))
+
+
+def gpus_of(manta, node):
+    """(GPUs, of which nobody has so many) of a node."""
+    return next((each.total, each.free) for each in manta.client.cluster().nodes if each.id == node.id)
+
+
+def test_tensor_groups_stay_on_a_node_and_what_an_odd_one_has_left_is_for_others(manta, nodes):
+    three, two, none = nodes
+    job = running(manta, LAYOUT)
+    alone = [running(manta, (1, 1, 1)) for _ in range(3)]
+    for node in (three, two):
+        assert ranks_on(manta, job, node) in ([], [0, 1], [2, 3])
+    assert all(len(set(devices(manta, job)[pair : pair + 2])) == 2 for pair in (0, 2))
+    assert [ranks_on(manta, each, none) for each in (job, *alone)] == [[]] * 4
+    assert manta.client.cluster().totals["free"] == 0
+    whole = manta.submit(manta.spec(STEPS, (4, 1, 1)))
+    waiting = manta.until("why it waits", lambda: (seen := manta.client.job(whole)).message and seen)
+    assert waiting.message == "needs 4 GPUs in groups of 4 on one node, 0 of 0 are free"
+    (cpu,) = [each for each in manta.client.cluster().nodes if each.id == none.id]
+    assert (cpu.accelerator, cpu.total) == ("cpu", SLOTS)
+    on_slots = running(manta, (1, 1, 4 * SLOTS), train={"global_batch_size": 4 * SLOTS}, resources=CPU)
+    assert len(ranks_on(manta, on_slots, none)) == SLOTS, "of GPUs or not, all nodes have slots"
+
+
+def test_lost_nodes_ranks_go_on_on_gpus_of_another(manta, nodes, clean):
+    job = held(manta)
+    lost, ranks = some_with_ranks(manta, job, nodes)
+    lost.kill(job, ranks)
+    manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == clean
+    (recovered,) = manta.events(job, "recovered")
+    assert recovered.data["steps_redone"] <= 1 and recovered.data["source"] != "start"
+    assert all(device.startswith("GPU ") for device in devices(manta, job))
+    lost.start_again()
+    assert gpus_of(manta, lost)[0] == gpus_of(manta, lost)[1] > 0
+
+
+def test_node_that_is_to_be_left_gives_its_gpus_back_and_no_process_elsewhere_is_lost(manta, nodes, clean):
+    job = held(manta)
+    leaving, moved = some_with_ranks(manta, job, nodes)
+    before = manta.pids(job)
+    manta.client.drain(leaving.id, TO_LEAVE_SECONDS)
+    manta.until("the move", lambda: len(manta.events(job, "first_step")) == 2)
+    assert ranks_on(manta, job, leaving) == []
+    assert [rank for rank, pid in enumerate(manta.pids(job)) if pid == before[rank]] == [
+        rank for rank in range(4) if rank not in moved
+    ]
+    ended = manta.until_state(job, "SUCCEEDED")
+    assert (manta.curve(job), ended.generation, ended.restarts) == (clean, 2, 0)
+    assert manta.events(job, "rank_lost") == []
+    resumed = manta.events(job, "generation_started")[-1]
+    assert resumed.data["resume_source"] == "snapshot"
+    assert gpus_of(manta, leaving)[0] == gpus_of(manta, leaving)[1]
+    leaving.kill()
+    leaving.start_again()
+
+
+def test_job_without_gpus_elsewhere_waits_for_some_though_there_are_slots(manta, nodes, clean):
+    three, two, none = nodes
+    job = held(manta)
+    here = ranks_on(manta, job, none)
+    gone = [node for node in (three, two) if node.process.poll() is None]
+    ranks = [ranks_on(manta, job, node) for node in gone]
+    for node, held_there in zip(gone, ranks, strict=True):
+        node.kill(job, held_there)
+    waiting = manta.until_state(job, "QUEUED")
+    assert (here, waiting.reason) == ([], "insufficient_gpus")
+    manta.until(
+        "why", lambda: "needs 4 GPUs in groups of 2 on one node, 2 of 2" in (manta.client.job(job).message or "")
+    )
+    two.start_again()
+    manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == clean

@@ -1,0 +1,148 @@
+"""Jobs on GPUs through the whole service, on a machine without any: Ray is told that there are some, and trainers
+compute on the CPU. All else, from the queue to what each process sees, is as on GPUs."""
+
+import json
+
+import pytest
+
+from api.cli.service import stop_service
+from tests.e2e.conftest import EVERY_STEP, Manta
+
+GPUS, SLOTS = 3, 4
+ON_CPU = {"MANTA_COMPUTE_ON_CPU_FOR_TESTS": "1"}
+"""Environment of nodes whose trainers are to compute there, whatever Ray was told."""
+STEPS, HELD_AT, ENDLESS = 20, 5, 10**5
+PAIR, ALONE = (2, 1, 1), (1, 1, 1)
+CPU = {"accelerator": "cpu"}
+
+
+def on_gpus(count):
+    """Environment of a service whose own node seems to have so many GPUs."""
+    return {**ON_CPU, "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": count})}
+
+
+@pytest.fixture(scope="module")
+def manta(tmp_path_factory, corpus):
+    """A service whose node has three GPUs, and slots beside them."""
+    running = Manta(tmp_path_factory.mktemp("manta"), corpus, SLOTS, environment=on_gpus(GPUS))
+    yield running
+    stop_service(running.home)
+
+
+@pytest.fixture(autouse=True)
+def everything_is_given_back(manta):
+    """Every GPU and slot, whatever happened to who had it."""
+    yield
+    manta.end_all_jobs()
+    free = {"total": GPUS, "free": GPUS, "slots_total": SLOTS, "slots_free": SLOTS}
+    manta.until("all GPUs and slots", lambda: manta.client.cluster().totals == free)
+
+
+@pytest.fixture(scope="module")
+def clean(manta):
+    """The curve of a pair of ranks to which nothing happens."""
+    job = manta.submit(manta.spec(STEPS, PAIR))
+    manta.until_state(job, "SUCCEEDED")
+    return manta.curve(job)
+
+
+def running(manta, layout, **sections):
+    """A job that runs on and on, and leaves the cores to others."""
+    job = manta.submit(manta.spec(ENDLESS, layout, **sections))
+    manta.leave_room(job)
+    manta.until_step(job, 1)
+    return job
+
+
+def devices(manta, job):
+    """Of each rank, as users are told."""
+    return [rank.device for rank in manta.client.ranks(job).items]
+
+
+def seen(manta, job):
+    """By rank which GPU each of its processes saw, one after the other, as they said themselves."""
+    by_rank = {rank: [] for rank in range(len(devices(manta, job)))}
+    for line in manta.client.logs(job).items:
+        _, said, gpu = line.text.partition("computes on the CPU, as if on ")
+        if said:
+            by_rank[line.rank].append(gpu)
+    return by_rank
+
+
+def test_every_rank_of_every_job_has_a_gpu_of_its_own_and_jobs_on_slots_run_beside_them(manta):
+    pair, alone, on_slots = running(manta, PAIR), running(manta, ALONE), running(manta, PAIR, resources=CPU)
+    assert sorted(devices(manta, pair) + devices(manta, alone)) == ["GPU 0", "GPU 1", "GPU 2"]
+    for job in (pair, alone):
+        assert seen(manta, job) == {rank: [device] for rank, device in enumerate(devices(manta, job))}
+    assert (devices(manta, on_slots), seen(manta, on_slots)) == (["cpu", "cpu"], {0: [], 1: []})
+    assert manta.client.cluster().totals == {"total": GPUS, "free": 0, "slots_total": SLOTS, "slots_free": SLOTS - 2}
+    assert manta.client.job(pair).spec["resources"]["accelerator"] == "gpu", "what auto is, was decided"
+
+
+def test_job_without_a_free_gpu_says_what_is_missing_and_holds_back_none_that_takes_slots(manta):
+    first = running(manta, PAIR)
+    second, on_slots = manta.submit(manta.spec(STEPS, PAIR)), manta.submit(manta.spec(STEPS, PAIR, resources=CPU))
+    manta.until_state(on_slots, "SUCCEEDED")
+    waiting = manta.client.job(second)
+    assert (waiting.state, waiting.reason) == ("QUEUED", "insufficient_gpus")
+    assert waiting.message == "needs 2 GPUs in groups of 2 on one node, 0 of 2 are free"
+    manta.client.cancel(first)
+    manta.until_state(second, "SUCCEEDED")
+
+
+def test_job_with_more_ranks_than_gpus_waits_and_holds_back_none(manta, clean):
+    job = manta.submit(manta.spec(STEPS, (2, 2, 1)))
+    why = (
+        "needs 4 GPUs in groups of 2 on one node, 2 of 2 are free; "
+        "with resources.accelerator: cpu it would take slots, of which there are enough"
+    )
+    manta.until("why it waits", lambda: manta.client.job(job).message == why)  # Ray's own view lags a little
+    assert (manta.client.job(job).state, manta.client.job(job).reason) == ("QUEUED", "insufficient_gpus")
+    behind = manta.submit(manta.spec(STEPS, PAIR))
+    manta.until_state(behind, "SUCCEEDED")
+    assert manta.curve(behind) == clean
+
+
+def test_job_that_may_be_smaller_takes_the_gpus_that_there_are(manta):
+    job = running(manta, (1, 1, 4), elastic={"min_data": 1, "max_data": 4})
+    assert sorted(devices(manta, job)) == ["GPU 0", "GPU 1", "GPU 2"]
+
+
+def test_killed_rank_goes_on_on_its_gpu_and_its_peers_on_theirs(manta, clean, kill):
+    job = manta.submit(manta.spec(STEPS, PAIR, checkpoint=EVERY_STEP))
+    manta.hold(job, 0, HELD_AT)
+    before = devices(manta, job)
+    kill(manta.pids(job)[1])
+    manta.until_state(job, "SUCCEEDED")
+    assert (manta.curve(job), devices(manta, job)) == (clean, before)
+    assert {tuple(gpus) for gpus in seen(manta, job).values()} == {(device, device) for device in before}
+    (recovered,) = manta.events(job, "recovered")
+    assert recovered.data["steps_redone"] <= 1
+    ledger = manta.client.ledger(job)
+    assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall_seconds)
+    assert min(ledger.seconds[name] for name in ("compute", "re_form", "restore")) > 0.0
+
+
+def test_rank_whose_agent_is_lost_gets_a_gpu_again_and_no_second_one(manta, clean):
+    job = manta.submit(manta.spec(STEPS, PAIR, checkpoint=EVERY_STEP))
+    manta.hold(job, 0, HELD_AT)
+    manta.agents()[0].kill()
+    manta.until("the recovery", lambda: manta.events(job, "recovered"))
+    held = devices(manta, job)
+    assert len(set(held)) == 2 and manta.client.cluster().totals["free"] == GPUS - 2
+    assert {rank: gpus[-1] for rank, gpus in seen(manta, job).items()} == dict(enumerate(held))
+    manta.until_state(job, "SUCCEEDED")
+    assert manta.curve(job) == clean
+
+
+def test_resized_job_gives_gpus_back_and_takes_some_again_and_keeps_its_processes(manta):
+    job = running(manta, (1, 1, 3), elastic={"min_data": 1, "max_data": 3}, train={"global_batch_size": 12})
+    before = manta.pids(job)
+    manta.client.resize(job, 1)
+    manta.until("the smaller size", lambda: len(manta.events(job, "first_step")) == 2)
+    assert manta.pids(job) == before[:1]
+    manta.until("what was given back", lambda: manta.client.cluster().totals["free"] == 2)
+    manta.client.resize(job, 2)
+    manta.until("the larger size", lambda: len(manta.events(job, "first_step")) == 3)
+    assert manta.pids(job)[0] == before[0] and len(set(devices(manta, job))) == 2
+    assert (manta.events(job, "rank_lost"), manta.client.job(job).restarts) == ([], 0)
