@@ -103,7 +103,7 @@ def test_a_template_that_loops_for_ever_is_ended(monkeypatch):
 )
 def test_a_template_that_wants_gigabytes_is_ended(source):
     before = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(TemplateFailed, match="it takes too much memory|it writes more than 67108864 characters"):
+    with pytest.raises(TemplateFailed, match=r"it takes too much memory|it writes more than 67108864 characters"):
         render(source)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 6 * 2**20, "in KiB"

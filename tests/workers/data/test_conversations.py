@@ -157,9 +157,7 @@ SYSTEM_LAST = """{%- for message in messages if message.role != 'system' %}
 def test_a_template_whose_text_changes_as_more_follows_is_refused(tmp_path):
     """It writes what the system says beside the last question alone."""
     path = chat_file(tmp_path / "a.jsonl", [said("a", "b", "c", "d", system="s")])
-    with pytest.raises(
-        DataError, match=r"line 1 .*writes message 3 or those before it in another way once more follow"
-    ):
+    with pytest.raises(DataError, match=r"line 1 .*writes message 3 or those before it in another way once more"):
         texts(path, ChatTemplate(SYSTEM_LAST))
     assert texts(path, ChatTemplate(SYSTEM_LAST), loss="all"), "what is to be learned need not be found there"
 
