@@ -259,6 +259,11 @@ class DataConfig(Section):
         return self.model_copy(update=own | {"validation": ()})
 
     @property
+    def corpora(self) -> tuple[DataConfig, ...]:
+        """This corpus and the validation sets."""
+        return self, *(self.corpus_of(each) for each in self.validation)
+
+    @property
     def key(self) -> str:
         """Key or column that holds a document."""
         return self.text_key or ("messages" if self.source == "chat" else "text")

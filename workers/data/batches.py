@@ -105,8 +105,7 @@ class Batches:
 
     def _are_conversations(self) -> bool:
         """Whether all texts are, which themselves know where each ends."""
-        data = self.spec.data
-        return all(each.source == "chat" for each in (data, *map(data.corpus_of, data.validation)))
+        return all(each.source == "chat" for each in self.spec.data.corpora)
 
     def _held_out(
         self, tokens: list[int], cache: Path | None, record: Place | None, records: bool, watcher: Watcher

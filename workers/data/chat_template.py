@@ -30,8 +30,6 @@ from workers.data.render_bounds import MOST_CHARACTERS, TooMuch, bounded
 from workers.data.tokenizer import SETTINGS, SPECIAL_TOKENS, TEMPLATE, tokenizer_path
 from workers.errors import DataError
 
-KEPT_NAME = "chat.json"
-"""Under which a job keeps its template."""
 MOST_BYTES = 2**20
 """Of a template."""
 START, STOP = "\ufdd0", "\ufdd1"

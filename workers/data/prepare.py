@@ -44,7 +44,7 @@ from workers.data.token_cache import (
     read_info,
     write_json,
 )
-from workers.data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, open_tokenizer, tokenizer_path
+from workers.data.tokenizer import FILE_NAME, KEPT_CHAT, FileTokenizer, Tokenizer, open_tokenizer, tokenizer_path
 from workers.data.trained_tokenizer import tokenizer_file, trained_tokenizer
 from workers.errors import DataError
 from workers.storage.files import files_of
@@ -260,13 +260,13 @@ def _pin(record: Place | None, records: bool, pins: dict[str, str], tokenizer: P
 
 def _pin_template(record: Place | None, records: bool, data: DataConfig) -> None:
     """The same of the chat template, which is kept too."""
-    from workers.data.chat_template import KEPT_NAME, open_template
+    from workers.data.chat_template import open_template
 
     template = open_template(data)
     if _pin(record, records, {"the chat template": template.digest}) and record is not None:
         with contextlib.suppress(OSError):
             content = json.dumps(template.as_document(), indent=1).encode()
-            files_of(record).write_whole(record.parent / KEPT_NAME, content)
+            files_of(record).write_whole(record.parent / KEPT_CHAT, content)
 
 
 def _datasets(spec: JobSpec, files: Sequence[CorpusFile], cache: Path | None, watcher: Watcher) -> list[Row]:

@@ -50,11 +50,12 @@ class DataRoots:
         needs, or a file of any of them lies outside."""
         for problem in self.problems(spec):
             raise DataError(f"{problem.path}: {problem.rule}")
-        if spec.data.tokenizer_file is not None:
+        chats = any(each.source == "chat" for each in spec.data.corpora)
+        if chats and spec.data.tokenizer_file is not None:
             folder = tokenizer_path(spec.data.tokenizer_file).parent
             self._check_links(str(folder / name) for name in BESIDE_TOKENIZER if (folder / name).exists())
         check_data(spec)
-        for data in (spec.data, *(spec.data.corpus_of(each) for each in spec.data.validation)):
+        for data in spec.data.corpora:
             self._check_links(file.path for file in self._files(data))
         if spec.model.from_ is not None:
             folder = Path(spec.model.from_)

@@ -135,7 +135,7 @@ def check_data(spec: JobSpec) -> None:
         tokens = _known_tokens(spec.data.corpus_of(each))
         if tokens is not None:
             check_validation_set(spec, each, tokens)
-    for data in (spec.data, *map(spec.data.corpus_of, spec.data.validation)):
+    for data in spec.data.corpora:
         if data.source == "chat":
             from workers.data.chat_template import open_template
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 FILE_NAME = "tokenizer.json"
+KEPT_CHAT = "chat.json"
+"""Under which a job keeps its chat template beside that."""
 TEMPLATE = "chat_template.jinja"
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"

@@ -33,7 +33,7 @@ def _template_is_known(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _has_conversations(spec: JobSpec) -> bool:
-    return any(each.source == "chat" for each in (spec.data, *map(spec.data.corpus_of, spec.data.validation)))
+    return any(each.source == "chat" for each in spec.data.corpora)
 
 
 CHAT_RULES = (

@@ -79,6 +79,13 @@ def test_chatml_is_built_in_and_learns_what_ends_an_answer(tmp_path):
     assert learned(path) == ["b<|im_end|>|d<|im_end|>"]
 
 
+def test_of_bytes_those_of_answers_are_marked():
+    text, spans = "é|Größe|🙂", ((2, 7), (8, 9))
+    ((ids, marks),) = open_tokenizer(DataConfig(source="chat", paths=["a"])).encode_marked([text], [spans])
+    assert bytes(ids) == text.encode()
+    assert bytes(id for id, mark in zip(ids, marks, strict=True) if mark).decode() == "Größe🙂"
+
+
 def test_all_of_it_is_learned_on_request(tmp_path):
     path = chat_file(tmp_path / "a.jsonl", [said("a", "b"), said("nobody answers")])
     assert learned(path, loss="all") == [each.text for each in texts(path)]
