@@ -41,9 +41,9 @@ def run_blocks(blocks: Iterable[Block], folder: Path) -> list[str]:
             (folder / text.splitlines()[0].removeprefix("# ")).write_text(text)
         elif kind in ("sh", "python"):
             command = ["sh", "-ec", text] if kind == "sh" else [sys.executable, "-c", text]
-            done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-            )
+            # `timeout` also ends what the command has started.
+            command = ["timeout", "280", *command]
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
             printed.append(done.stdout)
     return printed
