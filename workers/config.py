@@ -37,6 +37,8 @@ TRAINED_VOCABULARY = 8192
 BUILT_IN_TOKENIZERS = ("bytes", "bpe")
 """Those that are no file."""
 NO_TOKEN = "none"
+CHATML = "chatml"
+"""The template that is built in."""
 END_OF_TEXT = "<|endoftext|>"
 LEAST_WINDOW = 5
 PART_OF_A_NAME = r"^[A-Za-z0-9_]+$"
@@ -44,7 +46,7 @@ PART_OF_A_NAME = r"^[A-Za-z0-9_]+$"
 RecomputeModule = Literal["core_attention", "norm", "mlp_activation"]
 Accelerator = Literal["auto", "gpu", "cpu"]
 ParameterGroup = Literal["linear", "embedding", "norm", "bias"]
-Source = Literal["python-stdlib", "text", "jsonl", "parquet", "megatron"]
+Source = Literal["python-stdlib", "text", "jsonl", "parquet", "chat", "megatron"]
 
 
 class Section(BaseModel):
@@ -213,15 +215,15 @@ class DataConfig(Section):
 
     source: Source
     """Kind of corpus. python-stdlib: the .py files of this Python's standard library; text: a file is a document;
-    jsonl: a line is one (.jsonl, .jsonl.gz, .jsonl.zst); parquet: a row is one; megatron: tokens, as Megatron-LM's
-    indexed datasets hold them (.bin and .idx)."""
+    jsonl: a line is one (.jsonl, .jsonl.gz, .jsonl.zst); parquet: a row is one; chat: a line or a row is a
+    conversation; megatron: tokens, as Megatron-LM's indexed datasets hold them (.bin and .idx)."""
     paths: tuple[str, ...] = ()
     """Files and directories of the corpus, in order; a directory stands for its files of that kind, sorted by path."""
     weights: tuple[PositiveFloat, ...] | None = None
     """Shares of the paths in the samples, in any unit; default: all paths are one row of tokens."""
     documents: Literal["together", "apart"] = "together"
     """Whether attention looks across documents that share a sample. apart: each token sees its own document alone, and
-    nothing is predicted across a boundary. Needs a token that ends documents."""
+    nothing is predicted across a boundary. Needs a token that ends documents, but for chat, where it is the default."""
     tokenizer: str = "bytes"
     """bytes (one token a byte, 256 ids), bpe (byte-level byte-pair encoding, trained on this corpus), or the path of a
     tokenizer.json as Hugging Face's library `tokenizers` writes it."""
@@ -231,18 +233,51 @@ class DataConfig(Section):
     end_of_document: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Token that follows each document, or `none`; default: with bytes none, with bpe <|endoftext|>, with a file the
     first of its special tokens that is known to mean this."""
-    text_key: Annotated[str, Field(min_length=1, max_length=1000)] = "text"
-    """Key of a line's object in jsonl, or column of parquet, that holds the document's text."""
+    text_key: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    """Key of a line's object in jsonl, or column of parquet, that holds the document: its text (default: `text`), or
+    with chat its messages (default: `messages`)."""
+    template: Annotated[str, Field(min_length=1)] | None = None
+    """chat: how a conversation becomes text, as the path of a template in Jinja, or `chatml`, which is built in;
+    default: what lies beside the tokenizer's file."""
+    loss: Literal["answers", "all"] | None = None
+    """Which tokens are learned. answers (default of chat): those of the assistant's messages, with what ends them; all:
+    every token."""
     validation_fraction: Fraction = 0.05
     """Last part of the corpus (with weights: of each path), held out for the validation loss; 0: none is."""
     validation: Annotated[tuple[ValidationSet, ...], Field(max_length=32)] = ()
     """More texts whose loss is measured, each by itself, every train.validate_every steps."""
+
+    @model_validator(mode="after")
+    def _with_conversations_apart(self) -> DataConfig:
+        if self.source == "chat" and "documents" not in self.model_fields_set:
+            self.__dict__["documents"] = "apart"  # not as what the user wrote
+        return self
 
     def corpus_of(self, validation: ValidationSet) -> DataConfig:
         """A validation set as a corpus, read as this one."""
         source = validation.source or ("text" if self.source == "python-stdlib" else self.source)
         own = {"source": source, "paths": validation.paths, "weights": None, "validation_fraction": 0.0}
         return self.model_copy(update=own | {"validation": ()})
+
+    @property
+    def corpora(self) -> tuple[DataConfig, ...]:
+        """This corpus and the validation sets."""
+        return self, *(self.corpus_of(each) for each in self.validation)
+
+    @property
+    def key(self) -> str:
+        """Key or column that holds a document."""
+        return self.text_key or ("messages" if self.source == "chat" else "text")
+
+    @property
+    def learns_answers(self) -> bool:
+        """Whether the assistant's messages alone are learned."""
+        return self.source == "chat" and self.loss != "all"
+
+    @property
+    def template_file(self) -> str | None:
+        """Path of the chat template that is named; None where none is, or one that is built in."""
+        return None if self.template == CHATML else self.template
 
     @property
     def tokenizer_file(self) -> str | None:

@@ -1,7 +1,9 @@
-"""How good a trained model is: `python -m workers.evaluate CHECKPOINT (--text | --last-word | --choices) FILE`.
+"""How good a trained model is: `python -m workers.evaluate CHECKPOINT (--text | --last-word | --choices | --chat)
+FILE`.
 
 CHECKPOINT may have been written under any layout; it is read by one process. --text takes plain text or JSONL with
-`text`; --last-word JSONL with `text`; --choices JSONL with `question`, `choices` and the number of the right `answer`.
+`text`; --last-word JSONL with `text`; --choices JSONL with `question`, `choices` and the number of the right `answer`;
+--chat conversations as a job's data has them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from workers.inference import tasks
-from workers.inference.command import loaded, options_for, run
+from workers.inference.chats import ChatResult, chat, read_conversations, template_of
+from workers.inference.command import add_template_to, checkpoint_at, loaded, options_for, run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,6 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     kind.add_argument("--text", type=Path, metavar="FILE", help="perplexity of a text, or of a JSONL's texts")
     kind.add_argument("--last-word", type=Path, metavar="FILE", help="accuracy on the last words of a JSONL's texts")
     kind.add_argument("--choices", type=Path, metavar="FILE", help="accuracy on a JSONL's multiple choice questions")
+    kind.add_argument("--chat", type=Path, metavar="FILE", help="perplexity of the answers in conversations")
+    add_template_to(parser)
     parser.add_argument(
         "--stride", type=int, help="with --text: tokens by which windows move on; default: as many as the model reads"
     )
@@ -30,13 +35,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    result: tasks.TextResult | tasks.Accuracy
+    result: tasks.TextResult | tasks.Accuracy | ChatResult
     if options.text is not None:
         documents = tasks.read_texts(options.text)
         result = tasks.text(*loaded(options), documents, options.stride, options.batch_size)
     elif options.last_word is not None:
         passages = tasks.read_texts(options.last_word)
         result = tasks.last_word(*loaded(options), passages, options.batch_size)
+    elif options.chat is not None:
+        model, tokens = loaded(options)
+        template = template_of(model.spec, checkpoint_at(options.checkpoint), options.template)
+        result = chat(model, tokens, read_conversations(options.chat, model.spec, template), options.batch_size)
     else:
         questions = tasks.read_questions(options.choices)
         result = tasks.choices(*loaded(options), questions, options.batch_size)

@@ -10,7 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from workers.inference.command import loaded, options_for, run
+from workers.inference.chats import End, end_of_answer, question, template_of
+from workers.inference.command import add_template_to, checkpoint_at, loaded, options_for, run
 from workers.inference.generation import generate
 from workers.inference.sampling import Sampling
 from workers.inference.tasks import read_texts
@@ -22,6 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", help="what is to be continued; may be given several times")
     prompts.add_argument("--prompts", type=Path, metavar="FILE", help="the texts of a JSONL, or a whole file")
+    parser.add_argument("--chat", action="store_true", help="prompts are what a user says; an answer is written")
+    add_template_to(parser)
     parser.add_argument("--tokens", type=int, default=100, help="most tokens to write (default: 100)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: 1)")
     parser.add_argument("--top-k", type=int, default=0, help="draw from so many of the likeliest; 0: all (default)")
@@ -37,15 +40,22 @@ def _generate(options: argparse.Namespace) -> None:
     prompts = options.prompt if options.prompts is None else read_texts(options.prompts)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     model, tokens = loaded(options)
-    ids = [tokens.encode(prompt) for prompt in prompts]
-    written = generate(model, ids, options.tokens, sampling, tokens.end, options.batch_size)
+    asked, end = list(prompts), End(tokens.end, "")
+    if options.chat:
+        template = template_of(model.spec, checkpoint_at(options.checkpoint), options.template)
+        asked, end = [question(template, prompt) for prompt in prompts], end_of_answer(template, tokens)
+    ids = [tokens.encode(prompt) for prompt in asked]
+    written = generate(model, ids, options.tokens, sampling, end.token, options.batch_size)
     texts = [tokens.decode(each.tokens) for each in written]
+    if end.text and end.token is None:  # an end of several tokens is found in the text alone
+        texts = [text.split(end.text)[0] for text in texts]
     if options.json:
         results = zip(prompts, texts, written, strict=True)
         entries = [{"prompt": a, "text": b, "tokens": len(c.tokens), "ended": c.ended} for a, b, c in results]
         print(json.dumps(entries))
     else:
-        print("\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True)))
+        between = "\n" if options.chat else ""
+        print("\n\n".join(f"{prompt}{between}{text}" for prompt, text in zip(prompts, texts, strict=True)))
 
 
 if __name__ == "__main__":

@@ -249,7 +249,8 @@ async def _checked(document: Any, control: ControlPlane) -> JobSpec:
 
 
 def _names_files(spec: JobSpec) -> bool:
-    return bool(spec.data.paths or spec.data.validation) or spec.data.tokenizer_file is not None
+    data = spec.data
+    return bool(data.paths or data.validation) or data.tokenizer_file is not None or data.template_file is not None
 
 
 def _begins_with_weights(document: Any) -> bool:

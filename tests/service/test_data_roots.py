@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tokenizer_files import byte_level
 
 from service.data_roots import roots_of
 from workers.data.roots import DataRoots
@@ -104,3 +105,20 @@ def test_without_a_setting_it_is_everything_on_loopback_and_nothing_elsewhere(se
 def test_where_no_folder_is_set_the_sentence_says_so(make_spec):
     (problem,) = DataRoots(()).problems(spec_of(make_spec, "/data"))
     assert problem.rule.endswith("(MANTA_DATA_ROOTS: none is set)")
+
+
+def test_a_chat_template_is_below_as_well_and_so_is_what_lies_beside_the_tokenizer(folders, make_spec):
+    data, others = folders
+    (data / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    for folder in folders:
+        (folder / "mine.jinja").write_text("{{ messages }}")
+    chats = {"source": "chat", "paths": [str(data / "chats.jsonl")], "template": str(data / "mine.jinja")}
+    DataRoots((data,)).check(make_spec(data=chats))
+    (problem,) = DataRoots((data,)).problems(make_spec(data={**chats, "template": str(others / "mine.jinja")}))
+    assert problem.path == "data.template"
+    assert "is not below any of the folders" in problem.rule
+    byte_level(data / "tokenizer.json")
+    (data / "tokenizer_config.json").symlink_to(others / "text.txt")
+    named = {**chats, "template": None, "tokenizer": str(data), "tokenizer_vocabulary": 400}
+    with pytest.raises(DataError, match=r"tokenizer_config\.json leads elsewhere"):
+        DataRoots((data,)).check(make_spec(data=named))

@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from chat_files import CONVERSATIONS, chat_file, tokenizer_folder
 from engine_specs import document, spec
+from their_models import saved
 
 from workers import run
 from workers.checkpoint.catalog import whole_checkpoints
 from workers.errors import MantaError
 from workers.protocol.reports import Event, Finished, Message, Metrics
 from workers.settings import Launcher
+from workers.weights.export import export
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
@@ -255,3 +258,40 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word_and_without_another_one
         damage(path)
     assert run.main(config) == 1
     assert capsys.readouterr().err.startswith("CheckpointError: the checkpoint at ")
+
+
+def test_weights_are_fine_tuned_on_conversations_with_the_loss_that_transformers_has(tmp_path):
+    """Each conversation by itself there, packed here: the mean over all tokens of answers."""
+    transformers = pytest.importorskip("transformers")
+    base = saved("llama", tmp_path / "base", vocab_size=420, max_position_embeddings=1024)
+    tokenizer_folder(base, "qwen")
+    chat_file(tmp_path / "chats.jsonl")
+    data = {"source": "chat", "paths": ["chats.jsonl"], "tokenizer": "base", "validation_fraction": 0.0}
+    train = {"steps": 2, "global_batch_size": 1, "validate_every": 2}
+    sets = [{"name": "same", "paths": ["chats.jsonl"]}]
+    path, metrics = tmp_path / "job.yaml", tmp_path / "metrics.jsonl"
+    job = {"model": {"from": "base", "sequence_length": 576}, "data": {**data, "validation": sets}, "train": train}
+    path.write_text(yaml.safe_dump({"name": "chat", **job}))
+    checkpoints = tmp_path / "checkpoints"
+    assert run.main([str(path), "--metrics", str(metrics), "--checkpoints", str(checkpoints)]) == 0
+    rows = rows_of(metrics)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    assert rows[0]["loss"] == pytest.approx(loss_of_answers(model, base), rel=1e-5), "one sample holds all of them"
+    assert rows[1]["loss"] < rows[0]["loss"]
+    export(str(whole_checkpoints(checkpoints)[-1][0]), tmp_path / "exported")
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", attn_implementation="eager")
+    assert rows[1]["validation_loss_same"] == pytest.approx(loss_of_answers(tuned, tmp_path / "exported"), rel=1e-5)
+
+
+def loss_of_answers(model, folder: Path) -> float:
+    """In nats a token of all answers, by transformers alone."""
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    losses = []
+    for messages in CONVERSATIONS:
+        said = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        tokens, marks = torch.tensor([said["input_ids"]]), torch.tensor(said["assistant_masks"]).bool()
+        with torch.no_grad():
+            logits = model(tokens).logits[0, :-1]
+        losses += torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")[marks[1:]].tolist()
+    return sum(losses) / len(losses)

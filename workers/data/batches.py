@@ -5,7 +5,7 @@ Shapes: s sequence, b micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from workers.config import JobSpec
 from workers.data.batch_plan import BatchPlan, replica_micro_batches
 from workers.data.blend import blended, whole_shares
 from workers.data.held_out import BlendedHeldOut, HeldOut, validation_sets
+from workers.data.packed_conversations import Marks
 from workers.data.packed_documents import Documents
-from workers.data.prepare import Row, open_corpus
+from workers.data.prepare import Corpus, open_corpus, splits_of
 from workers.data.skipped_samples import SkippedSamples
-from workers.data.sources import parts_of, split_tokens
 from workers.data.token_cache import SILENT, Watcher
 from workers.errors import DataError
 from workers.storage.places import Place
@@ -51,6 +51,19 @@ def with_documents_apart(batch: MicroBatch, end: int) -> MicroBatch:
     return replace(batch, targets_sb=targets_sb.masked_fill(inputs_sb == end, NO_TARGET), documents=documents)
 
 
+def with_marks(batch: MicroBatch, marks: Sequence[Marks], apart: bool) -> MicroBatch:
+    """The same micro-batch, in which only what the `marks` of its samples say is learned; `apart`: and each
+    conversation is by itself."""
+    targets_sb = batch.targets_sb
+    assert targets_sb is not None
+    learned_bs = np.stack([each.learned[1:] for each in marks])
+    learned_sb = torch.from_numpy(learned_bs).t().to(targets_sb.device)
+    length = len(targets_sb)
+    starts = tuple(tuple(start for start in each.begins if start < length) for each in marks)
+    documents = Documents(starts, length) if apart else None
+    return replace(batch, targets_sb=targets_sb.masked_fill(~learned_sb, NO_TARGET), documents=documents)
+
+
 class Batches:
     """Reads a replica's micro-batches for any step, in any order. Raises DataError when the corpus does not do."""
 
@@ -74,22 +87,25 @@ class Batches:
         self.reads_tokens = reads_tokens or self._apart
         self.plan = BatchPlan(spec.train)
         self.corpus = open_corpus(spec, cache, record, records, watcher)
-        if self._apart and self.corpus.end_of_document is None:
+        if self._apart and self.corpus.end_of_document is None and not self._are_conversations():
             raise DataError(
                 "data.documents: apart needs to know the token that ends documents: set data.end_of_document, or the "
                 "tokenizer that a megatron dataset was made with"
             )
-        splits = [
-            split_tokens(spec, part, len(row)) for part, row in zip(parts_of(spec.data), self.corpus.parts, strict=True)
-        ]
+        splits = splits_of(spec, self.corpus)
         training = [split[0] for split in splits]
         self.training_tokens, self.validation_tokens = sum(training), sum(split[1] for split in splits)
         shares = (1,) if spec.data.weights is None else whole_shares(spec.data.weights)
-        self.order = blended(shares, self.corpus.begins, training, spec.model.sequence_length, spec.train.seed)
+        shifts = spec.data.source != "chat"
+        self.order = blended(shares, self.corpus.begins, training, spec.model.sequence_length, spec.train.seed, shifts)
         self.held_out = self._held_out([split[1] for split in splits], cache, record, records, watcher)
         """What validation losses are measured with; nothing where none are."""
         self.skipped = SkippedSamples()
         """Training samples that are not used; the same on all ranks."""
+
+    def _are_conversations(self) -> bool:
+        """Whether all texts are, which themselves know where each ends."""
+        return all(each.source == "chat" for each in self.spec.data.corpora)
 
     def _held_out(
         self, tokens: list[int], cache: Path | None, record: Place | None, records: bool, watcher: Watcher
@@ -123,7 +139,7 @@ class Batches:
         samples = range(batch * size, (batch + 1) * size)
         return self._read(samples, lambda sample: held_out.start(sample, length), held_out.corpus)
 
-    def _read(self, samples: range, start_of: Callable[[int], int], corpus: Row | None = None) -> list[MicroBatch]:
+    def _read(self, samples: range, start_of: Callable[[int], int], corpus: Corpus | None = None) -> list[MicroBatch]:
         """The replica's part of `samples`, whose windows begin at `start_of` in the corpus (default: the job's)."""
         parts = replica_micro_batches(samples, self.spec, self.replica)
         if not self.reads_tokens:
@@ -131,10 +147,13 @@ class Batches:
         text = corpus or self.corpus
         return [self._micro_batch(text, part, [start_of(sample) for sample in part]) for part in parts]
 
-    def _micro_batch(self, corpus: Row, samples: range, starts: list[int]) -> MicroBatch:
+    def _micro_batch(self, corpus: Corpus, samples: range, starts: list[int]) -> MicroBatch:
         length = self.spec.model.sequence_length
         windows_bs = np.stack([corpus.read(start, length + 1) for start in starts])
         tokens_sb = torch.from_numpy(windows_bs).t().contiguous().to(self.device)
         batch = MicroBatch(samples, tokens_sb[:-1], tokens_sb[1:])
+        marks = [each for start in starts if (each := corpus.marks(start, length + 1)) is not None]
+        if marks:
+            return with_marks(batch, marks, self._apart)
         end = self.corpus.end_of_document if self._apart else None
         return batch if end is None else with_documents_apart(batch, end)

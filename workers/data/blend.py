@@ -102,10 +102,16 @@ class BlendedOrder:
 
 
 def blended(
-    shares: Sequence[int], begins: Sequence[int], training_tokens: Sequence[int], sequence_length: int, seed: int
+    shares: Sequence[int],
+    begins: Sequence[int],
+    training_tokens: Sequence[int],
+    sequence_length: int,
+    seed: int,
+    shifts: bool = True,
 ) -> BlendedOrder:
     """The order over parts that begin at `begins`, whose first `training_tokens` are trained on. One part has the order
-    of `SampleOrder` itself; each of several has a seed of its own."""
+    of `SampleOrder` itself; each of several has a seed of its own. `shifts`: as there."""
     seeds = [seed] if len(begins) == 1 else [derived_seed(seed, part) for part in range(len(begins))]
-    orders = [SampleOrder(tokens, sequence_length, own) for tokens, own in zip(training_tokens, seeds, strict=True)]
+    pairs = zip(training_tokens, seeds, strict=True)
+    orders = [SampleOrder(tokens, sequence_length, own, shifts) for tokens, own in pairs]
     return BlendedOrder(Blend(tuple(shares)), tuple(orders), tuple(begins))

@@ -3,16 +3,20 @@ file and where in it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workers.config import DataConfig
-from workers.data.lines import lines_of
+from workers.data.lines import kind_of, lines_of, object_in
 from workers.data.shards import PIECE_BYTES, Section, pieces_of
-from workers.data.sources import is_compressed
+from workers.data.sources import is_compressed, kind_of_file
 from workers.errors import DataError
+
+if TYPE_CHECKING:
+    from workers.data.chat_template import ChatTemplate
+    from workers.data.conversations import Conversation
 
 MOST_WHOLE_BYTES = 2**30
 """Of a text that must not be cut: its tokens take up to a hundred times as much memory while they are made."""
@@ -27,6 +31,8 @@ class Text:
     """Whether the document ends with it."""
     where: str
     """Its file and place, for messages."""
+    learned: tuple[tuple[int, int], ...] | None = None
+    """Of a conversation: which parts are to be learned, each by its first character and one past its last."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +43,44 @@ class Raw:
     ends: bool
 
 
-def texts_of(section: Section, data: DataConfig, cuts_are_exact: bool) -> Iterator[Text]:
+def texts_of(
+    section: Section, data: DataConfig, cuts_are_exact: bool, template: ChatTemplate | None = None
+) -> Iterator[Text]:
     """The documents of `section`; those of `text` come in pieces where they may be cut. Documents without any text are
-    left out. Raises DataError."""
-    if data.source == "parquet":
-        from workers.data.parquet_documents import rows_of
+    left out. `template`: of conversations, where it was opened before. Raises DataError."""
+    if data.source == "chat":
+        from workers.data.chat_template import open_template
+        from workers.data.conversations import as_text
 
-        for where, text in rows_of(section, data.text_key):
+        template = template or open_template(data)
+        for conversation in conversations_of(section, data):
+            text, learned = as_text(conversation, template, data.learns_answers)
+            for each in _checked(text, conversation.where):
+                yield replace(each, learned=learned)
+    elif data.source == "parquet":
+        from workers.data.parquet_documents import texts_of_rows
+
+        for where, text in texts_of_rows(section, data.key):
             yield from _checked(text, where)
     elif data.source == "jsonl":
         for where, line in _lines(section):
-            yield from _checked(_text_in(line, data.text_key, where), where)
+            yield from _checked(_text_in(line, data.key, where), where)
     else:
         yield from _pieces(section, cuts_are_exact)
+
+
+def conversations_of(section: Section, data: DataConfig) -> Iterator[Conversation]:
+    """The conversations of `section`. Raises DataError."""
+    from workers.data.conversations import conversation_in
+
+    if kind_of_file(section.path, data.source) == "parquet":
+        from workers.data.parquet_documents import rows_of
+
+        for where, row in rows_of(section, data.key, ("tools",)):
+            yield conversation_in(row, data.key, where)
+    else:
+        for where, line in _lines(section):
+            yield conversation_in(object_in(line, data.key, where), data.key, where)
 
 
 def raw_pieces_of(section: Section) -> Iterator[Raw]:
@@ -128,25 +159,10 @@ def _lines_before(section: Section) -> int:
 
 
 def _text_in(line: bytes, key: str, where: str) -> str:
-    try:
-        entry = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the line)") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({' '.join(str(error).split())})") from error
-    if not isinstance(entry, dict):
-        raise DataError(f"{where}: not an object such as {{{json.dumps(key)}: ...}}")
+    entry = object_in(line, key, where)
     if key not in entry:
         there = ", ".join(map(repr, list(entry)[:10])) or "none"
         raise DataError(f"{where}: no key {key!r}, only {there}: set data.text_key")
     if not isinstance(entry[key], str):
-        raise DataError(f"{where}: {key!r} holds no text but {_kind(entry[key])}")
+        raise DataError(f"{where}: {key!r} holds no text but {kind_of(entry[key])}")
     return entry[key]
-
-
-def _kind(value: object) -> str:
-    return (
-        "null"
-        if value is None
-        else {"dict": "an object", "list": "a list", "bool": "a boolean"}.get(type(value).__name__, "a number")
-    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from workers import metric_names
 from workers.config import JobSpec
 from workers.data.blend import Blend
-from workers.data.prepare import Row, open_corpus
+from workers.data.prepare import Corpus, open_corpus
 from workers.data.sources import check_validation_set
 from workers.data.token_cache import SILENT, Watcher
 from workers.storage.places import Place
@@ -20,7 +20,7 @@ class HeldOut:
 
     name: str | None
     """Of the validation set; None: the last part of the training corpus."""
-    corpus: Row
+    corpus: Corpus
     first: int
     """First token of the text."""
     tokens: int

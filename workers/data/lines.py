@@ -1,8 +1,9 @@
-"""Lines of files that may be compressed with gzip or zstd."""
+"""Lines of files that may be compressed with gzip or zstd, and the JSON in them."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from workers.data.shards import Section
 from workers.errors import DataError
 
 _BLOCK = 2**20
+_KINDS = {"str": "a text", "dict": "an object", "list": "a list", "bool": "a boolean", "NoneType": "null"}
 
 
 def lines_of(section: Section) -> Iterator[bytes]:
@@ -29,6 +31,24 @@ def lines_of(section: Section) -> Iterator[bytes]:
                 yield from _lines(_part(file, section))
     except OSError as error:
         raise DataError(f"cannot be read: {section.path} ({error.strerror or error})") from error
+
+
+def object_in(line: bytes, key: str, where: str) -> dict[str, Any]:
+    """The object of a line of JSON, in which something is to be found at `key`. Raises DataError."""
+    try:
+        entry = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the line)") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON ({' '.join(str(error).split())})") from error
+    if not isinstance(entry, dict):
+        raise DataError(f"{where}: not an object such as {{{json.dumps(key)}: ...}}")
+    return entry
+
+
+def kind_of(value: object) -> str:
+    """What a JSON value is, in words."""
+    return _KINDS.get(type(value).__name__, "a number")
 
 
 class _Damaged(Exception):

@@ -23,15 +23,22 @@ class SampleOrder:
     """Tokens in a sample; one more is read for the targets."""
     seed: int
     """Seed of the job."""
+    shifts: bool = True
+    """Whether each epoch begins at a token of its own. Not where texts were laid out for samples that begin at
+    multiples of sequence_length."""
 
     @property
     def windows(self) -> int:
         """Samples in one epoch. One sequence is given up so that epochs can be shifted."""
+        if not self.shifts:
+            return self.tokens // self.sequence_length
         return max(1, (self.tokens - 1) // self.sequence_length - 1)
 
     def start(self, sample: int) -> int:
         """First token of global sample `sample` (from 0, over all steps of the job)."""
         epoch, position = divmod(sample, self.windows)
+        if not self.shifts:
+            return self._permuted(position, epoch) * self.sequence_length
         spare = self.tokens - 1 - self.windows * self.sequence_length
         offset = _hash(self.seed, epoch, -1, 0) % (min(spare, self.sequence_length) + 1)
         return offset + self._permuted(position, epoch) * self.sequence_length

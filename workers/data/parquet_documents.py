@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from workers.data.shards import Section
@@ -16,8 +16,19 @@ def row_group_count(path: str) -> int:
     return int(_opened(path).num_row_groups)
 
 
-def rows_of(section: Section, column: str) -> Iterator[tuple[str, str]]:
-    """Place and text of each row; the groups are those from `section.start` on. Raises DataError."""
+def texts_of_rows(section: Section, column: str) -> Iterator[tuple[str, str]]:
+    """Place and text of each row. Raises DataError."""
+    for where, row in rows_of(section, column):
+        text = row[column]
+        if not isinstance(text, str):
+            kind = "null" if text is None else _opened(section.path).schema_arrow.field(column).type
+            raise DataError(f"{where}: column {column!r} holds no text but {kind}")
+        yield where, text
+
+
+def rows_of(section: Section, column: str, more: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place of each row, and what it has in `column` and in those of `more` that are there; the groups are those from
+    `section.start` on. Raises DataError."""
     file = _opened(section.path)
     if column not in file.schema_arrow.names:
         there = ", ".join(map(repr, file.schema_arrow.names[:10])) or "none"
@@ -25,7 +36,9 @@ def rows_of(section: Section, column: str) -> Iterator[tuple[str, str]]:
     stop = file.num_row_groups if section.stop < 0 else section.stop
     row = sum(file.metadata.row_group(group).num_rows for group in range(section.start))
     groups = list(range(section.start, stop))
-    batches = file.iter_batches(_ROWS, row_groups=groups, columns=[column])
+    batches = file.iter_batches(
+        _ROWS, row_groups=groups, columns=[column, *(name for name in more if name in file.schema_arrow.names)]
+    )
     while True:
         try:
             batch = next(batches, None)
@@ -33,20 +46,17 @@ def rows_of(section: Section, column: str) -> Iterator[tuple[str, str]]:
             raise DataError(f"{section.path} cannot be read after row {row}: {_first_line(error)}") from error
         if batch is None:
             return
-        for value in batch.column(0):
+        for values in zip(*batch.columns, strict=True):
             row += 1
-            yield f"{section.path}, row {row}", _text(value, f"{section.path}, row {row}", column)
+            where = f"{section.path}, row {row}"
+            yield where, {name: _value(each, where) for name, each in zip(batch.schema.names, values, strict=True)}
 
 
-def _text(value: Any, where: str, column: str) -> str:
+def _value(value: Any, where: str) -> Any:
     try:
-        text = value.as_py()
+        return value.as_py()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the text)") from error
-    if not isinstance(text, str):
-        kind = "null" if text is None else str(value.type)
-        raise DataError(f"{where}: column {column!r} holds no text but {kind}")
-    return text
 
 
 def _opened(path: str) -> Any:

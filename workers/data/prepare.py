@@ -22,11 +22,21 @@ from workers.config import DataConfig, JobSpec
 from workers.data.corpus import ByteCorpus
 from workers.data.corpus_record import as_recorded, as_recorded_tokens, with_heads
 from workers.data.indexed_dataset import IndexedTokens
-from workers.data.sources import CorpusFile, check_vocabulary, corpus_files, in_words, parts_of, prefixes_of
+from workers.data.packed_conversations import Marks, PackedConversations
+from workers.data.sources import (
+    CorpusFile,
+    check_vocabulary,
+    corpus_files,
+    in_words,
+    parts_of,
+    prefixes_of,
+    split_tokens,
+)
 from workers.data.token_cache import (
     SILENT,
     TokenInfo,
     Watcher,
+    cached_marks,
     cached_tokens,
     describe,
     key_of,
@@ -34,7 +44,7 @@ from workers.data.token_cache import (
     read_info,
     write_json,
 )
-from workers.data.tokenizer import FILE_NAME, FileTokenizer, Tokenizer, open_tokenizer, tokenizer_path
+from workers.data.tokenizer import FILE_NAME, KEPT_CHAT, FileTokenizer, Tokenizer, open_tokenizer, tokenizer_path
 from workers.data.trained_tokenizer import tokenizer_file, trained_tokenizer
 from workers.errors import DataError
 from workers.storage.files import files_of
@@ -73,8 +83,17 @@ class Corpus:
 
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """Tokens [start, start + length), which lie in one part. Raises IndexError, DataError."""
-        part = min(bisect.bisect_right(self._ends, start), len(self.parts) - 1)
-        return self.parts[part].read(start - self.begins[part], length)
+        part, first = self._place(start)
+        return part.read(first, length)
+
+    def marks(self, start: int, length: int) -> Marks | None:
+        """What is said of those tokens beside their ids: None of all but conversations. Raises IndexError."""
+        part, first = self._place(start)
+        return part.marks(first, length) if isinstance(part, PackedConversations) else None
+
+    def _place(self, token: int) -> tuple[Row, int]:
+        part = min(bisect.bisect_right(self._ends, token), len(self.parts) - 1)
+        return self.parts[part], token - self.begins[part]
 
     def close(self) -> None:
         """Let go of the files."""
@@ -82,11 +101,20 @@ class Corpus:
             part.close()
 
 
+def splits_of(spec: JobSpec, corpus: Corpus) -> list[tuple[int, int]]:
+    """Tokens of the training and of the validation part of each part of the spec's `corpus`. Raises DataError where one
+    is too short."""
+    return [
+        row.split(spec) if isinstance(row, PackedConversations) else split_tokens(spec, part, len(row))
+        for part, row in zip(parts_of(spec.data), corpus.parts, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class _Made:
     """A part that came out of the cache."""
 
-    row: IndexedTokens
+    row: IndexedTokens | PackedConversations
     info: TokenInfo
     is_new: bool
 
@@ -153,10 +181,9 @@ class _Tokenized:
             tokenizer, file = self._tokenizer()
             digest = {f"the tokenizer {self.spec.data.tokenizer}": tokenizer.digest}
             _pin(self.record, self.records, digest, file if self.data is self.spec.data else None)
-            made = []
-            for part, files in parts:
-                trained = file if part.tokenizer == "bpe" else None
-                made.append(_Made(*cached_tokens(self.cache, files, part, tokenizer, trained, self.watcher)))
+            if self.data.source == "chat":
+                _pin_template(self.record, self.records, self.data)
+            made = [self._made(part, files, tokenizer, file) for part, files in parts]
         pins = {
             f"what is made of {in_words(part)}": one.info.digest for (part, _), one in zip(parts, made, strict=True)
         }
@@ -166,6 +193,15 @@ class _Tokenized:
         whole = "".join([tokenizer.digest, *(one.info.digest for one in made)])
         digest_of_all = hashlib.sha256(whole.encode()).hexdigest()
         return Corpus([one.row for one in made], digest_of_all, tokenizer.end_of_document)
+
+    def _made(self, part: DataConfig, files: Sequence[CorpusFile], tokenizer: Tokenizer, file: Path | None) -> _Made:
+        trained = file if part.tokenizer == "bpe" else None
+        row, info, is_new = cached_tokens(self.cache, files, part, tokenizer, trained, self.watcher)
+        if part.source != "chat":
+            return _Made(row, info, is_new)
+        length, held_out = self.spec.model.sequence_length, part.validation_fraction
+        packed = PackedConversations(row, cached_marks(row, info), length, held_out, in_words(part))
+        return _Made(packed, info, is_new)
 
     def _are_there(self, parts: Parts) -> bool:
         """Whether nothing has to be made. Raises DataError."""
@@ -203,6 +239,11 @@ class _Tokenized:
         how = f"ready after {seconds:.1f} s" if new else "ready: they were made before"
         message = f"has {tokens} tokens of {documents} documents in {files} files of {in_words(self.data)} {how}"
         data = {"seconds": round(seconds, 3), "tokens": tokens, "documents": documents, "files": files, "made": new}
+        if self.data.source == "chat":
+            without = sum(one.info.left_out for one in made)
+            cut = sum(one.row.cut for one in made if isinstance(one.row, PackedConversations))
+            message += f"; {without} without an answer are left out, {cut} are cut at the sequence's length"
+            data |= {"left_out": without, "cut": cut}
         self.watcher.tell("data_prepared", message, data)
 
 
@@ -215,6 +256,17 @@ def _pin(record: Place | None, records: bool, pins: dict[str, str], tokenizer: P
         with contextlib.suppress(OSError):
             files_of(record).write_whole(record.parent / FILE_NAME, tokenizer.read_bytes())
     return True
+
+
+def _pin_template(record: Place | None, records: bool, data: DataConfig) -> None:
+    """The same of the chat template, which is kept too."""
+    from workers.data.chat_template import open_template
+
+    template = open_template(data)
+    if _pin(record, records, {"the chat template": template.digest}) and record is not None:
+        with contextlib.suppress(OSError):
+            content = json.dumps(template.as_document(), indent=1).encode()
+            files_of(record).write_whole(record.parent / KEPT_CHAT, content)
 
 
 def _datasets(spec: JobSpec, files: Sequence[CorpusFile], cache: Path | None, watcher: Watcher) -> list[Row]:

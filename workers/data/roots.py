@@ -10,6 +10,7 @@ from pathlib import Path
 
 from workers.config import DataConfig, JobSpec
 from workers.data.sources import CorpusFile, check_data, corpus_files
+from workers.data.tokenizer import BESIDE_TOKENIZER, tokenizer_path
 from workers.data.tokenizer import FILE_NAME as TOKENIZER
 from workers.errors import DataError
 from workers.spec.problems import Problem
@@ -32,6 +33,8 @@ class DataRoots:
             named["model.from"] = spec.model.from_
         if spec.data.tokenizer_file is not None:
             named["data.tokenizer"] = spec.data.tokenizer_file
+        if spec.data.template_file is not None:
+            named["data.template"] = spec.data.template_file
         outside = [Problem(where, self._rule(path)) for where, path in named.items() if not self._holds(path)]
         within = f"{spec.data.tokenizer_file}/{TOKENIZER}"  # where that is a folder
         if not outside and spec.data.tokenizer_file is not None and not self._holds(within):
@@ -47,8 +50,12 @@ class DataRoots:
         needs, or a file of any of them lies outside."""
         for problem in self.problems(spec):
             raise DataError(f"{problem.path}: {problem.rule}")
+        chats = any(each.source == "chat" for each in spec.data.corpora)
+        if chats and spec.data.tokenizer_file is not None:
+            folder = tokenizer_path(spec.data.tokenizer_file).parent
+            self._check_links(str(folder / name) for name in BESIDE_TOKENIZER if (folder / name).exists())
         check_data(spec)
-        for data in (spec.data, *(spec.data.corpus_of(each) for each in spec.data.validation)):
+        for data in spec.data.corpora:
             self._check_links(file.path for file in self._files(data))
         if spec.model.from_ is not None:
             folder = Path(spec.model.from_)

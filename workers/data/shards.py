@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.config import DataConfig
-from workers.data.sources import CorpusFile, is_compressed
+from workers.data.sources import CorpusFile, is_compressed, kind_of_file
 
 SHARD_BYTES = 2 * 2**20
 MOST_SHARDS = 4096
@@ -73,9 +73,10 @@ def pieces_of(text: bytes, size: int) -> Iterator[bytes]:
 
 
 def _sections(file: CorpusFile, data: DataConfig, target: int, cuts_are_exact: bool) -> Iterator[Section]:
-    if data.source == "parquet":
+    kind = kind_of_file(file.path, data.source)
+    if kind == "parquet":
         yield from _row_groups(file, target)
-    elif data.source == "jsonl" and not is_compressed(file.path):
+    elif kind == "jsonl" and not is_compressed(file.path):
         yield from _between(file, target, re.compile(rb"\n"))
     elif data.source in ("text", "python-stdlib") and cuts_are_exact:
         yield from _between(file, target, CUT)

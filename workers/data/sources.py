@@ -18,6 +18,7 @@ SUFFIXES = {
     "parquet": frozenset({".parquet"}),
     "megatron": frozenset({".idx"}),
 }
+SUFFIXES["chat"] = SUFFIXES["jsonl"] | SUFFIXES["parquet"]
 """By source, of the files that a directory stands for."""
 # Parts of the standard library's folder that are not the library itself, and its tests, which are as large again.
 STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
@@ -51,6 +52,13 @@ def parts_of(data: DataConfig) -> list[DataConfig]:
     if data.weights is None:
         return [data]
     return [data.model_copy(update={"paths": (path,), "weights": None}) for path in data.paths]
+
+
+def kind_of_file(path: str, source: str) -> str:
+    """The source whose files are like this one: conversations are in those of jsonl or of parquet."""
+    if source != "chat":
+        return source
+    return "parquet" if path.lower().endswith(".parquet") else "jsonl"
 
 
 def is_compressed(path: str) -> bool:
@@ -127,6 +135,11 @@ def check_data(spec: JobSpec) -> None:
         tokens = _known_tokens(spec.data.corpus_of(each))
         if tokens is not None:
             check_validation_set(spec, each, tokens)
+    for data in spec.data.corpora:
+        if data.source == "chat":
+            from workers.data.chat_template import open_template
+
+            open_template(data)
     if spec.data.tokenizer_file is not None:
         from workers.data.tokenizer import open_tokenizer
 

@@ -4,6 +4,7 @@ ROOT/KEY/plan.json      what the tokens are made of; KEY is its SHA-256
 ROOT/KEY/shard-N.*      what is done of it, while it is being made: whoever goes on takes what is there
 ROOT/KEY/tokens.bin, tokens.idx
                         the tokens (`indexed_dataset.py`)
+ROOT/KEY/marks.bin      of conversations: a byte a token, 1 where it is learned
 ROOT/KEY/cache.json     comes last: how many there are, and their digest
 ROOT/KEY/lock           is held by the process that makes them, of which there is one at a time
 """
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,10 +36,14 @@ from workers.data.token_processes import Counts, tokenize_shards
 from workers.data.tokenizer import Tokenizer
 from workers.errors import DataError
 
+if TYPE_CHECKING:
+    from workers.data.chat_template import ChatTemplate
+
 FORMAT = 1
 """Of the cache. Raised by a change after which the same corpus has other tokens."""
 WAIT_SECONDS = 0.25
 TOKENS = "tokens"
+MARKS = "marks"
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class TokenInfo:
     """SHA-256 over those of the shards' tokens."""
     seconds: float
     """That making them took, with those of earlier tries not counted."""
+    left_out: int = 0
+    """Conversations without an answer."""
 
 
 class Watcher:
@@ -78,10 +85,13 @@ SILENT = Watcher()
 def describe(files: Sequence[CorpusFile], data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """What the tokens of `files` depend on. Files count as the same while path, size, beginning and time of their last
     change are. Raises DataError."""
-    return {
+    chat = {}
+    if data.source == "chat":
+        chat = {"template": _template(data).digest, "learned": "answers" if data.learns_answers else "all"}
+    return chat | {
         "format": FORMAT,
         "source": data.source,
-        "text_key": data.text_key if data.source in ("jsonl", "parquet") else None,
+        "text_key": data.key if data.source in ("jsonl", "parquet", "chat") else None,
         "tokenizer": tokenizer.digest,
         "end_of_document": tokenizer.end_of_document,
         "dtype": dtype_for(tokenizer.vocabulary),
@@ -164,6 +174,17 @@ def read_info(folder: Path) -> TokenInfo | None:
     return info if there else None
 
 
+def cached_marks(tokens: IndexedTokens, info: TokenInfo) -> IndexedTokens:
+    """The marks of conversations beside their `tokens`. Raises DataError."""
+    return IndexedTokens(Path(tokens.prefix).with_name(MARKS), ("uint8", info.tokens))
+
+
+def _template(data: DataConfig) -> ChatTemplate:
+    from workers.data.chat_template import open_template
+
+    return open_template(data)
+
+
 def _make(
     folder: Path,
     description: dict[str, Any],
@@ -183,11 +204,14 @@ def _make(
         tokenizer.digest,
         str(description["dtype"]),
         str(folder),
+        _template(data).as_document() if data.source == "chat" else None,
     )
     progress = _Progress(data, files, shards, done, watcher)
     missing = {number: shard for number, shard in enumerate(shards) if number not in done}
     new = tokenize_shards(order, missing, watcher.alive, progress.note, watcher.processes) if missing else []
     results = sorted([*done.values(), *new], key=lambda result: result.number)
+    if order.template is not None:
+        _join_files(folder, results, "marks", watcher).rename(folder / f"{MARKS}.bin")
     _join(folder, results, order.dtype, watcher)
     info = TokenInfo(
         tokens=sum(result.tokens for result in results),
@@ -196,6 +220,7 @@ def _make(
         dtype=order.dtype,
         digest=hashlib.sha256("".join(result.digest for result in results).encode()).hexdigest(),
         seconds=round(time.monotonic() - began, 3),
+        left_out=sum(result.left_out for result in results),
     )
     write_json(folder / "cache.json", asdict(info))
     for leftover in folder.glob("shard-*"):
@@ -217,22 +242,28 @@ def _done(folder: Path, count: int) -> dict[int, ShardResult]:
 
 def _join(folder: Path, results: Sequence[ShardResult], dtype: str, watcher: Watcher) -> None:
     """One dataset of the shards' tokens."""
-    begun = folder / f"{TOKENS}.begun.bin"
+    begun = _join_files(folder, results, TOKENS, watcher)
     lengths, ends = [], []
-    with begun.open("wb") as file:
-        for result in results:
-            names = token_process.stem(folder, result.number)
-            with Path(f"{names}.tokens").open("rb") as shard:
-                shutil.copyfileobj(shard, file, 2**22)
-            with np.load(f"{names}.npz") as sequences:
-                lengths.append(sequences["lengths"])
-                ends.append(sequences["ends"])
-            watcher.alive()
-        file.flush()
-        os.fsync(file.fileno())
+    for result in results:
+        with np.load(f"{token_process.stem(folder, result.number)}.npz") as sequences:
+            lengths.append(sequences["lengths"])
+            ends.append(sequences["ends"])
     write_index(folder / f"{TOKENS}.begun", dtype, np.concatenate([*lengths, np.zeros(0, np.int32)]), boundaries(ends))
     (folder / f"{TOKENS}.begun.idx").rename(folder / f"{TOKENS}.idx")
     begun.rename(folder / f"{TOKENS}.bin")
+
+
+def _join_files(folder: Path, results: Sequence[ShardResult], kind: str, watcher: Watcher) -> Path:
+    """The shards' files of a kind in one."""
+    begun = folder / f"{kind}.begun.bin"
+    with begun.open("wb") as file:
+        for result in results:
+            with Path(f"{token_process.stem(folder, result.number)}.{kind}").open("rb") as shard:
+                shutil.copyfileobj(shard, file, 2**22)
+            watcher.alive()
+        file.flush()
+        os.fsync(file.fileno())
+    return begun
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

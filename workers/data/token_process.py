@@ -3,7 +3,8 @@ that starts it (`token_processes.py`), and ends with that.
 
 On stdin comes the `Order` and then a shard a line, `{"shard", "sections"}`; on stdout go lines of JSON: how far it is,
 `{"bytes", "tokens"}`, and at the shard's end its `ShardResult`, or `{"error"}` and then nothing more. A shard has three
-files, of which the last says that the others are whole; all are written under another name first.
+files, one of conversations four (their marks: a byte a token, 1 where it is learned), of which the last says that the
+others are whole; all are written under another name first.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import os
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +26,13 @@ import numpy.typing as npt
 from workers.config import DataConfig
 from workers.data.documents import Text, raw_pieces_of, texts_of
 from workers.data.shards import Section
-from workers.data.sources import is_compressed
+from workers.data.sources import is_compressed, kind_of_file
 from workers.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
 from workers.errors import DataError
 from workers.system.parent_death import ParentDeathSignal
+
+if TYPE_CHECKING:
+    from workers.data.chat_template import ChatTemplate
 
 BATCH_CHARACTERS = 2**18
 """Texts that are encoded at once: the library needs up to a hundred times as much memory for their tokens."""
@@ -48,6 +53,8 @@ class Order:
     """Of the tokens."""
     folder: str
     """Where the files go."""
+    template: dict[str, Any] | None = None
+    """The ChatTemplate of conversations."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,9 @@ class ShardResult:
     bytes: int
     """Of the sections that it is made from."""
     digest: str
-    """SHA-256 of its tokens."""
+    """SHA-256 of its tokens, and of their marks."""
+    left_out: int = 0
+    """Conversations without an answer."""
 
 
 def stem(folder: str | Path, number: int) -> Path:
@@ -100,6 +109,18 @@ def main(parent: int, requests: IO[str], answers: IO[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class _Encoded:
+    """Some sequences."""
+
+    ids: npt.NDArray[Any]
+    """Their tokens, end to end."""
+    parts: list[tuple[int, bool]]
+    """Length of each, and whether a document ends with it."""
+    marks: npt.NDArray[np.bool_] | None = None
+    """Of conversations: which tokens are learned."""
+
+
 class _Writer:
     """Writes shards."""
 
@@ -107,47 +128,50 @@ class _Writer:
         self._data, self._tokenizer, self._folder, self._progress = data, tokenizer, order.folder, progress
         self._dtype = np.dtype(order.dtype)
         self._end = tokenizer.end_of_document
+        self._template = None if order.template is None else _template_of(order.template)
+        self._left_out = 0
 
     def write(self, number: int, sections: Sequence[Section]) -> ShardResult:
         """The files of shard `number`."""
         names = stem(self._folder, number)
-        digest, tokens = hashlib.sha256(), 0
+        digest, tokens, self._left_out = hashlib.sha256(), 0, 0
         lengths, ends = array("i"), bytearray()
-        with Path(f"{names}.tokens.begun").open("wb") as file:
-            for ids, ends_there in self._sequences(sections):
-                content = ids.view(np.uint8).data
+        kinds = ("tokens", "npz", "json") if self._template is None else ("tokens", "marks", "npz", "json")
+        with ExitStack() as opened:
+            file, *more = (opened.enter_context(Path(f"{names}.{kind}.begun").open("wb")) for kind in kinds[:-2])
+            for each in self._sequences(sections):
+                content = each.ids.view(np.uint8).data
                 file.write(content)
                 digest.update(content)
-                for length, end in ends_there:
+                if each.marks is not None:
+                    more[0].write(each.marks.view(np.uint8).data)
+                    digest.update(each.marks.view(np.uint8).data)
+                for length, end in each.parts:
                     lengths.append(length)
                     ends.append(end)
-                tokens += len(ids)
-            file.flush()
-            os.fsync(file.fileno())
-        result = ShardResult(
-            number, tokens, sum(ends), len(lengths), sum(section.bytes for section in sections), digest.hexdigest()
-        )
+                tokens += len(each.ids)
+            for written in (file, *more):
+                written.flush()
+                os.fsync(written.fileno())
+        size = sum(section.bytes for section in sections)
+        result = ShardResult(number, tokens, sum(ends), len(lengths), size, digest.hexdigest(), self._left_out)
         with Path(f"{names}.npz.begun").open("wb") as file:
             np.savez(file, lengths=np.array(lengths, np.int32), ends=np.frombuffer(bytes(ends), bool))
         Path(f"{names}.json.begun").write_text(json.dumps(asdict(result)), encoding="ascii")
-        for kind in ("tokens", "npz", "json"):
+        for kind in kinds:
             Path(f"{names}.{kind}.begun").rename(f"{names}.{kind}")
         return result
 
-    def _sequences(self, sections: Sequence[Section]) -> Iterator[tuple[npt.NDArray[Any], list[tuple[int, bool]]]]:
-        """Tokens of some sequences, with the length of each and whether a document ends with it."""
+    def _sequences(self, sections: Sequence[Section]) -> Iterator[_Encoded]:
         for section in sections:
-            done, left = 0, section.bytes
+            left = section.bytes
+            is_plain = not is_compressed(section.path) and kind_of_file(section.path, self._data.source) != "parquet"
             for batch in self._batches(section):
-                ids, parts = self._encoded(batch)
-                done += len(ids)
-                if not is_compressed(section.path) and self._data.source != "parquet":
-                    size = min(left, sum(_size(each) for each in batch))
-                    left -= size
-                    self._progress(size, len(ids))
-                else:
-                    self._progress(0, len(ids))
-                yield ids, parts
+                encoded = self._encoded(batch) if self._template is None else self._conversations(batch)
+                size = min(left, sum(_size(each) for each in batch)) if is_plain else 0
+                left -= size
+                self._progress(size, len(encoded.ids))
+                yield encoded
             self._progress(left, 0)
 
     def _batches(self, section: Section) -> Iterator[list[Any]]:
@@ -157,7 +181,8 @@ class _Writer:
             return
         batch: list[Text] = []
         size = 0
-        for text in texts_of(section, self._data, self._tokenizer.cuts_are_exact):
+        cuts_are_exact = self._template is None and self._tokenizer.cuts_are_exact
+        for text in texts_of(section, self._data, cuts_are_exact, self._template):
             batch.append(text)
             size += len(text.text)
             if size >= BATCH_CHARACTERS:
@@ -166,7 +191,21 @@ class _Writer:
         if batch:
             yield batch
 
-    def _encoded(self, batch: list[Any]) -> tuple[npt.NDArray[Any], list[tuple[int, bool]]]:
+    def _conversations(self, batch: list[Text]) -> _Encoded:
+        """Those in which something is learned that is not the first token, which nothing comes before. The template has
+        said all that there is of each, so no token is added."""
+        lists, marks, parts = [], [], []
+        for ids, learned in self._encode([(each.text, each.learned or ()) for each in batch], batch):
+            if learned[1:].any():
+                lists.append(np.array(list(ids), self._dtype))
+                marks.append(learned)
+                parts.append((len(ids), True))
+            else:
+                self._left_out += 1
+        empty = np.zeros(0, self._dtype), np.zeros(0, bool)
+        return _Encoded(np.concatenate([*lists, empty[0]]), parts, np.concatenate([*marks, empty[1]]))
+
+    def _encoded(self, batch: list[Any]) -> _Encoded:
         if isinstance(batch[0], Text):
             encoded: Sequence[Any] = self._encode([each.text for each in batch], batch)
         else:
@@ -180,17 +219,27 @@ class _Writer:
             else:
                 arrays.append(np.frombuffer(array(_CODES[self._dtype], ids + tail), self._dtype))
             parts.append((len(ids) + len(tail), each.ends))
-        return np.concatenate(arrays), parts
+        return _Encoded(np.concatenate(arrays), parts)
 
-    def _encode(self, texts: list[str], batch: list[Text]) -> Sequence[Sequence[int]]:
+    def _encode(self, texts: list[Any], batch: list[Text]) -> Sequence[Any]:
+        """Of texts, or of texts with their spans."""
         try:
-            return self._tokenizer.encode(texts)
+            if self._template is None:
+                return self._tokenizer.encode(texts)
+            return self._tokenizer.encode_marked([text for text, _ in texts], [spans for _, spans in texts])
         except Exception as error:  # the library's errors have no type of their own
             if isinstance(error, MemoryError) or not isinstance(self._tokenizer, FileTokenizer):
                 raise
             if len(batch) > 1:  # find out which it is
-                return [ids for each in batch for ids in self._encode([each.text], [each])]
+                pairs = zip(texts, batch, strict=True)
+                return [ids for text, each in pairs for ids in self._encode([text], [each])]
             raise DataError(f"{batch[0].where}: the tokenizer takes no such text ({error})") from error
+
+
+def _template_of(document: dict[str, Any]) -> ChatTemplate:
+    from workers.data.chat_template import ChatTemplate
+
+    return ChatTemplate.of_document(document)
 
 
 def _size(entry: Any) -> int:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -159,8 +160,10 @@ class _Work:
         worker.process.communicate()
         if worker.shard is None:
             return
+        sections = self._shards[worker.shard]
+        if worker.process.returncode == -signal.SIGVTALRM:
+            raise DataError(f"{sections[0].path}: the chat template does not come to an end with some conversation")
         if self._tries[worker.shard] >= MOST_TRIES or worker.process.returncode >= 0:
-            sections = self._shards[worker.shard]
             raise DataError(
                 f"the process that tokenizes {sections[0].path} ended with exit code {worker.process.returncode}, "
                 "perhaps for want of memory"

@@ -17,8 +17,8 @@ import numpy as np
 
 from workers.config import JobSpec
 from workers.data.indexed_dataset import IndexedTokens, read_index, write_index
-from workers.data.prepare import Corpus, open_corpus
-from workers.data.sources import check_validation_set, parts_of, split_tokens
+from workers.data.prepare import Corpus, open_corpus, splits_of
+from workers.data.sources import check_validation_set
 from workers.data.token_cache import Watcher
 from workers.data.vocabulary import with_vocabulary
 from workers.errors import DataError, MantaError
@@ -54,9 +54,10 @@ def tokenize(spec: JobSpec, cache: Path, watcher: Watcher, to: Path | None = Non
         raise DataError("with data.tokenizer bytes this corpus is read as it is: there is nothing to prepare")
     if spec.data.is_read_in_place:
         raise DataError("a corpus that is read as it is has no documents: set data.end_of_document, or a tokenizer")
+    if spec.data.source == "chat" and to is not None:
+        raise DataError("an indexed dataset of Megatron-LM's does not say which tokens of a conversation are learned")
     corpus = open_corpus(spec, cache, watcher=watcher)
-    for part, row in zip(parts_of(spec.data), corpus.parts, strict=True):
-        split_tokens(spec, part, len(row))
+    splits_of(spec, corpus)
     for each in spec.data.validation:
         check_validation_set(spec, each, len(open_corpus(spec, cache, watcher=watcher, data=spec.data.corpus_of(each))))
     if to is not None:

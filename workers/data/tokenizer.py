@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, DataConfig
 from workers.errors import DataError
 
@@ -19,6 +22,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 FILE_NAME = "tokenizer.json"
+KEPT_CHAT = "chat.json"
+"""Under which a job keeps its chat template beside that."""
+TEMPLATE = "chat_template.jinja"
+SETTINGS = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+BESIDE_TOKENIZER = (TEMPLATE, SETTINGS, SPECIAL_TOKENS)
+"""Files beside it in which chat templates, and what these are told, are looked for."""
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|endofdocument|>", "[SEP]")
 """Special tokens that are known to end a document, in the order in which one is looked for."""
 _WHOLE_TEXTS = (
@@ -26,6 +36,12 @@ _WHOLE_TEXTS = (
     "Ein Satz über Größe\nétude №5\nДва слова\n日本語の文\n한국어\n\n«quoted» text\n<b>\n123\n456\n\n\n",
 )
 """What a tokenizer is tried with, to see whether it may be given a text in pieces."""
+
+
+Spans = Sequence[tuple[int, int]]
+"""Parts of a text, each by its first character and one past its last."""
+Marks = npt.NDArray[np.bool_]
+"""One of each token."""
 
 
 class Tokenizer(Protocol):
@@ -50,6 +66,9 @@ class Tokenizer(Protocol):
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Ids of each text's tokens."""
 
+    def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> Sequence[tuple[Sequence[int], Marks]]:
+        """Of each text the ids of its tokens, and which of these have a character of its `spans`."""
+
 
 @dataclass(frozen=True)
 class ByteTokenizer:
@@ -64,14 +83,31 @@ class ByteTokenizer:
         """The bytes."""
         return [text.encode() for text in texts]
 
+    def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[bytes, Marks]]:
+        """The bytes, and which of them are of characters in `spans`."""
+        encoded = []
+        for text, own in zip(texts, spans, strict=True):
+            marks = np.zeros(len(content := text.encode()), bool)
+            for start, stop in own:
+                first = len(text[:start].encode())
+                marks[first : first + len(text[start:stop].encode())] = True
+            encoded.append((content, marks))
+        return encoded
+
 
 class FileTokenizer:
     """A tokenizer.json."""
 
-    def __init__(self, path: str | Path, end_of_document: str | None = None, content: bytes | None = None):
+    def __init__(
+        self,
+        path: str | Path,
+        end_of_document: str | None = None,
+        content: bytes | None = None,
+        needs_end: bool = True,
+    ):
         """`end_of_document`: the token's text, `none`, or None for the first of `ENDS` that is one of its special
-        tokens; `content`: what the file holds, where that was read already. Raises DataError where the file is none, or
-        has no such token."""
+        tokens, of which there may be none unless it `needs_end`; `content`: what the file holds, where that was read
+        already. Raises DataError where the file is none, or has no such token."""
         content = _content(Path(path)) if content is None else content
         self.path = str(path)
         self.digest = hashlib.sha256(content).hexdigest()
@@ -80,7 +116,7 @@ class FileTokenizer:
         if not ids:
             raise DataError(f"{path} has no tokens: it is a tokenizer that was never trained")
         self.vocabulary = 1 + max(ids.values())
-        self.end_of_document = self._end(end_of_document, ids)
+        self.end_of_document = self._end(end_of_document, ids, needs_end)
         self._exact: bool | None = None
 
     @property
@@ -94,11 +130,24 @@ class FileTokenizer:
         """Ids of each text's tokens, without those that its post-processor would add."""
         return [each.ids for each in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> list[tuple[list[int], Marks]]:
+        """Ids of each text's tokens, and which of them have a character of its `spans`."""
+        encoded = []
+        for each, own in zip(self._tokenizer.encode_batch(list(texts), add_special_tokens=False), spans, strict=True):
+            # Tokens that stand for nothing that is seen have places too, which never go back.
+            bounds = np.maximum.accumulate(np.array(each.offsets, np.int64).reshape(-1, 2), 0)
+            marks = np.zeros(len(bounds), bool)
+            for start, stop in own:
+                first = np.searchsorted(bounds[:, 1], start, "right")
+                marks[first : np.searchsorted(bounds[:, 0], stop, "left")] = True
+            encoded.append((each.ids, marks))
+        return encoded
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, without that of special tokens."""
         return str(self._tokenizer.decode(list(tokens)))
 
-    def _end(self, wanted: str | None, ids: dict[str, int]) -> int | None:
+    def _end(self, wanted: str | None, ids: dict[str, int], needs_end: bool) -> int | None:
         if wanted == NO_TOKEN:
             return None
         if wanted is not None:
@@ -109,6 +158,8 @@ class FileTokenizer:
         for known in ENDS:
             if known in special:
                 return ids[known]
+        if not needs_end:
+            return None
         named = f" (its special tokens: {', '.join(sorted(special)[:10])})" if special else ""
         raise DataError(
             f"{self.path} has no special token that is known to end a document{named}: "
@@ -129,6 +180,12 @@ def tokenizer_path(path: str | Path) -> Path:
     return path / FILE_NAME if path.is_dir() else path
 
 
+def file_tokenizer(data: DataConfig, path: str | Path, content: bytes | None = None) -> FileTokenizer:
+    """The tokenizer of `data` whose file is `path`, or holds `content`. Raises DataError."""
+    # Where a conversation ends is known without a token for it.
+    return FileTokenizer(path, data.end_of_document, content, needs_end=data.source != "chat")
+
+
 def open_tokenizer(data: DataConfig, trained: str | Path | None = None) -> Tokenizer:
     """The tokenizer of `data`; of `bpe` the file that was `trained`. Raises DataError."""
     if data.tokenizer == "bytes":
@@ -136,10 +193,10 @@ def open_tokenizer(data: DataConfig, trained: str | Path | None = None) -> Token
             return ByteTokenizer()
         return ByteTokenizer(BYTE_VOCABULARY, BYTE_VOCABULARY + 1)
     if data.tokenizer_file is not None:
-        return FileTokenizer(tokenizer_path(data.tokenizer_file), data.end_of_document)
+        return file_tokenizer(data, tokenizer_path(data.tokenizer_file))
     if trained is None:
         raise ValueError("a bpe tokenizer is trained before it is opened")
-    return FileTokenizer(trained, data.end_of_document)
+    return file_tokenizer(data, trained)
 
 
 def library() -> Any:

@@ -4,7 +4,7 @@ so that everything else takes it from there."""
 from __future__ import annotations
 
 from workers.config import JobSpec
-from workers.data.tokenizer import FileTokenizer, tokenizer_path
+from workers.data.tokenizer import file_tokenizer, tokenizer_path
 from workers.errors import DataError
 from workers.spec.problems import Problem, SpecError
 from workers.spec.rules import find_problems
@@ -17,7 +17,7 @@ def with_vocabulary(spec: JobSpec) -> JobSpec:
     if file is None:
         return spec
     try:
-        tokenizer = FileTokenizer(tokenizer_path(file), spec.data.end_of_document)
+        tokenizer = file_tokenizer(spec.data, tokenizer_path(file))
     except DataError as error:
         if spec.data.tokenizer_vocabulary is not None and not tokenizer_path(file).exists():
             return spec  # it may be there where the job runs, which looks again

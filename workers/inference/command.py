@@ -37,6 +37,15 @@ def options_for(name: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_template_to(parser: argparse.ArgumentParser) -> None:
+    """An option that names the chat template."""
+    parser.add_argument(
+        "--template",
+        metavar="FILE",
+        help="with --chat: a template, or chatml; default: the one that the model was trained with",
+    )
+
+
 def loaded(options: argparse.Namespace) -> tuple[LoadedModel, TextTokens]:
     """The model and the tokenizer that were asked for. Raises MantaError."""
     if options.threads is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.data.tokenizer import Marks
 from workers.errors import MantaError
 from workers.inference.loaded_model import LoadedModel
 
@@ -76,6 +77,27 @@ def text_log_likelihood(
         for each in score(model, pairs, batch_size):
             total += each.log_likelihood
             counted += each.tokens
+    return total, counted
+
+
+def marked_log_likelihood(
+    model: LoadedModel, texts: Sequence[tuple[Sequence[int], Marks]], batch_size: int = 8
+) -> tuple[float, int]:
+    """(sum in nats, tokens) over the marked tokens of texts that the model can read at once, each after all that is
+    before it in its text; nothing is before the first one."""
+    total, counted = 0.0, 0
+    # Together those of similar length: the shorter ones are padded behind, where nothing before them looks.
+    order = sorted(texts, key=lambda text: len(text[0]))
+    for first in range(0, len(order), batch_size):
+        part = order[first : first + batch_size]
+        length = len(part[-1][0])
+        tokens_bs = torch.tensor([[*ids, *[0] * (length - len(ids))] for ids, _ in part], device=model.device)
+        logs_bsv = model.logits(tokens_bs[:, :-1]).log_softmax(-1)
+        logs_bs = logs_bsv.gather(-1, tokens_bs[:, 1:].unsqueeze(-1)).squeeze(-1).double()
+        for (_, marks), logs_s in zip(part, logs_bs, strict=True):
+            marked = torch.from_numpy(marks[1:]).to(logs_s.device)
+            total += logs_s[: len(marked)][marked].sum().item()
+            counted += int(marked.sum())
     return total, counted
 
 

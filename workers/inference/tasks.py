@@ -58,7 +58,7 @@ def text(
     if not counted:
         raise BadTask("there is nothing to predict: the text has less than two tokens")
     loss = -total / counted
-    return TextResult(loss, _exp(loss), -total / math.log(2) / size, counted)
+    return TextResult(loss, exponential(loss), -total / math.log(2) / size, counted)
 
 
 def last_word(model: LoadedModel, tokens: TextTokens, passages: Sequence[str], batch_size: int = 8) -> Accuracy:
@@ -73,7 +73,7 @@ def last_word(model: LoadedModel, tokens: TextTokens, passages: Sequence[str], b
     scores = score(model, pairs, batch_size)
     loss = -sum(each.log_likelihood for each in scores) / sum(each.tokens for each in scores)
     right = sum(each.is_greedy for each in scores)
-    return Accuracy(right / len(scores), len(scores), perplexity=_exp(loss))
+    return Accuracy(right / len(scores), len(scores), perplexity=exponential(loss))
 
 
 @dataclass(frozen=True)
@@ -150,5 +150,6 @@ def _string(value: object, what: str) -> str:
     return value
 
 
-def _exp(value: float) -> float:
+def exponential(value: float) -> float:
+    """e to the power of `value`; infinite where that is no number of fp64."""
     return math.exp(value) if value < 700 else math.inf

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from workers.config import JobSpec
-from workers.data.tokenizer import FILE_NAME, FileTokenizer, open_tokenizer, tokenizer_path
+from workers.data.tokenizer import (
+    FILE_NAME,
+    ByteTokenizer,
+    FileTokenizer,
+    Marks,
+    Spans,
+    file_tokenizer,
+    open_tokenizer,
+    tokenizer_path,
+)
 from workers.errors import DataError
 from workers.storage.files import files_of
 from workers.storage.places import Place
@@ -26,6 +35,10 @@ class TextTokens(Protocol):
         """Token ids of a text."""
         ...
 
+    def encode_marked(self, text: str, spans: Spans) -> tuple[list[int], Marks]:
+        """Token ids of a text, and which of them have a character of its `spans`."""
+        ...
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids."""
         ...
@@ -40,6 +53,11 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         """The bytes."""
         return list(text.encode())
+
+    def encode_marked(self, text: str, spans: Spans) -> tuple[list[int], Marks]:
+        """The bytes, and which of them are of characters in `spans`."""
+        ((content, marks),) = ByteTokenizer().encode_marked([text], [spans])
+        return list(content), marks
 
     def decode(self, tokens: Sequence[int]) -> str:
         """What is no UTF-8, such as half a character at the end, is shown as replaced."""
@@ -56,6 +74,10 @@ class FileTokens:
         """Its tokens, without one that ends it."""
         return list(self._tokenizer.encode([text])[0])
 
+    def encode_marked(self, text: str, spans: Spans) -> tuple[list[int], Marks]:
+        """Its tokens, and which of them have a character of its `spans`."""
+        return self._tokenizer.encode_marked([text], [spans])[0]
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text, without special tokens."""
         return self._tokenizer.decode(tokens)
@@ -70,7 +92,7 @@ def text_tokens_of(spec: JobSpec, checkpoint: Place) -> TextTokens:
     for folder in (checkpoint.parent, checkpoint.parent.parent):  # of the engine alone; of a job of the service
         with contextlib.suppress(OSError):
             content = files_of(folder).read(folder / FILE_NAME)
-            return FileTokens(FileTokenizer(str(folder / FILE_NAME), data.end_of_document, content))
+            return FileTokens(file_tokenizer(data, str(folder / FILE_NAME), content))
     if data.tokenizer_file is None:
         raise DataError(f"the tokenizer of this job is not kept beside {checkpoint}: there is no {FILE_NAME}")
-    return FileTokens(FileTokenizer(tokenizer_path(data.tokenizer_file), data.end_of_document))
+    return FileTokens(file_tokenizer(data, tokenizer_path(data.tokenizer_file)))

@@ -38,7 +38,7 @@ from workers.rank_state import Places
 from workers.reporter import Reporter
 from workers.run import restore_newest
 from workers.settings import read_token_cache
-from workers.spec.reading import absolute_tokenizer, absolute_weights, parse_job_spec
+from workers.spec.reading import absolute_template, absolute_tokenizer, absolute_weights, parse_job_spec
 from workers.storage.files import files_of
 from workers.storage.places import ObjectPath, Place, place_of
 from workers.system import gpu
@@ -229,6 +229,8 @@ def _with_absolute_paths(job: Mapping[str, Any]) -> dict[str, Any]:
     data = {**job["data"], "paths": [str(Path(path).absolute()) for path in job["data"].get("paths", ())]}
     if "tokenizer" in data:
         data["tokenizer"] = absolute_tokenizer(data["tokenizer"], Path.cwd())
+    if isinstance(data.get("template"), str):
+        data["template"] = absolute_template(data["template"], Path.cwd())
     model = dict(job["model"])
     if isinstance(model.get("from"), str):
         model["from"] = absolute_weights(model["from"], Path.cwd())

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from workers.config import BUILT_IN_TOKENIZERS, JobSpec
+from workers.config import BUILT_IN_TOKENIZERS, CHATML, JobSpec
 from workers.spec.problems import Problem, SpecError, kind_of, problems_of
 from workers.spec.rules import find_problems
 from workers.spec.yaml import read_yaml
@@ -40,8 +40,8 @@ def load_job_spec(path: Path) -> JobSpec:
 
 
 def read_document(path: Path) -> Any:
-    """Parse the YAML file at `path`, with relative paths of data, tokenizer and weights resolved against the file's own
-    folder.
+    """Parse the YAML file at `path`, with relative paths of data, tokenizer, template and weights resolved against the
+    file's own folder.
 
     Raises SpecError where it is not YAML, OSError when it cannot be read.
     """
@@ -53,8 +53,8 @@ def read_document(path: Path) -> Any:
 
 
 def document_in(text: str, name: str, folder: Path) -> Any:
-    """Parse YAML that came from `name`, with relative paths of data, tokenizer and weights resolved against `folder`.
-    Raises SpecError."""
+    """Parse YAML that came from `name`, with relative paths of data, tokenizer, template and weights resolved against
+    `folder`. Raises SpecError."""
     try:
         document = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
@@ -69,6 +69,8 @@ def document_in(text: str, name: str, folder: Path) -> Any:
             _resolve_paths(named, folder)
         if isinstance(data.get("tokenizer"), str):
             data["tokenizer"] = absolute_tokenizer(data["tokenizer"], folder)
+        if isinstance(data.get("template"), str):
+            data["template"] = absolute_template(data["template"], folder)
     return document
 
 
@@ -81,6 +83,11 @@ def _resolve_paths(section: Any, folder: Path) -> None:
 def absolute_tokenizer(tokenizer: str, folder: Path) -> str:
     """What `data.tokenizer` names, where a path is relative to `folder`."""
     return tokenizer if tokenizer in BUILT_IN_TOKENIZERS or not tokenizer else str(folder / tokenizer)
+
+
+def absolute_template(template: str, folder: Path) -> str:
+    """What `data.template` names, where a path is relative to `folder`."""
+    return template if template == CHATML or not template else str(folder / template)
 
 
 def absolute_weights(named: str, folder: Path) -> str:

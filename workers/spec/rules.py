@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from workers.config import BYTE_VOCABULARY, END_OF_TEXT, LEAST_WINDOW, NO_TOKEN, DataConfig, JobSpec
+from workers.spec.chat_rules import CHAT_RULES
 from workers.spec.families import FAMILIES
 from workers.spec.problems import Problem
 from workers.spec.recipe_rules import RECIPE_RULES
@@ -129,7 +130,7 @@ def _documents_end(spec: JobSpec) -> Iterator[Problem]:
     data = spec.data
     if data.documents == "together":
         return
-    if data.end_of_document == NO_TOKEN or data.is_read_in_place:
+    if data.source != "chat" and (data.end_of_document == NO_TOKEN or data.is_read_in_place):
         problem = "with documents apart a token must say where each ends"
         yield Problem("data.end_of_document", problem, END_OF_TEXT if data.tokenizer == "bytes" else "null")
     if spec.train.compile:
@@ -433,7 +434,7 @@ def _paths_match(data: DataConfig, where: str) -> Iterator[Problem]:
     if data.source == "python-stdlib" and data.paths:
         yield Problem(f"{where}.paths", "source python-stdlib takes no paths (source text does)", "[]")
     if data.source != "python-stdlib" and not data.paths:
-        example = {"text": "corpus.txt", "jsonl": "corpus.jsonl", "parquet": "corpus.parquet"}
+        example = {"text": "corpus.txt", "jsonl": "corpus.jsonl", "parquet": "corpus.parquet", "chat": "chats.jsonl"}
         yield Problem(
             f"{where}.paths",
             f"source {data.source} needs at least one file or directory",
@@ -515,6 +516,7 @@ FITTING: tuple[Rule, ...] = (
     _tokenizer_is_whole,
     _paths_match_source,
     _weights_match_paths,
+    *CHAT_RULES,
     *RECIPE_RULES,
     _elastic_bounds_hold,
     _spikes_can_be_seen,

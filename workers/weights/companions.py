@@ -10,7 +10,8 @@ from typing import Any
 
 from workers.config import JobSpec
 from workers.data.tokenizer import FILE_NAME as TOKENIZER
-from workers.data.tokenizer import tokenizer_path
+from workers.data.tokenizer import KEPT_CHAT as CHAT
+from workers.data.tokenizer import TEMPLATE, tokenizer_path
 from workers.errors import WeightsError
 from workers.storage.files import files_of
 from workers.storage.places import Place
@@ -66,11 +67,11 @@ def _of_source(source: Keys | None) -> tuple[int | None, dict[str, Any]]:
 
 def add_tokenizer(spec: JobSpec, checkpoint: Place, folder: Path) -> None:
     """Bring the tokenizer that the job was trained with into `folder`: the one of bytes; that which was kept beside the
-    record of its corpus, from the `checkpoint` up; or the file that its spec names, whose other files come along. Where
-    none is known, as for tokens that others have made, there is none. Raises OSError."""
+    record of its corpus, from the `checkpoint` up, as its chat template was; or the file that its spec names, whose
+    other files come along. Where none is known, as for tokens that others have made, there is none. Raises OSError."""
     data = spec.data
     named = None if data.tokenizer_file is None else tokenizer_path(data.tokenizer_file)
-    content = _kept(checkpoint)
+    content = _kept(checkpoint, TOKENIZER)
     if content is None and data.tokenizer == "bytes" and data.source != "megatron":
         content = _json(byte_tokenizer()).encode()
     if content is None and named is not None and named.is_file():
@@ -82,14 +83,17 @@ def add_tokenizer(spec: JobSpec, checkpoint: Place, folder: Path) -> None:
         for beside in (named.parent / name for name in _BESIDE_TOKENIZER):
             if beside.is_file():
                 shutil.copyfile(beside, folder / beside.name)
+    kept = _kept(checkpoint, CHAT)
+    if kept is not None:  # counts more than what the settings say
+        (folder / TEMPLATE).write_text(str(json.loads(kept)["template"]), encoding="utf-8")
     if not (folder / _SETTINGS).exists():
         (folder / _SETTINGS).write_text(_json(_FAST), encoding="utf-8")
 
 
-def _kept(checkpoint: Place) -> bytes | None:
+def _kept(checkpoint: Place, name: str) -> bytes | None:
     for folder in (checkpoint.parent, checkpoint.parent.parent):  # of the engine alone; of a job of the service
         with contextlib.suppress(OSError):
-            return files_of(folder).read(folder / TOKENIZER)
+            return files_of(folder).read(folder / name)
     return None
 
 

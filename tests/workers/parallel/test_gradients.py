@@ -17,7 +17,7 @@ import torch
 from engine_specs import document
 from plain_gpt import NO_TARGET, random_weights
 from plain_llama import plain_model
-from rank_programs import END, Steps, assemble, light, run_steps
+from rank_programs import END, Steps, assemble, light, marks_of, run_steps
 
 from workers.config import RecomputeModule
 from workers.spec.reading import parse_job_spec
@@ -58,7 +58,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "head_dim": (None, 6),
     # Every layer; every other one; none.
     "sliding_window": ((3, None), (5, 2), (None, None)),
-    "documents": ("together", "apart"),
+    "documents": ("together", "apart", "conversations"),
+}
+DATA: dict[str, dict[str, Any]] = {
+    "together": {},
+    # Of such a corpus nothing says which token ends documents, and how many there are.
+    "apart": {"documents": "apart", "source": "megatron"},
+    "conversations": {"source": "chat", "template": "chatml"},
 }
 # Of these every three choices occur together, of the others every two.
 LAYOUT = ("schedule", "tensor", "pipeline", "data", "sequence_parallel", "recompute", "zero")
@@ -190,8 +196,7 @@ def job(row: Row) -> dict[str, Any]:
             "head_dim": row["head_dim"],
             **dict(zip(("sliding_window", "full_attention_every"), row["sliding_window"], strict=True)),
         },
-        # Of such a corpus nothing says which token ends documents, and how many there are.
-        data={"documents": row["documents"], **({"source": "megatron"} if row["documents"] == "apart" else {})},
+        data=DATA[row["documents"]],
         train={
             "steps": 1,
             "global_batch_size": sequences(row),
@@ -228,6 +233,15 @@ def windows(row: Row) -> torch.Tensor:
     return tokens
 
 
+def conversations(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens of the batch are learned, and the number of each one's conversation."""
+    marks = [marks_of(sample, windows.shape[1]) for sample in range(len(windows))]
+    numbers = torch.zeros(windows.shape, dtype=torch.long)
+    for row, each in zip(numbers, marks, strict=True):
+        row[list(each.begins[1:])] = 1
+    return torch.stack([torch.from_numpy(each.learned) for each in marks]), numbers.cumsum(1)[:, :-1]
+
+
 @functools.cache
 def references() -> list[tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]]:
     """(weights, loss, gradients) of the plain model in fp64 for every row of the array."""
@@ -240,7 +254,9 @@ def reference(row: Row) -> tuple[dict[str, torch.Tensor], float, dict[str, torch
     model = plain_model(spec).double()
     weights = random_weights(spec, spread=SPREAD, model=model)
     model.load(weights)
-    loss = model.loss(windows(row), end=END if row["documents"] == "apart" else None)
+    batch = windows(row)
+    chats = conversations(batch) if row["documents"] == "conversations" else None
+    loss = model.loss(batch, end=END if row["documents"] == "apart" else None, chats=chats)
     loss.backward()
     return weights, loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 

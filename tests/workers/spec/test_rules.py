@@ -83,6 +83,35 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
         "train.compile", "with documents apart each micro-batch would be compiled anew", "false",
     ),
     (
+        "a template of texts",
+        {"data": {"template": "chatml"}},
+        "data.template", "source text has texts as they are; conversations, which need a template, are source chat",
+        "null",
+    ),
+    (
+        "answers in texts",
+        {"data": {"loss": "answers"}},
+        "data.loss", "nothing says which tokens of source text are answers, as source chat does", "all",
+    ),
+    (
+        "conversations without a template",
+        {"data": {"source": "chat"}},
+        "data.template", "conversations need a chat template, and the bytes tokenizer has none", "chatml",
+    ),
+    (
+        "a validation set of conversations without a template",
+        {
+            "data": {"validation": [{"name": "chats", "source": "chat", "paths": ["a.jsonl"]}]},
+            "train": {"validate_every": 5},
+        },
+        "data.template", "conversations need a chat template, and the bytes tokenizer has none", "chatml",
+    ),
+    (
+        "conversations in compiled blocks",
+        {"data": {"source": "chat", "template": "chatml"}, "train": {"compile": True}},
+        "train.compile", "with documents apart each micro-batch would be compiled anew", "false",
+    ),
+    (
         "layers without a window",
         {"model": {"full_attention_every": 2}},
         "model.full_attention_every", "without sliding_window all layers attend to all tokens before", "null",

@@ -145,15 +145,26 @@ class PlainGPT(nn.Module):
             x = layer(x, drop, index)
         return self.output(self.final_norm(x))
 
-    def loss(self, windows: torch.Tensor, drop: Drop = keep_all, end: int | None = None) -> torch.Tensor:
+    def loss(
+        self,
+        windows: torch.Tensor,
+        drop: Drop = keep_all,
+        end: int | None = None,
+        chats: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Mean loss of windows [b, s + 1] in nats a token. Where a window holds NO_TARGET there is nothing to predict,
-        and the model reads token 1. With `end`, documents that end with this token are apart."""
+        and the model reads token 1. With `end`, documents that end with this token are apart. `chats`: which tokens are
+        learned [b, s + 1], and the number of each one's conversation [b, s]."""
         tokens, targets = windows[:, :-1].abs(), windows[:, 1:]
         if end is not None:
             ends = tokens == end
             for layer in self.layers:
                 layer.attention.document = ends.cumsum(1) - ends.long()
             targets = targets.masked_fill(ends, NO_TARGET)
+        if chats is not None:
+            for layer in self.layers:
+                layer.attention.document = chats[1]
+            targets = targets.masked_fill(~chats[0][:, 1:], NO_TARGET)
         logits = self(tokens, drop)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from plain_gpt import PlainGPT, PlainStage
@@ -21,7 +22,8 @@ from workers.checkpoint.rectangles import Rectangle, rectangles_of
 from workers.comm.comm import Comm
 from workers.config import JobSpec
 from workers.data.batch_plan import replica_micro_batches
-from workers.data.batches import MicroBatch, with_documents_apart
+from workers.data.batches import MicroBatch, with_documents_apart, with_marks
+from workers.data.packed_conversations import Marks
 from workers.engine import Engine
 from workers.learning_rate import learning_rate
 from workers.parallel.data.step_statistics import StepStatistics
@@ -87,7 +89,18 @@ def micro_batches(spec: JobSpec, replica: int, windows: torch.Tensor, step: int 
     mine = replica_micro_batches(samples, spec, replica)
     parts = [(part, windows[part.start - first : part.stop - first]) for part in mine]
     batches = [MicroBatch(part, tokens[:, :-1].abs().t(), tokens[:, 1:].t()) for part, tokens in parts]
+    if spec.data.source == "chat":
+        length = windows.shape[1]
+        return [with_marks(each, [marks_of(n, length) for n in each.samples], apart=True) for each in batches]
     return batches if spec.data.documents == "together" else [with_documents_apart(each, END) for each in batches]
+
+
+def marks_of(sample: int, length: int) -> Marks:
+    """Conversations in a sample, which differ from sample to sample; in every third one there is no answer."""
+    begins = (0, 1 + sample % 4, 6)
+    learned = (np.arange(length) + sample) % 3 != 0
+    learned[list(begins)] = False
+    return Marks(learned & (sample % 3 != 1), begins)
 
 
 def run_steps(comm: Comm, jobs: list[dict[str, Any]], weights: list[Weights], windows: list[Any], dtype: Any) -> list:

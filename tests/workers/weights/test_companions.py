@@ -16,7 +16,7 @@ from workers.weights.companions import add_tokenizer
 def added(folder: Path, **data: str) -> dict[str, str]:
     """Names and texts of the files that are added for a checkpoint of a job with such data."""
     (folder / "out").mkdir(parents=True)
-    (folder / "checkpoints" / "step").mkdir(parents=True)
+    (folder / "checkpoints" / "step").mkdir(parents=True, exist_ok=True)
     add_tokenizer(JobSpec.model_validate(document(data=data)), folder / "checkpoints" / "step", folder / "out")
     return {path.name: path.read_text() for path in (folder / "out").iterdir()}
 
@@ -45,6 +45,16 @@ def test_files_beside_a_named_one_come_along(tmp_path):
         (source / name).write_text(name)
     made = added(tmp_path, tokenizer=str(source))
     assert made == {name: name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")}
+
+
+def test_a_chat_template_that_was_kept_counts_more_than_the_one_beside_the_named_tokenizer(tmp_path):
+    source = tmp_path / "llama"
+    source.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (source / name).write_text(name)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "chat.json").write_text('{"template": "kept", "tokens": {}, "name": "a"}')
+    assert added(tmp_path, tokenizer=str(source))["chat_template.jinja"] == "kept"
 
 
 def test_of_tokens_that_others_made_none_is_known(tmp_path):

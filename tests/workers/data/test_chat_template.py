@@ -1,0 +1,135 @@
+"""Templates come from anybody: they can do nothing but make text, and not for ever."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from workers.data import render_bounds
+from workers.data.chat_template import ChatTemplate, TemplateFailed
+from workers.errors import DataError
+
+MESSAGES = [{"role": "user", "content": "<b>ü"}]
+
+
+def render(source: str, **tokens: str) -> str:
+    return ChatTemplate(source, tuple(tokens.items())).render(MESSAGES)[0]
+
+
+def test_templates_have_what_those_of_transformers_rely_on():
+    assert render("{{ bos_token }}{{ messages | tojson }}", bos_token="<s>") == (
+        '<s>[{"role": "user", "content": "<b>ü"}]'
+    )
+    assert render("{% for n in range(9) %}{% if n == 3 %}{% break %}{% endif %}{{ n }}{% endfor %}") == "012"
+    assert render("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc", "trim_blocks, lstrip_blocks"
+    assert render("{{ add_generation_prompt }} {{ tools is none }} {{ pad_token is defined }}") == "False True False"
+
+
+def test_the_date_does_not_depend_on_the_day():
+    assert render("{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
+
+
+def test_generation_blocks_are_found_wherever_they_stand():
+    source = (
+        "{% macro said(text) %}({% generation %}{{ text }}{% endgeneration %}){% endmacro %}"
+        "é{{ said('one') }}{% set kept %}{% generation %}two{% endgeneration %}{% endset %} {{ kept }}"
+        "{% generation %}{% endgeneration %}"
+    )
+    text, spans = ChatTemplate(source).render(MESSAGES)
+    assert text == "é(one) two"
+    assert [text[a:b] for a, b in spans] == ["one", "two"]
+    assert ChatTemplate(source).marks_answers
+    assert not ChatTemplate("{{ generation }}").marks_answers
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__['__builtins__'] }}",
+        "{% include '/etc/passwd' %}",
+    ],
+)
+def test_nothing_but_the_conversation_can_be_reached(source):
+    with pytest.raises(TemplateFailed):
+        assert not render(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{% for %}", "line 1: not a chat template in Jinja ("),
+        ("a\n{% generation %}", "line 2: not a chat template in Jinja ("),
+        ("{{ x | no_such_filter }}", "No filter named 'no_such_filter'"),
+        ("{{" + "(" * 5000 + ")" * 5000 + "}}", "not a chat template in Jinja ("),
+    ],
+)
+def test_what_is_no_template_is_named(source, problem):
+    with pytest.raises(DataError) as error:
+        ChatTemplate(source, name="my.jinja").check()
+    assert str(error.value).startswith("my.jinja")
+    assert problem in str(error.value)
+
+
+def test_a_template_that_fails_says_why():
+    with pytest.raises(TemplateFailed, match="'dict object' has no attribute 'name'"):
+        render("{{ messages[0].name.first }}")
+    with pytest.raises(TemplateFailed, match="division by zero"):
+        render("{{ 1 / 0 }}")
+
+
+def test_a_template_that_loops_for_ever_is_ended(monkeypatch):
+    monkeypatch.setattr(render_bounds, "SECONDS", 0.2)
+    for_ever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(TemplateFailed, match=r"it is not done after 0 seconds of computing"):
+        render(for_ever)
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{{ 'x' * 10000 }}{% endfor %}",
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ 'x' | center(10 ** 10) }}",
+        "{% set s = namespace(x='x') %}{% for n in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+    ],
+)
+def test_a_template_that_wants_gigabytes_is_ended(monkeypatch, source):
+    monkeypatch.setattr(render_bounds, "MEMORY_BYTES", 2**28)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(TemplateFailed, match=r"it takes too much memory|it writes more than 67108864 characters"):
+        render(source)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20, "in KiB"
+
+
+def test_compiling_computes_nothing():
+    ChatTemplate("{{ 'x' * 10 ** 11 }}{% set a = 'x' * 10 ** 11 %}{{ 'x' | center(10 ** 11) }}").check()
+
+
+def test_one_operation_that_hears_of_nothing_for_ever_ends_the_process():
+    program = (
+        "from workers.data import render_bounds\n"
+        "render_bounds.SECONDS, render_bounds.LAST_SECONDS = 99.0, 0.3\n"
+        "from workers.data.chat_template import ChatTemplate\n"
+        "ChatTemplate('{{ 9 ** (9 ** 9) }}').render([])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False, capture_output=True)
+    assert done.returncode == -signal.SIGVTALRM
+
+
+def test_what_is_kept_of_a_template_is_the_same_again():
+    template = ChatTemplate("{{ bos_token }}", (("bos_token", "<s>"),), "x")
+    assert ChatTemplate.of_document(template.as_document()) == template
+    digests = {
+        each.digest
+        for each in (template, ChatTemplate("{{ bos_token }}"), ChatTemplate("a"), ChatTemplate("a", (), "b"))
+    }
+    assert len(digests) == 3, "the source and what it is told count, not where it came from"

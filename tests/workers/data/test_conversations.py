@@ -1,0 +1,202 @@
+"""What is learned of a conversation is what the assistant said, under every template, as `transformers` has it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from chat_files import CONVERSATIONS, TEMPLATES, chat_file, plain, said, tokenizer_folder
+
+from workers.config import DataConfig
+from workers.data.chat_template import ChatTemplate, open_template
+from workers.data.conversations import as_text, conversation_in
+from workers.data.documents import texts_of
+from workers.data.shards import Section
+from workers.data.tokenizer import open_tokenizer
+from workers.errors import DataError
+
+
+def section(path: Path) -> Section:
+    size = path.stat().st_size
+    return Section(str(path), 0, -1 if path.suffix == ".parquet" else size, size)
+
+
+def texts(path: Path, opened=None, **data):
+    config = DataConfig(source="chat", paths=[str(path)], **{"template": "chatml", **data})
+    return list(texts_of(section(path), config, False, opened))
+
+
+def learned(path: Path, **data) -> list[str]:
+    """What is learned, in words."""
+    return ["|".join(each.text[a:b] for a, b in each.learned) for each in texts(path, **data)]
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["generation blocks", "beginnings compared"])
+@pytest.mark.parametrize("in_settings", [True, False], ids=["in settings", "a file"])
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_tokens_and_marks_are_those_of_transformers(tmp_path, kind, in_settings, marked):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tokenizer_folder(tmp_path / "theirs", kind))
+    template = TEMPLATES[kind] if marked else plain(TEMPLATES[kind])
+    folder = tokenizer_folder(tmp_path / "ours", kind, template, in_settings)
+    assert ChatTemplate(template).marks_answers == marked
+    data = {"tokenizer": str(folder), "template": None}
+    found = texts(chat_file(tmp_path / "a.jsonl"), **data)
+    tokenizer = open_tokenizer(DataConfig(source="chat", paths=["a"], **data))
+    encoded = tokenizer.encode_marked([each.text for each in found], [each.learned for each in found])
+    for messages, each, (ids, marks) in zip(CONVERSATIONS, found, encoded, strict=True):
+        expected = theirs.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert each.text == theirs.apply_chat_template(messages, tokenize=False)
+        assert ids == expected["input_ids"]
+        assert marks.astype(int).tolist() == expected["assistant_masks"]
+        assert 0 < sum(marks) < len(marks)
+
+
+def test_the_tools_of_a_row_reach_the_template_as_they_do_in_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = tokenizer_folder(tmp_path / "t", "qwen")
+    tools = [{"type": "function", "function": {"name": "add", "description": "a < b & 'ü'"}}]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": CONVERSATIONS[0], "tools": tools}))
+    (found,) = texts(path, tokenizer=str(folder), template=None)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert found.text == theirs.apply_chat_template(CONVERSATIONS[0], tools=tools, tokenize=False)
+    assert "a < b & 'ü'" in found.text
+
+
+def test_chatml_is_built_in_and_learns_what_ends_an_answer(tmp_path):
+    path = chat_file(tmp_path / "a.jsonl", [said("a", "b", "c", "d", system="s")])
+    (found,) = texts(path)
+    assert found.text == (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>\n"
+    )
+    assert learned(path) == ["b<|im_end|>|d<|im_end|>"]
+
+
+def test_of_bytes_those_of_answers_are_marked():
+    text, spans = "é|Größe|🙂", ((2, 7), (8, 9))
+    ((ids, marks),) = open_tokenizer(DataConfig(source="chat", paths=["a"])).encode_marked([text], [spans])
+    assert bytes(ids) == text.encode()
+    assert bytes(id for id, mark in zip(ids, marks, strict=True) if mark).decode() == "Größe🙂"
+
+
+def test_all_of_it_is_learned_on_request(tmp_path):
+    path = chat_file(tmp_path / "a.jsonl", [said("a", "b"), said("nobody answers")])
+    assert learned(path, loss="all") == [each.text for each in texts(path)]
+
+
+def test_without_an_answer_nothing_is_learned(tmp_path):
+    assert learned(chat_file(tmp_path / "a.jsonl", [said("nobody answers")])) == [""]
+
+
+def test_conversations_as_sharegpt_has_them(tmp_path):
+    rows = [[{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]]
+    theirs = chat_file(tmp_path / "a.jsonl", rows, "conversations")
+    ours = chat_file(tmp_path / "b.jsonl", [said("a", "b", system="s")])
+    assert [each.text for each in texts(theirs, text_key="conversations")] == [each.text for each in texts(ours)]
+
+
+def test_rows_of_parquet_are_the_lines_of_jsonl(tmp_path):
+    table = pyarrow.table({"id": range(len(CONVERSATIONS)), "messages": CONVERSATIONS})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    ours = texts(chat_file(tmp_path / "a.jsonl"))
+    assert [(each.text, each.learned) for each in texts(tmp_path / "a.parquet")] == [
+        (each.text, each.learned) for each in ours
+    ]
+    with pytest.raises(DataError, match=r"a\.parquet: no column 'chat', only 'id', 'messages': set data.text_key"):
+        texts(tmp_path / "a.parquet", text_key="chat")
+
+
+WRONG = [
+    ('{"messages": [', "not valid JSON ("),
+    ("[]", 'not an object such as {"messages": ...}'),
+    ('{"text": "a"}', "no key 'messages', only 'text': set data.text_key"),
+    ('{"messages": "hello"}', "'messages' holds no list of messages but a text"),
+    ('{"messages": null}', "'messages' holds no list of messages but null"),
+    ('{"messages": []}', "'messages' has no messages"),
+    ('{"messages": ["a"]}', "message 1 of 'messages' is no object with 'role' and 'content' but a text"),
+    ('{"messages": [{"content": "a"}]}', "message 1 of 'messages' has no 'role'"),
+    ('{"messages": [{"role": 3, "content": "a"}]}', "message 1 of 'messages': 'role' is no text but a number"),
+    ('{"messages": [{"role": "user"}]}', "message 1 of 'messages' (user) has no 'content'"),
+    (
+        '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+        "message 1 of 'messages' (user): 'content' is no text but a list, and only texts are read",
+    ),
+    ('{"messages": [{"role": "user", "content": "\\ufdd0"}]}', "'content' holds U+FDD0 or U+FDD1"),
+    ('{"messages": [{"role": "user", "content": "a\\ud800"}]}', "is half of a surrogate pair"),
+    (
+        '{"messages": [{"role": "assistant", "tool_calls": [{"name": "add"}]}]}',
+        "the chat template (chatml) makes no text of it: chatml has no calls of tools",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "problem"), WRONG, ids=[str(n) for n in range(len(WRONG))])
+def test_a_row_that_is_no_conversation_is_named(tmp_path, line, problem):
+    path = chat_file(tmp_path / "a.jsonl", CONVERSATIONS[:1])
+    start = path.stat().st_size
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError) as error:
+        texts(path)
+    assert str(error.value).startswith(f"{path}, line 2 (byte {start}): ")
+    assert problem in str(error.value)
+
+
+def test_what_a_template_refuses_is_said_in_its_words(tmp_path):
+    folder = tokenizer_folder(tmp_path / "t", "mistral")
+    path = chat_file(tmp_path / "a.jsonl", [CONVERSATIONS[0], [*said("a"), *said("b", "c")]])
+    with pytest.raises(DataError, match=r"line 2 .*makes no text of it: roles must alternate user/assistant"):
+        texts(path, tokenizer=str(folder), template=None)
+
+
+SYSTEM_LAST = """{%- for message in messages if message.role != 'system' %}
+{{- '[INST]' ~ (messages[0].content if loop.last or loop.revindex == 2 and message.role == 'user' else '') }}
+{{- message.content ~ '[/INST]' }}
+{%- endfor %}"""
+
+
+def test_a_template_whose_text_changes_as_more_follows_is_refused(tmp_path):
+    """It writes what the system says beside the last question alone."""
+    path = chat_file(tmp_path / "a.jsonl", [said("a", "b", "c", "d", system="s")])
+    with pytest.raises(DataError, match=r"line 1 .*writes message 3 or those before it in another way once more"):
+        texts(path, ChatTemplate(SYSTEM_LAST))
+    assert texts(path, ChatTemplate(SYSTEM_LAST), loss="all"), "what is to be learned need not be found there"
+
+
+@pytest.mark.parametrize("own", ["answer", "think", "x", ">", "im_end", " padded \n", ""])
+def test_answers_are_found_whatever_they_say(own):
+    template = ChatTemplate(plain(TEMPLATES["qwen"]))
+    conversation = conversation_in({"messages": said("q", own, "q", own)}, "messages", "here")
+    text, spans = as_text(conversation, template, True)
+    assert [text[a:b] for a, b in spans] == [f"{own}<|im_end|>", f"<think>\n\n</think>\n\n{own}<|im_end|>"]
+
+
+def test_where_a_template_is_looked_for(tmp_path):
+    folder = tokenizer_folder(tmp_path / "t", "qwen", "from the file")
+    data = DataConfig(source="chat", paths=["a"], tokenizer=str(folder))
+    assert open_template(data).source == "from the file"
+    assert dict(open_template(data).tokens) == {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (tmp_path / "mine.jinja").write_text("mine")
+    named = data.model_copy(update={"template": str(tmp_path / "mine.jinja")})
+    assert open_template(named).source == "mine"
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(DataError, match=r"t has no chat template \(looked for chat_template\.jinja.*or to chatml"):
+        open_template(data)
+    several = [{"name": "default", "template": "one of several"}, {"name": "tool_use", "template": "other"}]
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": several, "bos_token": {"content": "<s>"}})
+    )
+    assert open_template(data).source == "one of several"
+    assert open_template(data).tokens == (("bos_token", "<s>"),)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": several[1:]}))
+    with pytest.raises(DataError, match="has no template called 'default', only 'tool_use'"):
+        open_template(data)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is not valid JSON"):
+        open_template(data)

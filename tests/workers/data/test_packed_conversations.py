@@ -1,0 +1,225 @@
+"""Every conversation lies whole in one sample, and what is learned of it are its answers, under every layout."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from chat_files import CONVERSATIONS, chat_file, said, tokenizer_folder
+from engine_specs import axes, spec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.data import shards
+from workers.data.batches import NO_TARGET, Batches
+from workers.data.packed_conversations import OPEN_SAMPLES, PackedConversations, packed
+from workers.data.prepare import open_corpus
+from workers.data.token_cache import Watcher
+from workers.data.tokenize import tokenize
+from workers.errors import DataError
+
+CPU, LENGTH = torch.device("cpu"), 256
+CHATS = [said(f"{n} is " * (1 + n % 5), f"{n}.", f"and {n * n}?", "yes " * (n % 7)) for n in range(60)]
+
+
+class Told(Watcher):
+    """Keeps what it is told."""
+
+    processes = 2
+
+    def __init__(self):
+        self.said = []
+
+    def tell(self, kind, message, data):
+        self.said.append((kind, message, data))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tokenizer_folder(tmp_path_factory.mktemp("tokenizer"), "qwen")
+
+
+def job(paths, folder, model=None, **sections):
+    data = {
+        "source": "chat", "paths": [str(path) for path in paths], "tokenizer": str(folder), "validation_fraction": 0.0,
+    }  # fmt: skip
+    data |= sections.pop("data", {})
+    model = {"sequence_length": LENGTH, "vocabulary_size": 512, **(model or {})}
+    return spec(data=data, model=model, **sections)
+
+
+def batches_of(job_, tmp_path, replica=0, watcher=None):
+    return Batches(job_, replica, CPU, cache=tmp_path / "cache", watcher=watcher or Told())
+
+
+def conversations_in(folder, chats, length=LENGTH):
+    """(tokens, learned) of each as transformers has them, as far as a sample is long; nothing comes before the first
+    token."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for chat in chats:
+        made = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        ids, marks = made["input_ids"][:length], made["assistant_masks"][:length]
+        yield tuple(ids), (0, *marks[1:])
+
+
+def read_back(batches, steps):
+    """(tokens, learned) of each conversation that the training samples have."""
+    found = []
+    for step in range(1, steps + 1):
+        for batch in batches.training(step):
+            inputs, targets = batch.inputs_sb.t().tolist(), batch.targets_sb.t().tolist()
+            for tokens, following, begins in zip(inputs, targets, batch.documents.starts, strict=True):
+                # Learned is a token that is the target of the one before it.
+                learned = [0, *(int(target != NO_TARGET) for target in following)]
+                assert all(b in (NO_TARGET, a) for a, b in zip(tokens[1:], following, strict=False))
+                ends = [*begins[1:], len(tokens)]
+                found += [(tuple(tokens[a:b]), tuple(learned[a:b])) for a, b in zip(begins, ends, strict=True)]
+    return [(tokens, learned) for tokens, learned in found if any(tokens)]  # what is behind the last one is no token
+
+
+def test_an_epoch_has_each_conversation_once_whole_and_with_its_answers(tmp_path, folder, monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
+    paths = [chat_file(tmp_path / "a.jsonl", CHATS[:35]), chat_file(tmp_path / "b.jsonl", CHATS[35:])]
+    batches = batches_of(job(paths, folder, train={"global_batch_size": 1}), tmp_path)
+    (part,) = batches.order.parts
+    found = read_back(batches, part.windows)
+    assert sorted(found) == sorted(conversations_in(folder, CHATS))
+    assert sorted(read_back(batches, 2 * part.windows)) == sorted(found * 2), "and so does the next one"
+    lengths = [len(tokens) for tokens, _ in found]
+    assert sum(lengths) > 0.8 * part.windows * LENGTH, "with little room lost"
+
+
+def test_a_conversation_that_is_longer_than_a_sample_is_cut_and_left_out_where_no_answer_is_left(tmp_path, folder):
+    chats = [said("short", "one"), said("why " * 9, "because " * 90), said("too long " * 90, "never seen"), said("?")]
+    told = Told()
+    job_ = job([chat_file(tmp_path / "a.jsonl", chats)], folder, train={"global_batch_size": 1})
+    batches = batches_of(job_, tmp_path, watcher=told)
+    assert sorted(read_back(batches, batches.order.parts[0].windows)) == sorted(conversations_in(folder, chats[:2]))
+    kind, message, data = told.said[-1]
+    assert kind == "data_prepared"
+    assert message.endswith("; 1 without an answer are left out, 2 are cut at the sequence's length")
+    assert (data["documents"], data["left_out"], data["cut"]) == (3, 1, 2)
+
+
+def test_attention_looks_across_conversations_where_that_is_asked_for(tmp_path, folder):
+    path = chat_file(tmp_path / "a.jsonl", CHATS)
+    together, apart = (
+        batches_of(job([path], folder, data={"documents": each}), tmp_path).training(1)
+        for each in ("together", "apart")
+    )
+    assert [each.documents for each in together] == [None] * len(together)
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one.targets_sb, other.targets_sb)
+    assert job([path], folder).data.documents == "apart", "not by default"
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 2)], ids=str)
+def test_what_is_held_out_are_the_last_conversations_of_each_path(tmp_path, folder, layout):
+    paths = [chat_file(tmp_path / "a.jsonl", CHATS[:40]), chat_file(tmp_path / "b.jsonl", CHATS[40:])]
+    data = {"validation_fraction": 0.25, "weights": [2, 1]}
+    train = {"validate_every": 1, "global_batch_size": 2, "validation_batches": 100}
+    job_ = job(paths, folder, data=data, train=train, parallel=axes(layout))
+    batches = batches_of(job_, tmp_path)
+    (held_out,) = batches.held_out
+    seen = {
+        tuple(row[:40])
+        for number in range(held_out.batches(job_))
+        for batch in batches.validation(held_out, number)
+        for row in batch.inputs_sb.t().tolist()
+    }
+    first_words = [tokens for tokens, _ in conversations_in(folder, [*CHATS[30:40], *CHATS[55:]])]
+    assert seen
+    assert all(any(row[: len(words)] == words[:40][: len(row)] for words in first_words) for row in seen)
+    trained = [tokens for tokens, _ in read_back(batches, 60)]
+    assert not set(first_words) & set(trained)
+
+
+def test_validation_sets_of_conversations_and_of_texts_stand_beside_each_other(tmp_path, folder):
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "the quick brown fox " * 40}) + "\n")
+    chat_file(tmp_path / "chat.jsonl", CHATS)
+    text = {"name": "text", "source": "jsonl", "paths": [str(tmp_path / "text.jsonl")]}
+    chats = {"name": "chats", "source": "chat", "paths": [str(tmp_path / "chat.jsonl")]}
+    train = {"validate_every": 1, "global_batch_size": 1}
+    batches = batches_of(job([tmp_path / "chat.jsonl"], folder, data={"validation": [text]}, train=train), tmp_path)
+    (batch,) = batches.validation(batches.held_out[0], 0)
+    assert (batch.targets_sb != NO_TARGET).all()
+    own = {"source": "jsonl", "paths": text["paths"], "validation": [chats]}
+    batches = batches_of(job([tmp_path / "a"], folder, data=own, train=train), tmp_path)
+    (batch,) = batches.validation(batches.held_out[0], 0)
+    assert 0 < (batch.targets_sb != NO_TARGET).sum() < LENGTH
+    assert batch.documents is None, "the job has documents together"
+
+
+def test_where_nothing_can_be_learned_it_is_said(tmp_path, folder):
+    path = chat_file(tmp_path / "a.jsonl", [said("nobody answers")])
+    with pytest.raises(DataError, match=rf"no conversation for training in {path}: none has an answer within"):
+        batches_of(job([path], folder), tmp_path)
+    path = chat_file(tmp_path / "b.jsonl", CHATS[:3])
+    job_ = job([path], folder, data={"validation_fraction": 0.1}, train={"validate_every": 1})
+    with pytest.raises(DataError, match=rf"no conversation of {path} is held out: raise data\.validation_fraction"):
+        batches_of(job_, tmp_path)
+
+
+def test_other_templates_and_other_rules_have_tokens_of_their_own(tmp_path, folder):
+    path = chat_file(tmp_path / "a.jsonl")
+    digests = {
+        open_corpus(job([path], folder, data=data), tmp_path / "cache").digest
+        for data in ({}, {"template": "chatml"}, {"loss": "all"}, {"loss": "answers"})
+    }
+    assert len(digests) == 3
+    assert len(list((tmp_path / "cache").glob("*/marks.bin"))) == 3
+
+
+def test_a_job_keeps_its_template_and_does_not_go_on_with_another(tmp_path):
+    folder, record = tokenizer_folder(tmp_path / "t", "qwen"), tmp_path / "job" / "corpus.json"
+    job_ = job([chat_file(tmp_path / "a.jsonl")], folder)
+    open_corpus(job_, tmp_path / "cache", record, True)
+    kept = json.loads((tmp_path / "job" / "chat.json").read_bytes())
+    assert kept["template"] == (folder / "chat_template.jinja").read_text()
+    assert kept["tokens"]["eos_token"] == "<|im_end|>"
+    open_corpus(job_, tmp_path / "cache", record, True)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(DataError, match="the chat template is not what it was when the job began"):
+        open_corpus(job_, tmp_path / "cache", record, True)
+
+
+def test_megatrons_datasets_have_no_place_for_marks(tmp_path, folder):
+    with pytest.raises(DataError, match="does not say which tokens of a conversation are learned"):
+        tokenize(job([chat_file(tmp_path / "a.jsonl")], folder), tmp_path / "cache", Told(), tmp_path / "to")
+
+
+def test_a_template_that_wants_gigabytes_is_named_with_the_file_and_the_line(tmp_path, folder):
+    (tmp_path / "t.jinja").write_text(
+        "{{ messages[0].content * (10 ** 10 if messages[0].content == 'unanswered' else 1) }}"
+    )
+    job_ = job([chat_file(tmp_path / "a.jsonl")], folder, data={"template": str(tmp_path / "t.jinja"), "loss": "all"})
+    with pytest.raises(DataError, match=r"a\.jsonl, line 5 \(byte \d+\): the chat template .* takes too much memory"):
+        open_corpus(job_, tmp_path / "cache")
+
+
+@given(st.lists(st.integers(1, 20), max_size=300))
+def test_samples_have_every_number_once_and_are_never_too_full(sizes):
+    lengths = np.array(sizes, np.int64)
+    samples = packed(range(len(sizes)), lengths, 20)
+    assert sorted(number for sample in samples for number in sample) == list(range(len(sizes)))
+    assert all(0 < sum(sizes[number] for number in sample) <= 20 for sample in samples)
+    if len(samples) <= OPEN_SAMPLES:
+        assert len(samples) <= 2 * -(-sum(sizes) // 20), "two that are half empty would have been one"
+
+
+def test_reads_are_the_same_wherever_they_begin(tmp_path, folder):
+    corpus = open_corpus(job([chat_file(tmp_path / "a.jsonl", CONVERSATIONS * 3)], folder), tmp_path / "cache")
+    (row,) = corpus.parts
+    assert isinstance(row, PackedConversations)
+    whole, marks = row.read(0, len(row)), row.marks(0, len(row))
+    for start, length in ((0, LENGTH + 1), (LENGTH - 3, 7), (LENGTH, LENGTH + 1), (len(row) - 1, 1), (5, 3 * LENGTH)):
+        assert row.read(start, length).tolist() == whole[start : start + length].tolist()
+        part = row.marks(start, length)
+        assert part.learned.tolist() == marks.learned[start : start + length].tolist()
+        inside = [begin - start for begin in marks.begins if start <= begin < start + length]
+        assert list(part.begins) == sorted({0, *inside})
+    with pytest.raises(IndexError, match="of a row of"):
+        row.read(len(row), 1)

@@ -1,0 +1,276 @@
+"""Chat templates: Jinja text that turns a conversation into the text a model reads. They come with weights, from
+whoever made these, so they run in Jinja's sandbox (`render_bounds.py` bounds what they take).
+
+A template is given what those of Hugging Face's `transformers` rely on: messages, tools, add_generation_prompt, the
+special tokens by name, raise_exception, strftime_now, tojson, loop controls, `{% generation %}`. What it writes depends
+on the conversation alone: strftime_now says the same date every day.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from workers.config import CHATML, DataConfig
+from workers.data.render_bounds import MOST_CHARACTERS, TooMuch, bounded
+from workers.data.tokenizer import SETTINGS, SPECIAL_TOKENS, TEMPLATE, tokenizer_path
+from workers.errors import DataError
+
+MOST_BYTES = 2**20
+"""Of a template."""
+START, STOP = "\ufdd0", "\ufdd1"
+"""What stands for the bounds of a generation block while text is made: no characters, by Unicode's definition."""
+DATE = datetime.datetime(2024, 7, 26)
+"""What strftime_now takes for today: the date that Llama 3's template has where there is no clock."""
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CHATML = (
+    "{%- for message in messages %}"
+    "{%- if message.tool_calls %}{{ raise_exception('chatml has no calls of tools') }}{% endif %}"
+    "{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.role == 'assistant' %}"
+    "{%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}"
+    "{%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}"
+    "{{- '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""ChatML."""
+_ERRORS = (
+    jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, SyntaxError,
+    TypeError, ValueError,
+)  # fmt: skip
+"""What a template may raise, which is as much as Python's expressions do."""
+
+Span = tuple[int, int]
+"""First character and one past the last."""
+
+
+class TemplateFailed(Exception):
+    """A template made no text of a conversation; says why."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, and what it is told beside the conversation."""
+
+    source: str
+    tokens: tuple[tuple[str, str], ...] = ()
+    """Special tokens by the names that templates have for them, such as bos_token."""
+    name: str = CHATML
+    """Where it comes from, for messages."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what it does."""
+        return hashlib.sha256(json.dumps([self.source, sorted(self.tokens)]).encode()).hexdigest()
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template itself says what the model has to write, by generation blocks."""
+        return self._compiled[1]
+
+    def check(self) -> None:
+        """Raise DataError where it is no template."""
+        _ = self._compiled
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The conversation's text, and its generation blocks. On a process's main thread. Raises TemplateFailed."""
+        values = {"messages": list(messages), "tools": tools, "documents": None, **dict(self.tokens)}
+        pieces, size = [], 0
+        try:
+            with bounded():
+                for piece in self._compiled[0].generate(**values, add_generation_prompt=add_generation_prompt):
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > MOST_CHARACTERS:
+                        raise TooMuch(f"it writes more than {MOST_CHARACTERS} characters")
+        except TooMuch as error:
+            raise TemplateFailed(str(error)) from error
+        except MemoryError as error:
+            raise TemplateFailed("it takes too much memory") from error
+        except _ERRORS as error:
+            raise TemplateFailed(_one_line(error)) from error
+        return _without_bounds("".join(pieces))
+
+    def as_document(self) -> dict[str, Any]:
+        """What is kept of it as JSON."""
+        return {"template": self.source, "tokens": dict(self.tokens), "name": self.name}
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> ChatTemplate:
+        """The same again. Raises KeyError, TypeError, ValueError for something else."""
+        tokens = tuple((str(name), str(text)) for name, text in dict(document["tokens"]).items())
+        return cls(str(document["template"]), tokens, str(document["name"]))
+
+    @cached_property
+    def _compiled(self) -> tuple[jinja2.Template, bool]:
+        environment = _environment()
+        try:
+            template = environment.from_string(self.source)
+        except _ERRORS as error:
+            line = getattr(error, "lineno", None)
+            where = f"{self.name}, line {line}" if line else self.name
+            raise DataError(f"{where}: not a chat template in Jinja ({_one_line(error)})") from error
+        return template, environment.extensions[_GenerationBlocks.identifier].found  # type: ignore[attr-defined]
+
+
+def open_template(data: DataConfig) -> ChatTemplate:
+    """The template of a job's conversations: the one that is named, else what lies beside the tokenizer's file. Raises
+    DataError where there is none, or it is no template."""
+    folder = None if data.tokenizer_file is None else tokenizer_path(data.tokenizer_file).parent
+    tokens = () if folder is None else _special_tokens(folder)
+    if data.template == CHATML:
+        found = ChatTemplate(_CHATML, tokens)
+    elif data.template is not None:
+        found = ChatTemplate(_text(Path(data.template)), tokens, data.template)
+    elif folder is None:
+        raise DataError(f"the {data.tokenizer} tokenizer has no chat template: set data.template to a file or {CHATML}")
+    else:
+        found = _beside_tokenizer(folder, tokens)
+    found.check()
+    return found
+
+
+def _beside_tokenizer(folder: Path, tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    """As `transformers` looks for it: a file of its own counts more than what tokenizer_config.json says."""
+    if (folder / TEMPLATE).exists():
+        return ChatTemplate(_text(folder / TEMPLATE), tokens, str(folder / TEMPLATE))
+    said = _json(folder / SETTINGS).get("chat_template")
+    name = f"chat_template in {folder / SETTINGS}"
+    if isinstance(said, list):  # several by name
+        named = {each.get("name"): each.get("template") for each in said if isinstance(each, dict)}
+        if "default" not in named:
+            there = ", ".join(map(repr, named)) or "none"
+            raise DataError(f"{name} has no template called 'default', only {there}: set data.template to a file")
+        said = named["default"]
+    if isinstance(said, str):
+        return ChatTemplate(said, tokens, name)
+    raise DataError(
+        f"{folder} has no chat template (looked for {TEMPLATE}, and chat_template in {SETTINGS}): set data.template to "
+        f"a template's file, or to {CHATML}"
+    )
+
+
+def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
+    found: dict[str, str] = {}
+    for content in (_json(folder / SPECIAL_TOKENS), _json(folder / SETTINGS)):  # the latter counts more
+        for name in _TOKENS:
+            said = content.get(name)
+            text = said.get("content") if isinstance(said, dict) else said
+            if isinstance(text, str):
+                found[name] = text
+    return tuple(sorted(found.items()))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot be read: {path} ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON ({_one_line(error)})") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is no object")
+    return content
+
+
+def _text(path: Path) -> str:
+    try:
+        content = path.open("rb").read(MOST_BYTES + 1)
+    except OSError as error:
+        raise DataError(f"the chat template cannot be read: {path} ({error.strerror})") from error
+    if len(content) > MOST_BYTES:
+        raise DataError(f"{path} is no chat template: it has more than {MOST_BYTES} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {error.start})") from error
+
+
+def _without_bounds(text: str) -> tuple[str, list[Span]]:
+    """The text between the bounds of generation blocks, and where these were; of nested ones the outer."""
+    if START not in text:
+        return text, []
+    spans: list[Span] = []
+    kept, size, depth, begun = [], 0, 0, 0
+    for part in re.split(f"([{START}{STOP}])", text):
+        if part == START:
+            depth, begun = depth + 1, size if depth == 0 else begun
+        elif part == STOP:
+            depth -= 1
+            if depth == 0:
+                spans.append((begun, size))
+        else:
+            kept.append(part)
+            size += len(part)
+    return "".join(kept), [span for span in spans if span[0] < span[1]]
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    # Nothing is computed while a template is compiled, which no bounds guard: neither by the optimizer nor, because
+    # `finalize` wants to know the context, for what is written as it is.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, "jinja2.ext.loopcontrols"],
+        optimized=False, finalize=_as_it_is,
+    )  # fmt: skip
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=DATE.strftime)
+    return environment
+
+
+@jinja2.pass_context
+def _as_it_is(context: Context, value: Any) -> Any:
+    return value
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON as it is: Jinja's own filter escapes what HTML does not take."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}`: bounds around what the model has to write."""
+
+    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
+
+    def __init__(self, environment: jinja2.Environment):
+        super().__init__(environment)
+        self.found = False
+        """Whether the template has such a block."""
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The block's content between its bounds, in a scope of its own."""
+        self.found = True
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        first, last = (nodes.Output([nodes.TemplateData(bound)], lineno=line) for bound in (START, STOP))
+        return [first, nodes.Scope(body, lineno=line), last]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

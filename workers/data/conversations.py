@@ -1,0 +1,120 @@
+"""Conversations: what is read of a row, the text that a chat template makes of it, and which part of that is answers.
+
+Where a template has generation blocks, these are the answers. Else the text is compared with those of the
+conversation's beginnings: an answer begins where the messages before it end, the header of the answer included, and
+ends with what the template writes behind its last word, such as `<|im_end|>`, but for blanks after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workers.data.chat_template import START, STOP, ChatTemplate, Span, TemplateFailed
+from workers.data.lines import kind_of
+from workers.errors import DataError
+
+ANSWERER = "assistant"
+_SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERER, "bot": ANSWERER}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Who said what."""
+
+    messages: list[dict[str, Any]]
+    """Each with `role` and `content`, and whatever else the row says of it."""
+    tools: list[Any] | None
+    """What the row says that can be called."""
+    where: str
+    """Its file and place, for messages."""
+
+
+def conversation_in(row: Mapping[str, Any], key: str, where: str) -> Conversation:
+    """The conversation of a row, whose messages are at `key`. Raises DataError."""
+    if key not in row:
+        there = ", ".join(map(repr, list(row)[:10])) or "none"
+        raise DataError(f"{where}: no key {key!r}, only {there}: set data.text_key")
+    said = row[key]
+    if not isinstance(said, list):
+        raise DataError(f"{where}: {key!r} holds no list of messages but {kind_of(said)}")
+    if not said:
+        raise DataError(f"{where}: {key!r} has no messages")
+    messages = [_message(each, f"{where}: message {number} of {key!r}") for number, each in enumerate(said, start=1)]
+    tools = row.get("tools")
+    return Conversation(messages, tools if isinstance(tools, list) and tools else None, where)
+
+
+def as_text(conversation: Conversation, template: ChatTemplate, answers_only: bool) -> tuple[str, tuple[Span, ...]]:
+    """The conversation's text, and its characters that are to be learned: the answers, none where there are none, or
+    all. Raises DataError."""
+    text, blocks = _rendered(template, conversation, len(conversation.messages))
+    if not answers_only:
+        return text, ((0, len(text)),) if text else ()
+    if template.marks_answers:
+        return text, tuple(blocks)
+    spans = [
+        _answer(conversation, number, template, text)
+        for number, message in enumerate(conversation.messages)
+        if message["role"] == ANSWERER
+    ]
+    return text, tuple(span for span in spans if span[0] < span[1])
+
+
+def _message(said: Any, where: str) -> dict[str, Any]:
+    if not isinstance(said, dict):
+        raise DataError(f"{where} is no object with 'role' and 'content' but {kind_of(said)}")
+    message = {name: value for name, value in said.items() if value is not None}
+    if "role" not in message and "from" in message:  # as ShareGPT's
+        speaker = message.pop("from")
+        message["role"] = _SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+        if "value" in message:
+            message["content"] = message.pop("value")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise DataError(f"{where} has no 'role'" if role is None else f"{where}: 'role' is no text but {kind_of(role)}")
+    if content is None and not message.get("tool_calls"):
+        raise DataError(f"{where} ({role}) has no 'content'")
+    if content is not None and not isinstance(content, str):
+        raise DataError(f"{where} ({role}): 'content' is no text but {kind_of(content)}, and only texts are read")
+    message["content"] = content or ""
+    if START in message["content"] or STOP in message["content"]:
+        raise DataError(f"{where} ({role}): 'content' holds U+FDD0 or U+FDD1, which are no characters")
+    return message
+
+
+def _rendered(
+    template: ChatTemplate, conversation: Conversation, count: int, prompt: bool = False
+) -> tuple[str, list[Span]]:
+    """Of the first `count` messages."""
+    try:
+        return template.render(conversation.messages[:count], conversation.tools, prompt)
+    except TemplateFailed as error:
+        which = "it" if count == len(conversation.messages) else f"its first {count} messages"
+        raise DataError(
+            f"{conversation.where}: the chat template ({template.name}) makes no text of {which}: {error}"
+        ) from error
+
+
+def _answer(conversation: Conversation, number: int, template: ChatTemplate, text: str) -> Span:
+    """Where message `number`, an answer, is in the conversation's `text`. Raises DataError where that cannot be
+    told."""
+    before, _ = _rendered(template, conversation, number, prompt=True)
+    is_last = number + 1 == len(conversation.messages)
+    after = text if is_last else _rendered(template, conversation, number + 1)[0]
+    own = conversation.messages[number]["content"].strip()
+    if text.startswith(before) and after.startswith(before):
+        whole = after[len(before) :]
+        # Templates may leave out, once more was said, what stood before an answer, such as its reasoning.
+        for first in range(len(whole) - len(own) + 1):
+            written = whole[first:]
+            if written and text.startswith(written, len(before)) and own in written:
+                behind = written[written.index(own) + len(own) :] if own else written
+                blanks = len(written) - len(written.rstrip()) if behind.strip() else 0
+                return len(before), len(before) + len(written) - blanks
+    raise DataError(
+        f"{conversation.where}: the chat template ({template.name}) writes message {number + 1} or those before it in "
+        "another way once more follows, so nothing tells which part of its text is the answer: use a template with "
+        "{% generation %} blocks (data.template), or data.loss: all"
+    )

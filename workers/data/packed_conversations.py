@@ -1,0 +1,135 @@
+"""Conversations laid out for training: samples that begin at multiples of the sequence's length, in each of which whole
+conversations lie one behind the other, and then tokens that mean nothing.
+
+A conversation that is longer than a sample is cut at its length. The others are put where the least room is left over
+for them (best fit, over the samples that were begun last), in the order of the corpus, so that every process lays them
+out in the same way.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from workers.config import JobSpec
+from workers.data.indexed_dataset import IndexedTokens, read_index
+from workers.errors import DataError
+
+OPEN_SAMPLES = 64
+"""Samples that may still get a conversation. The fullest is closed first."""
+FILLER = 0
+"""Token behind a sample's last conversation: nothing that is learned sees it."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What is said of some tokens beside their ids."""
+
+    learned: npt.NDArray[np.bool_]
+    """Of each whether it is to be predicted."""
+    begins: tuple[int, ...]
+    """The positions at which a conversation begins, or what is behind the last one; the first is 0."""
+
+
+class PackedConversations:
+    """The conversations of a corpus as a row of tokens: first the samples for training, then those held out."""
+
+    def __init__(self, tokens: IndexedTokens, marks: IndexedTokens, length: int, held_out: float, name: str):
+        """`tokens`: the conversations end to end, with `marks` (1: is learned); `length`: of a sample; `held_out`: how
+        much of them, the last ones, is not trained on; `name`: of the corpus, for messages. Raises DataError."""
+        self._tokens, self._marks, self._length, self._name = tokens, marks, length, name
+        lengths = read_index(tokens.prefix).lengths.astype(np.int64)
+        self._begins = np.cumsum(lengths) - lengths
+        self._lengths = np.minimum(lengths, length)
+        longer = np.flatnonzero(lengths > length)
+        self.cut = len(longer)
+        """Conversations that are longer than a sample."""
+        nothing = {int(number) for number in longer if not marks.read(self._begins[number], length)[1:].any()}
+        used = [number for number in range(len(lengths)) if number not in nothing]
+        training = len(used) - int(len(used) * held_out)
+        parts = [packed(used[:training], self._lengths, length), packed(used[training:], self._lengths, length)]
+        self._samples = [sample for part in parts for sample in part]
+        self._training = len(parts[0])
+
+    def __len__(self) -> int:
+        """Number of tokens: those of the samples, and one behind the last."""
+        return len(self._samples) * self._length + 1
+
+    def split(self, spec: JobSpec) -> tuple[int, int]:
+        """Tokens of the training and of the validation part. Raises DataError where there are not enough
+        conversations."""
+        training = self._training * self._length
+        if not training:
+            raise DataError(
+                f"no conversation for training in {self._name}: none has an answer within its first {self._length} "
+                "tokens (model.sequence_length), or all are held out"
+            )
+        if spec.train.validate_every and spec.data.validation_fraction and len(self) - training <= self._length:
+            off = "data.validation_fraction: 0" if spec.data.validation else "train.validate_every: 0"
+            raise DataError(
+                f"no conversation of {self._name} is held out: raise data.validation_fraction or turn validation off "
+                f"({off})"
+            )
+        return training, len(self) - training
+
+    def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
+        """Tokens [start, start + length) as int64. Raises IndexError outside of the row."""
+        values = np.full(length, FILLER, np.int64)
+        for position, first, count, _ in self._pieces(start, length):
+            values[position : position + count] = self._tokens.read(first, count)
+        return values
+
+    def marks(self, start: int, length: int) -> Marks:
+        """Of tokens [start, start + length). A conversation's first token is not learned: nothing comes before it.
+        Raises IndexError outside of the row."""
+        learned, begins = np.zeros(length, bool), {0}
+        for position, first, count, is_begin in self._pieces(start, length):
+            learned[position : position + count] = self._marks.read(first, count).astype(bool)
+            if is_begin:
+                learned[position] = False
+                begins.add(position)
+            begins.add(position + count)
+        return Marks(learned, tuple(sorted(begins - {length})))
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._tokens.close()
+        self._marks.close()
+
+    def _pieces(self, start: int, length: int) -> Iterator[tuple[int, int, int, bool]]:
+        """Of each conversation with tokens in [start, start + length): its position there, the place of its first token
+        among all tokens, how many it has there, and whether it begins there."""
+        if start < 0 or start + length > len(self):
+            raise IndexError(f"tokens {start} to {start + length} of a row of {len(self)}")
+        for sample in range(start // self._length, min(-(-(start + length) // self._length), len(self._samples))):
+            at = sample * self._length - start
+            for number in self._samples[sample]:
+                size = int(self._lengths[number])
+                low, high = max(at, 0), min(at + size, length)
+                if low < high:
+                    yield low, int(self._begins[number]) + low - at, high - low, low == at
+                at += size
+
+
+def packed(numbers: Sequence[int], lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
+    """`numbers` in samples of at most `capacity` tokens, number n having `lengths`[n]."""
+    samples: list[list[int]] = []
+    begun: list[tuple[int, int]] = []  # room and number of samples that may get more, the fullest first
+    for number in numbers:
+        size = int(lengths[number])
+        at = bisect_left(begun, (size, -1))
+        if at < len(begun):
+            room, sample = begun.pop(at)
+        else:
+            room, sample = capacity, len(samples)
+            samples.append([])
+            if len(begun) == OPEN_SAMPLES:
+                begun.pop(0)
+        samples[sample].append(number)
+        if room > size:
+            insort(begun, (room - size, sample))
+    return samples

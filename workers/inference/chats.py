@@ -1,0 +1,111 @@
+"""Conversations with a trained model: the chat template that it was trained with, how likely it finds answers, what
+ends one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.config import JobSpec
+from workers.data.chat_template import ChatTemplate, TemplateFailed, open_template
+from workers.data.documents import Text, texts_of
+from workers.data.shards import Section
+from workers.data.sources import kind_of_file
+from workers.data.tokenizer import KEPT_CHAT, Marks
+from workers.errors import DataError
+from workers.inference.loaded_model import LoadedModel
+from workers.inference.scoring import marked_log_likelihood
+from workers.inference.tasks import BadTask, exponential
+from workers.inference.text_tokens import TextTokens
+from workers.storage.files import files_of
+from workers.storage.places import Place
+
+
+@dataclass(frozen=True)
+class ChatResult:
+    """How well answers are predicted, each after all that was said before it."""
+
+    loss: float
+    """Nats a token of answers."""
+    perplexity: float
+    """e to the power of the loss."""
+    tokens: int
+    """Tokens of answers, with what ends them."""
+    conversations: int
+    """Those that have an answer within what the model reads at once."""
+    left_out: int
+    """The others."""
+
+
+@dataclass(frozen=True)
+class End:
+    """What ends an answer."""
+
+    token: int | None
+    """Where it is one token."""
+    text: str
+    """As the template writes it; may be empty."""
+
+
+def template_of(spec: JobSpec, checkpoint: Place, named: str | None = None) -> ChatTemplate:
+    """The template `named` (a file, or `chatml`), else that which was kept beside the record of the job's corpus, else
+    what its spec says. Raises DataError where there is none."""
+    if named is not None:
+        return open_template(spec.data.model_copy(update={"template": named}))
+    for folder in (checkpoint.parent, checkpoint.parent.parent):  # of the engine alone; of a job of the service
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return ChatTemplate.of_document(json.loads(files_of(folder).read(folder / KEPT_CHAT)))
+    return open_template(spec.data)
+
+
+def read_conversations(path: Path, spec: JobSpec, template: ChatTemplate) -> list[Text]:
+    """The conversations of a JSONL or Parquet file. Raises BadTask, DataError."""
+    key = spec.data.text_key if spec.data.source == "chat" else None
+    own = {"source": "chat", "paths": (str(path),), "loss": "answers", "text_key": key}
+    data = spec.data.model_copy(update=own)
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise BadTask(f"cannot be read: {path} ({error.strerror})") from error
+    stop = -1 if kind_of_file(str(path), "chat") == "parquet" else size
+    return list(texts_of(Section(str(path), 0, stop, size), data, False, template))
+
+
+def chat(model: LoadedModel, tokens: TextTokens, conversations: Sequence[Text], batch_size: int = 8) -> ChatResult:
+    """How well the answers in `conversations` are predicted; as in training, a conversation is cut where the model
+    reads no further, and its first token is not predicted. Raises BadTask."""
+    found: list[tuple[list[int], Marks]] = []
+    for each in conversations:
+        ids, marks = tokens.encode_marked(each.text, each.learned or ())
+        ids, marks = ids[: model.longest], marks[: model.longest]
+        if marks[1:].any():
+            found.append((ids, marks))
+    if not found:
+        raise BadTask(f"there is nothing to predict: no answer is within the first {model.longest} tokens")
+    total, counted = marked_log_likelihood(model, found, batch_size)
+    loss = -total / counted
+    return ChatResult(loss, exponential(loss), counted, len(found), len(conversations) - len(found))
+
+
+def question(template: ChatTemplate, text: str) -> str:
+    """What a model reads that is to answer a user's `text`. Raises DataError."""
+    return _written(template, [{"role": "user", "content": text}], add_generation_prompt=True)
+
+
+def end_of_answer(template: ChatTemplate, tokens: TextTokens) -> End:
+    """What the template writes behind an answer. Raises DataError."""
+    said = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    written = _written(template, said)
+    tail = written[written.rfind("2") + 1 :].strip()
+    ids = tokens.encode(tail) if tail else []
+    return End(ids[0] if len(ids) == 1 else None, tail)
+
+
+def _written(template: ChatTemplate, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
+    try:
+        return template.render(messages, None, add_generation_prompt)[0]
+    except TemplateFailed as error:
+        raise DataError(f"the chat template ({template.name}) makes no text of a question: {error}") from error
