@@ -1,0 +1,50 @@
+"""Every published row that arithmetic, simulation or the planner predicts is met."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import papers
+from benchmarks.support.published.tables import Tables
+from workers.errors import MantaError
+
+TABLES = Path(__file__).resolve().parents[2].parent / "shared" / "papers"
+needs_tables = pytest.mark.skipif(not TABLES.is_dir(), reason="the papers' tables are not on this machine")
+
+
+@needs_tables
+@pytest.mark.parametrize(
+    ("family", "count"), [("arithmetic", 76), ("memory", 96), ("bubbles", 58)], ids=["arithmetic", "memory", "bubbles"]
+)
+def test_all_rows_agree(family: str, count: int) -> None:
+    rows = list(papers.FAMILIES[family](Tables(TABLES)))
+    assert [papers.line(row) for row in rows if not row.met] == []
+    assert len(rows) == count
+
+
+@needs_tables
+def test_the_report_has_every_row_with_its_error(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setattr(papers, "FAMILIES", {"memory": papers.FAMILIES["memory"]})
+    assert papers.main(["--tables", str(TABLES), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["figures"]["memory_f_zero_table1_memory_missed"] == {
+        "value": 0,
+        "unit": "rows",
+        "target": 0,
+        "met": True,
+    }
+    first = report["samples"]["memory"][-1]
+    assert (first["case"], first["published"], first["predicted"]) == ("1T, Pos+g+p, 1024 replicas", 15.6, 15.625)
+
+
+def test_a_folder_without_tables_is_a_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert papers.main(["--tables", str(tmp_path), "--json"]) == 1
+    assert f"no published table at {tmp_path}" in capsys.readouterr().err
+    (tmp_path / "a_megatron2019_table1_configs.json").write_text("[1, 2]")
+    options = argparse.Namespace(seed=1, tables=tmp_path, json=True, rows=False)
+    with pytest.raises(MantaError, match="holds no table"):
+        papers.measure(options)
