@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.support.published import arithmetic, bubbles, memory
+from benchmarks.support.published import arithmetic, bubbles, memory, times
 from benchmarks.support.published.rows import Row
 from benchmarks.support.published.tables import Tables
 from benchmarks.support.report import ROOT, Report, deliver, parser
@@ -20,6 +20,7 @@ FAMILIES: dict[str, Callable[[Tables], Iterator[Row]]] = {
     "arithmetic": arithmetic.rows,
     "memory": memory.rows,
     "bubbles": bubbles.rows,
+    "times": times.rows,
 }
 
 
