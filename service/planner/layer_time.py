@@ -12,6 +12,7 @@ from functools import cached_property
 
 from service.planner.communication import Groups, gather_seconds, reduce_seconds
 from service.planner.operations import Budget, memory_seconds, product_seconds
+from service.planner.pipeline import StageTimes
 from service.planner.software import Software
 from workers.accounting.flops import key_value_copies, padded_vocabulary
 from workers.config import JobSpec
@@ -20,6 +21,32 @@ MASK = 1
 """Bytes of an element of a dropout mask."""
 WIDE = 4
 """Bytes of fp32."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One micro-batch through each part of the model."""
+
+    forward: Budget
+    """One layer's."""
+    backward_input: Budget
+    backward_weight: Budget
+    first_forward: Budget
+    """What the first virtual stage has beside layers: the embedding."""
+    first_backward: Budget
+    last_forward: Budget
+    """What the last one has: final norm, logits, loss."""
+    last_backward: Budget
+
+    def of_stage(self, layers: int, first: bool, last: bool, host_seconds: float) -> StageTimes:
+        """The times of a virtual stage of so many layers, at one end of the model or both."""
+        forward, backward = Budget().plus(self.forward, layers), Budget().plus(self.backward_input, layers)
+        if first:
+            forward, backward = forward.plus(self.first_forward), backward.plus(self.first_backward)
+        if last:
+            forward, backward = forward.plus(self.last_forward), backward.plus(self.last_backward)
+        weight = Budget().plus(self.backward_weight, layers)
+        return StageTimes(*(each.wait_for_host(host_seconds).seconds for each in (forward, backward, weight)))
 
 
 @dataclass
@@ -44,6 +71,18 @@ class LayerTime:
         self.key_values = 2 * model.key_value_heads * model.head_size * copies // t
         self.up_matrices = 2 if model.parts.gated_mlp else 1
         self.has_dropout = model.dropout > 0
+
+    def passes(self) -> Passes:
+        """All of them."""
+        return Passes(
+            self.forward(),
+            self.backward_input(),
+            self.backward_weight(),
+            self.embedding_forward(),
+            self.embedding_backward(),
+            self.output_forward(),
+            self.output_backward(),
+        )
 
     # What passes are made of.
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from service.planner.hardware import GIB, Cluster
 from workers.accounting.activation_bytes import bytes_of_rank, layer_bytes, layer_terms
 from workers.accounting.flops import (
-    frozen_parameters,
+    frozen_parameters_of_rank,
     padded_vocabulary,
+    parameters_of_rank,
     rank_parameters,
     waiting_gradient_buffers,
 )
@@ -88,8 +89,8 @@ def memory_of(spec: JobSpec, rank: int) -> RankMemory:
     """What pipeline rank `rank` needs."""
     layout, train = spec.layout, spec.train
     width = 4 if train.precision == "fp32" else 2
-    count = rank_parameters(spec)[rank]
-    trained = count - frozen_parameters(spec)[rank]
+    count = parameters_of_rank(spec, rank)
+    trained = count - frozen_parameters_of_rank(spec, rank)
     # Gradients of one's own part lie apart from the whole, where there are several replicas.
     gradients = 4.0 * trained * (1 + (1 / layout.data if layout.data > 1 else 0) + waiting_gradient_buffers(spec))
     held = trained / layout.data if layout.zero else trained

@@ -9,9 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from workers.parallel.pipeline.schedules import schedule
-from workers.parallel.pipeline.schedules.action import COMPUTE
+from workers.parallel.pipeline.schedules import compute_of_rank
 from workers.parallel.pipeline.stages import place, virtual_stage
+
+FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
+"""Passes, as the simulation tells them apart."""
+_PASSES: dict[str, int] = {
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "backward_input": INPUT,
+    "backward_weight": WEIGHT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,16 @@ class StageTimes:
     backward_input: float
     """The half of backward that makes gradients of activations, with what is recomputed."""
     backward_weight: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all passes."""
+        return self.forward + self.backward_input + self.backward_weight
+
+    @property
+    def backward(self) -> float:
+        """Both halves of backward."""
+        return self.backward_input + self.backward_weight
 
 
 @dataclass(frozen=True)
@@ -41,15 +59,57 @@ class Pipeline:
     def seconds(self, micro_batches: int) -> float:
         """From the first start to the last end. Beyond a few times as many micro-batches as stages every further one
         takes equally long, so that not all are simulated."""
-        more = 2 * self.stages
-        few = 4 * self.stages + micro_batches % self.stages
+        p = self.stages
+        few, more = (4 * p, 2 * p) if p <= 8 else (3 * p, p)
+        few += micro_batches % p
         if micro_batches <= few + more:
-            return self._makespan(micro_batches)
-        first, second = self._makespan(few), self._makespan(few + more)
+            return self.simulated_seconds(micro_batches)
+        first, second = self.simulated_seconds(few), self.simulated_seconds(few + more)
         return first + (second - first) * (micro_batches - few) / more
 
-    def _makespan(self, micro_batches: int) -> float:
-        return max(end for _, end in self.simulated(micro_batches))
+    def simulated_seconds(self, micro_batches: int) -> float:
+        """The same as `seconds`, with every micro-batch simulated."""
+        ranks = _orders(self.kind, self.stages, self.virtual_stages, micro_batches)
+        count = len(self.times)
+        seconds = [
+            [each.forward for each in self.times],
+            [each.backward_input + each.backward_weight for each in self.times],
+            [each.backward_input for each in self.times],
+            [each.backward_weight for each in self.times],
+        ]
+        arriving, leaving = self._occupied()
+        # A message that does not block delays only who waits for it.
+        delays = [[0.0] * count] * 2 if self.blocking else arriving
+        if not self.blocking:
+            arriving = leaving = [[0.0] * count] * 2
+        # When the pass of each micro-batch on each virtual stage is done: [backward or not][virtual stage].
+        done = [[[-1.0] * micro_batches for _ in range(count)] for _ in range(2)]
+        now, reached = [0.0] * self.stages, [0] * self.stages
+        waiting = True
+        while waiting:
+            waiting = False
+            for rank, passes in enumerate(ranks):
+                at, clock, end = reached[rank], now[rank], len(passes)
+                while at < end:
+                    kind, index, micro_batch = passes[at]
+                    if kind == WEIGHT:
+                        clock += seconds[WEIGHT][index]
+                    else:
+                        way = kind != FORWARD
+                        source = index + 1 if way else index - 1
+                        if 0 <= source < count:
+                            ready = done[way][source][micro_batch]
+                            if ready < 0:
+                                waiting = True
+                                break
+                            ready += delays[way][index]
+                            clock = (ready if ready > clock else clock) + arriving[way][index]
+                        clock += seconds[kind][index]
+                        done[way][index][micro_batch] = clock
+                        clock += leaving[way][index]
+                    at += 1
+                reached[rank], now[rank] = at, clock
+        return max(now)
 
     def work(self, micro_batches: int) -> float:
         """Most seconds that any rank computes in the step, messages that block not counted."""
@@ -60,73 +120,27 @@ class Pipeline:
         total = [0.0] * self.stages
         for index, each in enumerate(self.times):
             rank, _ = place(self.kind, self.stages, self.virtual_stages, index)
-            total[rank] += each.forward + each.backward_input + each.backward_weight
+            total[rank] += each.seconds
         return total
 
-    def simulated(self, micro_batches: int) -> list[tuple[float, float]]:
-        """When each rank's first pass begins and its last one, with its message, ends."""
-        ranks = _orders(self.kind, self.stages, self.virtual_stages, micro_batches)
-        count = len(self.times)
-        seconds = {
-            "forward": [each.forward for each in self.times],
-            "backward": [each.backward_input + each.backward_weight for each in self.times],
-            "backward_input": [each.backward_input for each in self.times],
-            "backward_weight": [each.backward_weight for each in self.times],
-        }
-        arriving, leaving = self._occupied()
-        # When the pass of each micro-batch on each virtual stage is done: [forward or not][virtual stage].
-        done: list[list[dict[int, float]]] = [[{} for _ in range(count)] for _ in range(2)]
-        now, reached, begins = [0.0] * self.stages, [0] * self.stages, [-1.0] * self.stages
-        moved = True
-        while moved:
-            moved = False
-            for rank, passes in enumerate(ranks):
-                at, clock = reached[rank], now[rank]
-                while at < len(passes):
-                    kind, index, micro_batch = passes[at]
-                    forward = kind == "forward"
-                    source = index - 1 if forward else index + 1
-                    if kind != "backward_weight" and 0 <= source < count:
-                        ready = done[forward][source].get(micro_batch)
-                        if ready is None:
-                            break
-                        delay = 0.0 if self.blocking else arriving[forward][index]
-                        clock = max(clock, ready + delay)
-                        if self.blocking:
-                            clock += arriving[forward][index]
-                    if begins[rank] < 0:
-                        begins[rank] = clock
-                    clock += seconds[kind][index]
-                    if kind != "backward_weight":
-                        done[forward][index][micro_batch] = clock
-                        if self.blocking:
-                            clock += leaving[forward][index]
-                    at += 1
-                moved |= at > reached[rank]
-                reached[rank], now[rank] = at, clock
-        assert all(at == len(passes) for at, passes in zip(reached, ranks, strict=True))
-        return list(zip(begins, now, strict=True))
-
     def _occupied(self) -> tuple[list[list[float]], list[list[float]]]:
-        """Seconds of the message that comes into, and that leaves, each virtual stage: [forward or not][index]. None
-        passes between virtual stages of the same rank."""
+        """Seconds of the message that comes into, and that leaves, each virtual stage: [backward or not][index].
+        None passes between virtual stages of the same rank."""
         count = len(self.times)
         ranks = [place(self.kind, self.stages, self.virtual_stages, index)[0] for index in range(count)]
         between = [self.messages[i] if ranks[i] != ranks[i + 1] else 0.0 for i in range(count - 1)]
         before, behind = [0.0, *between], [*between, 0.0]
-        return [behind, before], [before, behind]
+        return [before, behind], [behind, before]
 
 
 @lru_cache(maxsize=64)
 def _orders(
     kind: str, stages: int, virtual_stages: int, micro_batches: int
-) -> tuple[tuple[tuple[str, int, int], ...], ...]:
+) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     """For each rank its passes in order: what, on which virtual stage, of which micro-batch."""
-    return tuple(
-        tuple(
-            (action.kind, virtual_stage(kind, stages, virtual_stages, rank, action.chunk), action.micro_batch)
-            for action in actions
-            if action.kind in COMPUTE
-        )
-        for rank, actions in enumerate(schedule(kind, stages, virtual_stages, micro_batches))
-    )
+    ranks = []
+    for rank in range(stages):
+        index = [virtual_stage(kind, stages, virtual_stages, rank, chunk) for chunk in range(virtual_stages)]
+        actions = compute_of_rank(kind, rank, stages, virtual_stages, micro_batches)
+        ranks.append(tuple((_PASSES[action.kind], index[action.chunk], action.micro_batch) for action in actions))
+    return tuple(ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from service.planner.communication import (
     Group,
@@ -14,8 +15,8 @@ from service.planner.communication import (
     reduce_seconds,
 )
 from service.planner.hardware import Cluster
-from service.planner.layer_time import LayerTime
-from service.planner.operations import Budget, memory_seconds
+from service.planner.layer_time import LayerTime, Passes
+from service.planner.operations import memory_seconds
 from service.planner.pipeline import Pipeline, StageTimes
 from service.planner.software import MANTA, Software
 from workers.accounting.flops import padded_vocabulary, rank_parameters
@@ -47,44 +48,61 @@ class StepTime:
         return max(0.0, 1 - self.work / self.pipeline)
 
 
+@lru_cache(maxsize=4096)
+def layer_counts(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each virtual stage."""
+    return tuple(len(stage_layers(layers, stages, index)) for index in range(stages))
+
+
+@lru_cache(maxsize=4096)
+def stage_totals(layers: int, pipeline: int, virtual_stages: int) -> tuple[int, ...]:
+    """Layers of each rank whose chunks go round robin."""
+    counts = layer_counts(layers, pipeline * virtual_stages)
+    return tuple(sum(counts[rank::pipeline]) for rank in range(pipeline))
+
+
+def slowest_of(replicas: int, cluster: Cluster) -> float:
+    """How much longer the slowest of so many replicas takes than most: the largest of n normally distributed numbers
+    lies about sqrt(2 ln n) deviations above their mean."""
+    return 1 + cluster.machine.constants.spread * math.sqrt(2 * math.log(replicas))
+
+
 class StepModel:
     """The step of one job on one cluster."""
 
-    def __init__(self, spec: JobSpec, cluster: Cluster, software: Software = MANTA):
+    def __init__(
+        self,
+        spec: JobSpec,
+        cluster: Cluster,
+        software: Software = MANTA,
+        passes: Passes | None = None,
+        parameters: int | None = None,
+    ):
+        """`passes` and `parameters` (most of a rank), where they are known from a job that has the same."""
         self.spec, self.cluster, self.software = spec, cluster, software
         self.groups: Groups = groups_of(spec.layout, cluster, software)
         self.layer = LayerTime(spec, self.groups, software)
-        self.parameters = max(rank_parameters(spec))
+        self.passes = passes or self.layer.passes()
+        self.parameters = parameters or max(rank_parameters(spec))
 
     def pipeline(self) -> Pipeline:
         """The pipeline, with the times of every virtual stage."""
-        layout = self.spec.layout
-        count = layout.pipeline * layout.virtual_stages
-        host = self.cluster.machine.constants.host_seconds
-        layer = self.layer
-        plain = layer.forward(), layer.backward_input(), layer.backward_weight()
-        ends: list[tuple[Budget, Budget, Budget]] = [(Budget(), Budget(), Budget())] * count
-        ends[0] = layer.embedding_forward(), layer.embedding_backward(), Budget()
-        last = layer.output_forward(), layer.output_backward(), Budget()
-        ends[-1] = last if count > 1 else (ends[0][0].plus(last[0]), ends[0][1].plus(last[1]), Budget())
-        times: dict[tuple[int, int], StageTimes] = {}
+        layout, host = self.spec.layout, self.cluster.machine.constants.host_seconds
+        counts = layer_counts(self.spec.model.layers, layout.pipeline * layout.virtual_stages)
+        last = len(counts) - 1
+        known: dict[tuple[int, bool, bool], StageTimes] = {}
         stages = []
-        for index in range(count):
-            layers = len(stage_layers(self.spec.model.layers, count, index))
-            key = layers, index if index in (0, count - 1) else -1
-            if key not in times:
-                whole = [
-                    end.plus(each, layers).wait_for_host(host).seconds
-                    for end, each in zip(ends[index], plain, strict=True)
-                ]
-                times[key] = StageTimes(*whole)
-            stages.append(times[key])
+        for index, layers in enumerate(counts):
+            key = layers, index == 0, index == last
+            if key not in known:
+                known[key] = self.passes.of_stage(*key, host)
+            stages.append(known[key])
         return Pipeline(
             layout.schedule,
             layout.pipeline,
             layout.virtual_stages,
             tuple(stages),
-            tuple(self.message(index) for index in range(count - 1)),
+            tuple(self.message(index) for index in range(last)),
             self.software.blocks_on_messages,
         )
 
@@ -104,14 +122,15 @@ class StepModel:
         layout, m = self.spec.layout, self.spec.micro_batches
         pipeline = self.pipeline()
         seconds, work = pipeline.seconds(m), pipeline.work(m)
-        gradients, optimizer = self._gradients(pipeline), self._optimizer()
-        tied = self._tied()
+        last = min(each.backward_input + each.backward_weight for each in pipeline.times)
+        gradients, optimizer = self.gradient_seconds(last), self.optimizer_seconds()
+        tied = self.tied_seconds()
         total = seconds + gradients + optimizer + tied
-        # The largest of d normally distributed numbers lies about sqrt(2 ln d) deviations above their mean.
-        waiting = total * self.cluster.machine.constants.spread * math.sqrt(2 * math.log(layout.data))
+        waiting = total * (slowest_of(layout.data, self.cluster) - 1)
         return StepTime(total + waiting, seconds, work, gradients, tied, optimizer, waiting)
 
-    def _gradients(self, pipeline: Pipeline) -> float:
+    def gradient_seconds(self, backward: float) -> float:
+        """Reduction over the replicas, as far as it is not hidden; `backward`: least of a virtual stage."""
         size, data = self.parameters * self.software.gradient_bytes, self.groups.data
         if self.software.shards_optimizer:
             whole = gather_seconds(data, self.cluster, size)
@@ -120,19 +139,21 @@ class StepModel:
         if not self.software.overlaps_gradients:
             return whole
         # Beside the backward of the step's last micro-batch, in which gradients become complete.
-        v = pipeline.virtual_stages
-        last = min(each.backward_input + each.backward_weight for each in pipeline.times) * v
-        return max(0.0, whole - last)
+        return max(0.0, whole - backward * self.spec.layout.virtual_stages)
 
-    def _optimizer(self) -> float:
+    def optimizer_seconds(self) -> float:
+        """The update, and bringing it to all replicas."""
         layout, machine = self.spec.layout, self.cluster.machine
         split = layout.data if self.software.shards_optimizer and layout.zero else 1
         update = memory_seconds(machine, self.software.optimizer_bytes * self.parameters / split)
         if not self.software.shards_optimizer:
             return update
-        return update + gather_seconds(self.groups.data, self.cluster, self.parameters * self.layer.width)
+        # What each replica has updated, or without ZeRO what each has summed up, goes to all the others.
+        width = self.layer.width if layout.zero else self.software.gradient_bytes
+        return update + gather_seconds(self.groups.data, self.cluster, self.parameters * width)
 
-    def _tied(self) -> float:
+    def tied_seconds(self) -> float:
+        """Summing up the gradients of an embedding that two stages hold."""
         layout, model = self.spec.layout, self.spec.model
         if layout.pipeline == 1 or not model.tie_embeddings:
             return 0.0

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.planner.pipeline import Pipeline, StageTimes
+from service.planner.step_time import layer_counts
 from workers.parallel.pipeline.schedules import schedule
 from workers.parallel.pipeline.schedules.simulate import PassTimes, simulate
 
@@ -31,7 +32,7 @@ def chunks_of(kind: str) -> int:
 def test_even_stages_take_what_the_engines_simulation_says(kind, stages, rounds, f, b, w, message):
     v, m, passes = chunks_of(kind), stages * rounds, PassTimes(f, b, w, message)
     expected = simulate(schedule(kind, stages, v, m), kind, v, passes).makespan
-    assert max(end for _, end in even(kind, stages, v, passes).simulated(m)) == pytest.approx(expected)
+    assert even(kind, stages, v, passes).simulated_seconds(m) == pytest.approx(expected)
 
 
 @settings(deadline=None, max_examples=60)
@@ -39,7 +40,7 @@ def test_even_stages_take_what_the_engines_simulation_says(kind, stages, rounds,
     st.sampled_from(KINDS),
     st.integers(1, 5),
     st.integers(1, 12),
-    st.lists(st.integers(2, 3), min_size=15, max_size=15),
+    st.integers(0, 20),
     st.tuples(times, times, times),
     st.tuples(st.floats(0, 3), st.floats(0, 3)),
     st.floats(0, 1),
@@ -52,12 +53,12 @@ def test_many_micro_batches_go_on_as_the_first_few_did(kind, stages, rounds, lay
     more = [ends[0], *[0.0] * (count - 2), ends[1]][:count]
     stage_times = tuple(
         StageTimes(*(seconds * number + extra for seconds in layer))
-        for number, extra in zip(layers[:count], more, strict=True)
+        for number, extra in zip(layer_counts(2 * count + layers % count, count), more, strict=True)
     )
     pipeline = Pipeline(kind, stages, v, stage_times, (message,) * (count - 1), blocking)
-    whole = max(end for _, end in pipeline.simulated(m))
+    whole = pipeline.simulated_seconds(m)
     # The first few may still be on their way to the rhythm of the slowest stage.
-    assert pipeline.seconds(m) == pytest.approx(whole, rel=0.03)
+    assert pipeline.seconds(m) == pytest.approx(whole, rel=0.02)
     assert whole >= pipeline.work(m) - 1e-9
 
 
