@@ -26,6 +26,8 @@ from workers.config import JobSpec, ParallelConfig
 from workers.spec.rules import divisors
 
 RECOMPUTE = ("none", "selective", "full")
+MOST_STAGES = 256
+"""Pipeline stages; of more no simulation would be done in time."""
 COMPLETE = 2048
 """GPUs times layers up to which every size is looked at."""
 MOST_MICRO_BATCH = 64
@@ -109,7 +111,7 @@ def axes(job: JobSpec, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
             continue
         groups = cluster.nodes * (cluster.gpus_per_node // tensor)
         for pipeline in range(1, model.layers + 1) if complete else _pipeline_sizes(model.layers):
-            if pipeline > groups:
+            if pipeline > min(groups, MOST_STAGES):
                 break
             most = min(groups // pipeline, batch)
             for data in range(1, most + 1) if complete else _data_sizes(most, batch, pipeline):

@@ -153,6 +153,27 @@ MACHINES = {
 """By the name that a cluster is asked for with."""
 
 
+CPU = Constants(
+    product=0.8,
+    memory=0.5,
+    inside=0.5,
+    message=0.5,
+    collective=0.5,
+    spread=0.02,
+    skew_seconds=3e-4,
+    host_seconds=1e-5,
+)
+"""Nothing was fitted and nothing measured: a place holder until this machine is calibrated."""
+
+
+def cpu_machine(slots: int, cores: int, memory_bytes: float) -> Machine:
+    """A node whose ranks compute with a thread of a CPU each. `memory_bytes`: of the node. Where there are more slots
+    than cores they share them."""
+    share = min(1.0, cores / slots)
+    device = Accelerator("cpu", memory_bytes / slots, 50e9 * share, 50e9 * share, 10e9 * share, 1, 2e9)
+    return Machine(device, slots, 1, 1e9, CPU)
+
+
 def machine_of(name: str) -> Machine:
     """The machine with accelerators called `name`; `a100` and the like mean the one with most memory. Raises
     UnknownMachine."""
