@@ -64,6 +64,13 @@ def test_fitted_constants_are_those_that_fit_the_readme_best(name: str, factor: 
 
 
 @needs_tables
+def test_the_tables_in_the_documentation_are_what_is_predicted_now() -> None:
+    options = argparse.Namespace(seed=1, tables=TABLES, json=True, rows=False, markdown=None)
+    kept = Path(__file__).resolve().parents[2] / "docs" / "planner_tables.md"
+    assert kept.read_text() == papers.as_markdown(papers.measure(options).samples)
+
+
+@needs_tables
 def test_the_report_has_every_row_with_its_error(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.setattr(papers, "FAMILIES", {"memory": papers.FAMILIES["memory"]})
     assert papers.main(["--tables", str(TABLES), "--json"]) == 0
@@ -82,6 +89,6 @@ def test_a_folder_without_tables_is_a_sentence(capsys: pytest.CaptureFixture[str
     assert papers.main(["--tables", str(tmp_path), "--json"]) == 1
     assert f"no published table at {tmp_path}" in capsys.readouterr().err
     (tmp_path / "a_megatron2019_table1_configs.json").write_text("[1, 2]")
-    options = argparse.Namespace(seed=1, tables=tmp_path, json=True, rows=False)
+    options = argparse.Namespace(seed=1, tables=tmp_path, json=True, rows=False, markdown=None)
     with pytest.raises(MantaError, match="holds no table"):
         papers.measure(options)
